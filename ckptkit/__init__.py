@@ -1,0 +1,55 @@
+"""Checkpoint management and conversion for PyTorch.
+
+The house, from the ground up (imports go downhill only):
+
+- `errors`, `units`: the exception tree; sizes and durations as people write them.
+- `catalog`: what tensors exist and where their parts lie. `storage`: bytes at a URL.
+- `formats`: one module a format; each ends in a `Catalog`.
+- `checkpoint`: saving, keeping and loading the checkpoints of one run (`CheckpointManager`).
+- `fsdp`: the FSDP2 runtime of a training job. `offline`: convert, reshard, verify, diff, inspect, prune.
+- `integrations`, `cli`: the same for other frameworks, and for the shell.
+
+Public names are imported when they are first used, so `import ckptkit` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "CheckpointManager": "ckptkit.checkpoint.manager",
+    "TrainState": "ckptkit.checkpoint.state",
+    "StateDictType": "ckptkit.checkpoint.state",
+    "RetentionPolicy": "ckptkit.checkpoint.retention",
+    "open_checkpoint": "ckptkit.checkpoint.open",
+    "DCPWriter": "ckptkit.formats.dcp_storage",
+    "DCPReader": "ckptkit.formats.dcp_storage",
+    "convert": "ckptkit.offline.convert",
+    "reshard": "ckptkit.offline.reshard",
+    "verify": "ckptkit.offline.verify",
+}
+
+__all__ = ["__version__", *_WHERE]
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint.manager import CheckpointManager
+    from ckptkit.checkpoint.open import open_checkpoint
+    from ckptkit.checkpoint.retention import RetentionPolicy
+    from ckptkit.checkpoint.state import StateDictType, TrainState
+    from ckptkit.formats.dcp_storage import DCPReader, DCPWriter
+    from ckptkit.offline.convert import convert
+    from ckptkit.offline.reshard import reshard
+    from ckptkit.offline.verify import verify
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,161 @@
+"""Rectangular parts of a tensor, and flat element ranges as such parts. Counts elements, never bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Box", "chunk_box", "flat_range_boxes", "row_major_strides"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The part of a tensor that starts at `offsets` and is `sizes` long in each dimension.
+
+    A 0-dim tensor is `Box((), ())`, one element. A size of 0 in any dimension makes an empty box.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box that covers a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The first index past the box in each dimension."""
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def within(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether the box lies inside a tensor of this shape."""
+        return (
+            len(shape) == len(self.sizes)
+            and all(o >= 0 and s >= 0 for o, s in zip(self.offsets, self.sizes, strict=True))
+            and all(stop <= n for stop, n in zip(self.stops, shape, strict=True))
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the part both boxes share, None where it is empty."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets, strict=True))
+        return Box(offsets, sizes) if all(s > 0 for s in sizes) else None
+
+    def relative_to(self, outer: Box) -> Box:
+        """Return this box with offsets counted from the first element of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+    def is_contiguous_in(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether the box is one run of elements in a row-major tensor of this shape."""
+        if self.numel <= 1:
+            return True
+        partial = False  # walking from the innermost dimension: a cut one must have only size 1 outside it
+        for size, extent in zip(reversed(self.sizes), reversed(shape), strict=True):
+            if partial and size != 1:
+                return False
+            partial = partial or size != extent
+        return True
+
+    def flat_start(self, shape: tuple[int, ...]) -> int:
+        """Return the row-major index of the first element in a tensor of this shape."""
+        return sum(o * s for o, s in zip(self.offsets, row_major_strides(shape), strict=True))
+
+    def tiles(self, max_numel: int) -> Iterator[Box]:
+        """Cut the box into boxes of at most `max_numel` elements, in row-major order.
+
+        Each tile is contiguous in a row-major tensor of the box's own shape, so tiles of a target are
+        written one after the other.
+        """
+        if self.numel == 0:
+            return
+        if self.numel <= max_numel or self.ndim == 0:
+            yield self
+            return
+        inner = 1  # elements below the dimension that is cut
+        dim = self.ndim - 1
+        while inner * self.sizes[dim] <= max_numel:
+            inner *= self.sizes[dim]
+            dim -= 1
+        step = max(1, max_numel // inner)
+        for index in _indices(self.sizes[:dim]):
+            outer = tuple(o + i for o, i in zip(self.offsets[:dim], index, strict=True))
+            for begin in range(0, self.sizes[dim], step):
+                length = min(step, self.sizes[dim] - begin)
+                yield Box(
+                    (*outer, self.offsets[dim] + begin, *self.offsets[dim + 1 :]),
+                    (1,) * dim + (length, *self.sizes[dim + 1 :]),
+                )
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor of this shape."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def chunk_box(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Box:
+    """Return part `index` of `parts` along `dim` by the rule of `torch.chunk`, which FSDP2 shards with.
+
+    Each part has ceil(n / parts) rows; the last ones are shorter or empty. An empty part starts at n.
+    """
+    n = shape[dim]
+    length = -(-n // parts)
+    start = min(index * length, n)
+    size = min(length, n - start)
+    offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
+    return Box(offsets, tuple(size if d == dim else s for d, s in enumerate(shape)))
+
+
+def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Return the row-major elements [start, stop) of a tensor as at most 2 * ndim - 1 boxes, in order.
+
+    Each box is contiguous in the tensor, so it is also contiguous in the flat range it came from.
+    Flat parameters (FSDP1) and ZeRO partitions are such ranges.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    head, tail = start - first * inner, stop - last * inner
+    if first == last and not (head == 0 and tail == inner):
+        return [_lift(box, first) for box in flat_range_boxes(shape[1:], head, tail)]
+    boxes: list[Box] = []
+    if head:
+        boxes += [_lift(box, first) for box in flat_range_boxes(shape[1:], head, inner)]
+        first += 1
+    whole_last = last if tail == inner else last - 1
+    if whole_last >= first:
+        rest = shape[1:]
+        boxes.append(Box((first, *(0,) * len(rest)), (whole_last - first + 1, *rest)))
+    if tail != inner:
+        boxes += [_lift(box, last) for box in flat_range_boxes(shape[1:], 0, tail)]
+    return boxes
+
+
+def _lift(box: Box, index: int) -> Box:
+    return Box((index, *box.offsets), (1, *box.sizes))
+
+
+def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not sizes:
+        yield ()
+        return
+    for head in range(sizes[0]):
+        for rest in _indices(sizes[1:]):
+            yield (head, *rest)

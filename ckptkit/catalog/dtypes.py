@@ -1,0 +1,103 @@
+"""Names, sizes and kinds of tensor dtypes, and which casts an export may do. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptkit.errors import UnsupportedFormatError, UsageError
+
+__all__ = ["DType", "DTYPES", "dtype", "from_safetensors", "export_dtype"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A dtype by torch's name without the prefix.
+
+    Attributes:
+        name: "bfloat16", "float8_e4m3fn", ...
+        itemsize: Bytes an element.
+        kind: "float", "float8" (never cast), "int", "bool" or "complex".
+        safetensors: Its name in a safetensors header; None where that format has none.
+    """
+
+    name: str
+    itemsize: int
+    kind: str
+    safetensors: str | None
+
+
+# The safetensors names are those of its Dtype enum, version 0.8 (safetensors/src/tensor.rs).
+DTYPES: dict[str, DType] = {
+    d.name: d
+    for d in (
+        DType("float64", 8, "float", "F64"),
+        DType("float32", 4, "float", "F32"),
+        DType("float16", 2, "float", "F16"),
+        DType("bfloat16", 2, "float", "BF16"),
+        DType("float8_e4m3fn", 1, "float8", "F8_E4M3"),
+        DType("float8_e5m2", 1, "float8", "F8_E5M2"),
+        DType("float8_e8m0fnu", 1, "float8", "F8_E8M0"),
+        DType("float8_e4m3fnuz", 1, "float8", "F8_E4M3FNUZ"),
+        DType("float8_e5m2fnuz", 1, "float8", "F8_E5M2FNUZ"),
+        DType("float4_e2m1fn_x2", 1, "float8", None),
+        DType("int64", 8, "int", "I64"),
+        DType("int32", 4, "int", "I32"),
+        DType("int16", 2, "int", "I16"),
+        DType("int8", 1, "int", "I8"),
+        DType("uint64", 8, "int", "U64"),
+        DType("uint32", 4, "int", "U32"),
+        DType("uint16", 2, "int", "U16"),
+        DType("uint8", 1, "int", "U8"),
+        DType("bool", 1, "bool", "BOOL"),
+        DType("complex32", 4, "complex", None),
+        DType("complex64", 8, "complex", "C64"),
+        DType("complex128", 16, "complex", None),
+    )
+}
+_BY_SAFETENSORS = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "bf16": "bfloat16", "fp16": "float16",
+            "fp32": "float32", "fp64": "float64", "long": "int64", "int": "int32", "short": "int16"}  # fmt: skip
+
+
+def dtype(name: str) -> DType:
+    """Return the dtype that torch calls `name`, with or without "torch.", aliases included.
+
+    Raises:
+        UnsupportedFormatError: No such dtype is known.
+    """
+    short = name.removeprefix("torch.")
+    found = DTYPES.get(_ALIASES.get(short, short))
+    if found is None:
+        raise UnsupportedFormatError(f"dtype {name!r} is unknown. Known: {', '.join(DTYPES)}.")
+    return found
+
+
+def from_safetensors(name: str) -> DType:
+    """Return the dtype with this name in a safetensors header.
+
+    Raises:
+        UnsupportedFormatError: The name is unknown.
+    """
+    found = _BY_SAFETENSORS.get(name)
+    if found is None:
+        raise UnsupportedFormatError(
+            f"safetensors dtype {name!r} is unknown. Known: {', '.join(_BY_SAFETENSORS)}."
+        )
+    return found
+
+
+def export_dtype(source: str, wanted: str) -> str:
+    """Return the dtype a tensor gets when an export asks for `wanted`: only plain floats are ever cast.
+
+    Integers, bools, complex and 8-bit floats keep theirs: a cast would change what they mean.
+
+    Args:
+        source: The tensor's own dtype.
+        wanted: "keep", or a float dtype such as "bf16".
+    """
+    if wanted == "keep":
+        return source
+    target = dtype(wanted)
+    if target.kind != "float":
+        raise UsageError(f"--dtype {wanted}: an export casts to fp64, fp32, fp16 or bf16 only.")
+    return target.name if dtype(source).kind == "float" else source

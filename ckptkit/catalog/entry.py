@@ -1,0 +1,413 @@
+"""What a checkpoint holds: tensors as slices at byte ranges, objects, and where they came from.
+
+A reader of any format ends in a `Catalog`; everything offline starts from one. Slices are columns of
+numbers (a million of them are a few arrays), `TensorSlice` is a view of one row.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+
+__all__ = [
+    "Role",
+    "Digest",
+    "Codec",
+    "TensorSlice",
+    "SliceArray",
+    "TensorEntry",
+    "ObjectEntry",
+    "MeshInfo",
+    "CatalogInfo",
+    "Catalog",
+]
+
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+
+
+class Role(str, enum.Enum):
+    """What an entry is to a training run."""
+
+    MODEL = "model"  # parameters and persistent buffers
+    MASTER = "master"  # fp32 copies of low-precision parameters
+    OPTIMIZER = "optimizer"  # moments, steps, param_groups
+    OTHER = "other"  # schedulers, RNG, dataloader, the user's own
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A digest of the bytes [start, start + nbytes) of a slice's file (or of its decoded record).
+
+    The range may be larger than the slice: a zip record's CRC-32 covers a whole storage, of which the
+    slice can be a part.
+    """
+
+    algorithm: str  # "xxh3_64" or "crc32"
+    value: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """The slice lies in a compressed record: bytes [start, start + nbytes) of the file, decoded by `name`.
+
+    `TensorSlice.start` then counts from the first byte of the decoded record.
+    """
+
+    name: str  # "zstd"
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """These bytes hold that box.
+
+    Attributes:
+        box: The part of the tensor.
+        path: The file, relative to the store of the checkpoint.
+        start: Byte offset of the element at `box.offsets`.
+        nbytes: Bytes from the first to past the last element: numel * itemsize where contiguous.
+        strides: In elements, where the box does not lie row-major; None where it does.
+        digest: What the bytes are checked by; None where nothing was recorded.
+        codec: Set where the bytes are compressed.
+        rank: The rank that wrote the slice; -1 where unknown.
+    """
+
+    box: Box
+    path: str
+    start: int
+    nbytes: int
+    strides: tuple[int, ...] | None = None
+    digest: Digest | None = None
+    codec: Codec | None = None
+    rank: int = -1
+
+
+class SliceArray(Sequence[TensorSlice]):
+    """The slices of one tensor as columns; `self[i]` is a view of row i.
+
+    Attributes:
+        paths: A table of file names, shared by all tensors of a catalog.
+        files: [n] index into `paths`.
+        starts, nbytes: [n] bytes.
+        offsets, sizes: [n, ndim] elements.
+        ranks: [n] writer rank, -1 where unknown.
+        algorithm: The digest algorithm of all rows; None where there are no digests.
+        digests: [n] digest values; None where there are none.
+        digest_starts, digest_nbytes: [n] the bytes each digest covers; None where they are the slice's own.
+        strides, codecs: The few rows that have one, by row.
+    """
+
+    __slots__ = (
+        "algorithm",
+        "codecs",
+        "digest_nbytes",
+        "digest_starts",
+        "digests",
+        "files",
+        "nbytes",
+        "offsets",
+        "paths",
+        "ranks",
+        "sizes",
+        "starts",
+        "strides",
+    )
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        files: npt.NDArray[np.int32],
+        starts: Int64,
+        nbytes: Int64,
+        offsets: Int64,
+        sizes: Int64,
+        *,
+        ranks: npt.NDArray[np.int32] | None = None,
+        algorithm: str | None = None,
+        digests: UInt64 | None = None,
+        digest_starts: Int64 | None = None,
+        digest_nbytes: Int64 | None = None,
+        strides: Mapping[int, tuple[int, ...]] | None = None,
+        codecs: Mapping[int, Codec] | None = None,
+    ) -> None:
+        self.paths = paths
+        self.files = files
+        self.starts = starts
+        self.nbytes = nbytes
+        self.offsets = offsets
+        self.sizes = sizes
+        self.ranks = ranks
+        self.algorithm = algorithm
+        self.digests = digests
+        self.digest_starts = digest_starts
+        self.digest_nbytes = digest_nbytes
+        self.strides: Mapping[int, tuple[int, ...]] = strides or {}
+        self.codecs: Mapping[int, Codec] = codecs or {}
+
+    @classmethod
+    def of(cls, slices: Sequence[TensorSlice], ndim: int) -> SliceArray:
+        """Return the columns of these slices. All digests must use one algorithm; some rows may have none
+        only if all have none."""
+        n = len(slices)
+        paths = list(dict.fromkeys(s.path for s in slices))
+        index = {path: i for i, path in enumerate(paths)}
+        digests = [s.digest for s in slices]
+        known = [d for d in digests if d is not None] if n else []
+        has_digests = n > 0 and len(known) == n
+        return cls(
+            paths,
+            np.array([index[s.path] for s in slices], np.int32),
+            np.array([s.start for s in slices], np.int64),
+            np.array([s.nbytes for s in slices], np.int64),
+            np.array([s.box.offsets for s in slices], np.int64).reshape(n, ndim),
+            np.array([s.box.sizes for s in slices], np.int64).reshape(n, ndim),
+            ranks=np.array([s.rank for s in slices], np.int32),
+            algorithm=known[0].algorithm if has_digests else None,
+            digests=np.array([d.value for d in known], np.uint64) if has_digests else None,
+            digest_starts=np.array([d.start for d in known], np.int64) if has_digests else None,
+            digest_nbytes=np.array([d.nbytes for d in known], np.int64) if has_digests else None,
+            strides={i: s.strides for i, s in enumerate(slices) if s.strides is not None},
+            codecs={i: s.codec for i, s in enumerate(slices) if s.codec is not None},
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, row: int) -> TensorSlice: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[TensorSlice]: ...
+    def __getitem__(self, row: int | slice) -> TensorSlice | list[TensorSlice]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        if row < 0:
+            row += len(self)
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        start, nbytes = int(self.starts[row]), int(self.nbytes[row])
+        return TensorSlice(
+            Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist())),
+            self.paths[int(self.files[row])],
+            start,
+            nbytes,
+            self.strides.get(row),
+            self._digest(row, start, nbytes),
+            self.codecs.get(row),
+            -1 if self.ranks is None else int(self.ranks[row]),
+        )
+
+    def __iter__(self) -> Iterator[TensorSlice]:
+        return (self[i] for i in range(len(self)))
+
+    def _digest(self, row: int, start: int, nbytes: int) -> Digest | None:
+        if self.algorithm is None or self.digests is None:
+            return None
+        if self.digest_starts is not None and self.digest_nbytes is not None:
+            start, nbytes = int(self.digest_starts[row]), int(self.digest_nbytes[row])
+        return Digest(self.algorithm, int(self.digests[row]), start, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: Its unique key in the catalog, as the format stores it.
+        dtype: torch's name without the prefix.
+        shape: Of the whole tensor.
+        slices: Its parts. Replicas may appear more than once; together they must cover the shape.
+        role: What it is to the run.
+        fqn: For MODEL, MASTER: the parameter's name in the model, wrappers removed. For OPTIMIZER: the
+            parameter it belongs to, or "" . For OTHER: "".
+        state: For OPTIMIZER: the state's name, such as "exp_avg"; else "".
+        key: The planner's own path, where the format records one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: SliceArray
+    role: Role = Role.MODEL
+    fqn: str = ""
+    state: str = ""
+    key: tuple[str | int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return Box.whole(self.shape).numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, once."""
+        return self.numel * dtype_of(self.dtype).itemsize
+
+    def check_coverage(self) -> None:
+        """Check that every element is covered, and that slices overlap only as whole replicas.
+
+        Raises:
+            CorruptCheckpointError: A slice lies outside the shape, or two overlap in part.
+            IncompleteCheckpointError: Elements are missing.
+        """
+        offsets, sizes = _unique_boxes(self)
+        shape = np.asarray(self.shape, np.int64)
+        if offsets.size and (
+            (offsets < 0).any()
+            or (sizes < 0).any()
+            or (sizes > shape).any()
+            or (offsets > shape - sizes).any()
+        ):
+            raise CorruptCheckpointError(
+                f"tensor {self.name!r}: a slice lies outside its shape {list(self.shape)}."
+            )
+        covered = int(sum(np.prod(sizes.astype(object), axis=1))) if len(sizes) else 0
+        if covered != self.numel or _overlap(offsets, sizes):
+            if _overlap(offsets, sizes):
+                raise CorruptCheckpointError(f"tensor {self.name!r}: its slices overlap in part.")
+            raise IncompleteCheckpointError(
+                f"tensor {self.name!r} of shape {list(self.shape)}: its slices hold {covered} of {self.numel} elements."
+            )
+
+
+def _unique_boxes(entry: TensorEntry) -> tuple[Int64, Int64]:
+    """The distinct non-empty boxes of a tensor; replicas of HSDP are the same box several times."""
+    ndim = len(entry.shape)
+    if ndim == 0:
+        n = min(1, len(entry.slices))
+        return np.zeros((n, 0), np.int64), np.zeros((n, 0), np.int64)
+    rows = np.concatenate([entry.slices.offsets, entry.slices.sizes], axis=1)
+    rows = np.unique(rows[(rows[:, ndim:] != 0).all(axis=1)], axis=0)
+    return rows[:, :ndim], rows[:, ndim:]
+
+
+def _overlap(offsets: Int64, sizes: Int64) -> bool:
+    """Whether any two of these distinct boxes share an element.
+
+    A grid is told apart in O(n log n): sorted by one dimension whose intervals are all disjoint or
+    equal, only boxes of equal interval are compared, recursively. Anything else is compared pair by
+    pair, sweeping over dimension 0.
+    """
+    n, ndim = sizes.shape
+    if n < 2:
+        return False
+    if ndim == 0:
+        return True
+    for dim in range(ndim):
+        starts = offsets[:, dim]
+        stops = starts + sizes[:, dim]
+        order = np.lexsort((stops, starts))
+        s, e = starts[order], stops[order]
+        same = (s[1:] == s[:-1]) & (e[1:] == e[:-1])
+        if same.all() or not (same | (s[1:] >= e[:-1])).all():
+            continue  # one interval for all, or intervals that overlap in part: no split along this dimension
+        groups = np.split(order, np.flatnonzero(~same) + 1)
+        return any(_overlap(offsets[g], sizes[g]) for g in groups if len(g) > 1)
+    return _sweep(offsets, sizes)
+
+
+def _sweep(offsets: Int64, sizes: Int64) -> bool:
+    order = np.argsort(offsets[:, 0], kind="stable")
+    lo, hi = offsets[order], (offsets + sizes)[order]
+    for i in range(len(lo) - 1):
+        last = int(np.searchsorted(lo[:, 0], hi[i, 0], side="left"))
+        if last > i + 1 and ((lo[i + 1 : last] < hi[i]) & (hi[i + 1 : last] > lo[i])).all(axis=1).any():
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """Something in a checkpoint that is no tensor.
+
+    Attributes:
+        encoding: "torch_save" (decoded with weights_only rules), "json", or "value" (already in `value`).
+        value: The value itself where `encoding` is "value".
+    """
+
+    name: str
+    path: str = ""
+    start: int = 0
+    nbytes: int = 0
+    codec: Codec | None = None
+    encoding: str = "torch_save"
+    value: Any = None
+    digest: Digest | None = None
+    role: Role = Role.OTHER
+    key: tuple[str | int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MeshInfo:
+    """The device mesh that wrote a checkpoint: sizes and names of its dimensions, outermost first."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogInfo:
+    """Where a catalog came from.
+
+    Attributes:
+        format: The reader's name: "dcp", "safetensors", "ckptkit-sharded", "verl", ...
+        producer: What wrote it, as far as the files tell: "ckptkit 0.1.0", "accelerate", ...
+        step: Training step, where recorded.
+        world_size: Ranks that wrote it, where recorded.
+        mesh: The mesh, where recorded.
+        files: Every file that the checkpoint consists of, with its size in bytes where known (else -1).
+        side_files: Files to carry along to an export (config.json, tokenizer...), relative to the store.
+        notes: What a person should know: "2 optimizer files were skipped: ...". Never empty words.
+        extra: Anything else the format records, JSON-able.
+    """
+
+    format: str
+    producer: str = ""
+    step: int | None = None
+    world_size: int | None = None
+    mesh: MeshInfo | None = None
+    files: Mapping[str, int] = field(default_factory=dict)
+    side_files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Everything a checkpoint holds: tensors and objects by name, and where it came from."""
+
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, ObjectEntry] = field(default_factory=dict)
+    info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
+
+    def by_role(self, role: Role) -> dict[str, TensorEntry]:
+        """Return the tensors of one role, keyed by FQN (MODEL, MASTER) or by name (the others)."""
+        keyed = role in (Role.MODEL, Role.MASTER)
+        found: dict[str, TensorEntry] = {}
+        for entry in self.tensors.values():
+            if entry.role is role:
+                key = entry.fqn if keyed else entry.name
+                if key in found:
+                    raise CorruptCheckpointError(
+                        f"{role.value} tensor {key!r} is there twice: as {found[key].name!r} and {entry.name!r}."
+                    )
+                found[key] = entry
+        return found
+
+
+def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Tell whether these strides are those of a row-major tensor (dimensions of size 1 do not matter)."""
+    if 0 in shape:
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major_strides(shape), strict=True))

@@ -1,0 +1,1 @@
+"""Saving and keeping the checkpoints of one run."""

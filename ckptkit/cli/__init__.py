@@ -1,0 +1,1 @@
+"""The command line: parses and prints, nothing else."""

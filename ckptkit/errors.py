@@ -1,0 +1,114 @@
+"""The exceptions ckptkit raises: one tree, and each class is also the built-in one would catch.
+
+A message says what went wrong, in which file, tensor or rank, what was expected and found, and what to
+try next. The command line prints it as one paragraph and exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "CkptkitError",
+    "UsageError",
+    "CheckpointNotFoundError",
+    "CheckpointExistsError",
+    "UnsupportedFormatError",
+    "CorruptCheckpointError",
+    "IncompleteCheckpointError",
+    "IntegrityError",
+    "UnsafePickleError",
+    "UnsafePathError",
+    "CheckpointMismatchError",
+    "SaveError",
+    "LoadError",
+    "RankFailedError",
+    "NoSpaceError",
+    "LeaseHeldError",
+    "StorageError",
+    "MissingExtraError",
+]
+
+
+class CkptkitError(Exception):
+    """Base of all errors that ckptkit raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(CkptkitError, ValueError):
+    """An argument or an option is wrong, whatever the checkpoint holds."""
+
+    exit_code = 2
+
+
+class CheckpointNotFoundError(CkptkitError, FileNotFoundError):
+    """Nothing that is a checkpoint lies at the URL."""
+
+
+class CheckpointExistsError(CkptkitError, FileExistsError):
+    """The place to write to is taken; nothing was written."""
+
+
+class UnsupportedFormatError(CkptkitError, ValueError):
+    """The file is of a known kind, but holds something that can't be read or written without loss."""
+
+
+class CorruptCheckpointError(CkptkitError, ValueError):
+    """A file of the checkpoint is not what its format says it must be."""
+
+
+class IncompleteCheckpointError(CorruptCheckpointError):
+    """A file, a rank or a part of a tensor is missing."""
+
+
+class IntegrityError(CorruptCheckpointError):
+    """Bytes differ from the digest that was recorded when they were written."""
+
+
+class UnsafePickleError(CorruptCheckpointError):
+    """A pickle asks for a global that is not on the allow-list; nothing of it was run."""
+
+
+class UnsafePathError(CorruptCheckpointError):
+    """A name read from a checkpoint points outside of it."""
+
+
+class CheckpointMismatchError(CkptkitError, ValueError):
+    """The checkpoint and the target differ in names, shapes or dtypes; the target was not touched."""
+
+
+class SaveError(CkptkitError, RuntimeError):
+    """A save failed; nothing was published."""
+
+
+class LoadError(CkptkitError, RuntimeError):
+    """A load failed."""
+
+
+class RankFailedError(SaveError):
+    """One or more ranks failed; every rank raises this same error, which names them.
+
+    Attributes:
+        causes: What each failed rank reported, by rank.
+    """
+
+    def __init__(self, message: str, causes: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.causes: dict[int, str] = dict(causes or {})
+
+
+class NoSpaceError(SaveError, OSError):
+    """The storage has no room for what is to be written."""
+
+
+class LeaseHeldError(SaveError):
+    """Another live job writes to this root."""
+
+
+class StorageError(CkptkitError, OSError):
+    """The storage failed after the retries that were worth making."""
+
+
+class MissingExtraError(CkptkitError, ImportError):
+    """A feature needs a package that is not installed; the message names the install line."""

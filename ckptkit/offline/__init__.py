@@ -1,0 +1,1 @@
+"""Operations on checkpoints without a training job."""

@@ -1,0 +1,132 @@
+"""What every place of bytes can do: read ranges, write whole files or nothing, list, delete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["BlobWriter", "FileInfo", "ReadInto", "Store", "open_store", "split_url"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One entry of a listing.
+
+    Attributes:
+        path: Relative to the store, with "/" between parts.
+        kind: "file", "directory", "symlink" or "other" (FIFO, device, socket). Symlinks are not followed.
+        size: Bytes; 0 for what is no file.
+        mtime: Seconds since the epoch; 0.0 where the store has none.
+    """
+
+    path: str
+    kind: str
+    size: int
+    mtime: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadInto:
+    """One range to read: len(view) bytes from `start` of `path` into `view`."""
+
+    path: str
+    start: int
+    view: memoryview
+
+
+class BlobWriter(Protocol):
+    """A file that becomes visible whole, when the `with` block ends well, or not at all."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append `data`, all of it."""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Files below one URL. Paths are relative, with "/" between parts; "" is the root itself.
+
+    Every method may be called from several threads. Failures that are worth retrying are retried inside.
+
+    Raises (all methods):
+        FileNotFoundError: The path does not exist.
+        PermissionError: Access is denied.
+        UnsafePathError: The path is absolute, has "..", NUL or a backslash, or is empty where a file is meant.
+        StorageError: Anything else that the storage reports.
+    """
+
+    url: str
+
+    @property
+    def local_root(self) -> str | None:
+        """The directory on this machine; None where the store is remote."""
+
+    def child(self, path: str) -> Store:
+        """Return the store of the directory at `path`."""
+
+    def info(self, path: str) -> FileInfo | None:
+        """Return what is at `path`, None where there is nothing. Never follows a symlink, never cached."""
+
+    def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
+        """Return what lies below `path`, sorted by path, paths relative to the store; [] for no directory.
+
+        Never cached, symlinks not followed. With `recursive`, files only.
+        """
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes [start, stop) of a regular file, fewer only where the file ends."""
+
+    def read_into(self, path: str, start: int, view: memoryview) -> None:
+        """Fill `view` from `start`. Raises IncompleteCheckpointError, naming the file, where it is too short."""
+
+    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
+        """Fill many views: near ranges of a file become one read, several reads are in flight."""
+
+    def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
+        """Open a new file that appears whole or not at all. `sync`: durable once the block ends.
+
+        Raises:
+            FileExistsError: The path is taken (where the store can tell).
+        """
+
+    def write(
+        self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True
+    ) -> None:
+        """Write a whole file at once. Without `overwrite` it must not exist: this is the put-if-absent
+        of the commit protocol, atomic where the store can do it. Raises FileExistsError."""
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files; those that are gone already do not count as errors."""
+
+    def delete_tree(self, path: str) -> None:
+        """Delete a directory and all below it, never following a symlink."""
+
+    def free_bytes(self) -> int | None:
+        """Return the free space; None where the store has no limit one can ask for."""
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return (protocol, rest): ("file", path) for a plain path, ("s3", "bucket/key") for "s3://bucket/key"."""
+    protocol, separator, rest = url.partition("://")
+    if not separator or "/" in protocol:
+        return "file", url
+    return protocol.lower(), rest
+
+
+def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Store:
+    """Return the store at `url`: a path, "file://...", or anything fsspec opens ("s3://", "gs://", ...).
+
+    Nothing is created or contacted until the store is used.
+
+    Args:
+        storage_options: Passed to the fsspec file system, as its users give them.
+    """
+    protocol, rest = split_url(url)
+    if protocol in ("file", "local"):
+        from ckptkit.storage.local import LocalStore
+
+        return LocalStore(rest)
+    from ckptkit.storage.remote import RemoteStore
+
+    return RemoteStore(url, storage_options=storage_options)

@@ -1,0 +1,91 @@
+"""Sizes and durations as people write them, and back. The only place that parses them."""
+
+from __future__ import annotations
+
+import re
+
+from ckptkit.errors import UsageError
+
+__all__ = ["parse_size", "format_size", "parse_duration", "format_duration", "format_count"]
+
+# SI prefixes are powers of ten, IEC prefixes powers of two (ISO 80000-13): 1 GB = 10^9, 1 GiB = 2^30 bytes.
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h|d)?\s*", re.IGNORECASE)
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_size(text: str | int | float) -> int:
+    """Return the bytes that `text` names: "40GiB", "512MB", "1.5T", 1024.
+
+    A bare number counts bytes. "K", "M", "G" without a B are powers of ten, as for `parse_size("5GB")`.
+
+    Raises:
+        UsageError: `text` is negative or is no size.
+    """
+    if isinstance(text, bool):
+        raise UsageError(f"{text!r} is no size. Give bytes or a size such as '512MB' or '40GiB'.")
+    if isinstance(text, (int, float)):
+        if not 0 <= text < float("inf"):
+            raise UsageError(f"{text!r} is no size: it must be 0 or more bytes, and finite.")
+        return int(text)
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"{text!r} is no size. Give bytes or a size such as '512MB' (10^6) or '40GiB' (2^30)."
+        )
+    number, prefix, binary, _ = match.groups()
+    if binary and not prefix:
+        raise UsageError(f"{text!r} is no size: 'i' needs a prefix, as in '40GiB'.")
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])
+
+
+def format_size(nbytes: int) -> str:
+    """Return `nbytes` for a person, in powers of ten: 14_200_000_000 -> "14.2 GB"."""
+    if abs(nbytes) < 1000:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        value /= 1000.0
+        if abs(value) < 999.95 or unit == "PB":
+            return f"{value:.1f} {unit}"
+    raise AssertionError("unreachable")
+
+
+def parse_duration(text: str | int | float) -> float:
+    """Return the seconds that `text` names: "90s", "5m", "1.5h", "2d", 30.
+
+    Raises:
+        UsageError: `text` is negative or is no duration.
+    """
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        if not 0 <= text < float("inf"):
+            raise UsageError(f"{text!r} is no duration: it must be 0 or more seconds, and finite.")
+        return float(text)
+    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise UsageError(f"{text!r} is no duration. Give seconds or a duration such as '90s', '5m' or '2h'.")
+    number, unit = match.groups()
+    return float(number) * _SECONDS[(unit or "s").lower()]
+
+
+def format_duration(seconds: float) -> str:
+    """Return `seconds` for a person: 0.0384 -> "38 ms", 4000 -> "1 h 6 min"."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole} s"
+
+
+def format_count(count: int) -> str:
+    """Return a count of parameters for a person: 7_241_732_096 -> "7.24B"."""
+    for limit, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= limit:
+            return f"{count / limit:.2f}{suffix}"
+    return str(count)

@@ -1,0 +1,30 @@
+"""Fixtures that every test may use: a reused pool of ranks, and the checkpoints of the zoo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ZOO = Path(__file__).parent / "zoo"
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[object]:
+    """The pool of ranks: `ranks.run(fn, world_size, *args)`."""
+    from tests.ranks import Pool
+
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def zoo() -> Path:
+    """The folder of checkpoints that other systems wrote; MANIFEST.json says what each must give."""
+    return ZOO

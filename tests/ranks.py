@@ -1,0 +1,192 @@
+"""Real ranks for tests: processes over gloo, forked from a server that has torch loaded, and reused.
+
+`Pool.run(fn, world_size, *args)` is the default (tenths of a second). `run_ranks` forks fresh ranks: for
+tests that kill a rank, change the environment or leave global state behind. `fn` must be importable (a
+module-level function); its result is pickled, so return numpy arrays, bytes or tensors on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_GRACE_S = 3.0  # after the first failed rank, how long the others have to report
+_context: Any = None
+
+
+class RankError(AssertionError):
+    """A rank failed, died or hung; the text has the traceback of each."""
+
+
+def context() -> Any:
+    """Return the forkserver context, its server preloaded once a session."""
+    global _context
+    if _context is None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        _context = multiprocessing.get_context("forkserver")
+        _context.set_forkserver_preload(["tests.ranks_preload"])
+    return _context
+
+
+def _answer(
+    fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str, args: Any, timeout: float
+) -> bytes:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method="file://" + rendezvous,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        dist.barrier()  # a fast rank must not leave while a slow one is still connecting
+        result = fn(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        return pickle.dumps(("ok", result))
+    except BaseException:
+        return pickle.dumps(("error", traceback.format_exc()))
+
+
+def _once(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    args: Any,
+    conn: Connection,
+    timeout: float,
+) -> None:
+    import faulthandler
+
+    faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
+    conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout))
+    conn.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # no atexit hooks, no hanging gloo threads
+
+
+def _serve(conn: Connection, rank: int) -> None:
+    while True:
+        try:
+            fn, world_size, rendezvous, args, timeout = pickle.loads(conn.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        if rank < world_size:
+            conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout))
+
+
+def _rendezvous() -> str:
+    return str(Path(tempfile.gettempdir()) / f"ranks-{uuid.uuid4().hex}")
+
+
+def _collect(conns: list[Connection], timeout: float) -> list[tuple[str, Any]]:
+    results: list[tuple[str, Any]] = [
+        ("error", "no answer: it hangs, or waits for a rank that failed")
+    ] * len(conns)
+    left = {conn: rank for rank, conn in enumerate(conns)}
+    deadline = time.monotonic() + timeout
+    while left and time.monotonic() < deadline:
+        for ready in wait(list(left), timeout=0.2):
+            assert isinstance(ready, Connection)
+            rank = left.pop(ready)
+            try:
+                results[rank] = pickle.loads(ready.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                results[rank] = ("error", "the rank died")
+            if results[rank][0] == "error":
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return results
+
+
+def _values(results: list[tuple[str, Any]]) -> list[Any]:
+    bad = [f"--- rank {rank}\n{text}" for rank, (status, text) in enumerate(results) if status == "error"]
+    if bad:
+        raise RankError("\n".join(bad))
+    return [value for _, value in results]
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError."""
+    rendezvous, processes, conns = _rendezvous(), [], []
+    for rank in range(world_size):
+        ours, theirs = context().Pipe(False)
+        process = context().Process(
+            target=_once, args=(fn, rank, world_size, rendezvous, args, theirs, timeout)
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        conns.append(ours)
+    try:
+        return _values(_collect(conns, timeout))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        Path(rendezvous).unlink(missing_ok=True)
+
+
+class Pool:
+    """Ranks that stay between tests; after a failure all are replaced, so the next test starts clean."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._conns: list[Connection] = []
+
+    def _start(self) -> None:
+        for rank in range(self.size):
+            ours, theirs = context().Pipe()
+            process = context().Process(target=_serve, args=(theirs, rank), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._conns.append(ours)
+
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+        """Run `fn(*args)` on ranks 0 to world_size - 1 and return their results. Raises RankError."""
+        if not self._processes:
+            self._start()
+        rendezvous = _rendezvous()
+        task = pickle.dumps((fn, world_size, rendezvous, args, timeout))
+        try:
+            for conn in self._conns[:world_size]:
+                conn.send_bytes(task)
+            return _values(_collect(self._conns[:world_size], timeout))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            Path(rendezvous).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for conn in self._conns:
+            with contextlib.suppress(OSError):
+                conn.close()
+        self._processes, self._conns = [], []
