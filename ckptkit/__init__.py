@@ -32,7 +32,19 @@ _WHERE = {
     "verify": "ckptkit.offline.verify",
 }
 
-__all__ = ["__version__", *_WHERE]
+__all__ = [
+    "__version__",
+    "CheckpointManager",
+    "TrainState",
+    "StateDictType",
+    "RetentionPolicy",
+    "open_checkpoint",
+    "DCPWriter",
+    "DCPReader",
+    "convert",
+    "reshard",
+    "verify",
+]
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint.manager import CheckpointManager

@@ -31,9 +31,7 @@ def parse_size(text: str | int | float) -> int:
         return int(text)
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise UsageError(
-            f"{text!r} is no size. Give bytes or a size such as '512MB' (10^6) or '40GiB' (2^30)."
-        )
+        raise UsageError(f"{text!r} is no size. Give bytes or a size such as '512MB' (10^6) or '40GiB' (2^30).")
     number, prefix, binary, _ = match.groups()
     if binary and not prefix:
         raise UsageError(f"{text!r} is no size: 'i' needs a prefix, as in '40GiB'.")

@@ -21,9 +21,7 @@ VIOLATIONS = {
 def refused(violation: str, line: str) -> bool:
     """Tell whether lint-imports fails on the package with `line` added to the module `violation`."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(
-            ROOT / "ckptkit", Path(folder) / "ckptkit", ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / "ckptkit", Path(folder) / "ckptkit", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
         module = Path(folder) / violation
         module.write_text(module.read_text() + f"\n{line}\n")
@@ -36,10 +34,7 @@ def refused(violation: str, line: str) -> bool:
 
 def main() -> int:
     missed = [f"{module}: {line}" for module, line in VIOLATIONS.items() if not refused(module, line)]
-    print(
-        "\n".join(f"the contracts let this through: {item}" for item in missed)
-        or "every uphill import is refused"
-    )
+    print("\n".join(f"the contracts let this through: {item}" for item in missed) or "every uphill import is refused")
     return 1 if missed else 0
 
 

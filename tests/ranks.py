@@ -41,9 +41,7 @@ def context() -> Any:
     return _context
 
 
-def _answer(
-    fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str, args: Any, timeout: float
-) -> bytes:
+def _answer(fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str, args: Any, timeout: float) -> bytes:
     import torch
     import torch.distributed as dist
 
@@ -101,9 +99,7 @@ def _rendezvous() -> str:
 
 
 def _collect(conns: list[Connection], timeout: float) -> list[tuple[str, Any]]:
-    results: list[tuple[str, Any]] = [
-        ("error", "no answer: it hangs, or waits for a rank that failed")
-    ] * len(conns)
+    results: list[tuple[str, Any]] = [("error", "no answer: it hangs, or waits for a rank that failed")] * len(conns)
     left = {conn: rank for rank, conn in enumerate(conns)}
     deadline = time.monotonic() + timeout
     while left and time.monotonic() < deadline:
@@ -131,9 +127,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     rendezvous, processes, conns = _rendezvous(), [], []
     for rank in range(world_size):
         ours, theirs = context().Pipe(False)
-        process = context().Process(
-            target=_once, args=(fn, rank, world_size, rendezvous, args, theirs, timeout)
-        )
+        process = context().Process(target=_once, args=(fn, rank, world_size, rendezvous, args, theirs, timeout))
         process.start()
         theirs.close()
         processes.append(process)

@@ -264,14 +264,9 @@ class TensorEntry:
         offsets, sizes = _unique_boxes(self)
         shape = np.asarray(self.shape, np.int64)
         if offsets.size and (
-            (offsets < 0).any()
-            or (sizes < 0).any()
-            or (sizes > shape).any()
-            or (offsets > shape - sizes).any()
+            (offsets < 0).any() or (sizes < 0).any() or (sizes > shape).any() or (offsets > shape - sizes).any()
         ):
-            raise CorruptCheckpointError(
-                f"tensor {self.name!r}: a slice lies outside its shape {list(self.shape)}."
-            )
+            raise CorruptCheckpointError(f"tensor {self.name!r}: a slice lies outside its shape {list(self.shape)}.")
         covered = int(sum(np.prod(sizes.astype(object), axis=1))) if len(sizes) else 0
         if covered != self.numel or _overlap(offsets, sizes):
             if _overlap(offsets, sizes):

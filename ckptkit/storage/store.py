@@ -90,9 +90,7 @@ class Store(Protocol):
             FileExistsError: The path is taken (where the store can tell).
         """
 
-    def write(
-        self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True
-    ) -> None:
+    def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         """Write a whole file at once. Without `overwrite` it must not exist: this is the put-if-absent
         of the commit protocol, atomic where the store can do it. Raises FileExistsError."""
 
