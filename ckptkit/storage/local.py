@@ -1,0 +1,395 @@
+"""The POSIX fast path: positional reads, exclusive creation, fsync, rename that never replaces."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import IncompleteCheckpointError, NoSpaceError, StorageError, UnsafePathError
+from ckptkit.storage.coalesce import Span, coalesce
+from ckptkit.storage.paths import checked_path
+from ckptkit.storage.store import FileInfo, ReadInto
+
+__all__ = ["LocalStore"]
+
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
+_PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RENAME_NOREPLACE = 1  # linux/fs.h
+_AT_FDCWD = -100
+_MAX_GAP = 64 << 10  # below this, reading on is cheaper than another system call
+_MAX_SPAN = 8 << 20
+_Infos = list[FileInfo]  # the class has a method called list
+_Jobs = list[tuple[int, str, Span, list[ReadInto]]]
+_Reads = list[ReadInto]
+
+
+@contextlib.contextmanager
+def _errors(path: str) -> Iterator[None]:
+    """Turn what the system reports into the errors of a Store, with the path in the message."""
+    try:
+        yield
+    except _PASSED_ON:
+        raise
+    except OSError as error:
+        if isinstance(error, (StorageError, NoSpaceError, UnsafePathError, IncompleteCheckpointError)):
+            raise
+        text = f"{path}: {error.strerror or error}"
+        if error.errno in _FULL:
+            raise NoSpaceError(error.errno, f"{text}. Free some space or write elsewhere.") from error
+        if error.errno == errno.ENOTDIR:
+            raise FileNotFoundError(error.errno, text) from error
+        raise StorageError(error.errno, text) from error
+
+
+class LocalStore:
+    """Files below a directory of this machine, or of a shared file system mounted on it.
+
+    Symbolic links inside are followed only to targets below the root, or from a snapshot of a Hugging Face
+    cache to its blobs; anything else raises UnsafePathError.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r})"
+
+    @property
+    def local_root(self) -> str | None:
+        return self.url
+
+    def path_of(self, path: str) -> str:
+        """Return the absolute path, checked; symlinks are not resolved."""
+        return f"{self.url}/{checked_path(path)}" if path else self.url
+
+    def child(self, path: str) -> LocalStore:
+        return LocalStore(self.path_of(path))
+
+    # --- looking
+
+    def info(self, path: str) -> FileInfo | None:
+        full = self.path_of(path)
+        try:
+            with _errors(full):
+                return _file_info(path, os.lstat(full))
+        except FileNotFoundError:
+            return None
+
+    def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
+        found: _Infos = []
+        self._scan(path, found, recursive=recursive)
+        return sorted(found, key=lambda item: item.path)
+
+    def _scan(self, path: str, found: _Infos, *, recursive: bool) -> None:
+        full = self.path_of(path)
+        try:
+            with _errors(full), os.scandir(full) as entries:
+                for entry in entries:
+                    name = f"{path}/{entry.name}" if path else entry.name
+                    try:
+                        item = _file_info(name, entry.stat(follow_symlinks=False))
+                    except FileNotFoundError:
+                        continue  # deleted while we looked
+                    if recursive and item.kind == "directory":
+                        self._scan_child(name, found)
+                    else:
+                        found.append(item)
+        except FileNotFoundError:
+            return
+
+    def _scan_child(self, path: str, found: _Infos) -> None:
+        # A name that this store would refuse (control characters, a backslash) is listed, never entered.
+        try:
+            checked_path(path)
+        except UnsafePathError:
+            found.append(FileInfo(path, "other", 0, 0.0))
+            return
+        self._scan(path, found, recursive=True)
+
+    def free_bytes(self) -> int | None:
+        place = Path(self.url)
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        with _errors(str(place)):
+            room = os.statvfs(place)
+        return room.f_bavail * room.f_frsize
+
+    # --- reading
+
+    def open_file(self, path: str) -> int:
+        """Return a read-only file descriptor of a regular file, which the caller closes."""
+        full = self.path_of(path)
+        with _errors(full):
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO must not wait
+            fd = os.open(self._resolved(full), flags)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise UnsafePathError(f"{full} is no regular file (a FIFO, a device or a directory); it is not read.")
+        return fd
+
+    def _resolved(self, full: str) -> str:
+        real = os.path.realpath(full)
+        root = os.path.realpath(self.url)
+        if real in (full, root) or real.startswith(root + "/"):
+            return real
+        cache, separator, _ = root.rpartition("/snapshots/")  # hub cache: snapshots/<revision>/x -> blobs/<hash>
+        if separator and real.startswith(f"{cache}/blobs/"):
+            return real
+        raise UnsafePathError(f"{full} is a symbolic link to {real}, outside of {root}; it is not followed.")
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        fd = self.open_file(path)
+        try:
+            with _errors(path):
+                size = os.fstat(fd).st_size
+                length = max(0, min(size if stop is None else stop, size) - start)
+                data = bytearray(length)
+                done = _fill(fd, memoryview(data), start)
+                return bytes(data) if done == length else bytes(data[:done])
+        finally:
+            os.close(fd)
+
+    def read_into(self, path: str, start: int, view: memoryview) -> None:
+        fd = self.open_file(path)
+        try:
+            self._read_exactly(fd, path, start, view)
+        finally:
+            os.close(fd)
+
+    def _read_exactly(self, fd: int, path: str, start: int, view: memoryview) -> None:
+        view = view.cast("B")
+        with _errors(path):
+            done = _fill(fd, view, start)
+        if done != len(view):
+            raise IncompleteCheckpointError(
+                f"{self.path_of(path)}: the file ends at byte {start + done}, but bytes up to {start + len(view)} "
+                "are needed. It is truncated."
+            )
+
+    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
+        by_file: dict[str, _Reads] = {}
+        for read in reads:
+            by_file.setdefault(read.path, []).append(read)
+        with contextlib.ExitStack() as stack:
+            jobs: _Jobs = []
+            for path, items in by_file.items():
+                fd = self.open_file(path)
+                stack.callback(os.close, fd)
+                ranges = [(item.start, item.start + item.view.nbytes) for item in items]
+                spans = coalesce(ranges, max_gap=_MAX_GAP, max_span=_MAX_SPAN)
+                jobs += [(fd, path, span, items) for span in spans]
+            workers = min(workers or min(8, (os.cpu_count() or 1) * 2), len(jobs))
+            if workers <= 1:
+                for job in jobs:
+                    self._read_span(*job)
+                return
+            with ThreadPoolExecutor(workers, thread_name_prefix="ckptkit-read") as pool:
+                for future in [pool.submit(self._read_span, *job) for job in jobs]:
+                    future.result()
+
+    def _read_span(self, fd: int, path: str, span: Span, items: _Reads) -> None:
+        if len(span.members) == 1:
+            item = items[span.members[0]]
+            self._read_exactly(fd, path, item.start, item.view)
+            return
+        buffer = memoryview(bytearray(span.stop - span.start))
+        self._read_exactly(fd, path, span.start, buffer)
+        for index in span.members:
+            item = items[index]
+            target = item.view.cast("B")
+            target[:] = buffer[item.start - span.start : item.start - span.start + len(target)]
+
+    # --- writing
+
+    def create(self, path: str, nbytes: int = 0) -> int:
+        """Create a file of `nbytes` exclusively and return a read-write descriptor; the space is reserved
+        where the file system can. Missing directories are made. The umask decides the mode."""
+        full = self.path_of(path)
+        with _errors(full):
+            self._make_parents(full)
+            fd = os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                if nbytes:
+                    _allocate(fd, nbytes)
+            except BaseException:
+                os.close(fd)
+                os.unlink(full)
+                raise
+        return fd
+
+    @contextlib.contextmanager
+    def writer(self, path: str, *, sync: bool = True) -> Iterator[_LocalWriter]:
+        full = self.path_of(path)
+        if os.path.lexists(full):
+            raise FileExistsError(errno.EEXIST, f"{full} exists already")
+        folder, _, name = path.rpartition("/")
+        part = f"{folder}/.{name[:200]}.{secrets.token_hex(6)}.part".lstrip("/")
+        fd = self.create(part)
+        try:
+            with _errors(full):
+                yield _LocalWriter(fd)
+                if sync:
+                    os.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            self.delete([part])
+            raise
+        os.close(fd)
+        try:
+            self._publish(part, path, overwrite=False)
+        except BaseException:
+            self.delete([part])
+            raise
+        if sync:
+            self.sync_directory(folder)
+
+    def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
+        full = self.path_of(path)
+        if not overwrite and os.path.lexists(full):
+            raise FileExistsError(errno.EEXIST, f"{full} exists already")
+        folder, _, name = path.rpartition("/")
+        part = f"{folder}/.{name[:200]}.{secrets.token_hex(6)}.part".lstrip("/")
+        fd = self.create(part)
+        try:
+            with _errors(full):
+                _LocalWriter(fd).write(data)
+                if sync:
+                    os.fsync(fd)
+            self._publish(part, path, overwrite=overwrite)
+        except BaseException:
+            self.delete([part])
+            raise
+        finally:
+            os.close(fd)
+        if sync:
+            self.sync_directory(folder)
+
+    def _publish(self, part: str, path: str, *, overwrite: bool) -> None:
+        if overwrite:
+            with _errors(path):
+                os.replace(self.path_of(part), self.path_of(path))
+        else:
+            self.rename(part, path)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a file or a directory; never replaces. Raises FileExistsError."""
+        with _errors(self.path_of(target)):
+            _rename_noreplace(self.path_of(source), self.path_of(target))
+
+    def make_directory(self, path: str) -> None:
+        """Make a directory and its parents; its parent must not hold that name. Raises FileExistsError."""
+        full = self.path_of(path)
+        with _errors(full):
+            self._make_parents(full)
+            os.mkdir(full)
+
+    def sync_directory(self, path: str = "") -> None:
+        """Make the names in a directory durable."""
+        full = self.path_of(path)
+        with _errors(full):
+            fd = os.open(full, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts can't: nothing to gain
+                    raise
+            finally:
+                os.close(fd)
+
+    def _make_parents(self, full: str) -> None:
+        os.makedirs(os.path.dirname(full), exist_ok=True)
+
+    # --- deleting
+
+    def delete(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            full = self.path_of(path)
+            with contextlib.suppress(FileNotFoundError), _errors(full):
+                os.unlink(full)
+
+    def delete_tree(self, path: str) -> None:
+        full = self.path_of(path)
+        found = self.info(path)
+        if found is None:
+            return
+        if found.kind != "directory":
+            self.delete([path])
+            return
+        with contextlib.suppress(FileNotFoundError), _errors(full):
+            shutil.rmtree(full)  # works on directory descriptors: a symlink put in its way is not followed
+
+
+class _LocalWriter:
+    """Appends to a descriptor, all or an error."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            view = view[os.write(self.fd, view) :]
+
+
+def _file_info(path: str, status: os.stat_result) -> FileInfo:
+    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "other")
+    return FileInfo(path, kind, status.st_size if kind == "file" else 0, status.st_mtime)
+
+
+def _fill(fd: int, view: memoryview, start: int) -> int:
+    """Read into `view` from `start` until it is full or the file ends; return the bytes read."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], start + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(fd, nbytes)
+
+
+@functools.cache
+def _libc() -> Any:
+    with contextlib.suppress(OSError, AttributeError):
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+        function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+        return function
+    return None
+
+
+def _rename_noreplace(source: str, target: str) -> None:
+    function = _libc()
+    if function is not None:
+        done = function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+        if done == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(code, os.strerror(code), source, None, target)
+    if os.path.isdir(source):
+        # Without renameat2 (NFS): rename(2) fails on a target that is a file or a directory with content.
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        os.rename(source, target)
+        return
+    os.link(source, target, follow_symlinks=False)
+    os.unlink(source)

@@ -1,0 +1,88 @@
+"""What only the local store promises, beyond tests/conformance/store_tests.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import NoSpaceError, UnsafePathError
+from ckptkit.storage.local import LocalStore
+from tests.conformance.store_tests import StoreTests
+
+
+def test_a_symlink_out_of_the_root_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(UnsafePathError, match="outside"):
+        LocalStore(root).read("link")
+
+
+def test_a_symlink_inside_the_root_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / "b").symlink_to("a")
+    assert LocalStore(tmp_path).read("b") == b"abc"
+
+
+def test_a_hub_cache_snapshot_reads_its_blobs(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "f00").write_bytes(b"abc")
+    snapshot = tmp_path / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to("../../blobs/f00")
+    assert LocalStore(snapshot).read("config.json") == b"abc"
+
+
+def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UnsafePathError, match="FIFO"):
+        LocalStore(tmp_path).read("pipe")
+
+
+def test_deleting_a_tree_leaves_the_target_of_a_symlink(tmp_path: Path) -> None:
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "keep" / "x").write_bytes(b"x")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "link").symlink_to(tmp_path / "keep")
+    LocalStore(tmp_path).delete_tree("tree")
+    assert (tmp_path / "keep" / "x").read_bytes() == b"x"
+    assert not (tmp_path / "tree").exists()
+
+
+def test_deleting_a_symlink_as_a_tree_removes_only_the_link(tmp_path: Path) -> None:
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "link").symlink_to("keep")
+    LocalStore(tmp_path).delete_tree("link")
+    assert (tmp_path / "keep").is_dir()
+    assert not (tmp_path / "link").is_symlink()
+
+
+def test_rename_never_replaces(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with pytest.raises(FileExistsError):
+        LocalStore(tmp_path).rename("a", "b")
+
+
+def test_files_are_created_with_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        LocalStore(tmp_path).write("x", b"1")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_reservation_beyond_the_file_system_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(NoSpaceError):
+        LocalStore(tmp_path).create("huge", 1 << 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestLocalStore(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> LocalStore:
+        return LocalStore(tmp_path / "root")
