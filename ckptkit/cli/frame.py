@@ -1,0 +1,136 @@
+"""What every command has around it: common options, errors as one paragraph, exit codes, JSON, progress."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+
+from ckptkit.errors import CkptkitError, UsageError
+
+__all__ = ["command_frame", "print_json", "progress_bar", "storage_option", "with_storage_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def command_frame(function: F) -> F:
+    """Give a command --quiet, --verbose and --debug, and turn its exceptions into a message and an exit code."""
+
+    @click.option("-q", "--quiet", is_flag=True, help="Print results and errors only.")
+    @click.option("-v", "--verbose", is_flag=True, help="Print what is being done.")
+    @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
+    @functools.wraps(function)
+    def framed(*args: Any, quiet: bool, verbose: bool, debug: bool, **kwargs: Any) -> None:
+        debug = debug or bool(os.environ.get("CKPTKIT_DEBUG"))
+        _set_up_logging(quiet=quiet, verbose=verbose or debug)
+        click.get_current_context().meta["ckptkit.quiet"] = quiet
+        try:
+            function(*args, **kwargs)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except BrokenPipeError:
+            # The reader of our output is gone (`| head`): nothing to tell anybody.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(0) from None
+        except KeyboardInterrupt:
+            _say("Interrupted. Nothing half-made was left; run the same command again to go on.")
+            raise SystemExit(INTERRUPTED) from None
+        except Exception as error:  # noqa: BLE001 - the boundary of the process: reported, with a way to see more
+            if debug:
+                traceback.print_exc()
+            _say(_message(error))
+            raise SystemExit(error.exit_code if isinstance(error, CkptkitError) else 1) from None
+
+    return framed  # type: ignore[return-value]
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, CkptkitError):
+        # OSError.__str__ puts "[Errno n]" in front: the text alone is meant for people.
+        text = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else str(error)
+        return f"Error: {text}"
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        return f"Error: {place}{error.strerror or error}."
+    return f"Error: {type(error).__name__}: {error}. This is a bug in ckptkit; --debug shows where it happened."
+
+
+def _say(text: str) -> None:
+    width = min(100, click.get_terminal_size()[0]) if sys.stderr.isatty() else 0  # type: ignore[attr-defined]
+    body = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) if width else text
+    head, separator, rest = body.partition(":")
+    if head == "Error" and separator:
+        body = click.style("Error:", fg="red", bold=True) + rest
+    click.echo(body, err=True, color=_colour(sys.stderr))
+
+
+def _colour(stream: Any) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
+    level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("ckptkit").setLevel(level)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout."""
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False, default=str))
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    """Give a callback `(bytes done, bytes in all, file at work)` that draws a bar; None where nobody looks."""
+    quiet = click.get_current_context().meta.get("ckptkit.quiet", False)
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=title, unit="B", unit_scale=True, file=sys.stderr, leave=False, dynamic_ncols=True) as bar:
+
+        def update(done: int, total: int, what: str) -> None:
+            bar.total = total
+            if what:
+                bar.set_postfix_str(what[-30:], refresh=False)
+            bar.update(done - bar.n)
+
+        yield update
+
+
+storage_option = click.option(
+    "--storage-option",
+    "storage_options",
+    multiple=True,
+    metavar="K=V",
+    help="Option of the fsspec file system, such as endpoint_url=http://...; may be given several times.",
+)
+
+
+def with_storage_options(pairs: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """Return the options as a mapping; values that are JSON are parsed, anything else is text.
+
+    Raises:
+        UsageError: An option has no "=".
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise UsageError("--storage-option takes KEY=VALUE, such as endpoint_url=http://localhost:9000.")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options or None

@@ -1,0 +1,99 @@
+"""`ckptkit inspect`: what is in a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
+from ckptkit.units import format_count, format_size
+
+if TYPE_CHECKING:
+    from ckptkit.offline.inspect import InspectReport, TensorInfo, TreeNode
+
+
+@click.command("inspect")
+@click.argument("url")
+@click.option("--tensors", metavar="GLOB", help="List the tensors that match, with every slice and its owner.")
+@click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Levels of the tree of modules.")
+@click.option("--html", "html", metavar="OUT.html", help="Write one self-contained page with the shard map.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@storage_option
+@command_frame
+def command(
+    url: str, tensors: str | None, depth: int, html: str | None, as_json: bool, storage_options: tuple[str, ...]
+) -> None:
+    """Show what is in the checkpoint at URL: format, mesh, parameters and bytes by section, the largest
+    tensors and a tree of modules. Reads metadata only."""
+    from ckptkit.offline.inspect import inspect
+
+    options = with_storage_options(storage_options)
+    report = inspect(url, tensors=tensors, depth=depth, storage_options=options)
+    if html:
+        from ckptkit.offline.pictures import write_inspect_page
+
+        write_inspect_page(url, html, storage_options=options)
+        click.echo(f"wrote {html}", err=True)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        click.echo("\n".join(_lines(report)))
+
+
+def _lines(report: InspectReport) -> list[str]:
+    lines = [report.url]
+    if report.note:
+        lines.append(f"  {report.note}")
+    made = " ".join(filter(None, [report.format, f"by {report.producer}" if report.producer else ""]))
+    facts = [made]
+    if report.step is not None:
+        facts.append(f"step {report.step}")
+    if report.world_size:
+        facts.append(f"{report.world_size} rank{'s' * (report.world_size != 1)}")
+    if report.mesh:
+        facts.append("mesh " + " x ".join(f"{name}={size}" for name, size in report.mesh.items()))
+    total = sum(report.files.values())
+    facts.append(
+        f"{len(report.files)} file{'s' * (len(report.files) != 1)}" + (f", {format_size(total)}" if total > 0 else "")
+    )
+    lines += ["  " + " · ".join(facts), ""]
+    for section in report.sections:
+        kinds = ", ".join(f"{dtype} {format_size(n)}" for dtype, n in section.dtypes.items())
+        lines.append(
+            f"  {section.role:<10} {section.tensors:>6} tensors  {format_count(section.numel):>9} elements  "
+            f"{format_size(section.nbytes):>9}  ({kinds})"
+        )
+    if report.objects:
+        names = ", ".join(report.objects[:6]) + ", ..." * (len(report.objects) > 6)
+        lines.append(f"  {'objects':<10} {len(report.objects):>6}  {names}")
+    if report.tensors:
+        lines += [""] + [line for tensor in report.tensors for line in _tensor_lines(tensor)]
+    else:
+        if report.largest:
+            lines += ["", "  largest"]
+            lines += [
+                f"    {format_size(t.nbytes):>9}  {t.fqn or t.name}  {t.dtype}{list(t.shape)}"
+                for t in report.largest[:5]
+            ]
+        if report.tree is not None:
+            lines += ["", "  modules", *_tree_lines(report.tree, "    ")]
+    lines += [f"  note: {note}" for note in report.notes]
+    return lines
+
+
+def _tensor_lines(tensor: TensorInfo) -> list[str]:
+    lines = [f"  {tensor.name}  {tensor.dtype}{list(tensor.shape)}  {format_size(tensor.nbytes)}  {tensor.role}"]
+    for part in tensor.slices:
+        box = ", ".join(f"{o}:{o + s}" for o, s in zip(part.offsets, part.sizes, strict=True))
+        owner = f"rank {part.rank}" if part.rank >= 0 else "        "
+        lines.append(f"    {owner:<8} [{box}]  {part.path} @ {part.start} + {part.nbytes}")
+    return lines
+
+
+def _tree_lines(node: TreeNode, indent: str) -> list[str]:
+    lines = []
+    for child in node.children:
+        lines.append(f"{indent}{child.name:<28} {format_count(child.numel):>9}  {format_size(child.nbytes):>9}")
+        lines += _tree_lines(child, indent + "  ")
+    return lines

@@ -1,0 +1,76 @@
+"""The `ckptkit` command: finds the module of a sub-command when it is called, so that --help costs nothing."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+import click
+
+__all__ = ["cli", "main"]
+
+# name -> what it does, in one line. The module is ckptkit.cli.<name>, its command is called `command`.
+_COMMANDS = {
+    "convert": "Turn any checkpoint into Hugging Face, DCP, torch or LOCAL files.",
+    "reshard": "Turn a checkpoint of one cluster size into one of another.",
+    "inspect": "Show what is in a checkpoint and who holds which slice.",
+    "ls": "List the checkpoints of a run, and why each is kept.",
+    "verify": "Check that a checkpoint is complete and undamaged.",
+    "diff": "Show which tensors of two checkpoints differ, and by how much.",
+    "prune": "Delete what a retention policy does not keep.",
+    "pin": "Keep a checkpoint whatever rotation says.",
+    "unpin": "Let rotation decide on a pinned checkpoint again.",
+    "push": "Upload an export to a Hugging Face repo.",
+}
+
+
+class _Commands(click.Group):
+    """Sub-commands that are imported when they are named."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"ckptkit.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(_COMMANDS)}."
+            raise click.UsageError(f"No such command '{args[0]}'.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from ckptkit import __version__
+
+        click.echo(f"ckptkit {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version)
+def cli() -> None:
+    """Checkpoints of PyTorch training: convert, reshard, check, compare, keep.
+
+    A URL is a path, or anything fsspec opens (s3://, gs://). A folder of steps stands for its newest
+    committed checkpoint. Exit codes: 0 done, 1 the checkpoint is bad or does not fit, 2 wrong usage,
+    130 interrupted.
+    """
+
+
+def main(args: list[str] | None = None) -> Any:
+    """Run the command line."""
+    return cli.main(args=args, prog_name="ckptkit")

@@ -1,0 +1,185 @@
+"""What is in a checkpoint, from its metadata alone: sections, dtypes, sizes, a tree, who holds which slice."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.options import ReadOptions
+
+__all__ = ["InspectReport", "Section", "TensorInfo", "TreeNode", "inspect", "summarise"]
+
+SCHEMA = "ckptkit.inspect/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The tensors of one role: how many, their elements and their bytes (each element once)."""
+
+    role: str
+    tensors: int
+    numel: int
+    nbytes: int
+    dtypes: Mapping[str, int]  # bytes by dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SliceInfo:
+    """One slice: where it starts in the tensor, how long it is, which rank wrote it, and its bytes on disk."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int
+    path: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor; `slices` only where they were asked for."""
+
+    name: str
+    fqn: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    slice_count: int
+    slices: tuple[SliceInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A module of the model: everything below it summed."""
+
+    name: str
+    tensors: int
+    numel: int
+    nbytes: int
+    children: tuple[TreeNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReport:
+    """What `inspect` found; `to_json()` is the document of `ckptkit inspect --json`."""
+
+    url: str
+    note: str
+    format: str
+    producer: str
+    step: int | None
+    world_size: int | None
+    mesh: Mapping[str, int] | None
+    sections: tuple[Section, ...]
+    largest: tuple[TensorInfo, ...]
+    tensors: tuple[TensorInfo, ...]
+    tree: TreeNode | None
+    objects: tuple[str, ...]
+    files: Mapping[str, int]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON values (schema "ckptkit.inspect/1")."""
+        return {"schema": SCHEMA, **{name: _plain(getattr(self, name)) for name in self.__slots__}}
+
+
+def inspect(
+    url: str,
+    *,
+    tensors: str | None = None,
+    depth: int = 2,
+    storage_options: Mapping[str, Any] | None = None,
+    options: ReadOptions | None = None,
+) -> InspectReport:
+    """Return what the checkpoint at `url` holds. Reads metadata only, never a tensor.
+
+    Args:
+        tensors: A glob; the tensors whose name or FQN matches are listed with their slices.
+        depth: Levels of modules in the tree.
+    """
+    source = open_source(url, storage_options=storage_options, options=options or ReadOptions())
+    return summarise(source.catalog, url=source.url, note=source.note or "", tensors=tensors, depth=depth)
+
+
+def summarise(
+    catalog: Catalog, *, url: str = "", note: str = "", tensors: str | None = None, depth: int = 2
+) -> InspectReport:
+    """Return the report of a catalog that is open already."""
+    info = catalog.info
+    entries = list(catalog.tensors.values())
+    shown = [e for e in entries if tensors and _matches(e, tensors)]
+    largest = sorted((e for e in entries if e.role is Role.MODEL), key=lambda e: -e.nbytes)[:8]
+    return InspectReport(
+        url=url,
+        note=note,
+        format=info.format,
+        producer=info.producer,
+        step=info.step,
+        world_size=info.world_size,
+        mesh=dict(zip(info.mesh.names, info.mesh.shape, strict=True)) if info.mesh else None,
+        sections=tuple(_sections(entries)),
+        largest=tuple(_tensor(e, slices=False) for e in largest),
+        tensors=tuple(_tensor(e, slices=True) for e in shown),
+        tree=_tree("", [(e.fqn.split("."), e) for e in entries if e.role is Role.MODEL], depth),
+        objects=tuple(catalog.objects),
+        files=dict(info.files),
+        notes=info.notes,
+    )
+
+
+def _matches(entry: TensorEntry, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(entry.name, pattern) or fnmatch.fnmatchcase(entry.fqn, pattern)
+
+
+def _sections(entries: Iterable[TensorEntry]) -> Iterable[Section]:
+    entries = list(entries)
+    for role in Role:
+        mine = [e for e in entries if e.role is role]
+        if not mine:
+            continue
+        dtypes: dict[str, int] = {}
+        for entry in mine:
+            dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
+        yield Section(role.value, len(mine), sum(e.numel for e in mine), sum(e.nbytes for e in mine), dtypes)
+
+
+def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
+    rows = tuple(
+        SliceInfo(s.box.offsets, s.box.sizes, s.rank, s.path, s.start, s.nbytes)
+        for s in (entry.slices if slices else ())
+    )
+    return TensorInfo(
+        entry.name, entry.fqn, entry.role.value, entry.dtype, entry.shape, entry.nbytes, len(entry.slices), rows
+    )
+
+
+def _tree(name: str, entries: list[tuple[list[str], TensorEntry]], depth: int) -> TreeNode | None:
+    if not entries:
+        return None
+    groups: dict[str, list[tuple[list[str], TensorEntry]]] = {}
+    for parts, entry in entries:
+        if parts:
+            groups.setdefault(parts[0], []).append((parts[1:], entry))
+    children = [_tree(part, below, depth - 1) for part, below in groups.items()] if depth > 0 else []
+    return TreeNode(
+        name,
+        len(entries),
+        sum(e.numel for _, e in entries),
+        sum(e.nbytes for _, e in entries),
+        tuple(child for child in children if child is not None),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

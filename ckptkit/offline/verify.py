@@ -1,0 +1,249 @@
+"""Whether a checkpoint is complete and undamaged: files, sizes, coverage, and every recorded digest."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.options import ReadOptions
+from ckptkit.storage.store import Store
+from ckptkit.units import format_size, parse_size
+
+__all__ = ["Problem", "VerifyReport", "verify"]
+
+SCHEMA = "ckptkit.verify/1"
+_CHUNK = 4 << 20
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: in which file, in which tensor ("" where it concerns the whole file)."""
+
+    path: str
+    tensor: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was checked and what is bad; `ok` where nothing is."""
+
+    url: str
+    note: str
+    format: str
+    step: int | None
+    quick: bool
+    files: int
+    tensors: int
+    digests: int  # digests compared
+    checked_bytes: int  # bytes read and hashed
+    unproved_bytes: int  # bytes of tensors for which no digest was ever recorded
+    algorithms: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def summary(self) -> str:
+        """Return one line that says what was proved, and what could not be."""
+        if self.problems:
+            count = len(self.problems)
+            return f"damaged: {count} problem{'s' * (count != 1)} in {self.url}"
+        parts = [f"{self.files} files", f"{self.tensors} tensors complete"]
+        if self.digests:
+            parts.append(
+                f"{self.digests} digests equal ({', '.join(self.algorithms)}, {format_size(self.checked_bytes)})"
+            )
+        elif self.quick:
+            parts.append("contents not read (--quick)")
+        if self.unproved_bytes and not self.quick:
+            parts.append(f"{format_size(self.unproved_bytes)} have no recorded digest: only their sizes were checked")
+        return "ok: " + ", ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON values (schema "ckptkit.verify/1")."""
+        plain = {name: getattr(self, name) for name in self.__slots__ if name not in ("problems", "algorithms")}
+        problems = [{"path": p.path, "tensor": p.tensor, "message": p.message} for p in self.problems]
+        return {"schema": SCHEMA, "ok": self.ok, **plain, "algorithms": list(self.algorithms), "problems": problems}
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """One digest to compare: of these bytes of this file (of the decoded record, where there is a codec)."""
+
+    path: str
+    digest: Digest
+    codec: Codec | None
+    names: tuple[str, ...]
+
+
+def verify(
+    url: str,
+    *,
+    quick: bool = False,
+    workers: int = 0,
+    max_memory: str | int = "512MB",
+    storage_options: Mapping[str, Any] | None = None,
+    options: ReadOptions | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check the checkpoint at `url` and return what was found; it is read once and never changed.
+
+    Complete: every file is there in its full size, every element of every tensor lies in exactly one
+    slice (or in whole replicas of it). Undamaged: every digest that was recorded equals the bytes: our own
+    per slice and per file, the CRC-32 of the zip records of others.
+
+    Args:
+        quick: Skip the digests: only metadata is read.
+
+    Raises:
+        CkptkitError: The checkpoint can't even be opened; the message names the file and the fault.
+    """
+    source = open_source(url, storage_options=storage_options, options=options or ReadOptions())
+    store, catalog = source.store, source.catalog
+    problems = [*_file_problems(store, catalog), *_coverage_problems(catalog)]
+    checks: list[_Check] = []
+    unproved = 0
+    if not quick:
+        checks, unproved = _plan(catalog)
+        gone = {p.path for p in problems if not p.tensor}
+        checks = [check for check in checks if check.path not in gone]
+        problems += _compare(store, checks, workers, parse_size(max_memory), progress)
+    return VerifyReport(
+        url=source.url,
+        note=source.note or "",
+        format=catalog.info.format,
+        step=catalog.info.step,
+        quick=quick,
+        files=len(catalog.info.files),
+        tensors=len(catalog.tensors),
+        digests=len(checks),
+        checked_bytes=sum(check.digest.nbytes for check in checks),
+        unproved_bytes=unproved,
+        algorithms=tuple(sorted({check.digest.algorithm for check in checks})),
+        problems=tuple(problems),
+    )
+
+
+def _file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
+    for path, size in catalog.info.files.items():
+        found = store.info(path)
+        if found is None:
+            yield Problem(path, "", f"{path}: the file is missing.")
+        elif found.kind == "file" and size >= 0 and found.size != size:
+            yield Problem(
+                path, "", f"{path}: {found.size} bytes, but {size} were written. It is truncated or replaced."
+            )
+
+
+def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
+    for entry in catalog.tensors.values():
+        try:
+            entry.check_coverage()
+        except (CorruptCheckpointError, IncompleteCheckpointError) as error:
+            yield Problem("", entry.name, str(error))
+
+
+def _plan(catalog: Catalog) -> tuple[list[_Check], int]:
+    """The digests to compare, each once, in the order of the bytes on disk; and the bytes without any."""
+    found: dict[tuple[str, int, int, int, int], list[str]] = {}
+    codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
+    unproved = 0
+    whole_files = catalog.info.extra.get("file_digests", {})  # path -> (algorithm, value, nbytes)
+
+    def add(name: str, path: str, digest: Digest, codec: Codec | None) -> None:
+        key = (path, codec.start if codec else digest.start, digest.start, digest.nbytes, digest.value)
+        found.setdefault(key, []).append(name)
+        codecs[key] = (digest, codec)
+
+    for path, (algorithm, value, nbytes) in whole_files.items():
+        add("", path, Digest(algorithm, int(value), 0, int(nbytes)), None)
+    for name, path, nbytes, digest, codec in _recorded(catalog):
+        if digest is not None:
+            add(name, path, digest, codec)
+        elif path not in whole_files:
+            unproved += nbytes
+    checks = [_Check(key[0], *codecs[key], tuple(dict.fromkeys(found[key]))) for key in sorted(found)]
+    return checks, unproved
+
+
+def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, Codec | None]]:
+    for entry in catalog.tensors.values():
+        for part in entry.slices:
+            yield entry.name, part.path, part.nbytes, part.digest, part.codec
+    for item in catalog.objects.values():
+        if isinstance(item, ObjectEntry) and item.encoding != "value":
+            yield item.name, item.path, item.nbytes, item.digest, item.codec
+
+
+def _compare(
+    store: Store, checks: list[_Check], workers: int, max_memory: int, progress: Progress | None
+) -> Iterable[Problem]:
+    total = sum(check.digest.nbytes for check in checks)
+    done = 0
+    workers = max(1, min(workers or 4, max_memory // _CHUNK))
+    problems: list[Problem] = []
+    with ThreadPoolExecutor(workers, thread_name_prefix="ckptkit-verify") as pool:
+        for check, problem in zip(checks, pool.map(lambda c: _check(store, c), checks), strict=True):
+            if problem is not None:
+                problems.append(problem)
+            done += check.digest.nbytes
+            if progress is not None:
+                progress(done, total, check.path)
+    return problems
+
+
+def _check(store: Store, check: _Check) -> Problem | None:
+    tensor = ", ".join(name for name in check.names if name)
+    what = f"tensor {tensor!r}" if tensor else "the whole file"
+    digest = check.digest
+    try:
+        value = _hash(digest.algorithm, _chunks(store, check))
+    except (CkptkitError, OSError) as error:
+        return Problem(check.path, tensor, f"{check.path}: {what} can't be read: {error}")
+    if value == digest.value:
+        return None
+    return Problem(
+        check.path,
+        tensor,
+        f"{check.path}: {what}: bytes [{digest.start}, {digest.start + digest.nbytes}) have "
+        f"{digest.algorithm} {value:x}, but {digest.value:x} was recorded when they were written.",
+    )
+
+
+def _chunks(store: Store, check: _Check) -> Iterator[memoryview]:
+    start, stop = check.digest.start, check.digest.start + check.digest.nbytes
+    if check.codec is not None:
+        from ckptkit.formats.objects import decode_record
+
+        yield memoryview(decode_record(store, check.path, check.codec))[start:stop]
+        return
+    buffer = memoryview(bytearray(min(_CHUNK, stop - start)))
+    while start < stop:
+        view = buffer[: min(len(buffer), stop - start)]
+        store.read_into(check.path, start, view)
+        yield view
+        start += len(view)
+
+
+def _hash(algorithm: str, chunks: Iterable[memoryview]) -> int:
+    if algorithm == "crc32":
+        value = 0
+        for chunk in chunks:
+            value = zlib.crc32(chunk, value)
+        return value
+    state = xxhash.xxh3_64()
+    for chunk in chunks:
+        state.update(chunk)
+    return state.intdigest()
