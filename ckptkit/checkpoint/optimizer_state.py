@@ -1,0 +1,319 @@
+"""An optimizer's state keyed by parameter names, taken and given back without torch's fake first step.
+
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` steps an optimizer that has no state yet, which
+changes the training that follows, and `Optimizer.load_state_dict` casts fp32 state to a low-precision
+parameter's dtype. Neither is called here: `optimizer.state` and `optimizer.param_groups` are read and set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.checkpoint.values import JSON, decode, encode
+from ckptkit.errors import SaveError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "IMPLEMENTATION_SETTINGS",
+    "CapturedOptimizer",
+    "GroupChanges",
+    "capture_optimizer",
+    "group_changes",
+    "named_parameters",
+    "new_state_tensor",
+]
+
+IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How a step is computed, not what it computes: these stay as the live optimizer has them."""
+
+_GROUP_NAMES = frozenset({"params", "param_names"})
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedOptimizer:
+    """An optimizer's state.
+
+    Attributes:
+        tensors: (fqn, state name) -> live tensor; DTensors where the state is sharded.
+        masters: fqn -> live fp32 copy of a low-precision parameter.
+        tree: JSON: "param_groups", each with "params" as a list of FQNs; "values", the state that is no tensor, by
+            FQN; "shared", state that belongs to no parameter.
+        loose: Tensors that `tree` refers to.
+    """
+
+    tensors: dict[tuple[str, str], torch.Tensor]
+    masters: dict[str, torch.Tensor]
+    tree: JSON
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of all groups by FQN, in the optimizer's order.
+
+    Args:
+        names: id(parameter) -> FQN, of the model.
+        what: The optimizer's key, for errors.
+
+    Raises:
+        UsageError: A parameter is none of the model's.
+    """
+    found: dict[str, torch.nn.Parameter] = {}
+    strangers = []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter))
+            if name is None:
+                strangers.append(f"group {index} parameter {position} of shape {list(parameter.shape)}")
+            else:
+                found[name] = parameter
+    if strangers:
+        more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+        raise UsageError(
+            f"{what}: it holds parameters that the model does not: {'; '.join(strangers[:5])}{more}. Was the optimizer "
+            "built before the model was wrapped? Build it after fully_shard, or put the missing module into "
+            "TrainState(model={...}) too."
+        )
+    return found
+
+
+def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> CapturedOptimizer:
+    """Return the optimizer's state, aliasing it; nothing is stepped, created or moved.
+
+    Raises:
+        UsageError: A parameter is none of the model's.
+        SaveError: A state is neither a tensor that can be addressed nor a value that loads safely.
+    """
+    parameters = named_parameters(optimizer, names, what)
+    master_name = getattr(optimizer, "master_state_name", None)
+    loose: dict[str, torch.Tensor] = {}
+    captured = CapturedOptimizer({}, {}, {}, loose)
+    values: dict[str, JSON] = {}
+    for fqn, parameter in parameters.items():
+        if parameter in optimizer.state:
+            _capture_parameter(captured, fqn, parameter, optimizer.state[parameter], master_name, values, what)
+    by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
+    groups = [
+        _capture_group(group, by_id, f"{what}.param_groups.{i}", loose)
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    shared = {key: state for key, state in optimizer.state.items() if isinstance(key, str)}
+    captured.tree.update(
+        param_groups=groups,
+        values=values,
+        shared={key: encode(state, f"{what}.shared.{key}", loose) for key, state in shared.items()},
+    )
+    return captured
+
+
+def _capture_parameter(
+    captured: CapturedOptimizer,
+    fqn: str,
+    parameter: torch.Tensor,
+    state: Mapping[str, Any],
+    master_name: str | None,
+    values: dict[str, JSON],
+    what: str,
+) -> None:
+    import torch
+
+    for name, value in state.items():
+        if master_name is not None and name == master_name:
+            captured.masters[fqn] = value
+        elif isinstance(value, torch.Tensor):
+            captured.tensors[fqn, name] = _addressable(value, parameter, f"{what}: state {name!r} of {fqn!r}")
+        else:
+            values.setdefault(fqn, {})[name] = encode(value, f"{what}.values.{fqn}.{name}", captured.loose)
+    if not state:
+        values.setdefault(fqn, {})
+
+
+def _addressable(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
+    """Return the state as a tensor whose elements have a place in the whole state.
+
+    A plain tensor beside a sharded parameter is this rank's own, if it has the shape of this rank's shard: it is
+    then seen as a shard itself. One of any other shape would be another on every rank under the same name.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.numel() == 1:
+        return value
+    if value.shape == parameter.shape:
+        return value
+    if value.shape == parameter.to_local().shape:
+        return DTensor.from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    raise SaveError(
+        f"{what} is a plain tensor of shape {list(value.shape)} beside a sharded parameter of shape "
+        f"{list(parameter.shape)}: each rank has its own, and nothing tells how they make a whole. Use an optimizer "
+        "whose state follows DTensor parameters."
+    )
+
+
+def _capture_group(group: Mapping[str, Any], by_id: Mapping[int, str], what: str, loose: dict[str, Any]) -> JSON:
+    settings = {key: encode(value, f"{what}.{key}", loose) for key, value in group.items() if key not in _GROUP_NAMES}
+    return {**settings, "params": [by_id[id(parameter)] for parameter in group["params"]]}
+
+
+def new_state_tensor(
+    parameter: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
+) -> torch.Tensor:
+    """Return an uninitialised tensor for one state of a parameter, placed as the parameter is.
+
+    Args:
+        name: The state's name; a single element stays on the CPU, where torch keeps its step counts.
+        on_device: The optimizer's group wants step counts on the device (fused or capturable).
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    shape = tuple(shape)
+    if shape != tuple(parameter.shape) or parameter.dim() == 0:
+        single = torch.Size(shape).numel() == 1
+        device = parameter.device if on_device or not single else "cpu"
+        return torch.empty(shape, dtype=dtype, device=device)
+    if not isinstance(parameter, DTensor):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    with torch.no_grad():
+        local = torch.empty_like(parameter.to_local(), dtype=dtype)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+@dataclass(slots=True)
+class GroupChanges:
+    """What loading would do to the parameter groups; nothing is done yet.
+
+    Attributes:
+        settings: For each live group, the settings it gets.
+        missing: Parameters of the live optimizer that the checkpoint's has not.
+        unexpected: The other way round.
+        notes: Settings that only one side knows, or that stay as they are, in words.
+        conflicts: Live groups that join parameters whose saved groups differ.
+    """
+
+    settings: list[dict[str, Any]]
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+
+
+def group_changes(
+    optimizer: Any, names: Mapping[int, str], saved: JSON, tensor: Callable[[str], Any], what: str
+) -> GroupChanges:
+    """Return the settings each live group gets from the saved ones, matched by the names of their parameters.
+
+    Group order may differ, and a saved group may have been split or joined, as long as no live group would have to
+    follow two different learning rates.
+    """
+    live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
+    settings = [{k: decode(v, tensor) for k, v in g.items() if k not in _GROUP_NAMES} for g in saved]
+    empty = [i for i, group in enumerate(saved) if not group["params"]]
+    changes = GroupChanges([])
+    for index, fqns in enumerate(live_names):
+        sources = dict.fromkeys(saved_of[fqn] for fqn in fqns if fqn in saved_of)
+        if not fqns and empty:
+            sources = {empty.pop(0): None}
+        changes.settings.append(
+            _group_settings(changes, optimizer.param_groups[index], index, list(sources), settings, what)
+        )
+    live = {fqn for fqns in live_names for fqn in fqns}
+    changes.missing = [fqn for fqns in live_names for fqn in fqns if fqn not in saved_of]
+    changes.unexpected = [fqn for fqn in saved_of if fqn not in live]
+    return changes
+
+
+def _group_settings(
+    changes: GroupChanges,
+    live: Mapping[str, Any],
+    index: int,
+    sources: Sequence[int],
+    settings: Sequence[Mapping[str, Any]],
+    what: str,
+) -> dict[str, Any]:
+    if not sources:
+        return {}
+    first = settings[sources[0]]
+    for other in sources[1:]:
+        differing = [
+            k for k in first if k not in IMPLEMENTATION_SETTINGS and not _same(first[k], settings[other].get(k))
+        ]
+        if differing:
+            changes.conflicts.append(
+                f"{what} group {index} joins parameters of the saved groups {sources[0]} and {other}, which differ in "
+                f"{', '.join(differing)}"
+            )
+    new: dict[str, Any] = {}
+    for key, value in first.items():
+        if key in IMPLEMENTATION_SETTINGS:
+            if key in live and not _same(live[key], value):
+                changes.notes.append(f"{what} group {index}: {key}={live[key]!r} stays, the checkpoint has {value!r}")
+            continue
+        if key not in live:
+            changes.notes.append(f"{what} group {index}: {key}={value!r} is new from the checkpoint")
+        new[key] = value
+    for key in live:
+        if key not in first and key not in _GROUP_NAMES:
+            changes.notes.append(f"{what} group {index}: {key}={live[key]!r} stays, the checkpoint has none")
+    return new
+
+
+def _same(a: Any, b: Any) -> bool:
+    import torch
+
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a.cpu(), b.cpu())
+    return bool(a == b)
+
+
+def apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> None:
+    """Give each live group its settings. A learning rate that is a tensor stays the same tensor (compiled steps and
+    schedulers hold on to it), and keeps its device."""
+    import torch
+
+    for group, new in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in new.items():
+            live = group.get(key)
+            if isinstance(live, torch.Tensor):
+                with torch.no_grad():
+                    live.copy_(torch.as_tensor(value))
+            elif isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
+                group[key] = value.item()
+            else:
+                group[key] = value
+
+
+def apply_state(
+    optimizer: Any,
+    parameters: Mapping[str, torch.nn.Parameter],
+    states: Mapping[str, Mapping[str, Any]],
+    shared: Mapping[str, Any],
+    *,
+    keep: Iterable[str] = (),
+) -> None:
+    """Replace the optimizer's state by `states`, by FQN; parameters in `keep` keep theirs."""
+    kept = {fqn: optimizer.state[parameters[fqn]] for fqn in keep if parameters[fqn] in optimizer.state}
+    optimizer.state.clear()
+    for fqn, parameter in parameters.items():
+        if fqn in kept:
+            optimizer.state[parameter] = kept[fqn]
+        elif fqn in states:
+            optimizer.state[parameter] = dict(states[fqn])
+    optimizer.state.update(shared)

@@ -1,0 +1,253 @@
+"""Any training state as strict JSON plus tensors, and back: nothing that is read from a checkpoint is run.
+
+JSON values stand for themselves. Everything else is an object with one key that starts with "$":
+
+    {"$float": "nan"}   {"$tuple": [...]}   {"$set": [...]}   {"$frozenset": [...]}   {"$bytes": base64}
+    {"$dict": [[key, value], ...]}          any dict that is no plain JSON object; {"$ordered": ...} likewise
+    {"$tensor": {"dtype", "shape", "data"}} a small plain tensor, row-major bytes in base64
+    {"$ref": "extra.ema.w"}                 a tensor of the checkpoint, stored like every other
+    {"$ndarray": value}  {"$npscalar": value}  numpy, as the tensor of the same bytes
+    {"$dtype": "float32"}  {"$device": "cuda"}  {"$size": [2, 3]}
+    {"$torch_save": base64}                 what loads with torch.load(weights_only=True)
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import io
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import CorruptCheckpointError, SaveError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["JSON", "INLINE_BYTES", "encode", "decode", "references"]
+
+JSON = Any  # None | bool | int | float | str | list[JSON] | dict[str, JSON]
+
+INLINE_BYTES = 1024
+"""Plain tensors up to this size lie inside the JSON; larger ones are tensors of the checkpoint."""
+
+_MAX_DEPTH = 200
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
+    """Return `value` as strict JSON; tensors too large for it are added to `tensors` under a key from `path`.
+
+    Tensors are not copied: who keeps the result beyond the next training step must copy them.
+
+    Args:
+        path: Where the value stands, such as "extra.ema"; errors name it.
+
+    Raises:
+        SaveError: A value is of a type that no safe load gives back; the message names its path.
+    """
+    return _Encoder(tensors).encode(value, path, 0)
+
+
+class _Encoder:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def encode(self, value: Any, path: str, depth: int) -> JSON:
+        if depth > _MAX_DEPTH:
+            raise SaveError(f"{path[:200]}: nested more than {_MAX_DEPTH} deep, or contains itself.")
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind in _CONTAINERS:
+            return self._container(value, path, depth)
+        return self._leaf(value, path, depth)
+
+    def _container(self, value: Any, path: str, depth: int) -> JSON:
+        kind = type(value)
+        if kind in (dict, collections.OrderedDict):
+            plain = kind is dict and all(type(key) is str and not key.startswith("$") for key in value)
+            if plain:
+                return {key: self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+            pairs = [
+                [self.encode(key, f"{path}.<key>", depth + 1), self.encode(item, f"{path}.{key}", depth + 1)]
+                for key, item in value.items()
+            ]
+            return {"$dict" if kind is dict else "$ordered": pairs}
+        if kind in (set, frozenset):
+            return {f"${kind.__name__}": [self.encode(item, path, depth + 1) for item in sorted(value, key=repr)]}
+        items = [self.encode(item, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+
+    def _leaf(self, value: Any, path: str, depth: int) -> JSON:
+        import numpy as np
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
+            return {"$ndarray": self._tensor(torch.from_numpy(np.array(value, order="C")), path)}
+        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+            return {"$npscalar": self._tensor(torch.from_numpy(np.array(value)), path)}
+        if isinstance(value, (bytes, bytearray)) and type(value) is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if isinstance(value, torch.Size):
+            return {"$size": list(value)}
+        return _torch_save(value, path)
+
+    def _tensor(self, value: torch.Tensor, path: str) -> JSON:
+        import torch
+
+        value = value.detach() if value.requires_grad else value
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        if plain and value.layout is torch.strided and value.numel() * value.element_size() <= INLINE_BYTES:
+            raw = value.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            fields = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+            return {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}
+        key, again = path, 0
+        while key in self._tensors:  # {"a.b": t} beside {"a": {"b": t}}
+            again += 1
+            key = f"{path}~{again}"
+        self._tensors[key] = value
+        return {"$ref": key}
+
+
+_CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
+
+
+def _torch_save(value: Any, path: str) -> JSON:
+    """Return what torch.save makes of the value, once torch.load(weights_only=True) has read it back."""
+    import torch
+
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # pickling runs the value's own code; the cause is chained
+        raise SaveError(
+            f"{path}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
+            "loads without running code. Save its plain values instead, give its class state_dict and load_state_dict, "
+            "or allow it with torch.serialization.add_safe_globals."
+        ) from error
+    return {"$torch_save": base64.b64encode(buffer.getvalue()).decode()}
+
+
+def decode(tree: JSON, tensor: Callable[[str], Any]) -> Any:
+    """Return the value that `encode` was given. `tensor(key)` gives the tensors that lie outside of the JSON.
+
+    Raises:
+        CorruptCheckpointError: The tree is not what `encode` writes.
+    """
+    if isinstance(tree, list):
+        return [decode(item, tensor) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        tag, body = next(iter(tree.items()))
+        if tag.startswith("$"):
+            return _decode_tagged(tag, body, tensor)
+    return {key: decode(item, tensor) for key, item in tree.items()}
+
+
+def references(tree: JSON) -> list[str]:
+    """Return the keys of the tensors that `decode` will ask for, in order."""
+    if isinstance(tree, list):
+        return [key for item in tree for key in references(item)]
+    if not isinstance(tree, dict):
+        return []
+    if len(tree) == 1 and isinstance(tree.get("$ref"), str):
+        return [tree["$ref"]]
+    return [key for item in tree.values() for key in references(item)]
+
+
+def _decode_tagged(tag: str, body: JSON, tensor: Callable[[str], Any]) -> Any:
+    decoder = _TAGS.get(tag)
+    if decoder is None:
+        raise CorruptCheckpointError(f"saved state: the tag {tag!r} is unknown. Was it written by a newer ckptkit?")
+    try:
+        return decoder(body, tensor)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CorruptCheckpointError(f"saved state: what stands under {tag!r} is malformed ({error}).") from error
+
+
+def _items(body: JSON, tensor: Callable[[str], Any]) -> list[Any]:
+    if not isinstance(body, list):
+        raise TypeError("expected a list")
+    return [decode(item, tensor) for item in body]
+
+
+def _pairs(body: JSON, tensor: Callable[[str], Any]) -> list[tuple[Any, Any]]:
+    return [(decode(key, tensor), decode(value, tensor)) for key, value in body]
+
+
+def _decode_tensor(body: JSON, _: Callable[[str], Any]) -> torch.Tensor:
+    import torch
+
+    dtype = _torch_dtype(body["dtype"])
+    raw = base64.b64decode(body["data"], validate=True)
+    shape = tuple(body["shape"])
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes for shape {list(shape)} of {body['dtype']}")
+    if not raw:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    from ckptkit.catalog.dtypes import dtype
+
+    found = getattr(torch, dtype(name).name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
+
+
+def _decode_torch_save(body: JSON, _: Callable[[str], Any]) -> Any:
+    import pickle
+
+    import torch
+
+    try:
+        return torch.load(io.BytesIO(base64.b64decode(body, validate=True)), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _decode_device(body: JSON, _: Callable[[str], Any]) -> Any:
+    import torch
+
+    return torch.device(body)
+
+
+def _decode_size(body: JSON, _: Callable[[str], Any]) -> Any:
+    import torch
+
+    return torch.Size(body)
+
+
+_TAGS: Mapping[str, Callable[[JSON, Callable[[str], Any]], Any]] = {
+    "$float": lambda body, _: float(body),
+    "$tuple": lambda body, tensor: tuple(_items(body, tensor)),
+    "$set": lambda body, tensor: set(_items(body, tensor)),
+    "$frozenset": lambda body, tensor: frozenset(_items(body, tensor)),
+    "$bytes": lambda body, _: base64.b64decode(body, validate=True),
+    "$dict": lambda body, tensor: dict(_pairs(body, tensor)),
+    "$ordered": lambda body, tensor: collections.OrderedDict(_pairs(body, tensor)),
+    "$tensor": _decode_tensor,
+    "$ref": lambda body, tensor: tensor(body),
+    "$ndarray": lambda body, tensor: decode(body, tensor).numpy(),
+    "$npscalar": lambda body, tensor: decode(body, tensor).numpy()[()],
+    "$dtype": lambda body, _: _torch_dtype(body),
+    "$device": _decode_device,
+    "$size": _decode_size,
+    "$torch_save": _decode_torch_save,
+}
