@@ -1,0 +1,194 @@
+"""Names of tensors from one world to another: key maps, applied, checked one to one, and turned round.
+
+    mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
+
+gives `Target`s, each a list of boxes of source tensors, so that an executor can stream them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckptkit.catalog.invert import inverse_rules
+from ckptkit.catalog.rules import Rule, Work, check_rule, run
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, UsageError
+
+__all__ = ["NameMap", "Mapped", "strip_infixes", "strip_prefix"]
+
+# What torch.compile, activation checkpointing and FSDP1 put into names, anywhere in them.
+_INFIXES = re.compile(r"(?:^|(?<=\.))(?:(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.)+")
+_MODULE = "module."  # DistributedDataParallel and DeepSpeed: in front of every name or of none
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The result of a key map.
+
+    Attributes:
+        targets: By name, in the order of the sources.
+        dropped: Sources left out on purpose, with the reason.
+        unused: Rules that matched nothing, as text with their numbers.
+    """
+
+    targets: Mapping[str, Target]
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """Rules, applied in order, each to all that the rules before it left.
+
+    Attributes:
+        name: As --key-map takes it.
+        rules: See `ckptkit.catalog.rules`.
+        rest: What happens to tensors no rule has matched: "keep" their name, "drop", or "refuse".
+        note: What it is for, in a sentence.
+    """
+
+    name: str
+    rules: tuple[Rule, ...] = ()
+    rest: Literal["keep", "drop", "refuse"] = "keep"
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for number, rule in enumerate(self.rules, start=1):
+            try:
+                check_rule(rule)
+            except UsageError as error:
+                raise UsageError(f"key map {self.name!r}, rule {number} ({_kind(rule)}): {error}") from error
+
+    def apply(self, targets: Mapping[str, Target], *, config: Mapping[str, Any] | None = None) -> Mapped:
+        """Return what the rules make of these tensors.
+
+        Args:
+            config: config.json of the model, where rules name its keys.
+
+        Raises:
+            CheckpointMismatchError: Names collide, parts are missing, shapes do not fit, or tensors are
+                left over that the map refuses: all of them are listed.
+            UsageError: A rule needs a config key that is not there.
+        """
+        work = Work(dict(targets), config or {})
+        touched: set[str] = set()
+        unused: list[str] = []
+        for number, rule in enumerate(self.rules, start=1):
+            before = set(work.targets)
+            faults = len(work.faults)
+            if run(rule, work) == 0 and len(work.faults) == faults:
+                unused.append(f"rule {number} ({_kind(rule)} {_source(rule)})")
+            work.faults[faults:] = [f"rule {number} ({_kind(rule)}): {text}" for text in work.faults[faults:]]
+            touched |= set(work.targets) - before
+            touched |= {name for name in before & set(work.targets) if _matches(rule, name)}
+        self._settle_rest(work, touched)
+        if work.faults:
+            raise CheckpointMismatchError(
+                f"key map {self.name!r} does not fit this checkpoint:\n  " + "\n  ".join(work.faults)
+            )
+        check_one_to_one(targets, work.targets, work.dropped)
+        return Mapped(work.targets, work.dropped, tuple(unused))
+
+    def inverse(self) -> NameMap:
+        """Return the map that undoes this one. Raises UsageError where a rule can't be turned round."""
+        return NameMap(f"inverse of {self.name}", inverse_rules(self.name, self.rules), self.rest)
+
+    def then(self, other: NameMap) -> NameMap:
+        """Return the map that does this one and then `other`, whose `rest` counts for what remains."""
+        return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
+
+    def _settle_rest(self, work: Work, touched: set[str]) -> None:
+        rest = [name for name in work.targets if name not in touched]
+        if self.rest == "refuse":
+            work.faults += [f"no rule matches {name!r} {list(work.targets[name].shape)}" for name in rest]
+        elif self.rest == "drop":
+            for name in rest:
+                for source in work.targets[name].sources:
+                    work.dropped[source] = f"no rule of key map {self.name!r} matches it"
+            work.replaced(rest, [])
+
+
+def check_one_to_one(
+    before: Mapping[str, Target], after: Mapping[str, Target], dropped: Mapping[str, str] | None = None
+) -> None:
+    """Check that every source element goes to one target, or is dropped whole, and every target is filled.
+
+    Raises:
+        CheckpointMismatchError: Lists the sources and targets that are not.
+    """
+    wanted: dict[str, int] = {}
+    found: dict[str, int] = {}
+    faults: list[str] = []
+    for target in before.values():
+        for part in target.parts:
+            wanted[part.source] = wanted.get(part.source, 0) + part.source_box.numel
+    for target in after.values():
+        filled = 0
+        for part in target.parts:
+            found[part.source] = found.get(part.source, 0) + part.source_box.numel
+            filled += part.target_box.numel
+        if filled != target.numel:
+            faults.append(f"target {target.name!r}: {filled} of {target.numel} elements are filled")
+    for source, numel in wanted.items():
+        used = found.get(source, 0)
+        if used != numel and not (source in (dropped or {}) and used < numel):
+            faults.append(f"source {source!r}: {used} of {numel} elements are used")
+    if faults:
+        raise CheckpointMismatchError("names do not map one to one:\n  " + "\n  ".join(faults))
+
+
+def strip_infixes(names: Iterable[str]) -> dict[str, str]:
+    """Return each name without what wrappers put into it: `_orig_mod.`, `_checkpoint_wrapped_module.` and
+    `_fsdp_wrapped_module.` anywhere, `module.` in front where every name has it.
+
+    Raises:
+        CheckpointMismatchError: Two names would become one.
+    """
+    stripped = {name: _INFIXES.sub("", name) for name in names}
+    while stripped and all(name.startswith(_MODULE) and name != _MODULE for name in stripped.values()):
+        stripped = {name: short.removeprefix(_MODULE) for name, short in stripped.items()}
+    _refuse_collisions(stripped, "wrapper names are stripped")
+    return stripped
+
+
+def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
+    """Return the names that carry `prefix`, each without it; a "." after it goes too.
+
+    Raises:
+        CheckpointMismatchError: No name carries it, or two names would become one.
+    """
+    listed = list(names)
+    if not prefix:
+        return {name: name for name in listed}
+    dotted = prefix if prefix.endswith(".") else prefix + "."
+    found = {name: name.removeprefix(dotted) for name in listed if name.startswith(dotted) and name != dotted}
+    if not found:
+        shown = ", ".join(repr(name) for name in listed[:3]) or "nothing"
+        raise CheckpointMismatchError(f"no tensor's name starts with {dotted!r}; the names are like {shown}.")
+    _refuse_collisions(found, f"the prefix {dotted!r} is stripped")
+    return found
+
+
+def _refuse_collisions(renamed: Mapping[str, str], when: str) -> None:
+    owners: dict[str, list[str]] = {}
+    for name, short in renamed.items():
+        owners.setdefault(short, []).append(name)
+    clashes = [f"{short!r} from {' and '.join(map(repr, names))}" for short, names in owners.items() if len(names) > 1]
+    if clashes:
+        raise CheckpointMismatchError(f"when {when}, names collide:\n  " + "\n  ".join(clashes))
+
+
+def _kind(rule: Rule) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(rule).__name__).lower()
+
+
+def _source(rule: Rule) -> str:
+    return ", ".join(str(p) for p in rule.source) if isinstance(rule.source, tuple) else str(rule.source)
+
+
+def _matches(rule: Rule, name: str) -> bool:
+    patterns = rule.source if isinstance(rule.source, tuple) else (rule.source,)
+    return any(pattern.match(name) is not None for pattern in patterns)

@@ -1,0 +1,95 @@
+"""Patterns over tensor names, and the templates that write new names from what they matched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptkit.errors import UsageError
+
+__all__ = ["NamePattern", "render", "placeholders"]
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*|[0-9]+)(?::([^{}]*))?\}")
+_KINDS = {"": r"[^.]+", "d": r"[0-9]+", "*": r".*"}
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """Which names a rule applies to; it must match the whole name.
+
+    Either `template`, plain text with placeholders: "layers.{i:d}.wq.weight", where {x} is one part
+    without dots, {x:d} is digits, {x:*} is anything, dots and nothing at all included. Such rules can be
+    turned round. Or `regex`, a Python regular expression, whose groups are {1}, {2}... or {name} in templates.
+    """
+
+    template: str = ""
+    regex: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.template) == bool(self.regex):
+            raise UsageError("a name pattern is either a template or a regex, and not empty.")
+        compiled(self)
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """Return what the placeholders stand for in `name`; None where it does not match."""
+        found = compiled(self).fullmatch(name)
+        if found is None:
+            return None
+        bound = {key: value or "" for key, value in found.groupdict().items()}
+        if self.regex:
+            bound.update({str(i): value or "" for i, value in enumerate(found.groups(), start=1)})
+        return bound
+
+    def names(self) -> frozenset[str]:
+        """Return the placeholders that a match gives a value to."""
+        if self.template:
+            return frozenset(placeholders(self.template))
+        pattern = compiled(self)
+        return frozenset(pattern.groupindex) | {str(i) for i in range(1, pattern.groups + 1)}
+
+    def __str__(self) -> str:
+        return self.template or f"/{self.regex}/"
+
+
+def placeholders(template: str) -> dict[str, str]:
+    """Return the placeholders of a template with their kinds: "" (one part), "d" (digits), "*" (anything)."""
+    return {match[1]: match[2] or "" for match in _PLACEHOLDER.finditer(template)}
+
+
+def render(template: str, bound: Mapping[str, str]) -> str:
+    """Return the template with its placeholders filled. Raises UsageError for one that has no value."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in bound:
+            raise UsageError(f"{template!r} uses {{{match[1]}}}, which its pattern does not bind.")
+        return bound[match[1]]
+
+    return _PLACEHOLDER.sub(value, template)
+
+
+@lru_cache(maxsize=4096)
+def compiled(pattern: NamePattern) -> re.Pattern[str]:
+    """Return the regular expression of a pattern. Raises UsageError where it is malformed."""
+    if pattern.regex:
+        try:
+            return re.compile(pattern.regex)
+        except re.error as error:
+            raise UsageError(f"regex {pattern.regex!r} is malformed: {error}.") from error
+    text, end, seen = "", 0, set[str]()
+    template = pattern.template
+    for match in _PLACEHOLDER.finditer(template):
+        name, kind = match[1], match[2] or ""
+        if kind not in _KINDS:
+            raise UsageError(f"{template!r}: {{{name}:{kind}}} is none of {{x}}, {{x:d}} (digits), {{x:*}} (anything).")
+        if name.isdigit():
+            raise UsageError(f"{template!r}: {{{name}}} stands for a regex group; name a placeholder of a template.")
+        text += re.escape(template[end : match.start()])
+        text += f"(?P={name})" if name in seen else f"(?P<{name}>{_KINDS[kind]})"
+        seen.add(name)
+        end = match.end()
+    rest = template[end:]
+    if "{" in rest or "}" in rest or "{" in re.sub(_PLACEHOLDER, "", template):
+        raise UsageError(f"{template!r} has a brace that belongs to no placeholder such as {{i}}, {{i:d}} or {{i:*}}.")
+    return re.compile(text + re.escape(rest))

@@ -1,0 +1,225 @@
+"""Tensors to be made out of tensors that exist: which box of which source fills which box. Pure geometry.
+
+A `Part` means, in numpy's words and with `unfold`, `axes` left out where they are empty:
+
+    target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
+
+A plain part (no unfold, no axes) keeps the row-major order, so a contiguous box is a run of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import TensorEntry
+
+__all__ = ["Part", "Target", "concatenated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a target, filled from a box of one source with as many elements.
+
+    Attributes:
+        target_box: Where the elements go, in the target tensor.
+        source: The key of the source in `Catalog.tensors`.
+        source_box: Where they come from. Up to dimensions of size 1 it has the sizes of `target_box`
+            (permuted, with `axes`), unless `unfold` is set.
+        unfold: A shape the source box is viewed as before `axes` apply; () keeps its own. Such a part is
+            small: one attention head.
+        axes: A permutation as for numpy.transpose; () keeps the order.
+    """
+
+    target_box: Box
+    source: str
+    source_box: Box
+    unfold: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether elements keep their row-major order."""
+        return not self.unfold and not self.axes
+
+    def moved(self, target_box: Box) -> Part:
+        """Return the part with another target box, of as many elements in the same order."""
+        return replace(self, target_box=target_box)
+
+    def cut(self, box: Box) -> list[Part]:
+        """Return the parts that fill what this part and `box` of the target share."""
+        shared = self.target_box.intersect(box)
+        if shared is None:
+            return []
+        if shared == self.target_box:
+            return [self]
+        if self.unfold:
+            return [piece for row in self._rows() for piece in row.cut(box)]
+        offsets = list(self.source_box.offsets)
+        sizes = list(self.source_box.sizes)
+        for dim, source_dim in enumerate(self.source_dims()):
+            if source_dim is not None:
+                offsets[source_dim] += shared.offsets[dim] - self.target_box.offsets[dim]
+                sizes[source_dim] = shared.sizes[dim]
+        return [Part(shared, self.source, Box(tuple(offsets), tuple(sizes)), (), self.axes)]
+
+    def permuted(self, dims: tuple[int, ...]) -> list[Part]:
+        """Return the parts of the target transposed: its dimension d is the old dimension dims[d]."""
+        if self.unfold:
+            return [piece for row in self._rows() for piece in row.permuted(dims)]
+        matched = self.source_dims()
+        order = [matched[d] for d in dims]
+        axes = [d for d in order if d is not None]
+        axes += [d for d in range(self.source_box.ndim) if d not in axes]
+        wide = [d for d in axes if self.source_box.sizes[d] != 1]
+        box = Box(tuple(self.target_box.offsets[d] for d in dims), tuple(self.target_box.sizes[d] for d in dims))
+        # An order that only moves dimensions of size 1 is none.
+        return [Part(box, self.source, self.source_box, (), () if wide == sorted(wide) else tuple(axes))]
+
+    def source_dims(self) -> list[int | None]:
+        """Return, for each dimension of the target, the source dimension it runs along; None for size 1.
+
+        Only for parts without `unfold`.
+        """
+        axes = self.axes or tuple(range(self.source_box.ndim))
+        wide = iter([d for d in axes if self.source_box.sizes[d] != 1])
+        return [None if size == 1 else next(wide) for size in self.target_box.sizes]
+
+    def _rows(self) -> Iterator[Part]:
+        """The same elements as plain parts of one index in dimension 0 each.
+
+        Only for what `rope_parts` makes: unfold (a, b, *rest), axes (1, 0, *rest).
+        """
+        a, b = self.unfold[:2]
+        row_dim = next(d for d, size in enumerate(self.source_box.sizes) if size != 1)
+        for row in range(a * b):
+            origin = (row % a) * b + row // a
+            yield Part(_index_box(self.target_box, 0, row), self.source, _index_box(self.source_box, row_dim, origin))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor to be made. Its parts cover it once.
+
+    Attributes:
+        name: What it is called where it is written.
+        dtype: What it is stored as: the sources are cast where theirs differs.
+        shape: Of the whole tensor.
+        parts: In no order.
+        source_dtype: The dtype that all sources share.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    source_dtype: str
+
+    @classmethod
+    def of(cls, entry: TensorEntry, name: str | None = None) -> Target:
+        """Return the target that is a copy of `entry`."""
+        box = Box.whole(entry.shape)
+        return cls(
+            name or entry.fqn or entry.name, entry.dtype, entry.shape, (Part(box, entry.name, box),), entry.dtype
+        )
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The keys of the sources, each once."""
+        return tuple(dict.fromkeys(part.source for part in self.parts))
+
+    def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
+        """Return the targets that this one falls into along `dim`; they carry its name. Sizes must add up."""
+        pieces: list[Target] = []
+        start = 0
+        for size in sizes:
+            offsets = tuple(start if d == dim else 0 for d in range(len(self.shape)))
+            shape = tuple(size if d == dim else n for d, n in enumerate(self.shape))
+            box = Box(offsets, shape)
+            parts = [p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box)]
+            pieces.append(replace(self, shape=shape, parts=tuple(parts)))
+            start += size
+        return pieces
+
+    def squeezed(self, dim: int) -> Target:
+        """Return the target without dimension `dim`, which has size 1."""
+        parts = tuple(
+            p.moved(Box(_without(p.target_box.offsets, dim), _without(p.target_box.sizes, dim))) for p in self.parts
+        )
+        return replace(self, shape=_without(self.shape, dim), parts=parts)
+
+    def unsqueezed(self, dim: int) -> Target:
+        """Return the target with a dimension of size 1 put in at `dim`."""
+        parts = tuple(
+            p.moved(Box(_with(p.target_box.offsets, dim, 0), _with(p.target_box.sizes, dim, 1))) for p in self.parts
+        )
+        return replace(self, shape=_with(self.shape, dim, 1), parts=parts)
+
+    def transposed(self, dims: tuple[int, ...]) -> Target:
+        """Return the target whose dimension d is this one's dimension dims[d]."""
+        parts = tuple(piece for part in self.parts for piece in part.permuted(dims))
+        return replace(self, shape=tuple(self.shape[d] for d in dims), parts=parts)
+
+    def rope_permuted(self, heads: int, *, to_halves: bool) -> Target:
+        """Return the target with the rows of each of `heads` heads reordered between the two layouts of RoPE.
+
+        `to_halves`: pairs that lie side by side (Meta's code, torchtitan) go to the two halves of the head
+        (transformers); else back. As the `permute` of transformers' llama conversion script does.
+        """
+        rows = self.shape[0] // heads
+        a, b = (rows // 2, 2) if to_halves else (2, rows // 2)
+        parts: list[Part] = []
+        for head in self.split(0, [rows] * heads):
+            base = len(parts) and parts[-1].target_box.stops[0]
+            parts += [p.moved(_shifted(p.target_box, 0, base)) for p in _rope_head(head, a, b)]
+        return replace(self, parts=tuple(parts))
+
+
+def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
+    """Return the targets laid one after the other along `dim`. Their other sizes and dtypes must agree."""
+    parts: list[Part] = []
+    start = 0
+    for target in targets:
+        parts += [p.moved(_shifted(p.target_box, dim, start)) for p in target.parts]
+        start += target.shape[dim]
+    shape = tuple(start if d == dim else n for d, n in enumerate(targets[0].shape))
+    return replace(targets[0], name=name, shape=shape, parts=tuple(parts))
+
+
+def _rope_head(head: Target, a: int, b: int) -> list[Part]:
+    """One head's rows viewed as (a, b), turned round. `head.parts` start at row 0."""
+    only = head.parts[0] if len(head.parts) == 1 else None
+    if only is not None and only.is_plain and a * b > 1:
+        order = (1, 0, *range(2, 1 + len(head.shape)))
+        return [replace(only, unfold=(a, b, *head.shape[1:]), axes=order)]
+    parts: list[Part] = []
+    for row in range(a * b):
+        origin = (row % a) * b + row // a
+        box = Box((origin, *(0,) * (len(head.shape) - 1)), (1, *head.shape[1:]))
+        parts += [p.moved(_shifted(p.target_box, 0, row - origin)) for part in head.parts for p in part.cut(box)]
+    return parts
+
+
+def _index_box(box: Box, dim: int, index: int) -> Box:
+    return Box(
+        tuple(o + index if d == dim else o for d, o in enumerate(box.offsets)),
+        tuple(1 if d == dim else s for d, s in enumerate(box.sizes)),
+    )
+
+
+def _shifted(box: Box, dim: int, by: int) -> Box:
+    return Box(tuple(o + by if d == dim else o for d, o in enumerate(box.offsets)), box.sizes)
+
+
+def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return values[:dim] + values[dim + 1 :]
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim:])
