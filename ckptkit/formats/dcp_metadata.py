@@ -223,7 +223,16 @@ class MetadataWriter:
             key = {text: self._captured(lambda text=text: self._text(text)) for text in keys}  # type: ignore[misc]
             index = self._captured(lambda: self._new("MetadataIndex")) + key["fqn"] + b"j"
             info = self._captured(lambda: self._new("_StorageInfo")) + key["relative_path"] + b"j"
-            parts = [index, "<u4", key["offset"] + b"j", "<u4", key["index"] + b"J", "<i4", b"ub" + info, "<u4"]
+            parts: list[bytes | str] = [
+                index,
+                "<u4",
+                key["offset"] + b"j",
+                "<u4",
+                key["index"] + b"J",
+                "<i4",
+                b"ub" + info,
+                "<u4",
+            ]
             row = _Row([*parts, key["offset"] + b"\x8a\x08", "<i8", key["length"] + b"\x8a\x08", "<i8", b"ub"])
             self._rows[None] = row
         return row
