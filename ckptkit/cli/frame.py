@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import sys
 import textwrap
 import traceback
@@ -66,7 +67,7 @@ def _message(error: Exception) -> str:
 
 
 def _say(text: str) -> None:
-    width = min(100, click.get_terminal_size()[0]) if sys.stderr.isatty() else 0  # type: ignore[attr-defined]
+    width = min(100, shutil.get_terminal_size().columns) if sys.stderr.isatty() else 0
     body = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) if width else text
     head, separator, rest = body.partition(":")
     if head == "Error" and separator:
@@ -75,7 +76,7 @@ def _say(text: str) -> None:
 
 
 def _colour(stream: Any) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+    return bool(stream.isatty()) and not os.environ.get("NO_COLOR")
 
 
 def _set_up_logging(*, quiet: bool, verbose: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import os
 import re
@@ -260,8 +261,9 @@ def _file_info(path: str, found: Mapping[str, Any]) -> FileInfo:
     kind = "directory" if found.get("type") == "directory" else "file"
     size = int(found.get("size") or 0) if kind == "file" else 0
     when = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
-    stamp = when.timestamp() if hasattr(when, "timestamp") else when if isinstance(when, (int, float)) else 0.0
-    return FileInfo(path, kind, size, float(stamp))
+    if isinstance(when, datetime.datetime):
+        when = when.timestamp()
+    return FileInfo(path, kind, size, float(when) if isinstance(when, (int, float)) else 0.0)
 
 
 def _cut(read: ReadInto) -> Iterator[ReadInto]:

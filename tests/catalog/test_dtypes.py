@@ -1,0 +1,43 @@
+"""Dtype names and sizes agree with torch, and casts touch plain floats only."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptkit.catalog.dtypes import DTYPES, dtype, export_dtype, from_safetensors
+from ckptkit.errors import UnsupportedFormatError, UsageError
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_sizes_and_kinds_agree_with_torch(name: str) -> None:
+    import torch
+
+    real = getattr(torch, name)
+    assert real.itemsize == DTYPES[name].itemsize
+    assert real.is_complex == (DTYPES[name].kind == "complex")
+    assert real.is_floating_point == (DTYPES[name].kind in ("float", "float8"))
+
+
+@pytest.mark.parametrize("name", ["int64", "bool", "float8_e4m3fn", "complex64"])
+def test_an_export_never_casts_what_is_no_plain_float(name: str) -> None:
+    assert export_dtype(name, "bf16") == name
+
+
+def test_an_export_casts_floats_when_asked() -> None:
+    assert (export_dtype("float32", "bf16"), export_dtype("float32", "keep")) == ("bfloat16", "float32")
+
+
+def test_an_export_to_integers_is_wrong_usage() -> None:
+    with pytest.raises(UsageError):
+        export_dtype("float32", "int8")
+
+
+def test_names_come_with_or_without_prefix_and_as_aliases() -> None:
+    assert dtype("torch.bfloat16") is dtype("bf16") is DTYPES["bfloat16"]
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UnsupportedFormatError, match="float7"):
+        dtype("float7")
+    with pytest.raises(UnsupportedFormatError, match="F7"):
+        from_safetensors("F7")

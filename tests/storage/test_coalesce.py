@@ -1,0 +1,30 @@
+"""Many ranges become few reads."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.storage.coalesce import coalesce
+
+RANGES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 300)).map(lambda r: (r[0], r[0] + r[1])), max_size=40)
+
+
+@given(RANGES, st.integers(0, 100), st.integers(1, 2000))
+def test_every_range_lies_in_exactly_one_span(ranges: list[tuple[int, int]], gap: int, span: int) -> None:
+    spans = coalesce(ranges, max_gap=gap, max_span=span)
+    seen = sorted(i for s in spans for i in s.members)
+    assert seen == list(range(len(ranges)))
+    assert all(s.start <= ranges[i][0] and ranges[i][1] <= s.stop for s in spans for i in s.members)
+
+
+@given(RANGES, st.integers(0, 100), st.integers(1, 2000))
+def test_a_span_is_no_longer_than_allowed_unless_one_range_is(
+    ranges: list[tuple[int, int]], gap: int, span: int
+) -> None:
+    for s in coalesce(ranges, max_gap=gap, max_span=span):
+        assert s.stop - s.start <= max(span, max(ranges[i][1] - ranges[i][0] for i in s.members))
+
+
+def test_a_gap_that_is_too_wide_splits() -> None:
+    assert [s.members for s in coalesce([(0, 10), (15, 20), (40, 50)], max_gap=5, max_span=100)] == [(0, 1), (2,)]

@@ -1,0 +1,41 @@
+"""The package as a whole: what importing costs, and that every public name is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import ckptkit
+
+HEAVY = ("torch", "transformers", "lightning", "s3fs", "gcsfs", "botocore")
+
+
+def modules_after(code: str) -> set[str]:
+    """Return the modules that a fresh interpreter has loaded after running `code`."""
+    script = f"{code}\nimport sys\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def run_cli(*args: str) -> str:
+    return f"from ckptkit.cli.main import main\ntry:\n    main({list(args)!r})\nexcept SystemExit as e:\n    assert not e.code, e.code"
+
+
+def test_importing_ckptkit_imports_no_framework() -> None:
+    assert not modules_after("import ckptkit, ckptkit.errors, ckptkit.units").intersection(HEAVY)
+
+
+def test_help_imports_no_framework_and_no_numpy() -> None:
+    assert not modules_after(run_cli("--help")).intersection({*HEAVY, "numpy"})
+
+
+@pytest.mark.parametrize("name", ckptkit.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(ckptkit, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nothing"):
+        ckptkit.nothing  # noqa: B018

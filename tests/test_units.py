@@ -1,0 +1,74 @@
+"""Sizes and durations as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.errors import UsageError
+from ckptkit.units import format_count, format_duration, format_size, parse_duration, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1GB", 10**9),
+        ("1GiB", 2**30),
+        ("512MB", 512 * 10**6),
+        ("1.5 T", 1_500_000_000_000),
+        ("5gb", 5 * 10**9),
+        ("0", 0),
+        (".5k", 500),
+        (1024, 1024),
+        ("17 B", 17),
+        ("2Ki", 2048),
+    ],
+)
+def test_a_size_counts_bytes(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1XB", "1 GB x", "1iB", -1, float("inf"), float("nan"), True, "1e9"])
+def test_what_is_no_size_is_wrong_usage(text: str | float) -> None:
+    with pytest.raises(UsageError):
+        parse_size(text)
+
+
+@given(st.integers(0, 10**18))
+def test_a_printed_size_reads_back_within_its_rounding(nbytes: int) -> None:
+    assert abs(parse_size(format_size(nbytes)) - nbytes) <= max(
+        0.051 * 1000 ** ((len(str(nbytes)) - 1) // 3), 0.05 * nbytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("5m", 300), ("1.5h", 5400), ("2d", 172800), ("250ms", 0.25), (30, 30)]
+)
+def test_a_duration_counts_seconds(text: str | int, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "h", "-1s", "1y", -1, True])
+def test_what_is_no_duration_is_wrong_usage(text: str | float) -> None:
+    with pytest.raises(UsageError):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0384, "38 ms"), (2.04, "2.0 s"), (75 * 60, "1 h 15 min"), (125, "2 min 5 s"), (90000, "1 d 1 h")],
+)
+def test_durations_are_printed_for_people(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(999, "999 B"), (14_200_000_000, "14.2 GB"), (999_999, "1.0 MB"), (10**16, "10.0 PB")]
+)
+def test_sizes_are_printed_in_powers_of_ten(nbytes: int, text: str) -> None:
+    assert format_size(nbytes) == text
+
+
+def test_counts_are_printed_with_a_letter() -> None:
+    assert [format_count(n) for n in (999, 7_241_732_096, 1_500)] == ["999", "7.24B", "1.50K"]
