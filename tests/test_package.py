@@ -14,13 +14,14 @@ HEAVY = ("torch", "transformers", "lightning", "s3fs", "gcsfs", "botocore")
 
 def modules_after(code: str) -> set[str]:
     """Return the modules that a fresh interpreter has loaded after running `code`."""
-    script = f"{code}\nimport sys\nprint('\\n'.join(sys.modules))"
+    script = f"{code}\nimport sys\nprint('', *('module:' + name for name in sys.modules), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return {line.removeprefix("module:") for line in done.stdout.splitlines() if line.startswith("module:")}
 
 
 def run_cli(*args: str) -> str:
-    return f"from ckptkit.cli.main import main\ntry:\n    main({list(args)!r})\nexcept SystemExit as e:\n    assert not e.code, e.code"
+    lines = ["from ckptkit.cli.main import main", "try:", f"    main({list(args)!r})"]
+    return "\n".join([*lines, "except SystemExit as e:", "    assert not e.code, e.code"])
 
 
 def test_importing_ckptkit_imports_no_framework() -> None:
