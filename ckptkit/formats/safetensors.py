@@ -1,0 +1,176 @@
+"""Safetensors on disk: one file, a Hugging Face directory, or the shards that torch's DCP writes into it.
+
+Only headers, the index and config.json are read here, never tensor bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry, TensorSlice
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError, UnsafePathError
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.safetensors_dcp import SHARD_NAME, open_shards
+from ckptkit.formats.safetensors_parse import HeaderTensor, SafetensorsHeader, read_headers
+from ckptkit.formats.side_files import SideFiles, file_names, find_side_files, read_json
+from ckptkit.storage import Store
+
+__all__ = ["open_catalog", "open_file"]
+
+_NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
+_INDEX = ".safetensors.index.json"
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the headers of the safetensors checkpoint at the store's root.
+
+    Raises:
+        CheckpointNotFoundError: There is no safetensors file.
+        IncompleteCheckpointError: A shard is missing or truncated.
+        CorruptCheckpointError: A header, the index, or both together break their rules.
+        UnsafePathError: The index names a file outside of the directory.
+    """
+    names = [name for name in file_names(store.list()) if name.endswith((".safetensors", _INDEX))]
+    shards = [name for name in names if SHARD_NAME.fullmatch(name)]
+    if shards:
+        return open_shards(store, shards)
+    headers, notes = _choose(store, names)
+    entries: dict[str, TensorEntry] = {}
+    for path, header in headers.items():
+        for name, tensor in header.tensors.items():
+            if name in entries:
+                first = entries[name].slices[0].path
+                raise CorruptCheckpointError(f"tensor {name!r} is in {first} and again in {path}.")
+            entries[name] = _whole_entry(name, tensor, path)
+    return Catalog(entries, info=_info(store, headers, find_side_files(store), notes))
+
+
+def open_file(store: Store, path: str) -> Catalog:
+    """Read the header of one safetensors file."""
+    headers = read_headers(store, [path])
+    header = headers[path]
+    if "DCP_SHARDING_INFO" in header.metadata:
+        raise IncompleteCheckpointError(
+            f"{path} is one of the shards that several ranks wrote. Give the directory that holds them all."
+        )
+    entries = {name: _whole_entry(name, tensor, path) for name, tensor in header.tensors.items()}
+    side = find_side_files(store) if path in ("model.safetensors", "adapter_model.safetensors") else SideFiles()
+    return Catalog(entries, info=_info(store, headers, side, ()))
+
+
+def _whole_entry(name: str, tensor: HeaderTensor, path: str) -> TensorEntry:
+    part = TensorSlice(Box.whole(tensor.shape), path, tensor.start, tensor.nbytes)
+    return TensorEntry(name, tensor.dtype, tensor.shape, SliceArray.of([part], len(tensor.shape)), Role.MODEL, name)
+
+
+def _info(
+    store: Store, headers: Mapping[str, SafetensorsHeader], side: SideFiles, notes: tuple[str, ...]
+) -> CatalogInfo:
+    extra: dict[str, Any] = dict(side.extra)
+    if "adapter_model.safetensors" in headers:
+        adapter = read_json(store, "adapter_config.json")
+        if isinstance(adapter, dict):
+            extra["adapter_config"] = adapter
+        else:
+            notes = (*notes, "adapter_config.json is missing: rank and alpha of the adapter are not known.")
+    return CatalogInfo(
+        "safetensors",
+        producer=next((header.metadata["format"] for header in headers.values() if "format" in header.metadata), ""),
+        files={path: header.nbytes for path, header in headers.items()},
+        side_files=(*side.carried, *(("adapter_config.json",) if "adapter_config" in extra else ())),
+        notes=(*notes, *side.notes),
+        extra=extra,
+    )
+
+
+# --- which files make up the checkpoint
+
+
+def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader], tuple[str, ...]]:
+    """Return the headers of the checkpoint's files, chosen in the order of transformers, and notes."""
+    indices = [name for name in names if name.endswith(_INDEX)]
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    if indices and "model.safetensors" not in tensors:
+        index = "model" + _INDEX if "model" + _INDEX in indices else indices[0]
+        if index != "model" + _INDEX and len(indices) > 1:
+            raise CorruptCheckpointError(f"{store.url} has several indexes: {', '.join(indices)}. Keep one.")
+        headers = _indexed(store, index, tensors)
+        return headers, _unused(names, [index, *headers])
+    chosen = _without_index(store, tensors)
+    notes = (f"there is no index; all {len(chosen)} numbered files were taken.",) if len(chosen) > 1 else ()
+    return read_headers(store, chosen), (*notes, *_unused(names, chosen))
+
+
+def _without_index(store: Store, tensors: list[str]) -> list[str]:
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        if name in tensors:
+            return [name]
+    numbered = _numbered_set(tensors)
+    if numbered is not None:
+        return numbered
+    if not tensors:
+        raise CheckpointNotFoundError(f"{store.url} has no *.safetensors file.")
+    if len(tensors) > 1:
+        raise CorruptCheckpointError(
+            f"{store.url} has {len(tensors)} safetensors files ({', '.join(tensors[:4])}...) and no "
+            f"model{_INDEX} that says which belong together. Give one of the files."
+        )
+    return tensors
+
+
+def _unused(names: list[str], used: list[str]) -> tuple[str, ...]:
+    left = [name for name in names if name not in used]
+    return (f"not read: {', '.join(left)}.",) if left else ()
+
+
+def _numbered_set(tensors: list[str]) -> list[str] | None:
+    """Return the files named -0000i-of-0000n if there are any: all n must be there."""
+    matches = [match for name in tensors if (match := _NUMBERED.fullmatch(name))]
+    if not matches:
+        return None
+    sets = {(match[1], match[3]) for match in matches}
+    if len(sets) > 1:
+        raise CorruptCheckpointError(f"numbered files of {len(sets)} checkpoints lie together: {sorted(sets)}.")
+    stem, total = sets.pop()
+    have = {int(match[2]) for match in matches}
+    if len(have) != int(total) or have != set(range(1, int(total) + 1)):
+        gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.safetensors" for i in range(1, max(have) + 2) if i not in have]
+        raise IncompleteCheckpointError(
+            f"{len(have)} of {int(total)} shards are there; missing: {', '.join(gone[:8])}."
+        )
+    return sorted(match[0] for match in matches)
+
+
+def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, SafetensorsHeader]:
+    """Return the headers of the shards that the index names, which must agree with it in both directions."""
+    weight_map = _weight_map(store, index)
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if shard not in tensors]
+    if missing:
+        raise IncompleteCheckpointError(
+            f"{index} names {len(shards)} files; missing: {', '.join(missing[:8])}{'...' if len(missing) > 8 else ''}."
+        )
+    headers = read_headers(store, shards)
+    for name, shard in weight_map.items():
+        if name not in headers[shard].tensors:
+            raise IncompleteCheckpointError(f"{index} says that tensor {name!r} is in {shard}; it is not.")
+    for shard, header in headers.items():
+        for name in header.tensors:
+            if weight_map.get(name) != shard:
+                where = f"places it in {weight_map[name]}" if name in weight_map else "does not list it"
+                raise CorruptCheckpointError(f"{shard} holds tensor {name!r}, but {index} {where}.")
+    return headers
+
+
+def _weight_map(store: Store, index: str) -> dict[str, str]:
+    content = read_json(store, index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CorruptCheckpointError(f"{index} is no index: expected a JSON object with a weight_map of file names.")
+    for shard in set(weight_map.values()):
+        if "/" in shard or "\\" in shard or shard in ("", ".", ".."):
+            raise UnsafePathError(f"{index} names the file {shard!r}; only files beside the index may be named.")
+    return weight_map
