@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.columns import first_of_equal, overlapping
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
@@ -212,6 +213,15 @@ class SliceArray(Sequence[TensorSlice]):
     def __iter__(self) -> Iterator[TensorSlice]:
         return (self[i] for i in range(len(self)))
 
+    def distinct(self) -> Int64:
+        """Return the rows of the distinct non-empty boxes, ascending; of replicas the first."""
+        rows = np.flatnonzero((self.sizes != 0).all(axis=1))
+        if self.sizes.shape[1] == 0:
+            return rows[:1]
+        boxes = np.concatenate([self.offsets[rows], self.sizes[rows]], axis=1)
+        first = first_of_equal(boxes)
+        return rows if first is None else rows[first]
+
     def _digest(self, row: int, start: int, nbytes: int) -> Digest | None:
         if self.algorithm is None or self.digests is None:
             return None
@@ -261,65 +271,20 @@ class TensorEntry:
             CorruptCheckpointError: A slice lies outside the shape, or two overlap in part.
             IncompleteCheckpointError: Elements are missing.
         """
-        offsets, sizes = _unique_boxes(self)
+        rows = self.slices.distinct()
+        offsets, sizes = self.slices.offsets[rows], self.slices.sizes[rows]
         shape = np.asarray(self.shape, np.int64)
-        if offsets.size and (
-            (offsets < 0).any() or (sizes < 0).any() or (sizes > shape).any() or (offsets > shape - sizes).any()
-        ):
+        if ((offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - sizes)).any():
             raise CorruptCheckpointError(f"tensor {self.name!r}: a slice lies outside its shape {list(self.shape)}.")
-        covered = int(sum(np.prod(sizes.astype(object), axis=1))) if len(sizes) else 0
-        if covered != self.numel or _overlap(offsets, sizes):
-            if _overlap(offsets, sizes):
-                raise CorruptCheckpointError(f"tensor {self.name!r}: its slices overlap in part.")
+        # Python's integers where a hostile shape could overflow 64 bits.
+        exact = np.int64 if self.numel * max(1, len(rows)) < 2**63 else object
+        covered = int(np.prod(sizes.astype(exact), axis=1).sum()) if len(rows) else 0
+        if covered > self.numel or overlapping(offsets, sizes):
+            raise CorruptCheckpointError(f"tensor {self.name!r}: its slices overlap in part.")
+        if covered != self.numel:
             raise IncompleteCheckpointError(
                 f"tensor {self.name!r} of shape {list(self.shape)}: its slices hold {covered} of {self.numel} elements."
             )
-
-
-def _unique_boxes(entry: TensorEntry) -> tuple[Int64, Int64]:
-    """The distinct non-empty boxes of a tensor; replicas of HSDP are the same box several times."""
-    ndim = len(entry.shape)
-    if ndim == 0:
-        n = min(1, len(entry.slices))
-        return np.zeros((n, 0), np.int64), np.zeros((n, 0), np.int64)
-    rows = np.concatenate([entry.slices.offsets, entry.slices.sizes], axis=1)
-    rows = np.unique(rows[(rows[:, ndim:] != 0).all(axis=1)], axis=0)
-    return rows[:, :ndim], rows[:, ndim:]
-
-
-def _overlap(offsets: Int64, sizes: Int64) -> bool:
-    """Whether any two of these distinct boxes share an element.
-
-    A grid is told apart in O(n log n): sorted by one dimension whose intervals are all disjoint or
-    equal, only boxes of equal interval are compared, recursively. Anything else is compared pair by
-    pair, sweeping over dimension 0.
-    """
-    n, ndim = sizes.shape
-    if n < 2:
-        return False
-    if ndim == 0:
-        return True
-    for dim in range(ndim):
-        starts = offsets[:, dim]
-        stops = starts + sizes[:, dim]
-        order = np.lexsort((stops, starts))
-        s, e = starts[order], stops[order]
-        same = (s[1:] == s[:-1]) & (e[1:] == e[:-1])
-        if same.all() or not (same | (s[1:] >= e[:-1])).all():
-            continue  # one interval for all, or intervals that overlap in part: no split along this dimension
-        groups = np.split(order, np.flatnonzero(~same) + 1)
-        return any(_overlap(offsets[g], sizes[g]) for g in groups if len(g) > 1)
-    return _sweep(offsets, sizes)
-
-
-def _sweep(offsets: Int64, sizes: Int64) -> bool:
-    order = np.argsort(offsets[:, 0], kind="stable")
-    lo, hi = offsets[order], (offsets + sizes)[order]
-    for i in range(len(lo) - 1):
-        last = int(np.searchsorted(lo[:, 0], hi[i, 0], side="left"))
-        if last > i + 1 and ((lo[i + 1 : last] < hi[i]) & (hi[i + 1 : last] > lo[i])).all(axis=1).any():
-            return True
-    return False
 
 
 @dataclass(frozen=True, slots=True)

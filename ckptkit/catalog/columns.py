@@ -1,0 +1,92 @@
+"""Boxes as rows of numbers, [n, ndim]: distinct ones, overlaps, strides. Vectorised: a million rows take a second."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["first_of_equal", "is_dense", "overlapping", "row_major"]
+
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+Bool = npt.NDArray[np.bool_]
+
+
+def first_of_equal(table: Int64) -> Int64 | None:
+    """Return, ascending, the first index of each distinct row of a table; None where all rows are distinct."""
+    # A hash first: sorting one column of numbers is ten times faster than sorting rows.
+    hashes = (table.astype(np.uint64) * _weights(table.shape[1])).sum(axis=1, dtype=np.uint64)
+    hashes.sort()
+    if not (hashes[1:] == hashes[:-1]).any():
+        return None
+    order = np.lexsort(table.T[::-1])  # stable: the first of equals comes first
+    ranked = table[order]
+    new = np.ones(len(order), bool)
+    new[1:] = (ranked[1:] != ranked[:-1]).any(axis=1)
+    return None if new.all() else np.sort(order[new])
+
+
+def _weights(count: int) -> UInt64:
+    """Odd 64-bit numbers without a pattern (splitmix64), one a column."""
+    result = []
+    for i in range(1, count + 1):
+        z = i * 0x9E3779B97F4A7C15 % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        result.append((z ^ (z >> 31)) | 1)
+    return np.array(result, np.uint64)
+
+
+def row_major(sizes: Int64) -> Int64:
+    """Return the strides, in elements, of row-major tensors of these sizes, [n, ndim]."""
+    strides = np.ones_like(sizes)
+    for dim in range(sizes.shape[1] - 2, -1, -1):
+        np.multiply(strides[:, dim + 1], sizes[:, dim + 1], out=strides[:, dim])
+    return strides
+
+
+def is_dense(sizes: Int64, strides: Int64) -> Bool:
+    """Tell, row by row, whether a box with these strides is one run of elements in row-major order."""
+    dense = np.ones(len(sizes), bool)
+    expected = np.ones(len(sizes), np.int64)
+    for dim in range(sizes.shape[1] - 1, -1, -1):
+        dense &= (sizes[:, dim] == 1) | (strides[:, dim] == expected)
+        expected = expected * sizes[:, dim]
+    return dense
+
+
+def overlapping(offsets: Int64, sizes: Int64) -> bool:
+    """Tell whether any two of these distinct, non-empty boxes share an element.
+
+    A grid is told apart in O(n log n): sorted by one dimension whose intervals are all disjoint or
+    equal, only boxes of equal interval are compared, recursively. Anything else is compared pair by
+    pair, sweeping over dimension 0.
+    """
+    n, ndim = sizes.shape
+    if n < 2:
+        return False
+    if ndim == 0:
+        return True
+    for dim in range(ndim):
+        starts = offsets[:, dim]
+        stops = starts + sizes[:, dim]
+        order = np.lexsort((stops, starts))
+        s, e = starts[order], stops[order]
+        same = (s[1:] == s[:-1]) & (e[1:] == e[:-1])
+        if same.all() or not (same | (s[1:] >= e[:-1])).all():
+            continue  # one interval for all, or intervals that overlap in part: no split along this dimension
+        begins = np.concatenate([[0], np.flatnonzero(~same) + 1, [n]])
+        several = np.flatnonzero(np.diff(begins) > 1)
+        groups = (order[begins[i] : begins[i + 1]] for i in several.tolist())
+        return any(overlapping(offsets[g], sizes[g]) for g in groups)
+    return _sweep(offsets, sizes)
+
+
+def _sweep(offsets: Int64, sizes: Int64) -> bool:
+    order = np.argsort(offsets[:, 0], kind="stable")
+    lo, hi = offsets[order], (offsets + sizes)[order]
+    for i in range(len(lo) - 1):
+        last = int(np.searchsorted(lo[:, 0], hi[i, 0], side="left"))
+        if last > i + 1 and ((lo[i + 1 : last] < hi[i]) & (hi[i + 1 : last] > lo[i])).all(axis=1).any():
+            return True
+    return False
