@@ -1,0 +1,219 @@
+"""The inert values a pickle may build: records that hold what they were given and do nothing."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+__all__ = [
+    "ChunkMetadata",
+    "Function",
+    "Index",
+    "NDArray",
+    "Record",
+    "StateDict",
+    "StorageInfo",
+    "StorageType",
+    "Stub",
+    "TensorMetadata",
+    "TorchDType",
+    "UnknownGlobal",
+    "record_type",
+    "unknown_type",
+]
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+
+class Stub:
+    """Base of all values that stand for an object of another library. Equality and hash are by identity."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        raise ValueError(f"{type(self).__name__} takes no state")
+
+
+class Record(Stub):
+    """An instance of a class on the allow-list: its constructor's arguments, its state, its items."""
+
+    __slots__ = ("args", "entries", "items", "kwargs", "state")
+    kind: ClassVar[str] = ""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Any
+    items: dict[Any, Any]
+    entries: list[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Record:
+        self = object.__new__(cls)
+        self.args = args
+        self.kwargs = kwargs
+        self.state = None
+        self.items = {}
+        self.entries = []
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+
+    def append(self, value: Any) -> None:
+        self.entries.append(value)
+
+    def extend(self, values: list[Any]) -> None:
+        self.entries.extend(values)
+
+    def add(self, value: Any) -> None:
+        self.entries.append(value)
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The attributes the pickle gave: `__dict__`, or `(__dict__, slots)`; {} where the state is neither."""
+        state = self.state
+        if isinstance(state, dict):
+            return state
+        if (
+            isinstance(state, tuple)
+            and len(state) == 2
+            and all(part is None or isinstance(part, dict) for part in state)
+        ):
+            return {**(state[0] or {}), **(state[1] or {})}
+        return {}
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+class UnknownGlobal(Record):
+    """An instance of a class that is on no list, kept only because the reader asked for records."""
+
+    __slots__ = ()
+
+
+@functools.lru_cache(maxsize=2048)
+def record_type(kind: str) -> type[Record]:
+    """Return the class of records that stand for `kind`, "module.Name"."""
+    return type("Record", (Record,), {"__slots__": (), "kind": kind})
+
+
+@functools.lru_cache(maxsize=256)
+def unknown_type(kind: str) -> type[UnknownGlobal]:
+    return type("UnknownGlobal", (UnknownGlobal,), {"__slots__": (), "kind": kind})
+
+
+class Function(Stub):
+    """A function on the allow-list: one of ours that stands for it."""
+
+    __slots__ = ("_call", "name")
+
+    def __init__(self, name: str, call: Callable[..., Any]) -> None:
+        self.name = name
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+
+def attribute_of(owner: object, name: object) -> type[Record]:
+    """Stand for `getattr(Class, "Nested")`: allowed on classes of records only."""
+    if not (isinstance(owner, type) and issubclass(owner, Record)) or owner in (Record, UnknownGlobal):
+        raise ValueError("getattr is allowed on recorded classes only")
+    if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or name.startswith("__"):
+        raise ValueError(f"getattr is not allowed for {name!r:.60}")
+    if owner.kind.count(".") > 12:
+        raise ValueError("getattr is nested too deeply")
+    kind = f"{owner.kind}.{name}"
+    return unknown_type(kind) if issubclass(owner, UnknownGlobal) else record_type(kind)
+
+
+class StateDict(dict[Any, Any], Stub):
+    """OrderedDict and its relatives: a dict; attributes (`_metadata` of a state dict) are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+class TorchDType(Stub):
+    """A dtype by torch's name without the prefix."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
+class StorageType(Stub):
+    """A torch storage class; `dtype` is None where it is untyped."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: str | None) -> None:
+        self.dtype = dtype
+
+
+class NDArray(Record):
+    """A numpy array: `state` is (version, shape, dtype, fortran order, raw bytes)."""
+
+    __slots__ = ()
+    kind = "numpy.ndarray"
+
+
+# The classes of `.metadata` that come by the million: slots, and the state's own dict is emptied, since the
+# unpickler's memo keeps it alive until the end.
+
+
+class Index(Stub):
+    """MetadataIndex: `offset` is None for byte entries."""
+
+    __slots__ = ("fqn", "offset")
+
+    def __setstate__(self, state: Any) -> None:
+        self.fqn = state.get("fqn")
+        self.offset = state.get("offset")
+        state.clear()
+
+
+class StorageInfo(Stub):
+    """_StorageInfo: the byte range of one item."""
+
+    __slots__ = ("length", "offset", "relative_path", "transforms")
+
+    def __setstate__(self, state: Any) -> None:
+        self.relative_path = state.get("relative_path")
+        self.offset = state.get("offset")
+        self.length = state.get("length")
+        self.transforms = state.get("transform_descriptors")
+        state.clear()
+
+
+class ChunkMetadata(Stub):
+    """ChunkStorageMetadata: a box of a tensor."""
+
+    __slots__ = ("offsets", "sizes")
+
+    def __setstate__(self, state: Any) -> None:
+        self.offsets = state.get("offsets")
+        self.sizes = state.get("sizes")
+        state.clear()
+
+
+class TensorMetadata(Stub):
+    """TensorStorageMetadata."""
+
+    __slots__ = ("chunks", "properties", "size")
+
+    def __setstate__(self, state: Any) -> None:
+        self.properties = state.get("properties")
+        self.size = state.get("size")
+        self.chunks = state.get("chunks")
