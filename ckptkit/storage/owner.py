@@ -1,0 +1,106 @@
+"""Who writes: a process named so that another can tell whether it still lives."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Owner", "this_process"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process of some machine.
+
+    Attributes:
+        started: When the kernel started it, in its own ticks: a pid alone is given out again.
+        machine: The boot and the pid namespace in which the pid means something: two containers of one
+            name, or a machine before and after a reboot, differ.
+    """
+
+    host: str
+    pid: int
+    started: str
+    machine: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return {"host": self.host, "pid": self.pid, "started": self.started, "machine": self.machine}
+
+    @classmethod
+    def from_json(cls, body: Any) -> Owner | None:
+        """Return the owner that `body` states, None where it states none. Never raises."""
+        if not isinstance(body, Mapping):
+            return None
+        host, pid, started, machine = (body.get(name) for name in ("host", "pid", "started", "machine"))
+        if not (isinstance(host, str) and type(pid) is int and isinstance(started, str) and isinstance(machine, str)):
+            return None
+        return cls(host[:256], pid, started, machine)
+
+    def alive(self) -> bool | None:
+        """Tell whether the process lives; None where this process can't see: it is, or was, on another machine.
+
+        After a reboot of the same machine it is dead, though its boot is not ours.
+        """
+        if self.machine != _machine():
+            same_host_rebooted = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
+            return False if same_host_rebooted else None
+        return _start_of(self.pid) == self.started
+
+
+def this_process() -> Owner:
+    """Return the owner that this process is."""
+    return Owner(_host(), os.getpid(), _start_of(os.getpid()) or "", _machine())
+
+
+@functools.cache
+def _host() -> str:
+    return socket.gethostname()
+
+
+@functools.cache
+def _machine() -> str:
+    """Return "boot id / pid namespace / machine id"; on systems without /proc the host's name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        return f"{boot}/{namespace}/{_machine_id()}"
+    except OSError:
+        return f"{_host()}/-/-"
+
+
+def _machine_id() -> str:
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> str | None:
+    """Return the start time of a process in ticks, None where there is no such process or it is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _start_without_proc(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the command's name may hold spaces and parentheses
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _start_without_proc(pid: int) -> str | None:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return ""
+    return ""

@@ -1,0 +1,378 @@
+"""Whole directories, published at once or not at all: staging and trash siblings, one rename, leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CheckpointExistsError, UsageError
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.owner import Owner, this_process
+from ckptkit.storage.store import Store, open_store
+
+__all__ = [
+    "Leftover",
+    "close_staging",
+    "drop",
+    "empty_trash",
+    "exchange",
+    "is_abandoned",
+    "leftover_of",
+    "new_nonce",
+    "open_staging",
+    "owner_path",
+    "publish",
+    "read_owner",
+    "remove_leftover",
+    "stage",
+    "staging_name",
+    "sync_tree",
+    "trash_name",
+    "write_owner",
+]
+
+logger = logging.getLogger(__name__)
+
+STARTING_S = 60.0  # how long a writer may take between making the file that names it and filling it
+_LEFTOVER = re.compile(r"\.(tmp|trash)-(.+)-([0-9a-f]{16})(\.owner)?", re.DOTALL)
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100
+
+
+def new_nonce() -> str:
+    """Return 16 hex digits that no other attempt has."""
+    return secrets.token_hex(8)
+
+
+def staging_name(name: str, nonce: str) -> str:
+    """Return the sibling in which `name` is prepared; no discovery matches it."""
+    return f".tmp-{_short(name)}-{nonce}"
+
+
+def trash_name(name: str, nonce: str) -> str:
+    """Return the sibling in which `name` ends; what is in it is given up."""
+    return f".trash-{_short(name)}-{nonce}"
+
+
+def _short(name: str) -> str:
+    return os.fsencode(name)[:200].decode("utf-8", "ignore")  # a name may have 255 bytes with all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a directory entry says by its name: it is "tmp", "trash" or the "owner" of a "tmp" of `name`."""
+
+    path: str
+    kind: str
+    name: str
+    nonce: str
+
+
+def leftover_of(path: str) -> Leftover | None:
+    """Return what the name of a directory entry says, None where it is no staging and no trash of ours."""
+    match = _LEFTOVER.fullmatch(path)
+    return Leftover(path, "owner" if match[4] else match[1], match[2], match[3]) if match else None
+
+
+def owner_path(staging: str) -> str:
+    """Return the file beside a staging directory that states its writer.
+
+    It is there before the directory and after it, so a staging directory without one is nobody's. Beside
+    and not inside: what is inside is exactly what will be published, and in a swap what was published.
+    """
+    return f"{staging}.owner"
+
+
+# --- a staging directory, from its birth to its end
+
+
+def open_staging(parent: LocalStore, name: str, nonce: str) -> LocalStore:
+    """Make the staging directory of `name` below `parent`, and beside it the statement who writes."""
+    path = staging_name(name, nonce)
+    write_owner(parent, owner_path(path), nonce)
+    parent.make_directory(path)
+    return parent.child(path)
+
+
+def close_staging(parent: LocalStore, name: str, nonce: str) -> None:
+    """Delete what is left of a staging directory, published or not, and the statement of its writer."""
+    path = staging_name(name, nonce)
+    trash = drop(parent, path)
+    if trash is not None:
+        empty_trash(parent, trash)
+    parent.delete([owner_path(path)])
+
+
+def write_owner(store: Store, path: str, nonce: str) -> None:
+    """State at `path` that this process writes attempt `nonce`."""
+    body = json.dumps({"nonce": nonce, **this_process().to_json()}).encode()
+    if not isinstance(store, LocalStore):
+        store.write(path, body)
+        return
+    fd = store.create(path)  # not synced: a power cut ends the writer too
+    try:
+        os.write(fd, body)
+    finally:
+        os.close(fd)
+
+
+def read_owner(store: Store, path: str) -> tuple[str, Owner] | None:
+    """Return (nonce, owner) that the file at `path` states, None where there is none or it is damaged."""
+    try:
+        body = json.loads(store.read(path, 0, 4096))
+    except (FileNotFoundError, ValueError):
+        return None
+    owner = Owner.from_json(body)
+    nonce = body.get("nonce") if owner else None
+    return (nonce, owner) if owner and isinstance(nonce, str) else None
+
+
+def sync_tree(store: LocalStore) -> None:
+    """Make every file and directory below `store` durable."""
+    files, folders = _tree(store)
+    with ThreadPoolExecutor(4, thread_name_prefix="ckptkit-sync") as pool:
+        list(pool.map(lambda path: _sync_file(store, path), files))
+    for folder in reversed(folders):  # a directory after what is in it
+        store.sync_directory(folder)
+
+
+def _tree(store: LocalStore) -> tuple[list[str], list[str]]:
+    """Return the files and the directories below `store`, parents first."""
+    files: list[str] = []
+    folders = [""]
+    for folder in folders:  # grows while we go
+        for item in store.list(folder):
+            if item.kind == "directory":
+                folders.append(item.path)
+            elif item.kind == "file":
+                files.append(item.path)
+    return files, folders
+
+
+def _sync_file(store: LocalStore, path: str) -> None:
+    fd = store.open_file(path)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def publish(parent: LocalStore, staging: str, name: str) -> None:
+    """Rename a durable staging directory to `name`, and make that durable. Raises FileExistsError."""
+    parent.rename(staging, name)
+    parent.sync_directory()
+
+
+def exchange(parent: LocalStore, first: str, second: str) -> bool:
+    """Swap two names below `parent` in one atomic step; False where the file system can't (NFS)."""
+    done = _exchange(parent.path_of(first), parent.path_of(second))
+    if done:
+        parent.sync_directory()
+    return done
+
+
+def _exchange(first: str, second: str) -> bool:
+    function = _renameat2()
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), first, None, second)
+
+
+@functools.cache
+def _renameat2() -> Any:
+    with contextlib.suppress(OSError, AttributeError):
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+        function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+        return function
+    return None
+
+
+def drop(parent: LocalStore, name: str) -> str | None:
+    """Move `name` to the trash in one durable step and return its new name; None where it is gone already.
+
+    Whatever is killed now, `name` is no longer there, and never half there.
+    """
+    kept = leftover_of(name)
+    target = trash_name(kept.name if kept else name, new_nonce())
+    try:
+        parent.rename(name, target)
+    except FileNotFoundError:
+        return None
+    parent.sync_directory()
+    return target
+
+
+def empty_trash(parent: LocalStore, trash: str, *, first: str | None = None) -> None:
+    """Delete a trash directory, and in it `first` before all else. Can be repeated after a kill."""
+    if first is not None:
+        with contextlib.suppress(FileNotFoundError):
+            parent.delete([f"{trash}/{first}"])
+    parent.delete_tree(trash)
+
+
+def is_abandoned(parent: Store, leftover: Leftover) -> bool | None:
+    """Tell whether nobody writes in a leftover any more; None where its writer is on another machine."""
+    if leftover.kind == "trash":
+        return True  # given up by whoever made it: any process may go on deleting
+    path = owner_path(staging_name(leftover.name, leftover.nonce))
+    stated = read_owner(parent, path)
+    if stated is not None:
+        alive = stated[1].alive()
+        return None if alive is None else not alive
+    found = parent.info(path)  # without content: its writer has just made it, or died then
+    return found is None or time.time() - found.mtime > STARTING_S
+
+
+def clean_siblings(parent: LocalStore, name: str) -> None:
+    """Delete what dead writers of `name` left below `parent`; a living one keeps its own."""
+    for item in parent.list():
+        kept = leftover_of(item.path)
+        if kept is not None and kept.name == _short(name) and is_abandoned(parent, kept):
+            remove_leftover(parent, kept)
+
+
+def remove_leftover(parent: LocalStore, leftover: Leftover) -> None:
+    """Delete an abandoned staging or trash directory, or the statement of an owner."""
+    logger.info("removing %s/%s, which a dead process left", parent.url, leftover.path)
+    trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
+    if trash is not None:
+        parent.delete_tree(trash)
+    if leftover.kind == "tmp":
+        parent.delete([owner_path(leftover.path)])
+
+
+# --- one directory as a whole: what convert and reshard write
+
+
+@contextlib.contextmanager
+def stage(
+    url: str,
+    *,
+    overwrite: bool = False,
+    last: Iterable[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> Iterator[Store]:
+    """Yield a store to write a whole directory into; when the block ends well it is at `url`, durable.
+
+    After any exception nothing of it remains, and what was at `url` before is untouched (on an object
+    store with `overwrite`, where there is no rename, it is gone).
+
+    Args:
+        overwrite: What is at `url` is replaced, in one step where the file system can, and deleted after.
+        last: Names that must appear after all others where files appear one by one (object stores):
+            a reader finds the directory by them.
+
+    Raises:
+        CheckpointExistsError: `url` is taken; nothing was written.
+    """
+    store = open_store(url, storage_options=storage_options)
+    if isinstance(store, LocalStore):
+        with _stage_local(store, overwrite=overwrite) as staging:
+            yield staging
+        return
+    from ckptkit.storage.staging_remote import stage_remote
+
+    with stage_remote(store, overwrite=overwrite, last=frozenset(last)) as remote:
+        yield remote
+
+
+@contextlib.contextmanager
+def _stage_local(target: LocalStore, *, overwrite: bool) -> Iterator[LocalStore]:
+    head, name = os.path.split(target.url)
+    if not name:
+        raise UsageError(f"{target.url} can't be replaced by a checkpoint; name a directory in it.")
+    parent = LocalStore(head)
+    _check_target(parent, name, overwrite=overwrite)
+    clean_siblings(parent, name)
+    nonce = new_nonce()
+    staging = open_staging(parent, name, nonce)
+    try:
+        yield staging
+        sync_tree(staging)
+        _put_in_place(parent, staging_name(name, nonce), name, overwrite=overwrite)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            close_staging(parent, name, nonce)
+        raise
+    try:
+        close_staging(parent, name, nonce)
+    except OSError as error:  # the new content is in place and durable: nothing is lost but space
+        logger.warning("what was at %s before could not be deleted: %s", target.url, error)
+
+
+def _check_target(parent: LocalStore, name: str, *, overwrite: bool) -> None:
+    """Raise CheckpointExistsError where `name` may not be written."""
+    found, place = parent.info(name), parent.path_of(name)
+    if found is None:
+        return
+    if found.kind == "symlink":
+        raise CheckpointExistsError(
+            f"{place} is a symbolic link to {os.readlink(place)}; it is not replaced. Name its target, or remove it."
+        )
+    if found.kind == "directory" and not parent.list(name):
+        return
+    if not overwrite:
+        raise CheckpointExistsError(
+            f"{place} exists already; nothing was written. Choose another place, or replace it with overwrite=True "
+            "(--overwrite)."
+        )
+    if found.kind == "directory":
+        _check_disposable(parent.child(name))
+
+
+def _check_disposable(store: LocalStore) -> None:
+    """Raise where replacing the directory would delete more than one checkpoint, or the ground we stand on."""
+    place = Path(store.url)
+    reason = None
+    if place in (Path.cwd(), *Path.cwd().parents):
+        reason = "the current directory is in it"
+    elif place in (Path.home(), *Path.home().parents):
+        reason = "your home directory is in it"
+    elif (place / ".git").exists():
+        reason = "it is a git repository"
+    else:
+        inner = next((item.path for item in store.list() if store.info(f"{item.path}/checkpoint.json")), None)
+        reason = f"it is a directory of checkpoints ({inner}, ...)" if inner else None
+    if reason:
+        raise CheckpointExistsError(f"{place} is not overwritten: {reason}. Choose another place.")
+
+
+def _put_in_place(parent: LocalStore, staging: str, name: str, *, overwrite: bool) -> None:
+    """Publish a durable staging directory; what it replaces has the staging's name afterwards."""
+    found = parent.info(name)
+    if found is not None and found.kind == "directory":
+        with contextlib.suppress(OSError):  # an empty directory gives way; any other stays
+            os.rmdir(parent.path_of(name))
+            found = None
+    if found is not None and overwrite:
+        if exchange(parent, staging, name):
+            return
+        trash = drop(parent, name)  # no atomic swap here: for a moment there is neither
+        publish(parent, staging, name)
+        if trash is not None:
+            parent.rename(trash, staging)
+        return
+    try:
+        publish(parent, staging, name)
+    except FileExistsError as error:
+        raise CheckpointExistsError(
+            f"{parent.path_of(name)} appeared while its replacement was written; it was left as it is."
+        ) from error

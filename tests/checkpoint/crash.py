@@ -1,0 +1,62 @@
+"""Count a process's file operations, and kill it, or fail one, at the Nth."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from ckptkit.storage import local, staging
+
+OPERATIONS = (
+    "open", "write", "pwrite", "pwritev", "writev", "fsync", "fdatasync", "close", "rename", "replace", "link",
+    "unlink", "remove", "rmdir", "mkdir", "ftruncate", "truncate", "posix_fallocate", "sendfile", "copy_file_range",
+)  # fmt: skip
+_PLACES = ((local, "_rename_noreplace"), (staging, "_exchange"))
+
+
+def watch(before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, tuple[Any, ...]], None]) -> None:
+    """Call `before` and `after` around every file operation of this process, for good."""
+
+    def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            before(name, args)
+            result = function(*args, **kwargs)
+            after(name, args)
+            return result
+
+        return operation
+
+    for name in OPERATIONS:
+        if hasattr(os, name):
+            setattr(os, name, wrapped(name, getattr(os, name)))
+    for module, name in _PLACES:
+        setattr(module, name, wrapped(name, getattr(module, name)))
+
+
+def kill_at(nth: int) -> None:
+    """SIGKILL this process before its nth file operation from now; the operation before it has happened."""
+    left = nth
+
+    def count(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch(count, lambda name, args: None)
+
+
+def fail_at(nth: int, error: int, names: tuple[str, ...] = OPERATIONS) -> None:
+    """Let the nth operation among `names` from now fail with errno `error`."""
+    left = nth
+
+    def count(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        left -= name in names
+        if left == 0 and name in names:
+            left = -1
+            raise OSError(error, os.strerror(error))
+
+    watch(count, lambda name, args: None)
