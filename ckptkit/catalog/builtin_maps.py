@@ -1,0 +1,261 @@
+"""The key maps ckptkit knows by name, and which of them a checkpoint needs.
+
+Each leads from what a training run stores to what lies on the hub; "inverse:NAME" leads back. The expert
+layouts are those that transformers 5 saves (its conversion_mapping), told apart by `model_type`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.names import Mapped, NameMap
+from ckptkit.catalog.patterns import NamePattern
+from ckptkit.catalog.rules import Drop, Rename, RopePermute, Rule, Split, Unstack
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, UsageError
+
+__all__ = ["BUILTIN_MAPS", "Choice", "builtin_map", "choose_map", "map_for_model_type"]
+
+
+def _p(template: str) -> NamePattern:
+    return NamePattern(template)
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Stacked experts [E, 2I, H] and [E, H, I] to one tensor an expert."""
+    at = f"{{p:*}}.{block}.experts"
+    to = f"{{p}}.{block}.experts.{{i}}"
+    return (
+        Unstack(_p(f"{at}.gate_up_proj"), f"{to}.gate_up_proj"),
+        Split(_p(f"{{p:*}}.{block}.experts.{{i:d}}.gate_up_proj"), (f"{to}.{gate}.weight", f"{to}.{up}.weight")),
+        Unstack(_p(f"{at}.down_proj"), f"{to}.{down}.weight"),
+    )
+
+
+def _rename(*pairs: tuple[str, str]) -> tuple[Rule, ...]:
+    return tuple(Rename(_p(source), to) for source, to in pairs)
+
+
+_GATED = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_BLOCK = ("{p:*}.mlp.{rest:*}", "{p}.block_sparse_moe.{rest}")
+_MIXTRAL = (*_experts("mlp", "w1", "w3", "w2"), *_rename(_MIXTRAL_BLOCK))
+_PHIMOE = (
+    *_experts("mlp", "w1", "w3", "w2"),
+    *_rename(("{p:*}.mlp.router.weight", "{p}.mlp.gate.weight"), _MIXTRAL_BLOCK),
+)
+_GRANITE = _rename(
+    ("{p:*}.block_sparse_moe.experts.gate_up_proj", "{p}.block_sparse_moe.input_linear.weight"),
+    ("{p:*}.block_sparse_moe.experts.down_proj", "{p}.block_sparse_moe.output_linear.weight"),
+    ("{p:*}.block_sparse_moe.router.weight", "{p}.block_sparse_moe.router.layer.weight"),
+)
+_NEMOTRON_H: tuple[Rule, ...] = (
+    Unstack(_p("{p:*}.mixer.experts.up_proj"), "{p}.mixer.experts.{i}.up_proj.weight"),
+    Unstack(_p("{p:*}.mixer.experts.down_proj"), "{p}.mixer.experts.{i}.down_proj.weight"),
+    *_rename(("model.{rest:*}", "backbone.{rest}")),
+)
+_LLAVA = _rename(
+    ("lm_head.{rest:*}", "language_model.lm_head.{rest}"),
+    ("model.language_model.{rest:*}", "language_model.model.{rest}"),
+    ("model.vision_tower.{rest:*}", "vision_tower.{rest}"),
+    ("model.multi_modal_projector.{rest:*}", "multi_modal_projector.{rest}"),
+    ("model.image_newline", "image_newline"),
+)
+_QWEN2_VL = _rename(
+    ("model.visual.{rest:*}", "visual.{rest}"),
+    ("model.language_model.{rest:*}", "model.{rest}"),
+)
+# torchtitan's names (its state_dict_adapter modules). The fused attention module came later: both are read,
+# and the way back writes the later one.
+_TITAN_DENSE: tuple[tuple[str, str], ...] = (
+    ("tok_embeddings.weight", "model.embed_tokens.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+    ("layers.{n:d}.attention.wo.weight", "model.layers.{n}.self_attn.o_proj.weight"),
+    ("layers.{n:d}.attention_norm.weight", "model.layers.{n}.input_layernorm.weight"),
+    ("layers.{n:d}.ffn_norm.weight", "model.layers.{n}.post_attention_layernorm.weight"),
+    ("layers.{n:d}.feed_forward.w1.weight", "model.layers.{n}.mlp.gate_proj.weight"),
+    ("layers.{n:d}.feed_forward.w2.weight", "model.layers.{n}.mlp.down_proj.weight"),
+    ("layers.{n:d}.feed_forward.w3.weight", "model.layers.{n}.mlp.up_proj.weight"),
+    *(
+        (f"layers.{{n:d}}.attention.{module}w{x}.weight", f"model.layers.{{n}}.self_attn.{x}_proj.weight")
+        for x in "qkv"
+        for module in ("", "qkv_linear.")
+    ),
+)
+_TITAN_LLAMA3: tuple[Rule, ...] = (
+    *_rename(*_TITAN_DENSE, ("lm_head.weight", "lm_head.weight")),
+    RopePermute(_p("model.layers.{n:d}.self_attn.q_proj.weight"), "num_attention_heads"),
+    RopePermute(_p("model.layers.{n:d}.self_attn.k_proj.weight"), "num_key_value_heads"),
+    Drop(_p("freqs_cis"), "rotary frequencies are recomputed"),
+)
+_TITAN_QWEN3: tuple[Rule, ...] = (
+    *_rename(
+        *_TITAN_DENSE,
+        ("lm_head.weight", "lm_head.weight"),
+        ("layers.{n:d}.attention.q_norm.weight", "model.layers.{n}.self_attn.q_norm.weight"),
+        ("layers.{n:d}.attention.k_norm.weight", "model.layers.{n}.self_attn.k_norm.weight"),
+        ("layers.{n:d}.moe.router.gate.weight", "model.layers.{n}.mlp.gate.weight"),
+    ),
+    *(
+        Unstack(_p(f"layers.{{n:d}}.moe.experts.{w}{dims}"), f"model.layers.{{n}}.mlp.experts.{{i}}.{to}_proj.weight")
+        for w, to, named in (("w1", "gate", "_EFD"), ("w2", "down", "_EDF"), ("w3", "up", "_EFD"))
+        for dims in ("", named)
+    ),
+    Drop(_p("{p:*}moe.expert_bias{rest:*}"), "load balancing state that qwen3 has no place for"),
+    Drop(_p("{p:*}moe.tokens_per_expert{rest:*}"), "a counter of the training run"),
+    Drop(_p("rope_cache"), "rotary frequencies are recomputed"),
+)
+
+BUILTIN_MAPS: dict[str, NameMap] = {
+    m.name: m
+    for m in (
+        NameMap("hf", note="names as they are"),
+        NameMap("hf5-experts", _GATED, note="stacked experts to gate_proj/up_proj/down_proj (qwen2_moe and its kin)"),
+        NameMap("hf5-mixtral", _MIXTRAL, note="stacked experts to block_sparse_moe w1/w2/w3 (mixtral, minimax)"),
+        NameMap("hf5-phimoe", _PHIMOE, note="stacked experts to block_sparse_moe w1/w2/w3 with phimoe's router"),
+        NameMap(
+            "hf5-jamba", _experts("feed_forward", "gate_proj", "up_proj", "down_proj"), note="stacked experts of jamba"
+        ),
+        NameMap("hf5-lfm2-moe", _experts("feed_forward", "w1", "w3", "w2"), note="stacked experts of lfm2_moe"),
+        NameMap(
+            "hf5-ernie4.5-moe",
+            (*_GATED, *_rename(("{p:*}.mlp.gate.moe_statics.{x:*}", "{p}.mlp.moe_statics.{x}"))),
+            note="stacked experts of ernie4_5_moe",
+        ),
+        NameMap(
+            "hf5-exaone-moe",
+            (*_GATED, *_rename(("{p:*}.mlp.gate.e_score_correction_bias", "{p}.mlp.e_score_correction_bias"))),
+            note="stacked experts of exaone_moe",
+        ),
+        NameMap("hf5-granitemoe", _GRANITE, note="the hub's names for granitemoe's experts, which stay stacked"),
+        NameMap("hf5-nemotron-h", _NEMOTRON_H, note="stacked experts and prefix of nemotron_h"),
+        NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and its kin)"),
+        NameMap("vlm-qwen2", _QWEN2_VL, note="model.language_model.* to model.*, model.visual.* to visual.*"),
+        NameMap("torchtitan-llama3", _TITAN_LLAMA3, "refuse", "torchtitan llama3, with the rope permutation"),
+        NameMap("torchtitan-qwen3", _TITAN_QWEN3, "refuse", "torchtitan qwen3, dense and MoE"),
+    )
+}
+_GATED_TYPES = (
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "longcat_flash", "solar_open", "mellum",
+    "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text", "hunyuan_v1_moe", "cohere2_moe", "afmoe",
+)  # fmt: skip
+_BY_MODEL_TYPE: dict[str, str] = {
+    **dict.fromkeys(_GATED_TYPES, "hf5-experts"),
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), "hf5-mixtral"),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), "hf5-granitemoe"),
+    "phimoe": "hf5-phimoe",
+    "jamba": "hf5-jamba",
+    "lfm2_moe": "hf5-lfm2-moe",
+    "ernie4_5_moe": "hf5-ernie4.5-moe",
+    "exaone_moe": "hf5-exaone-moe",
+    "nemotron_h": "hf5-nemotron-h",
+}
+_STACKED = (".experts.gate_up_proj", ".mixer.experts.up_proj")
+
+
+def builtin_map(name: str) -> NameMap:
+    """Return the map of this name, "inverse:NAME" included. Raises UsageError for an unknown one."""
+    if name.startswith("inverse:"):
+        return builtin_map(name.removeprefix("inverse:")).inverse()
+    if name not in BUILTIN_MAPS:
+        listed = "\n  ".join(f"{m.name}: {m.note}" for m in BUILTIN_MAPS.values())
+        raise UsageError(f"there is no key map {name!r}. Give a file, or one of:\n  {listed}")
+    return BUILTIN_MAPS[name]
+
+
+def map_for_model_type(model_type: str | None) -> NameMap | None:
+    """Return the map from a live transformers 5 model of this type to the hub's layout; None where they agree."""
+    name = _BY_MODEL_TYPE.get(model_type or "")
+    return BUILTIN_MAPS[name] if name else None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A map that was chosen without being asked for: its result, and why it is the right one."""
+
+    key_map: NameMap
+    mapped: Mapped
+    why: str
+
+
+def choose_map(
+    targets: Mapping[str, Target], *, wanted: Collection[str] = (), config: Mapping[str, Any] | None = None
+) -> Choice:
+    """Return the map these names need. It is chosen only where there is no doubt; else names stay.
+
+    With `wanted`, the names a base model has: the map after which the fewest are missing, names as they are
+    first. Without: by the model type, where there are stacked experts; by torchtitan's own names.
+
+    Raises:
+        CheckpointMismatchError: The names are torchtitan's, of a model there is no map for.
+    """
+    settings = dict(config or {})
+    as_is = Choice(BUILTIN_MAPS["hf"], Mapped(dict(targets)), "names are kept")
+    if wanted:
+        return _nearest(targets, frozenset(wanted), settings, as_is)
+    by_type = map_for_model_type(_model_type(settings))
+    if by_type is not None and _stacked(targets):
+        mapped = by_type.apply(targets, config=settings)
+        return Choice(by_type, mapped, f"config.json says model_type {settings.get('model_type')!r}")
+    if "tok_embeddings.weight" in targets:
+        return _torchtitan(targets, settings)
+    return as_is
+
+
+def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
+    """The candidate with the fewest names missing; a map must beat names as they are to be taken."""
+    best, fewest = as_is, len(wanted - set(targets))
+    if fewest == 0:
+        return best
+    for key_map in _candidates(config):
+        try:
+            mapped = key_map.apply(targets, config=config)
+        except CkptkitError:
+            continue
+        missing = len(wanted - set(mapped.targets))
+        if missing < fewest:
+            why = f"{len(wanted) - missing} of {len(wanted)} names of the base model, {len(wanted) - fewest} without"
+            best, fewest = Choice(key_map, mapped, why), missing
+        if fewest == 0:
+            break
+    return best
+
+
+def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
+    by_type = map_for_model_type(_model_type(config))
+    titan = ["torchtitan-llama3"] if config.get("model_type") != "qwen3" else []
+    names = ["hf5-experts", "hf5-mixtral", "hf5-phimoe", "hf5-jamba", "hf5-lfm2-moe", "hf5-ernie4.5-moe",
+             "hf5-exaone-moe", "hf5-granitemoe", "hf5-nemotron-h", "vlm-llava", "vlm-qwen2", *titan]  # fmt: skip
+    if str(config.get("model_type", "")).startswith("qwen3"):
+        names.append("torchtitan-qwen3")
+    maps = [BUILTIN_MAPS[name] for name in names]
+    return ([by_type] if by_type else []) + maps + [m.inverse() for m in maps if not m.name.startswith("torchtitan")]
+
+
+def _torchtitan(targets: Mapping[str, Target], config: Mapping[str, Any]) -> Choice:
+    kind = str(config.get("model_type", ""))
+    name = {"llama": "torchtitan-llama3", "qwen3": "torchtitan-qwen3", "qwen3_moe": "torchtitan-qwen3"}.get(kind)
+    if name is None:
+        raise CheckpointMismatchError(
+            "these are torchtitan's names (tok_embeddings.weight, layers.0.attention...), and which model they are of "
+            "is not recorded. Give --base MODEL (its config.json tells the model and its heads), or --key-map "
+            "torchtitan-llama3 or torchtitan-qwen3; --key-map hf keeps the names."
+        )
+    key_map = BUILTIN_MAPS[name]
+    return Choice(key_map, key_map.apply(targets, config=config), f"torchtitan's names, model_type {kind!r}")
+
+
+def _model_type(config: Mapping[str, Any]) -> str | None:
+    found = config.get("model_type")
+    if found in _BY_MODEL_TYPE:
+        return str(found)
+    text = config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    return str(inner) if inner in _BY_MODEL_TYPE else None
+
+
+def _stacked(targets: Mapping[str, Target]) -> bool:
+    return any(name.endswith(_STACKED) and len(target.shape) == 3 for name, target in targets.items())
