@@ -11,31 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptkit.catalog.box import Box, row_major_strides
-from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Digest, TensorSlice, contiguous_strides
+from ckptkit.catalog.entry import TensorSlice
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.formats._torch_records import PlacementRecord, StoredTensor
 
-__all__ = ["LocalPart", "Placement", "Stored", "local_parts", "mesh_coordinate", "slices_of"]
+__all__ = ["LocalPart", "local_parts", "mesh_coordinate", "slices_of"]
 
 Run = tuple[int, int]  # [start, stop) rows of the whole tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """How one mesh dimension holds a tensor.
-
-    Attributes:
-        kind: "shard", "strided" (torch's `_StridedShard`), "replicate" or "partial".
-        dim: The tensor dimension that is cut.
-        split_factor: For "strided": the shards that the dimension had been cut into before.
-    """
-
-    kind: str
-    dim: int = 0
-    split_factor: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +31,11 @@ class LocalPart:
     local_offsets: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A local tensor in a file: bytes from `start` of `path`, element strides, a digest of its storage."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    path: str
-    start: int
-    digest: Digest | None = None
-
-
 def local_parts(
     shape: tuple[int, ...],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
-    placements: Sequence[Placement],
+    placements: Sequence[PlacementRecord],
     *,
     local_shape: tuple[int, ...] | None = None,
     order: Sequence[int] | None = None,
@@ -84,7 +57,7 @@ def local_parts(
     """
     _check_placements(shape, mesh_shape, coordinate, placements)
     orders: list[tuple[Sequence[int], bool]] = [(order or range(len(placements)), False)]
-    if order is None and any(placement.kind == "strided" for placement in placements):
+    if order is None and any(placement.kind == "strided_shard" for placement in placements):
         orders.append((range(len(placements) - 1, -1, -1), True))
     found: tuple[int, ...] = ()
     for mesh_dims, plain in orders:
@@ -98,21 +71,14 @@ def local_parts(
     )
 
 
-def slices_of(parts: Sequence[LocalPart], stored: Stored, rank: int) -> list[TensorSlice]:
+def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> list[TensorSlice]:
     """Return a slice for each part of a local tensor that lies in a file."""
-    itemsize = dtype_of(stored.dtype).itemsize
     found = []
     for part in parts:
-        sizes = part.box.sizes
-        skip = sum(o * s for o, s in zip(part.local_offsets, stored.strides, strict=True))
-        if part.box.numel == 0:
-            nbytes, strides = 0, None
-        else:
-            span = 1 + sum((n - 1) * s for n, s in zip(sizes, stored.strides, strict=True))
-            strides = None if contiguous_strides(sizes, stored.strides) else stored.strides
-            nbytes = span * itemsize
-        start = stored.start + skip * itemsize
-        found.append(TensorSlice(part.box, stored.path, start, nbytes, strides, stored.digest, None, rank))
+        whole = part.box.sizes == local.shape
+        skip = sum(o * s for o, s in zip(part.local_offsets, local.strides, strict=True))
+        view = local if whole else replace(local, shape=part.box.sizes, offset=local.offset + skip)
+        found.append(view.slice(part.box, rank=rank))
     return found
 
 
@@ -132,7 +98,7 @@ def mesh_coordinate(rank: int, mesh_shape: Sequence[int], ranks: Sequence[int] |
 
 
 def _check_placements(
-    shape: tuple[int, ...], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: tuple[int, ...], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[PlacementRecord]
 ) -> None:
     inside = len(coordinate) == len(mesh_shape) and all(0 <= c < n for c, n in zip(coordinate, mesh_shape, strict=True))
     if len(placements) != len(mesh_shape) or not inside:
@@ -147,7 +113,7 @@ def _check_placements(
             )
         if placement.kind == "replicate":
             continue
-        if placement.kind not in ("shard", "strided") or placement.split_factor < 1:
+        if placement.kind not in ("shard", "strided_shard") or placement.split_factor < 1:
             raise UnsupportedFormatError(f"placement {placement} is unknown.")
         if not 0 <= placement.dim < len(shape):
             raise CorruptCheckpointError(f"{_describe([placement])} does not fit a tensor of shape {list(shape)}.")
@@ -157,7 +123,7 @@ def _rows(
     shape: tuple[int, ...],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
-    placements: Sequence[Placement],
+    placements: Sequence[PlacementRecord],
     mesh_dims: Sequence[int],
     *,
     plain: bool,
@@ -166,7 +132,7 @@ def _rows(
     rows: list[list[Run]] = [[(0, n)] for n in shape]
     for mesh_dim in mesh_dims:
         placement = placements[mesh_dim]
-        if placement.kind not in ("shard", "strided"):
+        if placement.kind not in ("shard", "strided_shard"):
             continue
         pieces = 1 if plain or placement.kind == "shard" else placement.split_factor
         runs = rows[placement.dim]
@@ -212,7 +178,7 @@ def _boxes(shape: tuple[int, ...], rows: Sequence[Sequence[Run]]) -> Iterator[Lo
         yield LocalPart(box, tuple(offsets[i] for offsets, i in zip(local, index, strict=True)))
 
 
-def _describe(placements: Sequence[Placement]) -> str:
-    texts = {"shard": "Shard({0})", "strided": "_StridedShard({0}, {1})", "replicate": "Replicate()"}
+def _describe(placements: Sequence[PlacementRecord]) -> str:
+    texts = {"shard": "Shard({0})", "strided_shard": "_StridedShard({0}, {1})", "replicate": "Replicate()"}
     names = [texts.get(p.kind, p.kind).format(p.dim, p.split_factor) for p in placements]
     return f"({', '.join(names)})"

@@ -9,7 +9,9 @@ import pytest
 
 from ckptkit.catalog.box import Box
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
-from ckptkit.formats.shards import Placement, Stored, local_parts, mesh_coordinate, slices_of
+from ckptkit.formats._torch_records import PlacementRecord as Placement
+from ckptkit.formats._torch_records import Storage, StoredTensor
+from ckptkit.formats.shards import local_parts, mesh_coordinate, slices_of
 
 S0, S1, R = Placement("shard", 0), Placement("shard", 1), Placement("replicate")
 
@@ -32,12 +34,12 @@ CASES = [
     ((2, 3), (S0, S1), (7, 5)),
     ((2, 2), (R, S0), (3, 2)),
     ((3, 2), (S0, R), (2, 9)),
-    ((2, 2), (Placement("strided", 0, 2), S0), (8, 3)),
-    ((2, 2), (Placement("strided", 0, 2), S0), (5, 3)),
-    ((4, 2), (Placement("strided", 0, 2), S0), (21, 3)),
-    ((2, 2, 2), (R, Placement("strided", 1, 2), S1), (3, 13)),
-    ((2,), (Placement("strided", 0, 3),), (11, 2)),
-    ((2, 2), (S1, Placement("strided", 1, 3)), (2, 17)),
+    ((2, 2), (Placement("strided_shard", 0, 2), S0), (8, 3)),
+    ((2, 2), (Placement("strided_shard", 0, 2), S0), (5, 3)),
+    ((4, 2), (Placement("strided_shard", 0, 2), S0), (21, 3)),
+    ((2, 2, 2), (R, Placement("strided_shard", 1, 2), S1), (3, 13)),
+    ((2,), (Placement("strided_shard", 0, 3),), (11, 2)),
+    ((2, 2), (S1, Placement("strided_shard", 1, 3)), (2, 17)),
 ]  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def test_each_element_lies_where_torch_puts_it(mesh_shape, placements, shape):
 def test_fsdp_on_uneven_tensor_parallel_shards_is_told_by_the_local_shape():
     # 7 rows: tp cuts 4 + 3, then dp cuts each over 3 ranks. At (2, 0) nothing is left, at (2, 1) row 6;
     # read from left to right the placements would say the opposite.
-    placements = (Placement("strided", 0, 2), S0)
+    placements = (Placement("strided_shard", 0, 2), S0)
     assert local_parts((7,), (3, 2), (2, 1), placements, local_shape=(1,))[0].box == Box((6,), (1,))
     assert local_parts((7,), (3, 2), (2, 0), placements, local_shape=(0,))[0].box.numel == 0
 
@@ -99,8 +101,8 @@ def test_a_shard_of_a_missing_dimension_is_refused():
 
 def test_slices_point_at_the_bytes_of_their_box():
     local = np.arange(12, dtype=np.float32).reshape(4, 3)
-    parts = local_parts((8, 3), (2,), (1,), (Placement("strided", 0, 2),), local_shape=(4, 3))
-    stored = Stored("float32", (4, 3), (3, 1), "f", 100)
+    parts = local_parts((8, 3), (2,), (1,), (Placement("strided_shard", 0, 2),), local_shape=(4, 3))
+    stored = StoredTensor(Storage("f", "0", 48, "float32", start=100), "float32", (4, 3), (3, 1))
     slices = slices_of(parts, stored, rank=1)
     assert [s.box for s in slices] == [Box((2, 0), (2, 3)), Box((6, 0), (2, 3))]
     assert [(s.start, s.nbytes, s.strides) for s in slices] == [(100, 24, None), (100 + 24, 24, None)]
@@ -109,7 +111,9 @@ def test_slices_point_at_the_bytes_of_their_box():
 
 def test_a_transposed_local_tensor_keeps_its_strides():
     parts = local_parts((4, 3), (2,), (0,), (S0,))
-    (found,) = slices_of(parts, Stored("float32", (2, 3), (1, 2), "f", 0), rank=0)
+    (found,) = slices_of(
+        parts, StoredTensor(Storage("f", "0", 24, "float32", start=0), "float32", (2, 3), (1, 2)), rank=0
+    )
     assert (found.strides, found.nbytes) == ((1, 2), 24)
 
 

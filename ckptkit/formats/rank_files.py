@@ -1,0 +1,169 @@
+"""Checkpoints with one torch.save file a rank: the parts of each tensor, joined over the ranks.
+
+What a rank saved under a name is a DTensor, a ShardedTensor, or a plain tensor that every rank holds whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import MeshInfo, Role, SliceArray, TensorEntry, TensorSlice
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, StoredTensor
+from ckptkit.formats._torch_zip import TorchArchive, read_archive
+from ckptkit.formats.shards import local_parts, mesh_coordinate, slices_of
+from ckptkit.storage import Store
+
+__all__ = ["Joined", "RankTensor", "is_tensor", "join", "missing_ranks", "read_archives"]
+
+RankTensor: TypeAlias = StoredTensor | DTensorRecord | ShardedTensorRecord
+Key = TypeVar("Key", bound=Hashable)
+_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A tensor of several ranks. `notes` say where its replicas differ."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: SliceArray
+    mesh: MeshInfo | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def entry(
+        self, name: str, role: Role, *, fqn: str = "", state: str = "", key: Sequence[str | int] = ()
+    ) -> TensorEntry:
+        """Return the catalog's entry, with every element covered.
+
+        Raises:
+            IncompleteCheckpointError, CorruptCheckpointError: It is not.
+        """
+        entry = TensorEntry(name, self.dtype, self.shape, self.slices, role, fqn, state, tuple(key))
+        entry.check_coverage()
+        return entry
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell whether a value of an archive is one of the tensor records."""
+    return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
+
+
+def read_archives(
+    store: Store, paths: Iterable[str], read: Callable[[Store, str], TorchArchive] = read_archive
+) -> list[Any]:
+    """Return the values of these torch.save files, in their order; no tensor bytes are read."""
+    paths = list(paths)
+    if len(paths) < 3 or store.local_root is not None:  # parsing is Python: threads help only where one waits
+        return [read(store, path).value for path in paths]
+    with ThreadPoolExecutor(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
+        return [archive.value for archive in pool.map(lambda path: read(store, path), paths)]
+
+
+def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]:
+    """Return the tensors of all ranks by name, in the order in which rank 0 (then 1, ...) has them.
+
+    Args:
+        values: What each rank saved, in rank order; values that are no tensors are passed over.
+        what: Names the files in messages, with "{rank}" where the rank goes.
+    """
+    names = dict.fromkeys(name for value in values for name, tensor in value.items() if is_tensor(tensor))
+    return {
+        name: _join_one(str(name), {r: value[name] for r, value in enumerate(values) if name in value}, what)
+        for name in names
+    }
+
+
+def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
+    # A rank without a shard of a ShardedTensor does not say its dtype: the first one that does is the measure.
+    first_rank = min(parts, key=lambda rank: (is_tensor(parts[rank]) and not _dtype(parts[rank]), rank))
+    first = parts[first_rank]
+    for rank, part in parts.items():
+        if type(part) is not type(first) or not is_tensor(part):
+            raise CorruptCheckpointError(
+                f"tensor {name!r} is a {_kind(first)} in {what.format(rank=first_rank)} and a {_kind(part)} in "
+                f"{what.format(rank=rank)}."
+            )
+        if part.shape != first.shape or _dtype(part) not in (_dtype(first), ""):
+            raise CorruptCheckpointError(
+                f"tensor {name!r} is {_dtype(first)} {list(first.shape)} in {what.format(rank=first_rank)}, but "
+                f"{_dtype(part)} {list(part.shape)} in {what.format(rank=rank)}."
+            )
+    if isinstance(first, StoredTensor):
+        return _replicated(name, parts)
+    slices: list[TensorSlice] = []
+    for rank, part in parts.items():
+        try:
+            slices += _dtensor_slices(part, rank) if isinstance(part, DTensorRecord) else _shard_slices(part, rank)
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            raise type(error)(f"{what.format(rank=rank)}: tensor {name!r}: {error}") from error
+    mesh = MeshInfo(first.mesh.shape, first.mesh.names or ()) if isinstance(first, DTensorRecord) else None
+    return Joined(_dtype(first), first.shape, SliceArray.of(slices, len(first.shape)), mesh)
+
+
+def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
+    """One rank's copy of a plain tensor. Copies are compared by the CRC-32 of their storages, for free."""
+    rank = min(parts)
+    first = parts[rank]
+    differing = [r for r, part in parts.items() if _stored_as(part) != _stored_as(first)]
+    notes: tuple[str, ...] = ()
+    if differing and first.crc32 is not None:
+        notes = (f"tensor {name!r} differs between rank {rank} and rank {differing[0]}; rank {rank}'s was taken.",)
+    return Joined(first.dtype, first.shape, SliceArray.of([first.slice(rank=rank)], len(first.shape)), None, notes)
+
+
+def _stored_as(tensor: StoredTensor) -> tuple[Any, ...]:
+    return (tensor.crc32, tensor.storage_nbytes, tensor.offset, tensor.strides)
+
+
+def _dtensor_slices(part: DTensorRecord, rank: int) -> list[TensorSlice]:
+    mesh = part.mesh
+    coordinate = mesh.coordinate
+    if coordinate is None:
+        coordinate = mesh_coordinate(rank, mesh.shape, mesh.ranks.reshape(-1).tolist())
+    if coordinate is None:
+        if part.local.numel:
+            raise CorruptCheckpointError(f"rank {rank} is no member of the tensor's mesh {mesh.ranks.tolist()!r:.80}.")
+        return []
+    parts = local_parts(part.shape, mesh.shape, coordinate, part.placements, local_shape=part.local.shape)
+    return slices_of(parts, part.local, rank)
+
+
+def _shard_slices(part: ShardedTensorRecord, rank: int) -> list[TensorSlice]:
+    found = []
+    for shard in part.shards:
+        box = Box(shard.offsets, shard.sizes)
+        if not box.within(part.shape):
+            raise CorruptCheckpointError(f"a shard lies at {list(shard.offsets)}, outside of {list(part.shape)}.")
+        found.append(shard.tensor.slice(box, rank=rank))
+    return found
+
+
+def _dtype(part: RankTensor) -> str:
+    if isinstance(part, ShardedTensorRecord):
+        return part.shards[0].tensor.dtype if part.shards else ""
+    return part.dtype
+
+
+def _kind(part: Any) -> str:
+    names = {StoredTensor: "plain tensor", DTensorRecord: "DTensor", ShardedTensorRecord: "ShardedTensor"}
+    return names.get(type(part), type(part).__name__)
+
+
+def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
+    """Check that each rank's file is there.
+
+    Args:
+        pattern: The file's name, with "{rank}" where the rank goes.
+
+    Raises:
+        IncompleteCheckpointError: It names the files that are missing.
+    """
+    gone = sorted(set(range(world_size)) - set(found))
+    if gone:
+        names = ", ".join(pattern.format(rank=rank) for rank in gone[:8]) + (", ..." if len(gone) > 8 else "")
+        raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks are missing: {names}.")
