@@ -27,7 +27,7 @@ from ckptkit.cli.outcome import outcome_options, show_outcome
 @outcome_options
 @storage_option
 @command_frame
-def command(  # noqa: PLR0913 - one parameter an option
+def command(
     src: str, dst: str, *, push: str | None, as_json: bool, storage_options: tuple[str, ...], **options: Any
 ) -> None:
     """Convert the checkpoint at SRC and write the result to DST.

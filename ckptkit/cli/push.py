@@ -1,0 +1,25 @@
+"""`ckptkit push`: upload an export to a Hugging Face repo."""
+
+from __future__ import annotations
+
+import click
+
+from ckptkit.cli.frame import command_frame, print_json
+
+
+@click.command("push")
+@click.argument("folder")
+@click.argument("repo")
+@click.option("--private/--public", default=None, help="For a new repo. Default: as the owner has set.")
+@click.option("--revision", metavar="BRANCH", help="Branch to commit to.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@command_frame
+def command(folder: str, repo: str, private: bool | None, revision: str | None, as_json: bool) -> None:
+    """Upload the export in FOLDER to the Hugging Face model repo REPO, in one commit."""
+    from ckptkit.integrations.hub import push_folder
+
+    url = push_folder(folder, repo, private=private, revision=revision)
+    if as_json:
+        print_json({"schema": "ckptkit.push/1", "repo": repo, "url": url})
+    else:
+        click.echo(f"pushed {folder} to {url}")

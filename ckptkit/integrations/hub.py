@@ -1,0 +1,56 @@
+"""Uploads of an export to a Hugging Face repo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.errors import CheckpointNotFoundError, StorageError, UsageError
+from ckptkit.storage.remote import without_secrets
+from ckptkit.storage.store import split_url
+
+__all__ = ["push_folder"]
+
+
+def push_folder(
+    folder: str, repo: str, *, private: bool | None = None, revision: str | None = None, token: str | None = None
+) -> str:
+    """Upload the export in `folder` to the model repo `repo` in one commit and return the URL of that commit.
+
+    The repo is made where it does not exist. Files that are on the Hub already are not sent again, so an
+    upload that was cut off goes on where it stopped. Hidden files are not uploaded.
+
+    Args:
+        folder: A local directory with safetensors files, as `ckptkit convert` writes it.
+        repo: "user/name".
+        private: For a new repo; None leaves it to the organisation's default.
+        token: Default: HF_TOKEN, or the token that `hf auth login` stored.
+
+    Raises:
+        UsageError: `folder` is a remote URL, or `repo` is no repo name.
+        CheckpointNotFoundError: `folder` holds no export.
+        StorageError: The Hub refused, or could not be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if split_url(folder)[0] != "file":
+        raise UsageError(f"{without_secrets(folder)}: only a local folder can be pushed. Convert to a local DST first.")
+    place = Path(folder)
+    weights = [path for path in place.glob("*.safetensors") if path.is_file()]
+    if not weights:
+        raise CheckpointNotFoundError(f"{folder} holds no .safetensors file to push. Try: ckptkit convert SRC {folder}")
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repo,
+            folder_path=place,
+            revision=revision,
+            commit_message=f"Upload {place.name} with ckptkit",
+            ignore_patterns=[".*", "**/.*"],
+        )
+    except HFValidationError as error:
+        raise UsageError(f"{repo!r} is no repo name: {error}") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise StorageError(None, f"pushing {folder} to {repo} failed: {without_secrets(str(error))}") from error
+    return str(done.commit_url)

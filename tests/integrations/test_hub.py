@@ -1,0 +1,160 @@
+"""Pushing to a Hub repo, against a local server that speaks the Hub's upload protocol."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+
+class Hub:
+    """What the server has: files by name, and the blobs that came by LFS."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.denied = False
+        self.url = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The five requests of an upload: create, preupload, LFS batch, PUT, commit."""
+
+    hub: Hub
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_GET(self) -> None:
+        if "/api/models/" in self.path:
+            self.answer(200, {"id": "me/model", "sha": "0" * 40, "siblings": []})
+        else:
+            self.answer(404, {"error": "not found"})
+
+    def do_PUT(self) -> None:
+        data = self.body()
+        self.hub.blobs[hashlib.sha256(data).hexdigest()] = data
+        self.answer(200, {})
+
+    def do_POST(self) -> None:
+        data = self.body()
+        if self.hub.denied:
+            self.answer(403, {"error": "Forbidden: no write access"})
+        elif self.path == "/api/repos/create":
+            self.answer(200, {"url": f"{self.hub.url}/me/model"})
+        elif "/preupload/" in self.path:
+            files = [
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for f in json.loads(data)["files"]
+            ]
+            self.answer(200, {"files": files})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {"oid": o["oid"], "size": o["size"], "actions": {"upload": {"href": f"{self.hub.url}/blob/{o['oid']}"}}}
+                for o in json.loads(data)["objects"]
+            ]
+            self.answer(200, {"transfer": "basic", "objects": objects})
+        elif "/commit/" in self.path:
+            self.commit(data)
+        else:
+            self.answer(404, {"error": self.path})
+
+    def commit(self, data: bytes) -> None:
+        for line in data.decode().splitlines():
+            item = json.loads(line)
+            if item["key"] == "file":
+                self.hub.files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+            elif item["key"] == "lfsFile":
+                self.hub.files[item["value"]["path"]] = self.hub.blobs[item["value"]["oid"]]
+        self.answer(200, {"commitUrl": f"{self.hub.url}/me/model/commit/{'1' * 40}", "commitOid": "1" * 40})
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    state = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": state}))
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield state
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    folder = tmp_path / "export"
+    folder.mkdir()
+    save_file({"w": np.arange(8, dtype=np.float32)}, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / ".hidden").write_text("secret")
+    return folder
+
+
+def push(hub: Hub, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run `ckptkit push` in a process of its own: huggingface_hub reads its endpoint when it is imported."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": "hf_test",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
+    command = [sys.executable, "-m", "ckptkit", "push", *args]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_push_uploads_every_visible_file_unchanged(hub: Hub, export: Path) -> None:
+    done = push(hub, str(export), "me/model")
+    assert done.returncode == 0, done.stderr
+    names = ["config.json", "model.safetensors"]
+    assert {name: hub.files[name] for name in names} == {name: (export / name).read_bytes() for name in names}
+    assert ".hidden" not in hub.files
+
+
+def test_a_push_that_is_denied_says_so_and_exits_with_1(hub: Hub, export: Path) -> None:
+    hub.denied = True
+    done = push(hub, str(export), "me/model")
+    assert done.returncode == 1
+    assert "me/model" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "hf_test" not in done.stderr
+
+
+def test_a_folder_without_weights_is_not_pushed(hub: Hub, tmp_path: Path) -> None:
+    done = push(hub, str(tmp_path), "me/model")
+    assert done.returncode == 1
+    assert hub.files == {}
+
+
+def test_a_name_that_is_no_repo_is_wrong_usage(hub: Hub, export: Path) -> None:
+    done = push(hub, str(export), "not a repo!")
+    assert done.returncode == 2
