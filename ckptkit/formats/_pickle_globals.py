@@ -9,7 +9,7 @@ from typing import Any
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats import _pickle_stubs as stubs
-from ckptkit.formats._pickle_stubs import Function, StateDict, StorageType, TorchDType, record_type
+from ckptkit.formats._pickle_stubs import Function, Record, StateDict, StorageType, TorchDType, record_type
 
 __all__ = ["ALLOWED", "allowed_global", "checked_key"]
 
@@ -104,6 +104,13 @@ def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
     return complex(real, imaginary)
 
 
+def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
+    """copyreg._reconstructor: an instance of a plain class, as protocols 0 and 1 pickle it."""
+    if not (isinstance(cls, type) and issubclass(cls, Record)):
+        raise ValueError("an object of a class that is no record")
+    return cls()
+
+
 def _layout(name: Any) -> str:
     """torch.serialization._get_layout."""
     if not isinstance(name, str):
@@ -112,7 +119,7 @@ def _layout(name: Any) -> str:
 
 
 def _numpy_array(*args: Any) -> stubs.NDArray:
-    return stubs.NDArray(*args)  # type: ignore[return-value]
+    return stubs.NDArray(*args)
 
 
 def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> stubs.NDArray:
@@ -204,6 +211,8 @@ def _functions() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_qtensor"): _refused("quantized tensor"),
         ("torch._utils", "_rebuild_nested_tensor"): _refused("nested tensor"),
     }
+    for home in ("copyreg", "copy_reg"):
+        table[home, "_reconstructor"] = Function("_reconstructor", _reconstructor)
     for core in ("numpy.core", "numpy._core"):
         table[f"{core}.multiarray", "_reconstruct"] = Function("_reconstruct", _numpy_array)
         table[f"{core}.numeric", "_frombuffer"] = Function("_frombuffer", _numpy_frombuffer)
@@ -221,6 +230,8 @@ def _names() -> dict[tuple[str, str], Any]:
     """Globals of torch that are values: dtypes, layouts, memory formats, storage classes."""
     table: dict[tuple[str, str], Any] = {("torch", name): TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)}
     table.update((("torch", name), name) for name in _LAYOUTS)
+    for name, dtype in _STORAGES.items():  # tensor classes of the tar format, torch < 0.2
+        table["torch", name.replace("Storage", "Tensor")] = StorageType(dtype)
     for home in ("torch", "torch.cuda", "torch.storage"):
         table.update(((home, name), StorageType(dtype)) for name, dtype in _STORAGES.items())
         table[home, "UntypedStorage"] = StorageType(None)

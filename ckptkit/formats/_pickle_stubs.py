@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from ckptkit.errors import UnsafePickleError
+
 __all__ = [
     "ChunkMetadata",
     "Function",
@@ -24,6 +26,7 @@ __all__ = [
     "unknown_type",
 ]
 
+_NESTED = re.compile(r"[A-Z][A-Za-z0-9_]{0,63}")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
@@ -121,15 +124,17 @@ class Function(Stub):
 
 
 def attribute_of(owner: object, name: object) -> type[Record]:
-    """Stand for `getattr(Class, "Nested")`: allowed on classes of records only."""
-    if not (isinstance(owner, type) and issubclass(owner, Record)) or owner in (Record, UnknownGlobal):
-        raise ValueError("getattr is allowed on recorded classes only")
+    """Stand for `getattr(Class, "Nested")`, how older protocols name a nested class of torch.distributed."""
+    if not (isinstance(owner, type) and issubclass(owner, Record)):
+        raise UnsafePickleError("its pickle asks for getattr, which is allowed on classes of torch.distributed only")
     if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or name.startswith("__"):
         raise ValueError(f"getattr is not allowed for {name!r:.60}")
-    if owner.kind.count(".") > 12:
-        raise ValueError("getattr is nested too deeply")
     kind = f"{owner.kind}.{name}"
-    return unknown_type(kind) if issubclass(owner, UnknownGlobal) else record_type(kind)
+    if issubclass(owner, UnknownGlobal):
+        return unknown_type(kind[:256])
+    if not owner.kind.startswith("torch.distributed.") or not _NESTED.fullmatch(name) or owner.kind.count(".") > 8:
+        raise UnsafePickleError(f"its pickle asks for {kind[:200]!r}, which is not on the allow-list; nothing was run")
+    return record_type(kind)
 
 
 class StateDict(dict[Any, Any], Stub):

@@ -97,9 +97,9 @@ def guarded(file: str, run: Callable[[], Any]) -> Any:
     """Return run(), with all that a malformed pickle can raise turned into our errors, which name `file`."""
     try:
         return run()
-    except UnsafePickleError:
-        raise
     except CkptkitError as error:
+        if str(error).startswith(file):
+            raise
         raise type(error)(f"{file}: {error}") from None
     except (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, TypeError,
             ValueError, struct.error) as error:  # fmt: skip

@@ -26,6 +26,9 @@ __all__ = [
     "Storage",
     "StoredTensor",
     "TensorRebuilder",
+    "known_dtype",
+    "read_storage_type",
+    "stored",
     "tensors_in",
 ]
 
@@ -226,7 +229,7 @@ class TensorRebuilder:
 
     def __init__(self) -> None:
         self._meshes: dict[int, tuple[MeshRecord, Record]] = {}
-        utils = {
+        utils: dict[str, Callable[..., Any]] = {
             "_rebuild_tensor": self._tensor,
             "_rebuild_tensor_v2": self._tensor_v2,
             "_rebuild_tensor_v3": self._tensor_v3,
@@ -250,19 +253,19 @@ class TensorRebuilder:
     # --- what the pickle calls
 
     def _tensor(self, storage: Any, offset: Any, size: Any, strides: Any, *_: Any) -> StoredTensor:
-        return _stored(storage, None, offset, size, strides)
+        return stored(storage, None, offset, size, strides)
 
     def _tensor_v2(
         self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any = False, hooks: Any = None, meta: Any = None
     ) -> StoredTensor:
-        return _stored(storage, None, offset, size, strides)
+        return stored(storage, None, offset, size, strides)
 
     def _tensor_v3(
         self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, meta: Any = None
     ) -> StoredTensor:
         if not isinstance(dtype, TorchDType):
             raise ValueError("a tensor's dtype is no dtype")
-        return _stored(storage, dtype.name, offset, size, strides)
+        return stored(storage, dtype.name, offset, size, strides)
 
     def _from_type(self, function: Any, cls: Any, args: Any, state: Any) -> Any:
         kind = cls.kind if isinstance(cls, type) and issubclass(cls, Record) else ""
@@ -310,7 +313,7 @@ def known_dtype(name: str) -> DType:
         raise UnsupportedFormatError(f"holds a tensor of dtype {name}, which can't be read without loss.") from None
 
 
-def _stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any) -> StoredTensor:
+def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any) -> StoredTensor:
     if not isinstance(storage, Storage):
         raise ValueError("a tensor's storage is no storage")
     name = dtype or storage.dtype or "uint8"
@@ -423,10 +426,10 @@ def _read_ranks(tensor: StoredTensor, read: Callable[[StoredTensor], bytes]) -> 
 def _laid_out(ranks: npt.NDArray[np.int64], layout: Any, mesh: MeshRecord) -> npt.NDArray[np.int64]:
     if not isinstance(layout, Record):
         raise ValueError("a device mesh without its layout")
-    offsets = np.zeros((), np.int64)
+    offsets: npt.NDArray[np.int64] = np.zeros((), np.int64)
     own = 0
     for dim, (sizes, strides) in enumerate(_axes(layout)):
-        axis = np.zeros((), np.int64)
+        axis: npt.NDArray[np.int64] = np.zeros((), np.int64)
         for size, stride in zip(sizes, strides, strict=True):
             axis = axis[..., None] + np.arange(min(size, len(ranks) + 1)) * stride
         axis = axis.reshape(-1)
