@@ -1,0 +1,106 @@
+"""The bytes of a tensor, on the host, without a copy where it lies there and row-major; pinned pieces otherwise."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PIECE", "HostBytes", "host_view", "is_dense"]
+
+PIECE = 1 << 20  # digests, CRC and write of a piece run while it is in the cache
+_STAGE = 16 << 20
+_READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
+
+
+def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
+    """Return the memory of a contiguous CPU tensor; whoever uses it must keep the tensor alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return memoryview(b"")
+    found: memoryview = _view(tensor.data_ptr(), nbytes, _WRITE if writable else _READ)
+    return found
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is plain memory: strided, and no subclass that hides what it holds."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+class HostBytes:
+    """Gives the bytes of tensors in pieces. Owns two pinned buffers for tensors on a device, made when first needed.
+
+    One for each writing thread: it is not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._stages: dict[Any, list[torch.Tensor]] = {}
+        self._streams: dict[Any, Any] = {}
+        self._kept: torch.Tensor | None = None
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """Yield the row-major bytes of a tensor; each piece is valid until the next one is asked for."""
+        tensor = row_major(tensor)
+        if tensor.device.type == "cpu":
+            view = host_view(tensor)
+            for start in range(0, len(view), PIECE):
+                yield view[start : start + PIECE]
+            return
+        for stage in self._staged(tensor):
+            for start in range(0, len(stage), PIECE):
+                yield stage[start : start + PIECE]
+
+    def whole(self, tensor: torch.Tensor) -> memoryview:
+        """Return all bytes of a small tensor, valid until the next call."""
+        self._kept = row_major(tensor).cpu()
+        return host_view(self._kept)
+
+    def _staged(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """Copy to the host by two buffers in turn: one is filled while the other is written."""
+        import torch
+
+        flat = tensor.reshape(-1).view(torch.uint8)
+        device = torch.get_device_module(flat.device)
+        buffers = self._buffers(flat.device)
+        stream = self._streams.setdefault(flat.device, device.Stream(flat.device))
+        stream.wait_stream(device.current_stream(flat.device))  # what computes the tensor comes first
+        starts = range(0, flat.numel(), _STAGE)
+        events: list[Any] = []
+        for turn in range(len(starts) + 1):
+            if turn < len(starts):
+                start = starts[turn]
+                piece = flat[start : start + _STAGE]
+                with device.stream(stream):
+                    buffers[turn % 2][: piece.numel()].copy_(piece, non_blocking=True)
+                    events.append(stream.record_event())
+            if turn:
+                events[turn - 1].synchronize()
+                nbytes = min(_STAGE, flat.numel() - starts[turn - 1])
+                yield host_view(buffers[(turn - 1) % 2][:nbytes])
+
+    def _buffers(self, device: torch.device) -> list[torch.Tensor]:
+        import torch
+
+        if device not in self._stages:
+            pin = device.type == "cuda"
+            self._stages[device] = [torch.empty(_STAGE, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        return self._stages[device]
+
+
+def row_major(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor detached and contiguous: itself where it is, else a copy of it alone."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()

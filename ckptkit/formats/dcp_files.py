@@ -1,0 +1,285 @@
+"""Writing DCP data files: records laid out over a few files, digests and CRC in the same pass as the write."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckptkit.errors import NoSpaceError, StorageError
+from ckptkit.formats.dcp_encode import RecordFrame, crc32
+from ckptkit.formats.layout import FileRecord
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.formats.dcp_bytes import HostBytes
+
+__all__ = ["Report", "Written", "default_workers", "write_records"]
+
+Report = Callable[[str, float, int], None]
+"""Gets (phase, seconds, bytes)."""
+
+_PACK = 1 << 20  # small records are joined into writes of this size
+_FILE = 16 << 20  # below this many bytes another file is not worth it
+_FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Where the records lie, in the order they were given.
+
+    Attributes:
+        paths: The files.
+        files: Of each file, its size and xxh3_64.
+        file: [n] index into `paths`.
+        starts, lengths: [n] the whole records.
+        payloads: [n] where the payload starts.
+        digests: [n] xxh3_64 of the payload.
+    """
+
+    paths: list[str]
+    files: dict[str, FileRecord]
+    file: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    payloads: npt.NDArray[np.int64]
+    digests: npt.NDArray[np.uint64]
+
+
+def default_workers(store: Store) -> int:
+    """Return how many files a rank writes at once: its share of the cores, at most 4; 4 where latency rules."""
+    if store.local_root is None:
+        return 4
+    ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    return max(1, min(4, (os.cpu_count() or 1) // ranks_here))
+
+
+def write_records(
+    store: Store,
+    prefix: str,
+    frames: Sequence[RecordFrame],
+    tensors: Sequence[torch.Tensor],
+    records: Sequence[bytes],
+    *,
+    workers: int = 0,
+    sync: bool = True,
+    report: Report | None = None,
+) -> Written:
+    """Write tensor records, then finished records, to files `<prefix><n>.distcp`, and return where they lie.
+
+    Each worker writes a file of its own: file systems let one writer at a time into a file. All failures of all
+    workers are seen; the first is raised once every worker has stopped.
+
+    Args:
+        frames, tensors: The tensors and what goes around their bytes.
+        records: Objects, already framed.
+    """
+    started = time.perf_counter()
+    lengths = [frame.length for frame in frames] + [len(record) for record in records]
+    bins = _bins(lengths, min(workers or default_workers(store), 1 + sum(lengths) // _FILE))
+    jobs = [_File(f"{prefix}{i}.distcp", rows, frames, tensors, records) for i, rows in enumerate(bins)]
+    result = _empty(len(lengths), [job.path for job in jobs])
+    _run([_Job(job, store, sync, result, i) for i, job in enumerate(jobs)])
+    if sync and isinstance(store, LocalStore) and jobs:
+        store.sync_directory()
+    if report is not None:
+        _report(report, [job.times for job in jobs], time.perf_counter() - started, sum(lengths))
+    return result
+
+
+def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Spread the records over files: longest first to the emptiest, each file in descending order of length."""
+    if count <= 1 or len(lengths) <= 1:
+        return [sorted(range(len(lengths)), key=lambda row: -lengths[row])] if lengths else []
+    rows: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, i) for i in range(count)]
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        load, i = heapq.heappop(loads)
+        rows[i].append(row)
+        heapq.heappush(loads, (load + lengths[row], i))
+    return [found for found in rows if found]
+
+
+def _empty(count: int, paths: list[str]) -> Written:
+    starts, lengths, payloads = (np.zeros(count, np.int64) for _ in range(3))
+    return Written(paths, {}, np.zeros(count, np.int32), starts, lengths, payloads, np.zeros(count, np.uint64))
+
+
+def _run(jobs: Sequence[_Job]) -> None:
+    if len(jobs) <= 1:
+        for job in jobs:
+            job.run()
+        return
+    with ThreadPoolExecutor(len(jobs), thread_name_prefix="ckptkit-write") as pool:
+        futures = [pool.submit(job.run) for job in jobs]
+        failed = [error for error in (future.exception() for future in futures) if error is not None]
+    if failed:
+        raise failed[0]
+
+
+def _report(report: Report, times: Sequence[dict[str, float]], seconds: float, nbytes: int) -> None:
+    longest = {phase: max((t.get(phase, 0.0) for t in times), default=0.0) for phase in ("digest", "sync")}
+    report("digest", longest["digest"], nbytes)
+    report("sync", longest["sync"], nbytes)
+    report("write", max(0.0, seconds - sum(longest.values())), nbytes)
+
+
+class _File:
+    """The records of one file, in order, and the clock of its phases."""
+
+    def __init__(
+        self,
+        path: str,
+        rows: Sequence[int],
+        frames: Sequence[RecordFrame],
+        tensors: Sequence[torch.Tensor],
+        records: Sequence[bytes],
+    ) -> None:
+        self.path = path
+        self.rows = rows
+        self.frames = frames
+        self.tensors = tensors
+        self.records = records
+        self.times: dict[str, float] = {"digest": 0.0, "sync": 0.0}
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file; alignment makes it depend on the order."""
+        at = 0
+        for row in self.rows:
+            if row < len(self.frames):
+                frame = self.frames[row]
+                at += -at % frame.alignment + frame.length
+            else:
+                at += len(self.records[row - len(self.frames)])
+        return at
+
+
+class _Job:
+    """Writes one file."""
+
+    def __init__(self, file: _File, store: Store, sync: bool, result: Written, index: int) -> None:
+        self.file = file
+        self.store = store
+        self.sync = sync
+        self.result = result
+        self.index = index
+        self._write: Callable[[Any], None] = lambda data: None
+        self._hash = xxhash.xxh3_64()
+        self._pending = bytearray()
+        self._at = 0
+
+    def run(self) -> None:
+        """Write the file, durable where asked."""
+        from ckptkit.formats.dcp_bytes import HostBytes
+
+        source = HostBytes()
+        with self._opened() as write:
+            self._write = write
+            for row in self.file.rows:
+                self._record(row, source)
+            self._flush()
+        record = FileRecord(self._at, self._hash.hexdigest())
+        self.result.files[self.file.path] = record
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Callable[[Any], None]]:
+        if not isinstance(self.store, LocalStore):
+            with self.store.writer(self.file.path, sync=self.sync) as writer:
+                yield writer.write
+            return
+        nbytes = self.file.nbytes
+        fd = self.store.create(self.file.path, nbytes)
+        try:
+            yield lambda data: _write_all(fd, data, self.file.path)
+            if self.sync:
+                started = time.perf_counter()
+                _checked(self.file.path, os.fsync, fd)
+                self.file.times["sync"] = time.perf_counter() - started
+        except BaseException:
+            os.close(fd)
+            self.store.delete([self.file.path])
+            raise
+        _checked(self.file.path, os.close, fd)  # NFS reports a full disk here
+
+    def _record(self, row: int, source: HostBytes) -> None:
+        result, frames = self.result, self.file.frames
+        if row >= len(frames):
+            record = self.file.records[row - len(frames)]
+            self._place(row, self._at, self._at, len(record), xxhash.xxh3_64_intdigest(record))
+            self._put(record)
+            return
+        frame, tensor = frames[row], self.file.tensors[row]
+        if -self._at % frame.alignment:
+            self._put(bytes(-self._at % frame.alignment))
+        start = self._at
+        if not frame.streamed:
+            payload = source.whole(tensor)
+            self._put(frame.record(payload))
+            digest = xxhash.xxh3_64_intdigest(payload)
+        else:
+            digest = self._stream(frame, tensor, source)
+        self._place(row, start, start + len(frame.prefix), frame.length, digest)
+        result.file[row] = self.index
+
+    def _place(self, row: int, start: int, payload: int, length: int, digest: int) -> None:
+        result = self.result
+        result.file[row], result.starts[row], result.lengths[row] = self.index, start, length
+        result.payloads[row], result.digests[row] = payload, digest
+
+    def _stream(self, frame: RecordFrame, tensor: torch.Tensor, source: HostBytes) -> int:
+        self._put(frame.prefix)
+        self._flush()
+        state, crc, clock = xxhash.xxh3_64(), 0, time.perf_counter
+        spent = 0.0
+        for piece in source.pieces(tensor):
+            before = clock()
+            state.update(piece)
+            self._hash.update(piece)
+            crc = crc32(piece, crc)
+            spent += clock() - before
+            self._write(piece)
+        self._at += frame.nbytes
+        self.file.times["digest"] += spent
+        self._put(frame.suffix(crc))
+        return state.intdigest()
+
+    def _put(self, data: bytes) -> None:
+        self._pending += data
+        self._at += len(data)
+        if len(self._pending) >= _PACK:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._hash.update(self._pending)
+            self._write(memoryview(self._pending))
+            self._pending = bytearray()
+
+
+def _write_all(fd: int, data: Any, path: str) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[_checked(path, os.write, fd, view) :]
+
+
+def _checked(path: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except OSError as error:
+        text = f"{path}: {error.strerror}"
+        if error.errno in _FULL:
+            raise NoSpaceError(error.errno, f"{text}. Free some space or write elsewhere.") from error
+        raise StorageError(error.errno, text) from error

@@ -1,0 +1,336 @@
+"""The index of a sharded state: the parts of all ranks merged, checked, and turned into `.metadata` and manifest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, SliceArray, TensorEntry
+from ckptkit.errors import CorruptCheckpointError, SaveError
+from ckptkit.formats.columns import Columns
+from ckptkit.formats.dcp_encode import RecordColumns, encode_metadata, payload_nbytes
+from ckptkit.formats.dcp_roles import role_of
+from ckptkit.formats.layout import FileRecord
+from ckptkit.formats.manifest import DIGEST, MESHES, Manifest, Objects, Slices, Tensors
+
+__all__ = ["Index", "Part"]
+
+Int64 = npt.NDArray[np.int64]
+Path = tuple["str | int", ...]
+_COLUMNS = ("file", "start", "length", "payload", "digest", "rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank sent: `WrittenPart.to_bytes`, unpacked."""
+
+    columns: Columns
+    names: list[str]
+    paths: list[str]
+    objects: list[str]
+
+    @property
+    def rank(self) -> int:
+        return int(self.columns.header["rank"])
+
+
+@dataclass(slots=True)
+class _Key:
+    """One tensor as the first rank that has it sees it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    placement: tuple[int, tuple[str, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An object's record: (file, start, length), digest."""
+
+    place: tuple[int, int, int]
+    digest: int
+    path: Path
+    rank: int
+
+
+class Index:
+    """All slices of all ranks, ordered by tensor."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.files: dict[str, FileRecord] = {}
+        self.meshes: list[dict[str, Any]] = []
+        self.world_size = 1
+        self._keys: dict[str, _Key] = {}
+        self._order: dict[str, int] = {}
+        self._objects: dict[str, _Object] = {}
+        self._tensor: Int64 = np.zeros(0, np.int64)
+        self._stops: Int64 = np.zeros(0, np.int64)
+        self._columns: dict[str, npt.NDArray[Any]] = {}
+        self._offsets: Int64 = np.zeros(0, np.int64)
+        self._sizes: Int64 = np.zeros(0, np.int64)
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Index:
+        """Return the index of these parts. Raises SaveError where two disagree about a tensor."""
+        self = cls()
+        found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in ("tensor", "offset", "size", *_COLUMNS)}
+        for part in parts:
+            self._take(part, found)
+        joined = {name: np.concatenate(values) if values else np.zeros(0, np.int64) for name, values in found.items()}
+        self._arrange(joined)
+        return self
+
+    def _take(self, part: Part, found: dict[str, list[npt.NDArray[Any]]]) -> None:
+        header, get = part.columns.header, part.columns.get
+        self.world_size = int(header["world_size"])
+        first_path = len(self.paths)
+        self.paths += part.paths
+        self.files.update({path: FileRecord(*item) for path, item in header["files"].items()})
+        meshes = [self._mesh(fields) for fields in header["meshes"]]
+        rows = np.array(
+            [
+                self._add(name, fields, meshes, part.rank)
+                for name, fields in zip(part.names, header["keys"], strict=True)
+            ],
+            np.int64,
+        )
+        key = get("key", "int32")
+        count = len(key)
+        found["tensor"].append(rows[key] if count else np.zeros(0, np.int64))
+        found["offset"].append(get("offset", "int64"))
+        found["size"].append(get("size", "int64"))
+        found["file"].append(get("file", "int32")[:count] + np.int32(first_path))
+        for name in ("start", "length"):
+            found[name].append(get(name, "int64")[:count])
+        found["payload"].append(get("payload", "int64", count))
+        found["digest"].append(get("digest", "uint64")[:count])
+        found["rank"].append(np.full(count, part.rank, np.int32))
+        for i, (name, path) in enumerate(zip(part.objects, header["objects"], strict=True)):
+            row = count + i
+            file = int(get("file", "int32")[row]) + first_path
+            place = (file, int(get("start", "int64")[row]), int(get("length", "int64")[row]))
+            made = _Object(place, int(get("digest", "uint64")[row]), tuple(path), part.rank)
+            self._objects.setdefault(name, made)
+
+    def _mesh(self, fields: dict[str, Any]) -> int:
+        if fields not in self.meshes:
+            self.meshes.append(fields)
+        return self.meshes.index(fields)
+
+    def _add(self, name: str, fields: Sequence[Any], meshes: Sequence[int], rank: int) -> int:
+        dtype, shape, path, placed = fields
+        known = self._keys.get(name)
+        if known is None:
+            placement = None if placed is None else (meshes[placed[0]], tuple(placed[1]))
+            self._keys[name] = _Key(name, dtype, tuple(shape), tuple(path), placement)
+            self._order[name] = len(self._order)
+        elif (known.dtype, known.shape) != (dtype, tuple(shape)):
+            raise SaveError(
+                f"{name}: rank {rank} has {dtype} of shape {list(shape)}, a lower rank has {known.dtype} of shape "
+                f"{list(known.shape)}. A name must mean one tensor on all ranks."
+            )
+        return self._order[name]
+
+    def _arrange(self, joined: Mapping[str, npt.NDArray[Any]]) -> None:
+        keys = list(self._keys.values())
+        widths = np.array([len(key.shape) for key in keys], np.int64)
+        order = np.argsort(joined["tensor"], kind="stable")
+        self._tensor = joined["tensor"][order]
+        self._columns = {name: joined[name][order] for name in _COLUMNS}
+        self._stops = np.cumsum(np.bincount(self._tensor, minlength=len(keys)), dtype=np.int64)
+        row_widths = widths[joined["tensor"]] if len(order) else np.zeros(0, np.int64)
+        first = np.cumsum(row_widths) - row_widths
+        index = _ragged(first[order], row_widths[order])
+        self._offsets, self._sizes = joined["offset"][index], joined["size"][index]
+
+    # --- what it holds
+
+    @property
+    def tensor_count(self) -> int:
+        return len(self._keys)
+
+    @property
+    def slice_count(self) -> int:
+        return len(self._tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(payload_nbytes(key.dtype, key.shape) for key in self._keys.values())
+
+    def entries(self) -> Iterator[tuple[_Key, slice, Int64, Int64]]:
+        """Yield (key, rows, offsets, sizes) of each tensor."""
+        start, element = 0, 0
+        for key, stop in zip(self._keys.values(), self._stops.tolist(), strict=True):
+            ndim = len(key.shape)
+            end = element + (stop - start) * ndim
+            box = (stop - start, ndim)
+            yield (
+                key,
+                slice(start, stop),
+                self._offsets[element:end].reshape(box),
+                self._sizes[element:end].reshape(box),
+            )
+            start, element = stop, end
+
+    def check(self) -> None:
+        """Check that the slices of each tensor cover it, each element once.
+
+        Raises:
+            SaveError: They do not: the placements of some rank do not describe what it holds.
+        """
+        for key, rows, offsets, sizes in self.entries():
+            if not _is_split(key.shape, offsets, sizes):
+                self._check_slowly(key, rows, offsets, sizes)
+
+    def _check_slowly(self, key: _Key, rows: slice, offsets: Int64, sizes: Int64) -> None:
+        count = len(offsets)
+        boxes = np.concatenate([offsets, sizes], axis=1)
+        ranks = self._columns["rank"][rows].tolist()
+        if len(key.shape) and len(np.unique(boxes, axis=0)) != count and 0 not in key.shape:
+            raise SaveError(f"{key.name}: ranks {ranks} wrote the same part of it. Is it a DTensor of a wrong mesh?")
+        zeros = np.zeros(count, np.int64)
+        array = SliceArray(["?"], zeros.astype(np.int32), zeros, zeros, offsets, sizes)
+        entry = TensorEntry(key.name, key.dtype, key.shape, array)
+        try:
+            entry.check_coverage()
+        except CorruptCheckpointError as error:
+            raise SaveError(
+                f"{error} They were written by ranks {ranks}, placed {key.placement and list(key.placement[1])}."
+            ) from error
+
+    # --- files
+
+    def metadata(self, checkpoint_id: str, save_id: str) -> Iterator[bytes]:
+        """Yield `.metadata`."""
+        columns = self._columns
+        tensors = [
+            RecordColumns(
+                key.name,
+                key.dtype,
+                key.shape,
+                offsets,
+                sizes,
+                columns["file"][rows],
+                columns["start"][rows],
+                columns["length"][rows],
+            )
+            for key, rows, offsets, sizes in self.entries()
+        ]
+        planner: dict[str, Path] = {key.name: key.path for key in self._keys.values()}
+        planner.update({name: found.path for name, found in self._objects.items()})
+        return encode_metadata(
+            tensors,
+            self.paths,
+            objects={name: found.place for name, found in self._objects.items()},
+            planner_data=planner,
+            checkpoint_id=checkpoint_id,
+            save_id=save_id,
+        )
+
+    def manifest(self, files: Mapping[str, FileRecord], save_id: str, extra: Mapping[str, Any]) -> Manifest:
+        """Return the manifest. `files` are all files of the checkpoint but the manifest itself."""
+        keys = list(self._keys.values())
+        distinct: dict[tuple[int, tuple[str, ...]], int] = {}
+        chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
+        roles = [role_of(key.name, key.path) for key in keys]
+        tensors = Tensors(
+            [key.name for key in keys],
+            [key.dtype for key in keys],
+            [key.shape for key in keys],
+            self._stops,
+            [found[0] for found in roles],
+            [found[1] for found in roles],
+            [found[2] for found in roles],
+            [key.path for key in keys],
+            np.array(chosen, np.int32),
+        )
+        itemsizes = np.array([payload_nbytes(key.dtype, (1,)) for key in keys], np.int64)
+        columns = self._columns
+        slices = Slices(
+            columns["file"].astype(np.int32),
+            columns["payload"],
+            self._numels() * (itemsizes[self._tensor] if keys else 1),
+            self._offsets,
+            self._sizes,
+            columns["rank"].astype(np.int32),
+            columns["digest"].astype(np.uint64),
+        )
+        fields = {"digests": {path: item.xxh3_64 for path, item in files.items()}, "save_id": save_id}
+        info = CatalogInfo(
+            "ckptkit-sharded",
+            producer="ckptkit",
+            world_size=self.world_size,
+            mesh=self._info_mesh(),
+            files={path: item.nbytes for path, item in files.items()},
+            extra={**extra, **fields, **({MESHES: self.meshes} if self.meshes else {})},
+        )
+        return Manifest(self.paths, tensors, slices, Objects(self._object_entries()), info, list(distinct))
+
+    def _numels(self) -> Int64:
+        """Elements of each slice."""
+        numels = np.ones(len(self._tensor), np.int64)
+        widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)
+        if not len(numels):
+            return numels
+        rows = widths[self._tensor]
+        first = np.cumsum(rows) - rows
+        for dim in range(int(rows.max())):
+            deep = rows > dim
+            numels[deep] *= self._sizes[first[deep] + dim]
+        return numels
+
+    def _info_mesh(self) -> MeshInfo | None:
+        if not self.meshes:
+            return None
+        largest = max(self.meshes, key=lambda fields: math.prod(fields["shape"]))
+        return MeshInfo(tuple(largest["shape"]), tuple(largest["names"]))
+
+    def _object_entries(self) -> dict[str, ObjectEntry]:
+        entries = {}
+        for name, found in self._objects.items():
+            file, start, nbytes = found.place
+            entries[name] = ObjectEntry(
+                name,
+                self.paths[file],
+                start,
+                nbytes,
+                digest=Digest(DIGEST, found.digest, start, nbytes),
+                role=role_of(name, found.path)[0],
+                key=found.path,
+            )
+        return entries
+
+
+def _ragged(first: Int64, widths: Int64) -> Int64:
+    """The indices first[0] ... first[0] + widths[0] - 1, first[1] ..."""
+    total = int(widths.sum())
+    starts = np.cumsum(widths) - widths
+    index: Int64 = np.arange(total, dtype=np.int64) + np.repeat(first - starts, widths)
+    return index
+
+
+def _is_split(shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> bool:
+    """Whether the boxes are the whole, or the whole cut along one dimension: the usual cases, told quickly."""
+    count = len(offsets)
+    if count == 1:
+        return tuple(sizes[0].tolist()) == shape and not offsets.any()
+    if count == 0 or not shape or Box.whole(shape).numel == 0:
+        return False
+    low, high, full = offsets.min(axis=0), sizes.max(axis=0), np.array(shape)
+    cut = np.flatnonzero((high != full) | (offsets.max(axis=0) != low))
+    if len(cut) != 1 or (sizes.min(axis=0) != high)[np.arange(len(shape)) != cut[0]].any() or low.any():
+        return False
+    dim = int(cut[0])
+    order = np.argsort(offsets[:, dim], kind="stable")
+    starts = offsets[order, dim]
+    stops = starts + sizes[order, dim]
+    return bool((starts[1:] == stops[:-1]).all() and stops[-1] == shape[dim])

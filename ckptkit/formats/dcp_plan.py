@@ -1,0 +1,404 @@
+"""Who writes which part of a training state. Each rank works it out alone; nothing is written here.
+
+A replica (plain tensors, HSDP) is written once: small ones by one of their holders, chosen by the name,
+large ones cut into as many pieces as there are holders, so that the bytes are spread evenly by construction.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ckptkit.errors import SaveError
+from ckptkit.formats.dcp_bytes import is_dense
+from ckptkit.formats.dcp_encode import frame_object, frame_tensor, is_plain
+
+__all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "plan_sharded"]
+
+_SPLIT = 1 << 20  # below, a replica is not worth cutting up
+Flat = dict[str, Any]
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedKey:
+    """One tensor of the state, as every rank that has it sees it.
+
+    Attributes:
+        placement: (mesh index in the plan, one text a mesh dimension); None for plain tensors.
+    """
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    placement: tuple[int, tuple[str, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSlice:
+    """One box this rank writes.
+
+    Attributes:
+        key: Index of the tensor in the plan.
+        source: Index of the local piece of memory it is a part of; `narrow` cuts it out: (dim, start, length).
+    """
+
+    key: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    source: tuple[str, int]
+    narrow: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedPlan:
+    """What this rank writes.
+
+    Attributes:
+        keys: The tensors of this rank's state.
+        slices: What this rank writes of them.
+        tensors: The memory of each slice: detached views of the live state.
+        objects: (name, path) of each object this rank writes; `records` are their encoded bytes.
+        signature: 16 bytes; equal on all ranks whose replicated keys are equal.
+        reused: The layout is that of `previous`.
+    """
+
+    rank: int
+    world_size: int
+    keys: list[PlannedKey]
+    slices: list[PlannedSlice]
+    tensors: list[torch.Tensor]
+    objects: list[tuple[str, Path]]
+    records: list[bytes]
+    meshes: list[dict[str, Any]]
+    signature: bytes
+    reused: bool
+    structure: tuple[Any, ...] = field(repr=False)
+    flat: Flat = field(repr=False)
+    paths: Mapping[str, Path] = field(repr=False)
+    private: frozenset[str] = field(repr=False)
+    holders: Mapping[str, tuple[int, ...]] = field(repr=False)
+    settled: tuple[bytes, ...] = field(default=(), repr=False)
+    memory: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this rank writes, frames included, alignment excluded."""
+        framed = sum(frame_tensor(self.keys[s.key].dtype, s.sizes).length for s in self.slices)
+        return framed + sum(map(len, self.records))
+
+    def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
+        """Return the plan that fits what the other ranks hold. All ranks call it, with the same signatures.
+
+        Where all signatures are equal, or those of the last save, nothing is exchanged; else every rank sends the
+        hashes of its replicated keys once.
+        """
+        known = tuple(signatures)
+        if len(set(known)) <= 1 and not self.holders:
+            return replace(self, settled=known)
+        if known == self.settled:
+            return self
+        hashes = {name: _hash(name) for name in _replicated(self)}
+        mine = np.fromiter(hashes.values(), np.uint64, len(hashes))
+        tables = [np.frombuffer(data, np.uint64) for data in all_gather(mine.astype("<u8").tobytes())]
+        holders: dict[str, tuple[int, ...]] = {}
+        present = [np.isin(mine, table) for table in tables]
+        for i, name in enumerate(hashes):
+            ranks = tuple(rank for rank, found in enumerate(present) if found[i])
+            if len(ranks) != self.world_size:
+                holders[name] = ranks
+        return _assigned(self, holders, known)
+
+
+def plan_sharded(
+    state_dict: Mapping[str, Any],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    previous: ShardedPlan | None = None,
+    private: Collection[str] = (),
+) -> ShardedPlan:
+    """Return what this rank writes of a state, taking plain tensors and objects as replicated on all ranks.
+
+    Nothing is communicated. Objects are encoded at once: the plan keeps a snapshot of them, but views of the
+    tensors.
+
+    Args:
+        state_dict: Nested or flat: DTensors, tensors, objects.
+        previous: The plan of the save before; its layout is taken over where keys, shapes, dtypes, meshes and
+            placements are the same.
+        private: Flattened keys that only this rank has ("rng.3.torch"): it writes them whatever others hold.
+
+    Raises:
+        SaveError: A tensor is a partial sum, or an object would not load without running code.
+    """
+    values = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    flat, paths = flatten_state_dict(values)
+    structure = tuple(_shape_of(name, value) for name, value in flat.items())
+    own = frozenset(private)
+    if previous is not None and structure == previous.structure and own == previous.private:
+        fresh = replace(previous, flat=flat, reused=True, tensors=[], records=[])
+        return _filled(fresh)
+    empty = ShardedPlan(
+        rank=rank,
+        world_size=world_size,
+        keys=[],
+        slices=[],
+        tensors=[],
+        objects=[],
+        records=[],
+        meshes=[],
+        signature=b"",
+        reused=False,
+        structure=structure,
+        flat=flat,
+        paths=paths,
+        private=own,
+        holders={},
+    )
+    return _assigned(replace(empty, signature=_signature(empty)), {}, ())
+
+
+# --- what the state looks like
+
+
+def _shape_of(name: str, value: Any) -> tuple[Any, ...]:
+    """What must stay the same for a plan to be reused."""
+    if isinstance(value, DTensor):
+        spec = value._spec
+        return (name, value.dtype, value.shape, spec.mesh, spec.placements)
+    if isinstance(value, ShardedTensor):
+        boxes = tuple((*s.metadata.shard_offsets, *s.metadata.shard_sizes) for s in value.local_shards())
+        return (name, value.dtype, value.size(), boxes)
+    if isinstance(value, torch.Tensor) and is_dense(value):
+        return (name, value.dtype, value.shape)
+    return (name,)
+
+
+def _replicated(plan: ShardedPlan) -> list[str]:
+    return [n for n, v in plan.flat.items() if n not in plan.private and not isinstance(v, (DTensor, ShardedTensor))]
+
+
+def _signature(plan: ShardedPlan) -> bytes:
+    state = xxhash.xxh3_128()
+    shapes = {item[0]: item for item in plan.structure}
+    for name in sorted(_replicated(plan)):
+        state.update(repr(shapes[name]).encode("utf-8", "surrogatepass") + b"\0")
+    return state.digest()
+
+
+def _hash(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
+
+
+# --- who writes what
+
+
+def _assigned(plan: ShardedPlan, holders: Mapping[str, tuple[int, ...]], settled: tuple[bytes, ...]) -> ShardedPlan:
+    """Lay out what this rank writes, given the replicated keys that not all ranks hold."""
+    made = _Layout(plan, holders)
+    for name, value in plan.flat.items():
+        made.add(name, value)
+    laid = replace(
+        plan,
+        keys=made.keys,
+        slices=made.slices,
+        objects=made.objects,
+        meshes=[_mesh_fields(mesh) for mesh in made.meshes],
+        holders=dict(holders),
+        settled=settled,
+        tensors=[],
+        records=[],
+        memory={},
+    )
+    return _filled(laid)
+
+
+class _Layout:
+    """Collects the keys of a state, and the slices and objects this rank writes."""
+
+    def __init__(self, plan: ShardedPlan, holders: Mapping[str, tuple[int, ...]]) -> None:
+        self.plan = plan
+        self.holders = holders
+        self.keys: list[PlannedKey] = []
+        self.slices: list[PlannedSlice] = []
+        self.objects: list[tuple[str, Path]] = []
+        self.meshes: dict[DeviceMesh, int] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        if isinstance(value, DTensor):
+            self._add_dtensor(name, value)
+        elif isinstance(value, ShardedTensor):
+            self._key(name, value.dtype, value.size(), None)
+            for i, shard in enumerate(value.local_shards()):
+                meta = shard.metadata
+                self._slice(name, (name, i), tuple(meta.shard_offsets), tuple(meta.shard_sizes), (0, 1))
+        elif isinstance(value, torch.Tensor) and is_dense(value):
+            self._key(name, value.dtype, value.shape, None)
+            self._slice(name, (name, 0), (0,) * value.dim(), tuple(value.shape), self._place(name))
+        elif self._place(name)[0] == 0:  # of differing objects the lowest rank's wins, as with torch
+            self.objects.append((name, self.plan.paths[name]))
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """(this rank's number among the holders of a replicated key, how many there are)."""
+        if name in self.plan.private:
+            return 0, 1
+        ranks = self.holders.get(name)
+        if ranks is None:
+            return self.plan.rank, self.plan.world_size
+        return ranks.index(self.plan.rank), len(ranks)
+
+    def _add_dtensor(self, name: str, value: DTensor) -> None:
+        spec = value._spec
+        mesh, placements = spec.mesh, spec.placements
+        if any(isinstance(p, Partial) for p in placements):
+            raise SaveError(f"{name}: a DTensor placed {placements} is a partial sum; redistribute it before saving.")
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            return
+        index = self.meshes.setdefault(mesh, len(self.meshes))
+        self._key(name, value.dtype, value.shape, (index, tuple(map(_placement_text, placements))))
+        sizes, offsets = _local_box(value.shape, mesh, placements)
+        number, count = 0, 1
+        for dim, placement in enumerate(placements):
+            if isinstance(placement, Replicate):
+                number = number * mesh.size(dim) + coordinate[dim]
+                count *= mesh.size(dim)
+        if 0 in value.shape and any(
+            c for c, p in zip(coordinate, placements, strict=True) if not isinstance(p, Replicate)
+        ):
+            return  # an empty tensor is recorded once
+        self._slice(name, (name, 0), offsets, sizes, (number, count))
+
+    def _key(self, name: str, dtype: torch.dtype, shape: Any, placement: tuple[int, tuple[str, ...]] | None) -> None:
+        self.keys.append(PlannedKey(name, self.plan.paths[name], _dtype_name(dtype), tuple(shape), placement))
+
+    def _slice(
+        self,
+        name: str,
+        source: tuple[str, int],
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        place: tuple[int, int],
+    ) -> None:
+        """Add the pieces of a local box that holder `place[0]` of `place[1]` writes."""
+        key, (number, count) = len(self.keys) - 1, place
+        whole = PlannedSlice(key, offsets, sizes, source, None)
+        if 0 in sizes:
+            if 0 in self.keys[key].shape and number == 0:
+                self.slices.append(whole)
+            return
+        turn = zlib.crc32(name.encode("utf-8", "surrogatepass")) % count
+        nbytes = math.prod(sizes) * getattr(torch, self.keys[key].dtype).itemsize
+        dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
+        parts = min(count, nbytes // _SPLIT, sizes[dim] if sizes else 1)
+        if parts <= 1:
+            if number == turn:
+                self.slices.append(whole)
+            return
+        part = (number - turn) % count
+        if part < parts:
+            start, stop = part * sizes[dim] // parts, (part + 1) * sizes[dim] // parts
+            cut_offsets = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+            cut_sizes = (*sizes[:dim], stop - start, *sizes[dim + 1 :])
+            self.slices.append(PlannedSlice(key, cut_offsets, cut_sizes, source, (dim, start, stop - start)))
+
+
+@lru_cache(maxsize=65536)
+def _local_box(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(sizes), tuple(offsets)
+
+
+def _placement_text(placement: Placement) -> str:
+    if isinstance(placement, Replicate):
+        return "R"
+    split = getattr(placement, "split_factor", None)
+    dim = placement.dim  # type: ignore[attr-defined]
+    return f"S({dim})" if split is None else f"SS({dim},{split})"
+
+
+@lru_cache(maxsize=64)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:
+    ranks = mesh.mesh.flatten().tolist()
+    names = list(mesh.mesh_dim_names or [f"dim{i}" for i in range(mesh.ndim)])
+    fields: dict[str, Any] = {"shape": list(mesh.mesh.shape), "names": names}
+    return fields if ranks == list(range(len(ranks))) else {**fields, "ranks": ranks}
+
+
+# --- what is in memory
+
+
+def _filled(plan: ShardedPlan) -> ShardedPlan:
+    """Point the plan at the memory of its state, and encode its objects."""
+    for source in {s.source for s in plan.slices}:
+        if not is_dense(_local(plan.flat[source[0]], source[1])):
+            raise SaveError(
+                f"{source[0]}: its shards are {type(_local(plan.flat[source[0]], source[1])).__name__}, which are not "
+                "plain memory, so that no part of them could be loaded alone. Save their inner tensors instead."
+            )
+    tensors = [_cut(_local(plan.flat[s.source[0]], s.source[1]), s.narrow) for s in plan.slices]
+    for piece, wanted in zip(tensors, plan.slices, strict=True):
+        if tuple(piece.shape) != wanted.sizes:
+            raise SaveError(
+                f"{plan.keys[wanted.key].name}: this rank holds {list(piece.shape)}, its placement says "
+                f"{list(wanted.sizes)}."
+            )
+    records = [_encode(name, plan.flat[name]) for name, _ in plan.objects]
+    return replace(plan, tensors=tensors, records=records)
+
+
+def _local(value: Any, index: int) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        local = value._local_tensor
+        if type(local) not in (torch.Tensor, torch.nn.Parameter):
+            local = value.to_local()
+    elif isinstance(value, ShardedTensor):
+        local = value.local_shards()[index].tensor
+    else:
+        local = value
+    return local.detach() if local.requires_grad else local
+
+
+def _cut(tensor: torch.Tensor, narrow: tuple[int, int, int] | None) -> torch.Tensor:
+    return tensor if narrow is None else tensor.narrow(*narrow)
+
+
+def _encode(name: str, value: Any) -> bytes:
+    """The record of an object: as torch.save frames it, and loadable with weights_only=True."""
+    if is_plain(value):
+        return frame_object(value)
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # pickling runs the value's own code; the cause is chained
+        raise SaveError(
+            f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
+            "loads without running code. Save its plain values instead, or allow its class with "
+            "torch.serialization.add_safe_globals."
+        ) from error
+    return buffer.getvalue()

@@ -1,0 +1,217 @@
+"""Writing a sharded state without torch's collectives: each rank its part, rank 0 the index of all parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from ckptkit.errors import SaveError
+from ckptkit.formats.columns import Column, pack, pack_texts, unpack, unpack_texts
+from ckptkit.formats.dcp_encode import frame_tensor
+from ckptkit.formats.dcp_files import Report, Written, write_records
+from ckptkit.formats.layout import MANIFEST_NAME, FileRecord
+from ckptkit.storage.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.formats.dcp_plan import ShardedPlan
+
+__all__ = ["METADATA_NAME", "WrittenFiles", "WrittenPart", "write_index", "write_part", "write_sharded"]
+
+METADATA_NAME = ".metadata"
+Gather = Callable[[bytes], "list[bytes] | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """What one rank wrote.
+
+    Attributes:
+        files: Size and xxh3_64 of each of its files.
+        nbytes: Bytes of all its files.
+    """
+
+    plan: ShardedPlan
+    written: Written
+
+    @property
+    def files(self) -> Mapping[str, FileRecord]:
+        return self.written.files
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """Return what rank 0 needs to know: columns, no pickle, about 60 bytes a slice."""
+        plan, written = self.plan, self.written
+        rows = len(plan.slices)
+        named = sorted({s.key for s in plan.slices}) if plan.rank else range(len(plan.keys))
+        keys = [plan.keys[i] for i in named]
+        compact = {key: i for i, key in enumerate(named)}
+        arrays: dict[str, Column] = {
+            **pack_texts([k.name for k in keys], "names"),
+            **pack_texts(written.paths, "paths"),
+            **pack_texts([name for name, _ in plan.objects], "objects"),
+            "key": np.array([compact[s.key] for s in plan.slices], np.int32),
+            "offset": np.array([n for s in plan.slices for n in s.offsets], np.int64),
+            "size": np.array([n for s in plan.slices for n in s.sizes], np.int64),
+            "payload": written.payloads[:rows],
+            "file": written.file,
+            "start": written.starts,
+            "length": written.lengths,
+            "digest": written.digests,
+        }
+        header = {
+            "rank": plan.rank,
+            "world_size": plan.world_size,
+            "meshes": plan.meshes,
+            "keys": [[k.dtype, k.shape, k.path, k.placement] for k in keys],
+            "objects": [path for _, path in plan.objects],
+            "files": {path: [item.nbytes, item.xxh3_64] for path, item in self.files.items()},
+        }
+        return pack(arrays, header)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """A complete sharded state on disk.
+
+    Attributes:
+        files: Every file of all ranks, `.metadata` and the manifest included.
+        tensors, slices: How many.
+        nbytes: Bytes of tensor data, each element once.
+    """
+
+    files: Mapping[str, FileRecord]
+    tensors: int
+    slices: int
+    nbytes: int
+
+
+def write_part(
+    plan: ShardedPlan,
+    store: Store,
+    *,
+    tensors: Sequence[torch.Tensor] | None = None,
+    sync: bool = True,
+    workers: int = 0,
+    report: Report | None = None,
+) -> WrittenPart:
+    """Write this rank's files `__<rank>_<n>.distcp`. No communication.
+
+    Args:
+        tensors: Copies of `plan.tensors`, in its order, to write in their place.
+        sync: The files and their names are durable on return.
+        workers: Files written at once; 0: this rank's share of the cores.
+        report: Gets (phase, seconds, bytes).
+
+    Raises:
+        NoSpaceError: The storage is full.
+        StorageError: A write failed.
+        SaveError: `tensors` are not copies of what was planned.
+    """
+    chosen = plan.tensors if tensors is None else tensors
+    if len(chosen) != len(plan.slices):
+        raise SaveError(f"{len(chosen)} staged tensors for {len(plan.slices)} planned slices.")
+    frames = [frame_tensor(plan.keys[s.key].dtype, s.sizes) for s in plan.slices]
+    for frame, tensor, item in zip(frames, chosen, plan.slices, strict=True):
+        if tensor.numel() * tensor.element_size() != frame.nbytes:
+            raise SaveError(
+                f"{plan.keys[item.key].name}: {tensor.numel() * tensor.element_size()} bytes were staged, the plan "
+                f"says {frame.nbytes}."
+            )
+    prefix = f"__{plan.rank}_"
+    written = write_records(store, prefix, frames, chosen, plan.records, workers=workers, sync=sync, report=report)
+    return WrittenPart(plan, written)
+
+
+def write_index(
+    parts: Sequence[bytes],
+    store: Store,
+    *,
+    save_id: str = "",
+    sync: bool = True,
+    extra: Mapping[str, Any] | None = None,
+    report: Report | None = None,
+) -> WrittenFiles:
+    """Write `manifest.safetensors` and `.metadata` of what all ranks wrote. Rank 0 alone calls it.
+
+    Args:
+        parts: `WrittenPart.to_bytes()` of every rank.
+        save_id: Recorded in both files.
+        extra: JSON, into the manifest's `info.extra`.
+
+    Raises:
+        SaveError: The parts disagree about a tensor, overlap, or leave elements of one uncovered.
+    """
+    from ckptkit.formats.dcp_index import Index
+
+    started = time.perf_counter()
+    index = Index.of([_unpacked(data, i) for i, data in enumerate(parts)])
+    index.check()
+    metadata = list(index.metadata(store.url, save_id))
+    state, size = xxhash.xxh3_64(), 0
+    for chunk in metadata:
+        state.update(chunk)
+        size += len(chunk)
+    files = {**index.files, METADATA_NAME: FileRecord(size, state.hexdigest())}
+    manifest = index.manifest(files, save_id, extra or {}).to_bytes()
+    store.write(MANIFEST_NAME, manifest, sync=sync)
+    files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
+    with store.writer(METADATA_NAME, sync=sync) as writer:
+        for chunk in metadata:
+            writer.write(chunk)
+    if report is not None:
+        report("index", time.perf_counter() - started, size + len(manifest))
+    return WrittenFiles(files, index.tensor_count, index.slice_count, index.nbytes)
+
+
+def write_sharded(
+    state_dict: Mapping[str, Any],
+    store: Store,
+    *,
+    gather: Gather,
+    all_gather: Callable[[bytes], list[bytes]],
+    rank: int = 0,
+    world_size: int = 1,
+    previous: ShardedPlan | None = None,
+    sync: bool = True,
+    workers: int = 0,
+    save_id: str = "",
+    report: Report | None = None,
+) -> tuple[WrittenFiles | None, ShardedPlan]:
+    """Plan, write and index a state: what `plan_sharded`, `write_part` and `write_index` do, in a row.
+
+    All ranks must call it. A failure of one rank is not carried to the others here: `gather` and `all_gather`
+    must, or a deadline.
+
+    Returns:
+        (the files on rank 0 and None elsewhere, the plan to pass as `previous` the next time).
+    """
+    from ckptkit.formats.dcp_plan import plan_sharded
+
+    started = time.perf_counter()
+    plan = plan_sharded(state_dict, rank=rank, world_size=world_size, previous=previous)
+    plan = plan.settle(all_gather(plan.signature), all_gather)
+    if report is not None:
+        report("plan", time.perf_counter() - started, 0)
+    part = write_part(plan, store, sync=sync, workers=workers, report=report)
+    parts = gather(part.to_bytes())
+    if parts is None:
+        return None, plan
+    return write_index(parts, store, save_id=save_id, sync=sync, report=report), plan
+
+
+def _unpacked(data: bytes, rank: int) -> Any:
+    from ckptkit.formats.dcp_index import Part
+
+    columns = unpack(data, file=f"the part of rank {rank}")
+    texts = {name: unpack_texts(columns, name) for name in ("names", "paths", "objects")}
+    return Part(columns, texts["names"], texts["paths"], texts["objects"])
