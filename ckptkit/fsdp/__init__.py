@@ -1,1 +1,76 @@
-"""The FSDP2 runtime of a training process."""
+"""The FSDP2 runtime of a training process: mesh, wrapping, precision, optimizer, offload.
+
+Public names are imported when they are first used, so `import ckptkit.fsdp` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_WHERE = {
+    "FSDPConfig": "ckptkit.fsdp.config",
+    "FSDPStrategy": "ckptkit.fsdp.strategy",
+    "ParallelPlan": "ckptkit.fsdp.mesh",
+    "TrainingMesh": "ckptkit.fsdp.mesh",
+    "auto_shard_size": "ckptkit.fsdp.mesh",
+    "make_mesh": "ckptkit.fsdp.mesh",
+    "apply_tensor_parallel": "ckptkit.fsdp.tensor_parallel",
+    "shard": "ckptkit.fsdp.wrap",
+    "unwrap_model": "ckptkit.fsdp.wrap",
+    "param_groups": "ckptkit.fsdp.param_groups",
+    "MasterWeightOptimizer": "ckptkit.fsdp.master_weights",
+    "DynamicGradScaler": "ckptkit.fsdp.grad_scaler",
+    "grad_norm": "ckptkit.fsdp.grad_norm",
+    "clip_grad_norm": "ckptkit.fsdp.grad_norm",
+    "offload_optimizer": "ckptkit.fsdp.offload",
+    "load_optimizer": "ckptkit.fsdp.offload",
+    "offload_model": "ckptkit.fsdp.offload",
+    "reload_model": "ckptkit.fsdp.offload",
+}
+
+__all__ = [
+    "FSDPConfig",
+    "FSDPStrategy",
+    "ParallelPlan",
+    "TrainingMesh",
+    "auto_shard_size",
+    "make_mesh",
+    "apply_tensor_parallel",
+    "shard",
+    "unwrap_model",
+    "param_groups",
+    "MasterWeightOptimizer",
+    "DynamicGradScaler",
+    "grad_norm",
+    "clip_grad_norm",
+    "offload_optimizer",
+    "load_optimizer",
+    "offload_model",
+    "reload_model",
+]
+
+if TYPE_CHECKING:
+    from ckptkit.fsdp.config import FSDPConfig
+    from ckptkit.fsdp.grad_norm import clip_grad_norm, grad_norm
+    from ckptkit.fsdp.grad_scaler import DynamicGradScaler
+    from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+    from ckptkit.fsdp.mesh import ParallelPlan, TrainingMesh, auto_shard_size, make_mesh
+    from ckptkit.fsdp.offload import load_optimizer, offload_model, offload_optimizer, reload_model
+    from ckptkit.fsdp.param_groups import param_groups
+    from ckptkit.fsdp.strategy import FSDPStrategy
+    from ckptkit.fsdp.tensor_parallel import apply_tensor_parallel
+    from ckptkit.fsdp.wrap import shard, unwrap_model
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ckptkit.fsdp' has no attribute {name!r}")
+    # A function may bear its module's name (grad_norm, param_groups): the function wins, whoever imported first.
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

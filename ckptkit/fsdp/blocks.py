@@ -1,0 +1,77 @@
+"""What is done to single blocks around sharding, so that no parameter changes its name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["checkpoint_blocks", "compile_blocks", "fill_unused_gradients", "fill_unused_gradients_by_hook"]
+
+
+def checkpoint_blocks(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Recompute the activations of `modules` in backward. A model with its own way (transformers) uses that.
+
+    The forward method is replaced, not the module: a wrapper module would put its name into every FQN.
+    """
+    if getattr(model, "supports_gradient_checkpointing", False):
+        # It knows what must not run twice, such as the filling of a key-value cache.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        return
+    for module in modules:
+        module.forward = functools.wraps(module.forward)(  # type: ignore[method-assign]
+            functools.partial(_recomputed, module, module.forward)
+        )
+
+
+def compile_blocks(modules: Sequence[nn.Module]) -> None:
+    """Compile the forward of `modules`. FSDP's hooks stay outside of the graph, the FQNs as they are."""
+    for module in modules:
+        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+
+
+def fill_unused_gradients(model: FSDPModule) -> None:
+    """Let ranks leave out different modules of the root unit in one step.
+
+    FSDP2 reduces the gradients that a rank has: where one rank has none, the buffers of the ranks differ in size
+    and the reduction hangs. Zeros stand in for the missing ones.
+    """
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+    else:  # torch < 2.13
+        fill_unused_gradients_by_hook(model)
+
+
+def fill_unused_gradients_by_hook(model: FSDPModule) -> None:
+    """Do what `fill_unused_gradients` says for the root unit, with a hook that runs when backward begins."""
+    root: Any = model
+    inner = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
+    inside = {id(child) for module in inner for child in module.modules()}  # type: ignore[attr-defined]
+    owners = [module for module in root.modules() if id(module) not in inside]
+
+    def fill(gradient: torch.Tensor) -> torch.Tensor:
+        # FSDP's own hook on the output ran before this one, so the parameters registered now are the gathered ones.
+        for owner in owners:
+            for parameter in owner.parameters(recurse=False):
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return gradient
+
+    def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(fill)
+
+    root.register_forward_hook(after_forward)
+
+
+def _recomputed(module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not (module.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

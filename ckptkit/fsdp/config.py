@@ -1,0 +1,367 @@
+"""FSDPConfig: everything one chooses about an FSDP2 run, in one value that refuses what can't work.
+
+Knows the spellings of other systems: the field names and strings of Oumi's `FSDPParams`, and the
+environment variables of accelerate. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from ckptkit.errors import MissingExtraError, UsageError
+
+__all__ = [
+    "ShardingStrategy",
+    "WrapPolicy",
+    "BackwardPrefetch",
+    "FSDPConfig",
+    "MixedPrecision",
+    "Precision",
+    "Offload",
+    "Size",
+]
+
+Size = int | Literal["auto"]
+MixedPrecision = Literal["bf16", "fp16"]
+Precision = Literal["mixed", "master"]
+Offload = Literal["none", "params", "optimizer"]
+
+
+class ShardingStrategy(str, enum.Enum):
+    """What is sharded over the data-parallel ranks, in the names of FSDP1."""
+
+    FULL_SHARD = "FULL_SHARD"  # 1-D mesh; parameters are freed after forward (ZeRO-3)
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"  # 1-D mesh; parameters stay until backward is done (ZeRO-2)
+    HYBRID_SHARD = "HYBRID_SHARD"  # replicate x shard mesh; freed after forward
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # replicate x shard mesh; kept until backward is done
+    NO_SHARD = "NO_SHARD"  # every rank keeps all of it, as DDP does
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """True where the parameters are freed between forward and backward."""
+        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True where replicas of sharded groups are asked for."""
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+
+
+class WrapPolicy(str, enum.Enum):
+    """Which modules become a unit that is gathered and freed at once."""
+
+    AUTO = "AUTO"  # the model's own block classes if it names them, else the elements of its ModuleLists
+    TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # modules of the classes in `transformer_layer_cls`
+    SIZE_BASED_WRAP = "SIZE_BASED_WRAP"  # modules that own at least `min_num_params` parameters
+    BLOCKS = "BLOCKS"  # every element of every outermost ModuleList
+    NO_WRAP = "NO_WRAP"  # one unit: the model
+
+
+class BackwardPrefetch(str, enum.Enum):
+    """When the next unit is gathered in backward."""
+
+    BACKWARD_PRE = "BACKWARD_PRE"  # what FSDP2 does by itself
+    BACKWARD_POST = "BACKWARD_POST"  # FSDP2 has no equal: accepted with a warning, runs as BACKWARD_PRE
+    NO_PREFETCH = "NO_PREFETCH"  # likewise
+
+
+_STATE_DICT_TYPES = {
+    "FULL": "FULL",
+    "FULL_STATE_DICT": "FULL",
+    "SHARDED": "SHARDED",
+    "SHARDED_STATE_DICT": "SHARDED",
+    "LOCAL": "LOCAL",
+    "LOCAL_STATE_DICT": "LOCAL",
+}
+_DTYPES = {
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp32": "fp32",
+    "float32": "fp32",
+}
+_E = TypeVar("_E", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class FSDPConfig:
+    """A checked choice for an FSDP2 run. Strings are taken in any case, with the aliases of Oumi and torch.
+
+    Raises:
+        UsageError: A value is unknown, or two choices exclude each other.
+    """
+
+    enable_fsdp: bool = True
+    """False leaves models untouched."""
+
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    """What is sharded, and whether it is freed after forward."""
+
+    replicate: Size = "auto"
+    """Copies of each sharded group. "auto": 1, or for HYBRID_* the number of nodes; NO_SHARD: all ranks."""
+
+    shard: Size = "auto"
+    """Ranks that share one copy. "auto": what the other sizes leave."""
+
+    tp: int = 1
+    """Tensor-parallel ranks, innermost in the mesh."""
+
+    cp: int = 1
+    """Context-parallel ranks. Parameters are sharded over them too; splitting sequences is up to the model."""
+
+    reshard_after_forward: bool | int | None = None
+    """Overrides the strategy: True frees, False keeps, a number reshards to that many ranks."""
+
+    keep_last_block: bool = False
+    """True keeps the last block gathered after forward: backward needs it at once."""
+
+    precision: Precision = "mixed"
+    """"mixed": fp32 storage, low-precision compute. "master": low-precision storage, fp32 masters in the optimizer."""
+
+    mixed_precision: MixedPrecision | None = None
+    """The low precision, "bf16" or "fp16" (which implies a gradient scaler); None computes in the model's dtype."""
+
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = "fp32"
+    """The dtype of gradient reduction; None: as computed."""
+
+    output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """The dtype that the model's floating outputs are cast to; None: as computed."""
+
+    offload: Offload = "none"
+    """"params": parameters and gradients live on the host. "optimizer": `maybe_offload_optimizer` moves its state."""
+
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
+    """When the next unit is gathered in backward."""
+
+    forward_prefetch: bool = False
+    """True gathers the next block while this one computes forward."""
+
+    state_dict_type: Literal["FULL", "SHARDED", "LOCAL"] = "SHARDED"
+    """The form that `save_ckpt` writes."""
+
+    auto_wrap_policy: WrapPolicy = WrapPolicy.AUTO
+    """Which modules become units."""
+
+    min_num_params: int = 100_000
+    """SIZE_BASED_WRAP: the smallest number of parameters that makes a unit."""
+
+    transformer_layer_cls: tuple[str, ...] = ()
+    """TRANSFORMER_BASED_WRAP: class names, short or dotted. A comma-separated string is split."""
+
+    exclude: tuple[str, ...] = ()
+    """Class names or FQN globs that never become a unit, nor do modules inside them."""
+
+    mixed_modal: bool = False
+    """True keeps vision towers in the root unit, and lets ranks take different branches through them."""
+
+    wrap_lm_head: bool = False
+    """True makes units of the embedding and of the output head (one, if they are tied)."""
+
+    forward_methods: tuple[str, ...] = ("generate",)
+    """Methods besides `forward` that need gathered parameters; names the model lacks are skipped."""
+
+    activation_checkpointing: bool = False
+    """True recomputes each block's activations in backward."""
+
+    compile: bool = False
+    """True compiles each block's forward."""
+
+    sync_module_states: bool = True
+    """True gives every rank the parameters and buffers of rank 0 before they are sharded."""
+
+    use_orig_params: bool | None = None
+    """FSDP2 always does; False is accepted with a warning."""
+
+    device: str = "auto"
+    """Where the model will live: "cpu", "cuda" ...; "auto": where it is, else an accelerator that the group serves."""
+
+    def __post_init__(self) -> None:
+        _coerce(self)
+        _check_sizes(self)
+        _check_combinations(self)
+        _warn(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> FSDPConfig:
+        """Return the config that `values` describe. Takes Oumi's keys too (`cpu_offload`).
+
+        Raises:
+            UsageError: A key is unknown, or a value is refused.
+        """
+        left = dict(values)
+        if "cpu_offload" in left:
+            cpu_offload = left.pop("cpu_offload")
+            if cpu_offload and left.get("offload", "params") != "params":
+                raise UsageError(
+                    f"cpu_offload=True means offload='params', but offload is {left['offload']!r}. Ask for one of them."
+                )
+            if cpu_offload:
+                left["offload"] = "params"
+        names = [item.name for item in dataclasses.fields(cls)]
+        unknown = sorted(set(left) - set(names))
+        if unknown:
+            raise UsageError(
+                f"FSDPConfig has no field {', '.join(map(repr, unknown))}. Its fields: {', '.join(names)}."
+            )
+        return cls(**left)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> FSDPConfig:
+        """Return the config in a YAML file: its `fsdp` section if it has one, else all of it."""
+        try:
+            import yaml
+        except ImportError as error:
+            raise MissingExtraError("Reading a YAML file needs PyYAML. Try: python -m pip install pyyaml") from error
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if isinstance(values, dict) and isinstance(values.get("fsdp"), dict):
+            values = values["fsdp"]
+        if not isinstance(values, dict):
+            raise UsageError(f"{path}: a mapping of FSDPConfig fields is expected, found {type(values).__name__}.")
+        return cls.from_dict(values)
+
+    def to_accelerate_env(self, *, fsdp_version: Literal[1, 2] = 2) -> dict[str, str]:
+        """Return the environment variables that make accelerate run FSDP in the same way."""
+        from ckptkit.fsdp.accelerate_env import to_env
+
+        return to_env(self, fsdp_version)
+
+    @classmethod
+    def from_accelerate_env(cls, env: Mapping[str, str] | None = None) -> FSDPConfig:
+        """Return the config that accelerate would read from `env` (default: this process's environment)."""
+        from ckptkit.fsdp.accelerate_env import from_env
+
+        return cls.from_dict(from_env(os.environ if env is None else env))
+
+    @property
+    def reshard(self) -> bool | int:
+        """What non-root units do after forward: free (True), keep (False), or reshard to that many ranks."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return self.sharding_strategy.reshards_after_forward
+
+    @property
+    def needs_grad_scaler(self) -> bool:
+        """True where gradients are fp16 and can underflow."""
+        return self.mixed_precision == "fp16"
+
+
+def _coerce(config: FSDPConfig) -> None:
+    put = object.__setattr__  # frozen: this is the one place where fields are set
+    put(config, "sharding_strategy", _enum(ShardingStrategy, config.sharding_strategy, "sharding_strategy"))
+    put(config, "auto_wrap_policy", _enum(WrapPolicy, config.auto_wrap_policy, "auto_wrap_policy"))
+    put(config, "backward_prefetch", _enum(BackwardPrefetch, config.backward_prefetch, "backward_prefetch"))
+    put(config, "transformer_layer_cls", _names(config.transformer_layer_cls, "transformer_layer_cls"))
+    put(config, "exclude", _names(config.exclude, "exclude"))
+    put(config, "forward_methods", _names(config.forward_methods, "forward_methods"))
+    kind = getattr(config.state_dict_type, "name", config.state_dict_type)
+    found = _STATE_DICT_TYPES.get(str(kind).upper())
+    if found is None:
+        raise UsageError(f"state_dict_type is {kind!r}; it must be one of {', '.join(_STATE_DICT_TYPES)}.")
+    put(config, "state_dict_type", found)
+    put(config, "mixed_precision", _dtype(config.mixed_precision, "mixed_precision", get_args(MixedPrecision)))
+    put(config, "reduce_dtype", _dtype(config.reduce_dtype, "reduce_dtype", ("fp32", "bf16", "fp16")))
+    put(config, "output_dtype", _dtype(config.output_dtype, "output_dtype", ("fp32", "bf16", "fp16")))
+    for name, allowed in (("precision", get_args(Precision)), ("offload", get_args(Offload))):
+        value = str(getattr(config, name)).lower()
+        if value not in allowed:
+            raise UsageError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}.")
+        put(config, name, value)
+
+
+def _check_sizes(config: FSDPConfig) -> None:
+    for name in ("replicate", "shard", "tp", "cp"):
+        value = getattr(config, name)
+        auto = " or 'auto'" if name in ("replicate", "shard") else ""
+        if value == "auto" and auto:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name} is {value!r}; it must be a number of ranks, 1 or more{auto}.")
+    if not isinstance(config.min_num_params, int) or config.min_num_params < 1:
+        raise UsageError(f"min_num_params is {config.min_num_params!r}; it must be a number of parameters, 1 or more.")
+    reshard = config.reshard_after_forward
+    if reshard is not None and not isinstance(reshard, int):
+        raise UsageError(f"reshard_after_forward is {reshard!r}; it must be True, False, a number of ranks or None.")
+
+
+def _check_combinations(config: FSDPConfig) -> None:
+    strategy = config.sharding_strategy
+    if config.precision == "master" and config.mixed_precision is None:
+        raise UsageError(
+            "precision='master' keeps parameters in a low precision, but mixed_precision is None. "
+            "Try mixed_precision='bf16', or precision='mixed'."
+        )
+    if strategy is ShardingStrategy.NO_SHARD and config.shard not in (1, "auto"):
+        raise UsageError(f"sharding_strategy NO_SHARD keeps every parameter whole, but shard is {config.shard}.")
+    if strategy is ShardingStrategy.NO_SHARD and config.reshard_after_forward not in (None, True, False):
+        raise UsageError("sharding_strategy NO_SHARD has nothing to reshard, but reshard_after_forward is a number.")
+    if strategy is ShardingStrategy.NO_SHARD and config.cp > 1:
+        raise UsageError(f"cp={config.cp} shards parameters over the context-parallel ranks, which NO_SHARD excludes.")
+    one_copy = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    if one_copy and config.replicate not in (1, "auto"):
+        hybrid = "HYBRID_SHARD" if strategy.reshards_after_forward else "HYBRID_SHARD_ZERO2"
+        raise UsageError(
+            f"sharding_strategy {strategy.value} keeps one copy, but replicate is {config.replicate}. "
+            f"Try sharding_strategy='{hybrid}'."
+        )
+    if config.transformer_layer_cls and config.auto_wrap_policy not in (
+        WrapPolicy.TRANSFORMER_BASED_WRAP,
+        WrapPolicy.AUTO,
+    ):
+        raise UsageError(
+            f"transformer_layer_cls is given, but auto_wrap_policy is {config.auto_wrap_policy.value}. "
+            "Try auto_wrap_policy='TRANSFORMER_BASED_WRAP'."
+        )
+    if config.use_orig_params is False and config.compile:
+        raise UsageError("use_orig_params=False excludes compile=True: compiled blocks need the original parameters.")
+    if config.offload == "params" and config.device not in ("auto", "cpu") and config.precision == "master":
+        raise UsageError(
+            "offload='params' runs the optimizer on the host, where precision='master' would keep two copies "
+            "of each parameter. Try precision='mixed', or offload='optimizer'."
+        )
+
+
+def _warn(config: FSDPConfig) -> None:
+    if config.use_orig_params is False:
+        warnings.warn("use_orig_params=False has no effect: FSDP2 always keeps the original parameters.", stacklevel=4)
+    if config.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+        warnings.warn(
+            f"backward_prefetch {config.backward_prefetch.value} has no equal in FSDP2: it runs as BACKWARD_PRE.",
+            stacklevel=4,
+        )
+
+
+def _enum(kind: type[_E], value: object, name: str) -> _E:
+    text = str(getattr(value, "name", value)).strip().upper().lstrip("_")  # torch has _HYBRID_SHARD_ZERO2
+    if text == "NONE" and kind is BackwardPrefetch:
+        text = "NO_PREFETCH"
+    if text not in kind.__members__:
+        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(kind.__members__)}.")
+    return kind[text]
+
+
+def _dtype(value: object, name: str, allowed: tuple[str, ...]) -> str | None:
+    if value is None:
+        return None
+    found = _DTYPES.get(str(value).lower().removeprefix("torch."))
+    if found not in allowed:
+        raise UsageError(f"{name} is {value!r}; it must be None or one of {', '.join(allowed)}.")
+    return found
+
+
+def _names(value: object, name: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise UsageError(f"{name} is {value!r}; it must be a string or a list of strings.")

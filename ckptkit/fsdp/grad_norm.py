@@ -1,0 +1,213 @@
+"""One norm of all gradients, whatever they are: plain, sharded, replicated, on several meshes, or missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.grad_scaler import DynamicGradScaler
+
+__all__ = [
+    "grad_norm",
+    "clip_grad_norm",
+    "scale_gradients",
+    "is_finite_everywhere",
+    "inspect_gradients",
+    "GradientReport",
+]
+
+_Key = tuple[DeviceMesh, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReport:
+    """What the gradients of one step are: their norm, unscaled; finite on all ranks; the factor before stepping."""
+
+    norm: torch.Tensor
+    finite: bool
+    factor: float
+
+
+@torch.no_grad()
+def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    """Return the p-norm (1 <= p <= inf) of all gradients as one fp32 scalar, the same as in a single process.
+
+    A shard counts once however often it is replicated; a plain gradient counts once too, being the same on all
+    ranks. Parameters without a gradient count nothing. All ranks must call it with the same parameters, in the
+    same order; one small all-reduce runs for each way of sharding.
+    """
+    p = _checked(p)
+    plain: list[torch.Tensor] = []
+    sharded: dict[_Key, list[torch.Tensor]] = {}
+    device: torch.device | None = None
+    for parameter in _listed(parameters):
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor):
+            # The key comes from the parameter: a rank that has no gradient still joins the all-reduce.
+            key, local = _place(parameter, gradient)
+            bucket = sharded.setdefault(key, [])
+            if local is not None:
+                bucket.append(local)
+            device = device or parameter.to_local().device
+        elif isinstance(gradient, DTensor):
+            key, local = _place(gradient, gradient)
+            sharded.setdefault(key, []).append(local)  # type: ignore[arg-type]
+        else:
+            if gradient is not None:
+                plain.append(gradient)
+            device = device or parameter.device
+    device = device or torch.device("cpu")
+    parts = [_power(plain, p, device)]
+    for (mesh, dims), locals_ in sharded.items():
+        parts.append(_reduced(_power(locals_, p, device), mesh, dims, p))
+    total = torch.stack(parts)
+    if p == math.inf:
+        return total.max().float()
+    return total.sum().pow(1.0 / p).float()
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float | None, p: float = 2.0
+) -> torch.Tensor:
+    """Scale all gradients so that their joint p-norm is at most `max_norm`; return the norm before.
+
+    `max_norm` 0 or None clips nothing and still returns the norm. All ranks must call it.
+    """
+    if max_norm is not None and not max_norm >= 0:
+        raise UsageError(f"max_norm is {max_norm}; it must be 0 (no clipping) or more.")
+    parameters = _listed(parameters)
+    norm = grad_norm(parameters, p)
+    if max_norm:
+        # No branch on the value: that would wait for the device. torch adds the same 1e-6.
+        scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply all gradients by `factor`, in place, a few kernels for all of them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            groups.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), gradients in groups.items():
+        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+
+
+def is_finite_everywhere(norm: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether `norm` is finite on every rank, agreed by all of them. All ranks must call it.
+
+    Where every gradient is a shard of one mesh that spans all ranks, the norm is the agreement already.
+    """
+    finite = torch.isfinite(norm)
+    if dist.is_initialized() and dist.get_world_size() > 1 and not _norm_is_global(parameters):
+        flag = finite.to(torch.int32)
+        mesh_device = _collective_device(flag.device)
+        flag = flag.to(mesh_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
+    return bool(finite.item())
+
+
+def inspect_gradients(
+    parameters: Sequence[torch.Tensor],
+    *,
+    scaler: DynamicGradScaler | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+) -> GradientReport:
+    """Return the joint norm of unscaled gradients, whether all ranks may step, and what to multiply gradients by.
+
+    The scaler is told of the outcome. Gradients are left as they are. All ranks must call it.
+    """
+    scale = scaler.scale if scaler is not None else 1.0
+    norm = grad_norm(parameters, norm_type)
+    if scale != 1.0:
+        norm = norm / scale
+    finite = is_finite_everywhere(norm, parameters)
+    if scaler is not None:
+        scaler.update(not finite)
+    factor = 1.0 / scale
+    if max_norm and finite:
+        factor *= min(1.0, max_norm / (norm.item() + 1e-6))
+    return GradientReport(norm, finite, factor)
+
+
+def _norm_is_global(parameters: Iterable[torch.Tensor]) -> bool:
+    meshes = set()
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor) or any(placement.is_replicate() for placement in parameter.placements):
+            return False
+        meshes.add(parameter.device_mesh)
+    return len(meshes) == 1 and meshes.pop().size() == dist.get_world_size()
+
+
+def _collective_device(device: torch.device) -> torch.device:
+    if device.type != "cpu" or "cpu:" in str(dist.get_backend_config()):
+        return device
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator if accelerator is not None else device
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    return parameters if isinstance(parameters, (list, tuple)) else list(parameters)
+
+
+def _checked(p: float) -> float:
+    p = float(p)
+    if not p >= 1:
+        raise UsageError(f"p is {p}; a norm needs 1 <= p <= inf.")
+    return p
+
+
+def _place(parameter: DTensor, gradient: Any) -> tuple[_Key, torch.Tensor | None]:
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if isinstance(gradient, DTensor):
+        if any(placement.is_partial() for placement in gradient.placements):
+            whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+            gradient = gradient.redistribute(placements=whole)
+        mesh, placements = gradient.device_mesh, gradient.placements
+        gradient = gradient.to_local()
+    dims = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
+    return (mesh, dims), gradient
+
+
+def _power(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """Return the sum of the p-th powers (for inf: the largest magnitude) over `tensors`, in fp64."""
+    full = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no maximum
+    total = torch.zeros((), dtype=_wide(device), device=device)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in full:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (_, dtype), group in groups.items():
+        # fp32 for the norm of each: a bf16 norm has three digits
+        wide = dtype if dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(group, p, dtype=wide)).to(device, _wide(device))
+        total = torch.maximum(total, norms.max()) if p == math.inf else total + norms.pow(p).sum()
+    return total
+
+
+def _reduced(value: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], p: float) -> torch.Tensor:
+    operation = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
+    moved = value.to(mesh.device_type) if value.device.type != mesh.device_type else value
+    for dim in dims:
+        if mesh.size(dim) > 1:
+            dist.all_reduce(moved, op=operation, group=mesh.get_group(dim))
+    return moved.to(value.device)
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no fp64

@@ -1,0 +1,117 @@
+"""The loss scale of fp16 training: how it grows while gradients are finite, and backs off when they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckptkit.errors import CheckpointMismatchError, UsageError
+
+__all__ = ["DynamicGradScaler"]
+
+_KEYS = ("_scale", "_growth_step", "_hysteresis_step")
+
+
+class DynamicGradScaler:
+    """A loss scale with hysteresis.
+
+    | step     | what happens                                                                                     |
+    |----------|--------------------------------------------------------------------------------------------------|
+    | overflow | growth count = 0, hysteresis count + 1; once it reaches `hysteresis`: scale * backoff_factor     |
+    | finite   | growth count + 1; when it reaches `growth_interval`: both counts = 0, scale * growth_factor      |
+
+    The scale stays within [min_scale, max_scale]. A backoff leaves the hysteresis count where it is, so once reached,
+    every further overflow backs off until the next growth.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        min_scale: float | None = 1.0,
+        max_scale: float | None = 2.0**24,
+        hysteresis: int = 2,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Raises UsageError where the factors could not work: fp16 needs growth > 1 and 0 < backoff < 1."""
+        if dtype == torch.float16 and not (growth_factor > 1 and 0 < backoff_factor < 1):
+            raise UsageError(
+                f"fp16 needs growth_factor > 1 and 0 < backoff_factor < 1, found {growth_factor} and {backoff_factor}."
+            )
+        if not (growth_factor >= 1 and 0 < backoff_factor <= 1):
+            raise UsageError(
+                f"growth_factor must be >= 1 and backoff_factor in (0, 1], found {growth_factor} and {backoff_factor}."
+            )
+        if growth_interval < 1 or hysteresis < 1:
+            raise UsageError(
+                f"growth_interval and hysteresis count steps, 1 or more; found {growth_interval} and {hysteresis}."
+            )
+        low, high = min_scale or 0.0, float("inf") if max_scale is None else max_scale
+        if not (initial_scale > 0 and low <= initial_scale <= high):
+            raise UsageError(f"initial_scale {initial_scale} must be > 0 and within [{low}, {high}].")
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.min_scale, self.max_scale = min_scale, max_scale
+        self.dtype = dtype
+        self._scale = float(initial_scale)
+        self._growth_step = 0
+        self._hysteresis_step = 0
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by."""
+        return self._scale
+
+    @property
+    def inv_scale(self) -> float:
+        """What gradients are multiplied by to undo the scale."""
+        return 1.0 / self._scale
+
+    def update(self, overflow: bool) -> None:
+        """Count one step, which overflowed or not. All ranks must give the same answer."""
+        if overflow:
+            self._growth_step = 0
+            self._hysteresis_step += 1
+            if self._hysteresis_step >= self.hysteresis:
+                self._scale = max(self._scale * self.backoff_factor, self.min_scale or 0.0)
+            return
+        self._growth_step += 1
+        if self._growth_step >= self.growth_interval:
+            self._growth_step = self._hysteresis_step = 0
+            grown = self._scale * self.growth_factor
+            self._scale = grown if self.max_scale is None else min(grown, self.max_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and both counts, as plain numbers."""
+        return {
+            "_scale": self._scale,
+            "_growth_step": self._growth_step,
+            "_hysteresis_step": self._hysteresis_step,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state of `state_dict()`, of LightRFT (same keys, tensors), or of a constant scaler ("scale").
+
+        Raises:
+            CheckpointMismatchError: Keys are missing or the scale is no positive number; nothing was taken.
+        """
+        if "scale" in state_dict and "_scale" not in state_dict:
+            state_dict = {"_scale": state_dict["scale"], "_growth_step": 0, "_hysteresis_step": 0}
+        missing = [key for key in _KEYS if key not in state_dict]
+        if missing:
+            raise CheckpointMismatchError(
+                f"The gradient scaler's state lacks {', '.join(missing)}; it has {', '.join(map(str, state_dict))}. "
+                "Was it saved by another scaler?"
+            )
+        scale = float(state_dict["_scale"])
+        if not 0 < scale < float("inf"):
+            raise CheckpointMismatchError(
+                f"The gradient scaler's state has scale {scale}, which is no positive number."
+            )
+        self._scale = scale
+        self._growth_step = int(state_dict["_growth_step"])
+        self._hysteresis_step = int(state_dict["_hysteresis_step"])

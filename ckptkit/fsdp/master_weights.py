@@ -1,0 +1,310 @@
+"""MasterWeightOptimizer: any torch optimizer, run on fp32 masters of low-precision parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ckptkit.errors import CheckpointMismatchError, UsageError
+from ckptkit.fsdp.grad_norm import clip_grad_norm, inspect_gradients, scale_gradients
+from ckptkit.fsdp.grad_scaler import DynamicGradScaler
+
+__all__ = ["MasterWeightOptimizer"]
+
+MASTER = "master"
+
+
+class MasterWeightOptimizer(Optimizer):
+    """Steps fp32 copies of the parameters with `base` and rounds them into the parameters.
+
+    `state[p]` holds what `base` keeps, in fp32, and under "master" the fp32 copy of `p`, placed like `p`. After each
+    step `master.to(p.dtype)` equals `p`, bit for bit. A parameter that is fp32 or wider is stepped itself and has no
+    master. `param_groups` hold the model's parameters: schedulers set their values there, as with any optimizer.
+
+    Args:
+        base: An optimizer over the model's parameters. It is taken over: use only this one from then on.
+        grad_scaler: Scales the loss in `backward`, and is told of every step; None scales nothing.
+        max_norm: Clips the joint gradient norm in `step`; 0 or None does not clip.
+        norm_type: The p of that norm.
+
+    Raises:
+        UsageError: `base` evaluates its closure several times (LBFGS) or is a MasterWeightOptimizer itself.
+    """
+
+    master_state_name = MASTER
+
+    def __init__(
+        self,
+        base: Optimizer,
+        *,
+        grad_scaler: DynamicGradScaler | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+    ) -> None:
+        if isinstance(base, (MasterWeightOptimizer, torch.optim.LBFGS)):
+            raise UsageError(
+                f"MasterWeightOptimizer can't run over {type(base).__name__}. Pass AdamW, SGD or the like."
+            )
+        self.base = base
+        self.grad_scaler = grad_scaler
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.last_grad_norm: torch.Tensor | None = None
+        had = base.state
+        super().__init__([{**group, "params": list(group["params"])} for group in base.param_groups], base.defaults)
+        for parameter, state in had.items():  # it has stepped before: its moments go on, in fp32
+            self.state[parameter].update({key: _widened(key, value) for key, value in state.items()})
+        base.state = defaultdict(dict)
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss by."""
+        return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Run backward from the loss times the loss scale, in fp32."""
+        (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
+
+    def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
+        """Clip the (unscaled) gradients of all groups to one joint norm and return the norm before."""
+        return clip_grad_norm(list(self._parameters()), max_norm, p)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
+        """Unscale, clip, step the masters and round them into the parameters; return True.
+
+        Returns False, with parameters, masters and moments untouched, where a gradient of any rank is not finite;
+        the gradients are cleared and the scale may back off. All ranks must call it.
+        """
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        report = inspect_gradients(
+            parameters, scaler=self.grad_scaler, max_norm=self.max_norm, norm_type=self.norm_type
+        )
+        self.last_grad_norm = report.norm
+        if not report.finite:
+            self.zero_grad()
+            return False
+        factor = report.factor
+        if factor != 1.0 and not self._widens_everything(parameters):
+            scale_gradients(parameters, factor)
+            factor = 1.0
+        self.step_masters(factor)
+        return True
+
+    @torch.no_grad()
+    def step_masters(self, factor: float = 1.0) -> None:
+        """Step without looking at the gradients: `factor` times them, masters, rounding. No collective runs here."""
+        with _Lent(self, factor) as lent:
+            self.base.step()
+        _foreach_copy(lent.parameters, lent.masters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model's parameters."""
+        super().zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with a master for each low-precision parameter in it."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for parameter in group["params"]:
+            if _needs_master(parameter):
+                self.state[parameter][MASTER] = parameter.detach().to(torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's layout; masters are state like the moments. The scaler has a `state_dict` of its own."""
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state without casting it down, then round the masters into the parameters.
+
+        Raises:
+            CheckpointMismatchError: Groups, counts, shapes or masters don't fit; nothing was taken.
+        """
+        pairs = self._paired(state_dict)
+        masters = {parameter: state.get(MASTER) for parameter, state in self.state.items()}
+        super().load_state_dict(state_dict)
+        # torch has cast every floating state to the parameter's dtype; take the saved values instead.
+        for parameter, saved in pairs:
+            state = self.state[parameter]
+            for key, value in saved.items():
+                if key == MASTER:
+                    continue
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
+                    state[key] = _moved(value, parameter)
+            master = masters.get(parameter)
+            if master is not None:
+                state[MASTER] = master.copy_(_moved(saved[MASTER], parameter)) if MASTER in saved else master
+        kept = {parameter for parameter, _ in pairs}
+        for parameter, master in masters.items():  # a parameter that the state says nothing about keeps its master
+            if master is not None and parameter not in kept:
+                self.state[parameter][MASTER] = master
+        held = [(parameter, self.state[parameter][MASTER]) for parameter in masters if masters[parameter] is not None]
+        _foreach_copy([parameter for parameter, _ in held], [master for _, master in held])
+
+    @torch.no_grad()
+    def masters_from_parameters(self) -> None:
+        """Make every master equal to its parameter: for weights that were loaded without an optimizer state."""
+        for parameter in self._parameters():
+            if MASTER in self.state[parameter]:
+                self.state[parameter][MASTER].copy_(parameter)
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _widens_everything(self, parameters: list[torch.Tensor]) -> bool:
+        return all(MASTER in self.state[parameter] for parameter in parameters if parameter.grad is not None)
+
+    def _paired(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """Return each parameter beside its saved state, after checking that everything fits."""
+        groups = state_dict.get("param_groups")
+        if groups is None or "state" not in state_dict:
+            raise CheckpointMismatchError(
+                f"An optimizer state has 'state' and 'param_groups'; this one has {', '.join(map(repr, state_dict))}."
+            )
+        if len(groups) != len(self.param_groups):
+            raise CheckpointMismatchError(
+                f"The optimizer state has {len(groups)} parameter groups, the optimizer has {len(self.param_groups)}."
+            )
+        pairs: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        problems: list[str] = []
+        for index, (saved, group) in enumerate(zip(groups, self.param_groups, strict=True)):
+            if len(saved["params"]) != len(group["params"]):
+                raise CheckpointMismatchError(
+                    f"Group {index} of the optimizer state has {len(saved['params'])} parameters, "
+                    f"the optimizer's has {len(group['params'])}."
+                )
+            names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
+            for name, key, parameter in zip(names, saved["params"], group["params"], strict=True):
+                found = state_dict["state"].get(key)
+                if found is None:
+                    continue
+                problems += _problems(name, parameter, found)
+                pairs.append((parameter, found))
+        if problems:
+            raise CheckpointMismatchError("The optimizer state does not fit; nothing was loaded. " + " ".join(problems))
+        return pairs
+
+
+class _Lent:
+    """While open, `base` holds the masters and their state; closed, everything is back in the wrapper."""
+
+    def __init__(self, optimizer: MasterWeightOptimizer, factor: float) -> None:
+        self.optimizer, self.factor = optimizer, factor
+        self.parameters: list[torch.Tensor] = []
+        self.masters: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
+
+    def __enter__(self) -> _Lent:
+        base = self.optimizer.base
+        base.state = defaultdict(dict)
+        base.param_groups.clear()
+        try:
+            for group in self.optimizer.param_groups:
+                stepped = [self._lend(parameter) for parameter in group["params"]]
+                base.param_groups.append({**group, "params": stepped})
+            self._widen_gradients()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None
+            self.optimizer.state[parameter][MASTER] = master
+        for group, lent in zip(self.optimizer.param_groups, self.optimizer.base.param_groups, strict=False):
+            # what the base writes into its group (a step count, say) belongs to ours
+            group.update({key: value for key, value in lent.items() if key != "params"})
+
+    def _lend(self, parameter: torch.Tensor) -> torch.Tensor:
+        state = self.optimizer.state[parameter]
+        # The master goes out of the dict while the base has it: an empty state is what makes a base initialise.
+        master = state.pop(MASTER, None)
+        stepped: torch.Tensor = parameter if master is None else master
+        self.optimizer.base.state[stepped] = state
+        if master is not None:
+            self.parameters.append(parameter)
+            self.masters.append(master)
+        return stepped
+
+    def _widen_gradients(self) -> None:
+        """Give each master its gradient in fp32: one buffer, one kernel for all."""
+        have = [
+            (parameter, master)
+            for parameter, master in zip(self.parameters, self.masters, strict=True)
+            if parameter.grad is not None
+        ]
+        if not have:
+            return
+        narrow = [_local(parameter.grad) for parameter, _ in have]
+        flat = torch.empty(sum(local.numel() for local in narrow), dtype=torch.float32, device=narrow[0].device)
+        wide = [
+            part.view(local.shape) for part, local in zip(flat.split([n.numel() for n in narrow]), narrow, strict=True)
+        ]
+        torch._foreach_copy_(wide, narrow)
+        if self.factor != 1.0:
+            flat.mul_(self.factor)
+        for (parameter, master), local in zip(have, wide, strict=True):
+            master.grad = _like(local, parameter.grad)
+
+
+def _needs_master(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() and parameter.dtype.itemsize < 4
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _like(local: torch.Tensor, tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_([_local(target) for target in targets], [_local(source) for source in sources])
+
+
+def _widened(key: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
+        return value.to(torch.float32)
+    return value
+
+
+def _moved(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return `value` where `parameter` is, in its own dtype."""
+    if isinstance(parameter, DTensor) and isinstance(value, DTensor):
+        if value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
+            return value.redistribute(placements=parameter.placements)
+        return value
+    return value.to(_local(parameter).device)
+
+
+def _problems(name: str, parameter: torch.Tensor, saved: dict[str, Any]) -> list[str]:
+    found = []
+    for key, value in saved.items():
+        if key == MASTER and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+            found.append(f"The master of {name!r} has shape {list(value.shape)}, expected {list(parameter.shape)}.")
+        if isinstance(parameter, DTensor) and isinstance(value, DTensor) and value.device_mesh != parameter.device_mesh:
+            found.append(
+                f"{key!r} of {name!r} lies on a mesh of {value.device_mesh.size()} ranks, the parameter on one of "
+                f"{parameter.device_mesh.size()}. Load it with CheckpointManager, which reshards."
+            )
+    if _needs_master(parameter) and MASTER not in saved:
+        found.append(f"The state of {name!r} has no master; was it saved by a plain optimizer?")
+    return found

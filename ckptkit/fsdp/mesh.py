@@ -1,0 +1,205 @@
+"""Which ranks replicate, shard and split what: sizes first (pure), then the device mesh made from them."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy, Size
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "ParallelPlan",
+    "TrainingMesh",
+    "auto_shard_size",
+    "make_mesh",
+    "plan_for",
+    "device_type_of",
+    "ensure_process_group",
+]
+
+_BILLION = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelPlan:
+    """How many ranks replicate, shard, split sequences (cp) and split matrices (tp), outermost first."""
+
+    replicate: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def resolve(
+        cls, world_size: int, *, replicate: Size = 1, shard: Size = "auto", tp: int = 1, cp: int = 1
+    ) -> ParallelPlan:
+        """Return the plan whose "auto" size is what the others leave of `world_size`.
+
+        Raises:
+            UsageError: The sizes don't multiply to `world_size`, or both are "auto".
+        """
+        sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
+        open_sizes = [name for name, size in sizes.items() if size == "auto"]
+        if len(open_sizes) > 1:
+            raise UsageError(
+                f"{' and '.join(open_sizes)} are both 'auto'; give at least one of them a number of ranks."
+            )
+        for name, size in sizes.items():
+            if size != "auto" and size < 1:
+                raise UsageError(f"{name} is {size}; it must be a number of ranks, 1 or more.")
+        known = math.prod(size for size in sizes.values() if size != "auto")
+        if open_sizes:
+            if world_size % known:
+                raise UsageError(_mismatch(sizes, world_size) + f" {world_size} is not a multiple of {known}.")
+            sizes[open_sizes[0]] = world_size // known
+        elif known != world_size:
+            raise UsageError(_mismatch(sizes, world_size) + f" Their product is {known}.")
+        return cls(**sizes)  # type: ignore[arg-type]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.replicate * self.shard * self.cp * self.tp
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The dimensions of the mesh by name: 1-D where nothing is replicated; cp is folded into shard."""
+        dims = {"shard": self.shard * self.cp}
+        if self.replicate > 1:
+            dims = {"replicate": self.replicate, **dims}
+        if self.tp > 1:
+            dims["tp"] = self.tp
+        return dims
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMesh:
+    """A plan and the meshes made from it: `data` for fully_shard, `tp` and `cp` where there are such ranks."""
+
+    plan: ParallelPlan
+    root: DeviceMesh
+    data: DeviceMesh
+    tp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
+
+
+def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | None = None) -> ParallelPlan:
+    """Return the plan that `config` means on `world_size` ranks.
+
+    HYBRID_* with both sizes "auto" shards inside a node and replicates across nodes, as FSDP1 does;
+    `local_world_size` (default: LOCAL_WORLD_SIZE, else all) is the ranks of a node.
+    """
+    replicate, shard = config.replicate, config.shard
+    if config.sharding_strategy is ShardingStrategy.NO_SHARD:
+        shard = 1
+    elif not config.sharding_strategy.is_hybrid:
+        replicate = 1
+    elif replicate == "auto" and shard == "auto":
+        local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+        inside = config.tp * config.cp
+        if local % inside:
+            raise UsageError(
+                f"{config.sharding_strategy.value} with 'auto' sizes shards inside a node; a node has {local} ranks "
+                f"and tp={config.tp} x cp={config.cp} = {inside} does not divide it. Give `shard` a number of ranks."
+            )
+        shard = local // inside
+    return ParallelPlan.resolve(world_size, replicate=replicate, shard=shard, tp=config.tp, cp=config.cp)
+
+
+def auto_shard_size(numel: int, is_training: bool) -> int:
+    """Return how many ranks should share a model of `numel` parameters; -1 means all of them.
+
+    Training shards over all. Inference keeps models under 10e9 parameters whole, and those under 80e9 inside
+    eight ranks, so that no gather crosses a node.
+    """
+    if is_training:
+        return -1
+    if numel < 10 * _BILLION:
+        return 1
+    return 8 if numel < 80 * _BILLION else -1
+
+
+def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
+    """Return the meshes for `plan` over the default process group. All ranks must call it.
+
+    Raises:
+        UsageError: The group has another number of ranks; nothing was communicated.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world_size = dist.get_world_size()
+    if plan.world_size != world_size:
+        sizes: dict[str, Size] = {"replicate": plan.replicate, "shard": plan.shard, "cp": plan.cp, "tp": plan.tp}
+        raise UsageError(_mismatch(sizes, world_size) + f" Their product is {plan.world_size}.")
+    dims = plan.dims
+    root = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    if plan.tp == 1:
+        data = root
+    elif plan.replicate > 1:
+        data = root["replicate", "shard"]
+    else:
+        data = root["shard"]
+    cp = None
+    if plan.cp > 1:
+        # A mesh of its own, over the same order of ranks: fully_shard wants shard x cp as one dimension.
+        whole = (plan.replicate, plan.shard, plan.cp, plan.tp)
+        cp = init_device_mesh(device_type, whole, mesh_dim_names=("replicate", "shard", "cp", "tp"))["cp"]
+    return TrainingMesh(plan, root, data, root["tp"] if plan.tp > 1 else None, cp)
+
+
+def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") -> str:
+    """Return the type of device that `model` will train on.
+
+    An accelerator that it is on already; else (CPU, meta) the machine's accelerator, if the process group has
+    a backend for it; else "cpu". `preferred` other than "auto" wins.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if preferred != "auto":
+        return torch.device(preferred).type
+    for tensor in model.parameters() if model is not None else ():
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device.type
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return "cpu"
+    if dist.is_initialized() and f"{accelerator.type}:" not in f"{dist.get_backend_config()}":
+        return "cpu"
+    return accelerator.type
+
+
+def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None = None) -> bool:
+    """Make the default process group if there is none; return True if it was made here.
+
+    With torchrun's variables it spans the job; without them it has this process as its only rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return False
+    backend = "gloo"
+    if device_type != "cpu":
+        # gloo serves the CPU beside it: checkpoints and objects must not go through the accelerator
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return True
+
+
+def _mismatch(sizes: dict[str, Size], world_size: int) -> str:
+    text = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    return f"{text} does not fit a world size of {world_size}."

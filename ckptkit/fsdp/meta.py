@@ -1,0 +1,84 @@
+"""Models whose parameters have no memory yet: how they get it, and which of them have no values still."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ckptkit.errors import SaveError
+
+__all__ = ["parameters_on_meta", "materialize", "uninitialized", "mark_initialized", "require_initialized"]
+
+_uninitialized: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put parameters of modules built inside this on the meta device as they are registered.
+
+    Buffers stay real: a non-persistent one is in no checkpoint, so what its module computed is its only source.
+    Memory for at most one parameter is asked for at a time, and never written.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            moved = type(param)(param.to("meta"), requires_grad=param.requires_grad)
+            moved.__dict__.update(param.__dict__)
+            param = moved
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Give meta tensors of `model` memory on `device`, without values, and note which they are. Others keep theirs."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    empty = frozenset(name for name, tensor in named if tensor.is_meta)
+    if not empty:
+        return
+    real = {name: tensor.detach().clone() for name, tensor in named if not tensor.is_meta}
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in real:
+                tensor.copy_(real[name])
+    _uninitialized[model] = uninitialized(model) | empty
+
+
+def uninitialized(model: nn.Module) -> frozenset[str]:
+    """Return the names of parameters and buffers of `model` that hold no values yet."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return _uninitialized.get(model, frozenset()) | {name for name, tensor in named if tensor.is_meta}
+
+
+def mark_initialized(model: nn.Module, *names: str) -> None:
+    """Note that `names` (default: everything) of `model` hold values now."""
+    left = _uninitialized.get(model, frozenset()) - set(names) if names else frozenset()
+    if left:
+        _uninitialized[model] = left
+    else:
+        _uninitialized.pop(model, None)
+
+
+def require_initialized(model: nn.Module) -> None:
+    """Refuse to go on while parts of `model` hold no values.
+
+    Raises:
+        SaveError: Names some of them, and what gives them values.
+    """
+    left = sorted(uninitialized(model))
+    if left:
+        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        raise SaveError(
+            f"{shown}: built on the meta device and never given values, so there is nothing to save. "
+            "Load a checkpoint, call load_hf, or call reset_parameters first."
+        )

@@ -1,0 +1,83 @@
+"""Moving optimizer state and models to the host and back, finished when the call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+__all__ = ["offload_optimizer", "load_optimizer", "offload_model", "reload_model"]
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the one-letter name of a type variable
+T = TypeVar("T")
+
+
+def offload_optimizer(optimizer: O) -> O:
+    """Move every tensor of the optimizer's state to the host and return the optimizer.
+
+    Masters of a MasterWeightOptimizer move too. Saving works while it is there; stepping needs `load_optimizer`.
+    """
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                # non_blocking from a device lands in pinned memory; the wait below covers all copies at once
+                state[name] = value.to("cpu", non_blocking=True)
+    _finish()
+    return optimizer
+
+
+def load_optimizer(optimizer: O) -> O:
+    """Move the optimizer's state back beside its parameters and return the optimizer."""
+    on_device = _step_on_device(optimizer)
+    for parameter, state in optimizer.state.items():
+        device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+        for name, value in state.items():
+            stays = name == "step" and id(parameter) not in on_device
+            if isinstance(value, torch.Tensor) and not stays:
+                state[name] = value.to(device, non_blocking=True)
+    _finish()
+    return optimizer
+
+
+def offload_model(models: T, *, empty_cache: bool = True) -> T:
+    """Move a module, or each of several, to the host and return what was given. What is no module is ignored."""
+    for module in _modules(models):
+        module.to("cpu")
+    _finish()
+    if empty_cache and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        if device is not None:
+            getattr(torch, device.type).empty_cache()
+    return models
+
+
+def reload_model(models: T, *, device: torch.device | str | None = None) -> T:
+    """Move a module, or each of several, back to `device` (default: the accelerator, if any) and return them."""
+    if device is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = found if found is not None else "cpu"
+    for module in _modules(models):
+        module.to(device, non_blocking=True)
+    _finish()
+    return models
+
+
+def _modules(models: object) -> Iterable[nn.Module]:
+    # A ModuleList is one module, a list is several.
+    several = models if isinstance(models, (list, tuple)) else [models]
+    return [module for module in several if isinstance(module, nn.Module)]
+
+
+def _step_on_device(optimizer: Optimizer) -> set[int]:
+    """Return the ids of parameters whose step count a device kernel reads; torch keeps the others on the host."""
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _finish() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

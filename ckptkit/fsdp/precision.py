@@ -1,0 +1,95 @@
+"""In which dtype parameters are stored, computed with and reduced, and what of it can't work together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from ckptkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptkit.fsdp.config import FSDPConfig
+
+__all__ = ["mixed_precision_policy", "offload_policy", "set_storage_dtype", "storage_dtype", "check_unit_dtypes"]
+
+_TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def mixed_precision_policy(
+    config: FSDPConfig, *, is_root: bool = False, is_training: bool = True
+) -> MixedPrecisionPolicy:
+    """Return fully_shard's policy for a unit. Inference computes in the stored dtype."""
+    # output_dtype on the root alone: a block that returned fp32 would feed it to the next block's bf16 weights.
+    output = _TORCH[config.output_dtype] if is_root and config.output_dtype else None
+    if not is_training:
+        return MixedPrecisionPolicy(output_dtype=output)
+    reduce = _TORCH[config.reduce_dtype] if config.reduce_dtype else None
+    compute = _TORCH[config.mixed_precision] if config.mixed_precision and config.precision == "mixed" else None
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, output_dtype=output)
+
+
+def offload_policy(config: FSDPConfig, device_type: str) -> OffloadPolicy:
+    """Return fully_shard's offload policy; memory is pinned only where a device copies from it."""
+    if config.offload != "params":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device_type != "cpu")
+
+
+def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
+    """Return the dtype that trainable parameters are kept in, None for the one they have."""
+    if config.mixed_precision is None:
+        return None
+    return _TORCH[config.mixed_precision] if config.precision == "master" else torch.float32
+
+
+def set_storage_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast trainable floating parameters of `model` to `dtype`, in place.
+
+    Frozen parameters keep theirs: nothing is added to them, so a wider copy would hold no more than they do.
+    So do buffers: rotary frequencies and running statistics don't survive bf16.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def check_unit_dtypes(name: str, parameters: Iterable[tuple[str, nn.Parameter]], policy: MixedPrecisionPolicy) -> None:
+    """Refuse a unit that FSDP2 could not gather or reduce as one buffer.
+
+    Raises:
+        UsageError: Names the unit, the dtypes and one parameter of each.
+    """
+    unit = f"The unit {name!r}" if name else "The root unit"
+    first: dict[torch.dtype, str] = {}
+    trainable: dict[torch.dtype, str] = {}
+    for fqn, parameter in parameters:
+        if not parameter.is_floating_point():
+            raise UsageError(
+                f"Parameter {fqn!r} has dtype {_short(parameter.dtype)}, which can't be gathered with floating "
+                "parameters nor trained. Register it as a buffer."
+            )
+        first.setdefault(parameter.dtype, fqn)
+        if parameter.requires_grad:
+            trainable.setdefault(parameter.dtype, fqn)
+    if len(trainable) > 1:
+        raise UsageError(
+            f"{unit} has trainable parameters of {_listed(trainable)}; FSDP2 reduces the gradients of a unit in one "
+            "dtype. Cast them to one dtype, or set mixed_precision so that all are kept in fp32."
+        )
+    if len(first) > 1 and policy.param_dtype is None:
+        raise UsageError(
+            f"{unit} has parameters of {_listed(first)}; without a compute dtype FSDP2 can't gather them together. "
+            "Cast them to one dtype, or set mixed_precision='bf16'."
+        )
+
+
+def _listed(found: dict[torch.dtype, str]) -> str:
+    return " and ".join(f"{_short(dtype)} (such as {fqn!r})" for dtype, fqn in found.items())
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,377 @@
+"""FSDPStrategy: one object that prepares models and optimizers, steps them, and saves and loads them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp import meta, offload
+from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy
+from ckptkit.fsdp.grad_norm import inspect_gradients, scale_gradients
+from ckptkit.fsdp.grad_scaler import DynamicGradScaler
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit.fsdp.mesh import (
+    TrainingMesh,
+    auto_shard_size,
+    device_type_of,
+    ensure_process_group,
+    make_mesh,
+    plan_for,
+)
+from ckptkit.fsdp.param_groups import NO_DECAY, param_groups
+from ckptkit.fsdp.tensor_parallel import TPPlan
+from ckptkit.fsdp.units import Policy
+from ckptkit.fsdp.wrap import shard, unwrap_model
+
+__all__ = ["FSDPStrategy", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
+
+logger = logging.getLogger(__name__)
+ModelOptimPair = tuple[nn.Module, Optimizer]
+ModelOrModelOptimPair = nn.Module | ModelOptimPair
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+T = TypeVar("T")
+O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the one-letter name of a type variable
+
+
+def is_mp_optimizer(optimizer: object) -> bool:
+    """Return whether `optimizer` keeps fp32 masters of its parameters."""
+    return isinstance(optimizer, MasterWeightOptimizer)
+
+
+class FSDPStrategy:
+    """Sharded training of one or more models, in a handful of verbs. Works without arguments and on one process.
+
+    Args:
+        config: How models are sharded; default `FSDPConfig()`.
+        seed: For every random generator, in `setup_distributed`.
+        max_norm: Clips the joint gradient norm; 0 or None does not clip.
+        micro_train_batch_size: Samples of one backward on one rank.
+        train_batch_size: Samples of one optimizer step on all ranks; None: one backward a step.
+        sync_every_micro_batch: True reduces gradients in every backward: more traffic, but no rank holds
+            unsharded gradients while it accumulates.
+
+    Raises:
+        UsageError: The batch sizes don't divide (as soon as the number of ranks is known).
+    """
+
+    def __init__(
+        self,
+        config: FSDPConfig | None = None,
+        *,
+        seed: int = 42,
+        max_norm: float | None = 0.0,
+        micro_train_batch_size: int = 1,
+        train_batch_size: int | None = None,
+        sync_every_micro_batch: bool = False,
+    ) -> None:
+        self.config = config or FSDPConfig()
+        self.seed = seed
+        self.max_norm = max_norm
+        self.micro_train_batch_size = micro_train_batch_size
+        self.train_batch_size = train_batch_size
+        self.sync_every_micro_batch = sync_every_micro_batch
+        self.last_grad_norm: torch.Tensor | None = None
+        self.global_step = 0
+        self._accumulation: int | None = None
+        self._made_group = False
+        self._mesh: dict[Any, TrainingMesh] = {}
+        self._micro_steps: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._syncing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._scalers: WeakKeyDictionary[Optimizer, DynamicGradScaler] = WeakKeyDictionary()
+        self._parameters: WeakKeyDictionary[Optimizer, list[torch.Tensor]] = WeakKeyDictionary()
+
+    # ------------------------------------------------------------------ setup
+
+    def setup_distributed(self, timeout: datetime.timedelta | None = None) -> None:
+        """Join (or make) the process group, check the batch sizes and seed the generators."""
+        self._join(timeout)
+        set_seed(self.seed)
+
+    def _join(self, timeout: datetime.timedelta | None = None) -> None:
+        """Do the part of `setup_distributed` that other verbs rely on: they must not touch random generators."""
+        if self._accumulation is not None:
+            return
+        device_type = device_type_of(None, preferred=self.config.device)
+        self._made_group = ensure_process_group(device_type, timeout=timeout)
+        self._accumulation = accumulation_steps(
+            self.train_batch_size, micro=self.micro_train_batch_size, world_size=self._data_ranks()
+        )
+
+    @property
+    def accumulated_gradient(self) -> int:
+        """How many backward passes make one optimizer step."""
+        self._join()
+        return self._accumulation or 1
+
+    def close(self) -> None:
+        """Destroy the process group if this strategy made it."""
+        if self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._made_group = False
+        self._accumulation = None
+        self._mesh.clear()
+
+    def __enter__(self) -> FSDPStrategy:
+        self.setup_distributed()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ models
+
+    @contextlib.contextmanager
+    def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
+        """Build models inside this. With `meta_init` parameters take no memory until they are given values.
+
+        Give them values after `prepare_model`, by `load_ckpt`, `load_hf` or `reset_parameters`; saving before that
+        is refused.
+        """
+        with meta.parameters_on_meta() if meta_init else contextlib.nullcontext():
+            yield
+
+    def prepare_model(
+        self,
+        model: T,
+        is_training: bool = True,
+        shard_size: int | str | None = None,
+        reshard_after_forward: bool | int | None = None,
+        *,
+        policy: Policy | None = None,
+        tp_plan: TPPlan | None = None,
+    ) -> T:
+        """Shard `model` over the ranks and return it; what is no module, or is sharded already, is returned as it is.
+
+        Args:
+            model: A module. One that was built on the meta device gets memory, but no values yet.
+            is_training: False computes in the stored dtype.
+            shard_size: Ranks that share one copy; -1: all of them, "auto": by the model's size, None: as configured.
+            reshard_after_forward: Overrides the configuration.
+            policy: Which modules become units, where the configuration can't say it.
+            tp_plan: Tensor-parallel styles by module glob.
+        """
+        if not isinstance(model, nn.Module) or self._is_prepared(model):
+            return model
+        self._join()
+        config = self._config_for(model, is_training, shard_size, reshard_after_forward)
+        mesh = self._mesh_for(model, config)
+        shard(model, config, mesh=mesh, policy=policy, tp_plan=tp_plan, is_training=is_training)
+        if config.enable_fsdp:
+            meta.materialize(model, mesh.data.device_type if config.offload != "params" else "cpu")
+        return model
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the module inside of what DDP, torch.compile or activation checkpointing put around it."""
+        return unwrap_model(model)
+
+    # ------------------------------------------------------------------ optimizers
+
+    def create_optimizer(
+        self,
+        model: nn.Module,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        eps: float = 1e-8,
+        no_decay: tuple[str, ...] = NO_DECAY,
+        factory: OptimizerFactory | None = None,
+    ) -> Optimizer:
+        """Return an optimizer over the trainable parameters of `model`: fused AdamW, or what `factory(groups)` makes.
+
+        With precision "master" it is a MasterWeightOptimizer around that.
+        """
+        groups = param_groups(model, weight_decay=weight_decay, no_decay=no_decay)
+        if not groups:
+            raise UsageError(f"{type(model).__name__} has no trainable parameter to make an optimizer for.")
+        if factory is not None:
+            base = factory(groups)
+        else:
+            # A group never mixes plain tensors and DTensors, which is what the fused kernel can't take.
+            base = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        scaler = DynamicGradScaler(dtype=torch.float16) if self.config.needs_grad_scaler else None
+        optimizer = base
+        if self.config.precision == "master":
+            optimizer = MasterWeightOptimizer(base, grad_scaler=scaler, max_norm=self.max_norm)
+        if scaler is not None:
+            self._scalers[optimizer] = scaler
+        return optimizer
+
+    def is_mp_optimizer(self, optimizer: object) -> bool:
+        """Return whether `optimizer` keeps fp32 masters of its parameters."""
+        return is_mp_optimizer(optimizer)
+
+    def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:
+        """Return the loss scaler that goes with `optimizer`; None unless it trains in fp16."""
+        return self._scalers.get(optimizer)
+
+    def backward(self, loss: torch.Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+        """Run backward from `loss` over the accumulation count, times the loss scale.
+
+        Gradients are reduced over the ranks only in the last backward before a step.
+        """
+        steps = self.accumulated_gradient
+        if steps > 1:
+            root = _fsdp_root(model)
+            last = (self._micro_steps.get(root, 0) + 1) % steps == 0
+            self._set_sync(root, last or self.sync_every_micro_batch)
+        scaler = self.grad_scaler(optimizer)
+        factor = (scaler.scale if scaler is not None else 1.0) / steps
+        if factor != 1.0:
+            loss = loss.float() * factor
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: nn.Module, scheduler: Any = None, *, name: str = "model"
+    ) -> bool:
+        """Count one backward; at the last of a step unscale, clip, step, advance `scheduler` and clear the gradients.
+
+        Returns whether the weights changed. Where a gradient of any rank is not finite, nothing changes on any rank:
+        not the weights, not the moments, not the scheduler; a loss scale may back off. All ranks must call it.
+        """
+        steps = self.accumulated_gradient
+        if steps > 1:
+            root = _fsdp_root(model)
+            self._micro_steps[root] = (self._micro_steps.get(root, 0) + 1) % steps
+            if self._micro_steps[root]:
+                return False
+        stepped = self._step(optimizer)
+        optimizer.zero_grad()
+        if stepped:
+            self.global_step += 1
+            if scheduler is not None:
+                scheduler.step()
+        else:
+            logger.warning("%s: the gradient norm is %s; this step was skipped.", name, self.last_grad_norm)
+        return stepped
+
+    def maybe_offload_optimizer(self, optimizer: O) -> O:
+        """Move the optimizer's state to the host if the configuration says so; return the optimizer."""
+        return offload.offload_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
+
+    def maybe_load_optimizer(self, optimizer: O) -> O:
+        """Move the optimizer's state back if the configuration says so; return the optimizer."""
+        return offload.load_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
+
+    def offload_model(self, models: T, *, empty_cache: bool = True) -> T:
+        """Move a module, or each of a list, to the host; return what was given."""
+        return offload.offload_model(models, empty_cache=empty_cache)
+
+    def reload_model(self, models: T) -> T:
+        """Move a module, or each of a list, back to its device; return what was given."""
+        return offload.reload_model(models, device=device_type_of(None, preferred=self.config.device))
+
+    # ------------------------------------------------------------------ inside
+
+    def _step(self, optimizer: Optimizer) -> bool:
+        if isinstance(optimizer, MasterWeightOptimizer):
+            stepped = optimizer.step()
+            self.last_grad_norm = optimizer.last_grad_norm
+            return stepped
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+        ]
+        report = inspect_gradients(parameters, scaler=self.grad_scaler(optimizer), max_norm=self.max_norm)
+        self.last_grad_norm = report.norm
+        if not report.finite:
+            return False
+        if report.factor != 1.0:
+            scale_gradients(parameters, report.factor)
+        optimizer.step()
+        return True
+
+    def _set_sync(self, root: nn.Module, sync: bool) -> None:
+        if self._syncing.get(root, True) != sync and isinstance(root, FSDPModule):
+            root.set_requires_gradient_sync(sync)
+            root.set_is_last_backward(sync)
+            self._syncing[root] = sync
+
+    def _data_ranks(self) -> int:
+        return dist.get_world_size() // (self.config.tp * self.config.cp)
+
+    def _is_prepared(self, model: nn.Module) -> bool:
+        inner = getattr(model, "base_model", None)  # LightRFT's actors, and every transformers model
+        return isinstance(model, FSDPModule) or (isinstance(inner, FSDPModule) and inner is not model)
+
+    def _config_for(
+        self, model: nn.Module, is_training: bool, shard_size: int | str | None, reshard: bool | int | None
+    ) -> FSDPConfig:
+        changes: dict[str, Any] = {}
+        if reshard is not None:
+            changes["reshard_after_forward"] = reshard
+        if shard_size == "auto":
+            shard_size = auto_shard_size(sum(parameter.numel() for parameter in model.parameters()), is_training)
+        ranks = self._data_ranks()
+        if shard_size is not None and shard_size not in (-1, ranks):
+            if not isinstance(shard_size, int) or shard_size < 1 or ranks % shard_size:
+                raise UsageError(
+                    f"shard_size is {shard_size!r}; it must be -1, 'auto' or a divisor of the {ranks} "
+                    "data-parallel ranks."
+                )
+            kept = self.config.reshard if reshard is None else reshard
+            kind = ShardingStrategy.HYBRID_SHARD if kept else ShardingStrategy.HYBRID_SHARD_ZERO2
+            changes |= {"sharding_strategy": kind, "shard": shard_size, "replicate": "auto"}
+        elif shard_size == -1:
+            kind = ShardingStrategy.FULL_SHARD if self.config.reshard else ShardingStrategy.SHARD_GRAD_OP
+            changes |= {"sharding_strategy": kind, "shard": "auto", "replicate": 1}
+        return dataclasses.replace(self.config, **changes) if changes else self.config
+
+    def _mesh_for(self, model: nn.Module, config: FSDPConfig) -> TrainingMesh:
+        device_type = device_type_of(model, preferred=config.device)
+        plan = plan_for(config, dist.get_world_size())
+        key = (plan, device_type)
+        if key not in self._mesh:  # every mesh makes process groups: models of one shape share theirs
+            self._mesh[key] = make_mesh(plan, device_type)
+        return self._mesh[key]
+
+
+def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: int) -> int:
+    """Return how many backward passes on each rank make one step.
+
+    Raises:
+        UsageError: The sizes don't divide without a rest.
+    """
+    if micro < 1:
+        raise UsageError(f"micro_train_batch_size is {micro}; it must be 1 or more.")
+    if train_batch_size is None:
+        return 1
+    if train_batch_size < 1 or train_batch_size % (micro * world_size):
+        raise UsageError(
+            f"train_batch_size {train_batch_size} is not a multiple of micro_train_batch_size {micro} x {world_size} "
+            f"data-parallel ranks = {micro * world_size}."
+        )
+    return train_batch_size // (micro * world_size)
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators, on all devices."""
+    import random
+
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _fsdp_root(model: nn.Module) -> nn.Module:
+    """Return the outermost sharded module of `model` (an actor may hold it in an attribute), else `model`."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            return module
+    return model

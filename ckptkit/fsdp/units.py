@@ -1,0 +1,299 @@
+"""Which modules of a model become FSDP units. Pure: it reads the model's structure and returns names."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import FSDPConfig, WrapPolicy
+
+__all__ = [
+    "Units",
+    "Policy",
+    "DEFAULT_CLASSES",
+    "VISION_NAMES",
+    "plan_units",
+    "policy_of",
+    "by_class",
+    "by_name",
+    "by_size",
+    "by_rule",
+    "blocks",
+    "no_wrap",
+    "tied_parameters",
+]
+
+Policy = Callable[[nn.Module], list[str]]
+"""Returns the names of the modules to wrap, besides the root."""
+
+DEFAULT_CLASSES = [
+    "Qwen2VLDecoderLayer",
+    "Qwen2VLVisionBlock",
+    "Qwen2_5_VLVisionBlock",
+    "Qwen2_5_VLDecoderLayer",
+    "Qwen2DecoderLayer",
+    "LlamaDecoderLayer",
+    "DeepseekDecoderLayer",
+]
+"""Block classes that AUTO looks for beside those a model names itself. Add your own."""
+
+VISION_NAMES = ["visual", "vision_tower", "vision_model", "vision_encoder", "image_encoder", "vision_backbone"]
+"""Names of modules that a mixed-modal batch may leave out on some ranks."""
+
+# A container runs no forward, so its hooks never fire; attention reads its children's weights without calling them.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_LEAVES = (nn.MultiheadAttention,)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a model, innermost first. A unit of several names is gathered as one; the root is ""."""
+
+    groups: tuple[tuple[str, ...], ...]
+    ties: tuple[tuple[str, ...], ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(" + ".join(name or "(root)" for name in group) for group in self.groups)
+
+
+def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (), heads: bool = False) -> Units:
+    """Return the units that `policy` makes of `model`, with tied parameters in one unit each.
+
+    Units that share a parameter are joined; a unit that shares one with the root, or with a unit around it, is
+    left to that one. `exclude` (class names, FQN globs) wins over everything; `heads` adds the embeddings.
+
+    Raises:
+        UsageError: The policy names a module that isn't there or can't be wrapped.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen = dict.fromkeys(policy(model))
+    if heads:
+        chosen.update(dict.fromkeys(_head_names(model)))
+    chosen.pop("", None)
+    for name in chosen:
+        if name not in modules:
+            raise UsageError(f"The wrap policy names {name!r}, which is no module of {type(model).__name__}.")
+        if _is_container(modules[name]):
+            raise UsageError(
+                f"Module {name!r} is a {type(modules[name]).__name__}, which runs no forward of its own, so it "
+                "can't be a unit. Wrap its elements."
+            )
+    shut = _excluded(modules, exclude)
+    seen: set[int] = set()
+    names = []
+    for name in chosen:  # a module that is registered twice is one unit
+        if not _under(name, shut) and id(modules[name]) not in seen:
+            seen.add(id(modules[name]))
+            names.append(name)
+    groups, ties = _join_tied(modules, names)
+    groups.sort(key=lambda group: -max(name.count(".") for name in group))  # fully_shard goes bottom-up
+    return Units((*(tuple(group) for group in groups), ("",)), ties)
+
+
+def policy_of(config: FSDPConfig, model: nn.Module) -> Policy:
+    """Return the policy that `config` asks for on `model`."""
+    kind = config.auto_wrap_policy
+    if kind is WrapPolicy.NO_WRAP:
+        return no_wrap
+    if kind is WrapPolicy.SIZE_BASED_WRAP:
+        return by_size(config.min_num_params)
+    if kind is WrapPolicy.BLOCKS:
+        return blocks
+    if config.transformer_layer_cls:
+        return by_class(*config.transformer_layer_cls)
+    own = _own_classes(model)
+    present = {type(module).__name__ for module in model.modules()}
+    classes = [name for name in dict.fromkeys([*own, *DEFAULT_CLASSES]) if name in present]
+    if classes:
+        return by_class(*classes)
+    if kind is WrapPolicy.TRANSFORMER_BASED_WRAP:
+        raise UsageError(
+            f"TRANSFORMER_BASED_WRAP: {type(model).__name__} doesn't name its block classes. "
+            "Set transformer_layer_cls, or auto_wrap_policy='BLOCKS' to wrap the elements of its ModuleLists."
+        )
+    return blocks
+
+
+def no_wrap(model: nn.Module) -> list[str]:
+    """Return no names: the model is one unit."""
+    del model
+    return []
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """Return the elements of every ModuleList that is not inside another such element."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not _under(name, names):
+            names += [f"{name}.{child}" if name else child for child, block in module.named_children() if _fits(block)]
+    return names
+
+
+def by_class(*classes: type[nn.Module] | str) -> Policy:
+    """Return the policy that wraps every module of one of `classes`.
+
+    A class may be a type, a short name (looked up among the model's modules, then in transformers) or a dotted
+    name, which is imported.
+    """
+
+    def policy(model: nn.Module) -> list[str]:
+        wanted = tuple(kind if isinstance(kind, type) else _resolve(kind, model) for kind in classes)
+        return [name for name, module in model.named_modules() if name and isinstance(module, wanted)]
+
+    return policy
+
+
+def by_name(*globs: str) -> Policy:
+    """Return the policy that wraps modules whose FQN matches one of `globs`, as in "model.layers.*"."""
+
+    def policy(model: nn.Module) -> list[str]:
+        # As many dots as the glob has: "layers.*" means the layers, not all that is inside them.
+        return [
+            name
+            for name, module in model.named_modules()
+            if not _is_container(module)
+            and any(fnmatch.fnmatchcase(name, glob) and name.count(".") == glob.count(".") for glob in globs)
+        ]
+
+    return policy
+
+
+def by_rule(rule: Callable[[str, nn.Module], bool]) -> Policy:
+    """Return the policy that wraps every module that `rule(fqn, module)` accepts."""
+
+    def policy(model: nn.Module) -> list[str]:
+        return [name for name, module in model.named_modules() if name and rule(name, module)]
+
+    return policy
+
+
+def by_size(min_num_params: int) -> Policy:
+    """Return the policy that wraps, innermost first, what still holds `min_num_params` unwrapped parameters."""
+
+    def policy(model: nn.Module) -> list[str]:
+        names: list[str] = []
+
+        def visit(name: str, module: nn.Module) -> int:
+            """Return the parameters of `module` that units inside it have taken."""
+            total = sum(parameter.numel() for parameter in module.parameters())
+            if total < min_num_params:
+                return 0
+            taken = 0
+            if not isinstance(module, _LEAVES):
+                for child_name, child in module.named_children():
+                    taken += visit(f"{name}.{child_name}" if name else child_name, child)
+            if name and total - taken >= min_num_params and not _is_container(module):
+                names.append(name)
+                return total
+            return taken
+
+        visit("", model)
+        return names
+
+    return policy
+
+
+def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the FQNs of each parameter that has several, in the order of the model."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [tuple(group) for group in names.values() if len(group) > 1]
+
+
+def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[list[str]], tuple[tuple[str, ...], ...]]:
+    ties = tied_parameters(modules[""])
+    owner = {name: name for name in names}  # unit -> the unit it went into; "" is the root
+
+    def unit_of(fqn: str) -> str:
+        parts = fqn.split(".")[:-1]
+        while parts and ".".join(parts) not in owner:
+            parts.pop()
+        found = ".".join(parts)
+        while found and owner[found] != found:
+            found = owner[found]
+        return found
+
+    for group in ties:
+        units = sorted({unit_of(fqn) for fqn in group}, key=lambda name: name.count(".") if name else -1)
+        keep = units[0]
+        for other in units[1:]:
+            owner[other] = keep
+    members: dict[str, list[str]] = {}
+    for name in names:
+        kept = unit_of(name + ".")
+        if kept and not (name != kept and name.startswith(kept + ".")):  # inside what it joins: part of it already
+            members.setdefault(kept, []).append(name)
+    return list(members.values()), tuple(ties)
+
+
+def _excluded(modules: dict[str, nn.Module], exclude: Sequence[str]) -> list[str]:
+    shut = []
+    for pattern in exclude:
+        found = [
+            name
+            for name, module in modules.items()
+            if name and (fnmatch.fnmatchcase(name, pattern) or type(module).__name__ == pattern)
+        ]
+        shut += found
+    return shut
+
+
+def _head_names(model: nn.Module) -> list[str]:
+    heads = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        found = getattr(model, getter, lambda: None)()
+        if isinstance(found, nn.Module):
+            heads.append(found)
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(module is head for head in heads) or name.rpartition(".")[2] == "lm_head"
+    ]
+
+
+def _own_classes(model: nn.Module) -> list[str]:
+    own: list[str] = []
+    for module in model.modules():
+        # transformers: a list, a set or None; read, never changed
+        own += sorted(getattr(module, "_no_split_modules", None) or ())
+    return own
+
+
+def _resolve(name: str, model: nn.Module) -> type[nn.Module]:
+    for module in model.modules():
+        kind = type(module)
+        if isinstance(module, FSDPModule):
+            kind = kind.__mro__[2]
+        if name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
+            return kind
+    home, _, short = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(home or "transformers"), short, None)
+    except ImportError:
+        found = None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise UsageError(
+            f"{name!r} is no class of a module of {type(model).__name__}, "
+            f"and {home or 'transformers'!r} has none of that name. Its classes: "
+            + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        )
+    return found
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward
+
+
+def _fits(module: nn.Module) -> bool:
+    return not _is_container(module) and next(module.parameters(), None) is not None
+
+
+def _under(name: str, roots: Sequence[str]) -> bool:
+    return any(name == root or name.startswith(root + ".") for root in roots)

@@ -1,0 +1,276 @@
+"""shard(): a model in, the same model out as FSDP2 units, or an error that says why it can't be."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.blocks import checkpoint_blocks, compile_blocks, fill_unused_gradients
+from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp.mesh import ParallelPlan, TrainingMesh, device_type_of, ensure_process_group, make_mesh, plan_for
+from ckptkit.fsdp.param_groups import clean_fqn
+from ckptkit.fsdp.precision import (
+    check_unit_dtypes,
+    mixed_precision_policy,
+    offload_policy,
+    set_storage_dtype,
+    storage_dtype,
+)
+from ckptkit.fsdp.tensor_parallel import TPPlan, apply_tensor_parallel
+from ckptkit.fsdp.units import VISION_NAMES, Policy, Units, blocks, plan_units, policy_of
+
+__all__ = ["NotShardableError", "shard", "unwrap_model", "sync_module_states", "fsdp_units"]
+
+logger = logging.getLogger(__name__)
+M = TypeVar("M", bound=nn.Module)
+
+
+class NotShardableError(UsageError, TypeError):
+    """What was given is no module that FSDP2 can shard."""
+
+
+def shard(
+    model: M,
+    config: FSDPConfig | None = None,
+    *,
+    mesh: TrainingMesh | DeviceMesh | None = None,
+    policy: Policy | None = None,
+    tp_plan: TPPlan | None = None,
+    is_training: bool = True,
+) -> M:
+    """Shard `model` in place and return it. All ranks must call it; a model that is sharded already stays as it is.
+
+    In this order: rank 0's values go to all, parameters take their storage dtype, tensor parallelism, activation
+    checkpointing and compilation per block, then fully_shard from the innermost unit to the root.
+
+    Args:
+        config: How; default `FSDPConfig()`.
+        mesh: Over which ranks; default: made from `config` over all of them. A plain DeviceMesh is the data mesh.
+        policy: Which modules become units, where `config` can't say it (see `units`).
+        tp_plan: Tensor-parallel styles by module glob; default: the one that the model carries.
+        is_training: False computes in the stored dtype and reduces nothing.
+
+    Raises:
+        NotShardableError: `model` is no module, or is (or holds) an FSDP1 module.
+        UsageError: A parameter, a unit, a size or a plan can't work; the message names it.
+    """
+    config = config or FSDPConfig()
+    if not isinstance(model, nn.Module):
+        raise NotShardableError(f"shard() takes a torch.nn.Module, found {type(model).__name__}.")
+    if isinstance(model, FSDPModule):
+        logger.warning("%s is sharded already; shard() left it as it is.", _class_name(model))
+        return model
+    if not config.enable_fsdp:
+        return model
+    _check_model(model)
+    mesh = _mesh(model, mesh, config)
+    exclude = (*config.exclude, *(_vision_globs(model) if config.mixed_modal else ()))
+    units = plan_units(model, policy or policy_of(config, model), exclude=exclude, heads=config.wrap_lm_head)
+    device_type = mesh.data.device_type
+    if config.sync_module_states:
+        sync_module_states(model, device_type)
+    dtype = storage_dtype(config)
+    if dtype is not None and is_training:
+        set_storage_dtype(model, dtype)
+    _check_dtypes(model, units, config, is_training)
+    if mesh.tp is not None:
+        apply_tensor_parallel(model, mesh.tp, tp_plan)
+    targets = _block_modules(model, units)
+    if config.activation_checkpointing and is_training:
+        checkpoint_blocks(model, targets)
+    if config.compile:
+        compile_blocks(targets)
+    _fully_shard(model, units, mesh.data, config, is_training)
+    _after(model, units, config)
+    return model
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return what is inside DistributedDataParallel, torch.compile and activation-checkpoint wrappers."""
+    while True:
+        for name in ("module", "_orig_mod", "_checkpoint_wrapped_module"):
+            inner = getattr(model, name, None)
+            if isinstance(inner, nn.Module):
+                model = inner
+                break
+        else:
+            return model
+
+
+def fsdp_units(model: nn.Module) -> list[str]:
+    """Return the names of the FSDP2 units of `model`, the root as ""."""
+    return [clean_fqn(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0) -> None:
+    """Give every rank the parameters and buffers of rank `src`. All ranks must call it; meta tensors are skipped.
+
+    Raises:
+        UsageError: The ranks hold different models; nothing was sent.
+    """
+    if dist.get_world_size() == 1:
+        return
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if not isinstance(tensor, DTensor)
+    }
+    _check_same(tensors)
+    for tensor in tensors.values():
+        if tensor.is_meta or tensor.numel() == 0:
+            continue
+        # A CPU tensor goes through the accelerator: its group may have no backend for the CPU.
+        moved = tensor.to(device_type).contiguous()
+        dist.broadcast(moved, src)
+        if moved is not tensor:
+            tensor.copy_(moved)
+
+
+def _check_same(tensors: Mapping[str, torch.Tensor]) -> None:
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.is_meta) for name, tensor in tensors.items()]
+    everyone: list[list[tuple[str, tuple[int, ...], str, bool]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        for first, other in zip(everyone[0], theirs, strict=False):
+            if first != other:
+                what = f"rank 0 has {_described(*first)}, rank {rank} has {_described(*other)}"
+                break
+        else:
+            what = f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}"
+        raise UsageError(f"The ranks hold different models: {what}. Build the same model on every rank.")
+
+
+def _described(name: str, shape: tuple[int, ...], dtype: str, is_meta: bool) -> str:
+    return f"{name!r} {list(shape)} {dtype.removeprefix('torch.')}{' on the meta device' if is_meta else ''}"
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise NotShardableError(
+                f"{name or type(module).__name__!r} is an FSDP1 FullyShardedDataParallel; FSDP2 can't shard it again. "
+                "Pass the plain module. To read its checkpoints, see ckptkit convert."
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise UsageError(
+                f"Parameter {name!r} is a scalar; FSDP2 shards dimension 0, so it needs one. "
+                "Make it a tensor of shape [1], or a buffer if it isn't trained."
+            )
+
+
+def _mesh(model: nn.Module, mesh: TrainingMesh | DeviceMesh | None, config: FSDPConfig) -> TrainingMesh:
+    if isinstance(mesh, TrainingMesh):
+        return mesh
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        if mesh.ndim > 2 or (mesh.ndim == 2 and "tp" in names):
+            raise UsageError(
+                f"A DeviceMesh for shard() has one dimension (shard) or two (replicate, shard); this one has "
+                f"{mesh.ndim}: {list(names)}. Pass its data-parallel part, or a TrainingMesh."
+            )
+        shape = tuple(mesh.mesh.shape)
+        plan = ParallelPlan(replicate=shape[0] if mesh.ndim == 2 else 1, shard=shape[-1])
+        return TrainingMesh(plan, mesh, mesh)
+    device_type = device_type_of(model, preferred=config.device)
+    ensure_process_group(device_type)
+    return make_mesh(plan_for(config, dist.get_world_size()), device_type)
+
+
+def _vision_globs(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules() if name.rpartition(".")[2] in VISION_NAMES]
+
+
+def _check_dtypes(model: nn.Module, units: Units, config: FSDPConfig, is_training: bool) -> None:
+    policy = mixed_precision_policy(config, is_training=is_training)
+    taken: set[int] = set()
+    for group in units.groups:  # innermost first, so what is left to a unit is what no inner one took
+        mine: list[tuple[str, nn.Parameter]] = []
+        for name in group:
+            for inner, parameter in model.get_submodule(name).named_parameters():
+                if id(parameter) not in taken:
+                    taken.add(id(parameter))
+                    mine.append((f"{name}.{inner}" if name else inner, parameter))
+        check_unit_dtypes(" + ".join(group), mine, policy)
+
+
+def _block_modules(model: nn.Module, units: Units) -> list[nn.Module]:
+    names = [name for group in units.groups for name in group if name]
+    names = names or blocks(model)
+    found = [model.get_submodule(name) for name in names]
+    # An embedding or a head has no activations worth recomputing, and compiles to nothing.
+    return [module for module in found if next(module.children(), None) is not None] or [model]
+
+
+def _fully_shard(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig, is_training: bool) -> None:
+    policy = mixed_precision_policy(config, is_training=is_training)
+    offload = offload_policy(config, mesh.device_type)
+    reshard = config.reshard
+    kept = _last_block(model, units) if config.keep_last_block else None
+    for group in units.groups[:-1]:
+        members = [model.get_submodule(name) for name in group]
+        if any(isinstance(member, FSDPModule) for member in members):
+            continue
+        fully_shard(
+            members[0] if len(members) == 1 else members,  # type: ignore[arg-type]
+            mesh=mesh,
+            reshard_after_forward=False if kept in members else reshard,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+    root = mixed_precision_policy(config, is_root=True, is_training=is_training)
+    # The root always: parameters that no unit holds would never be synchronised. It stays gathered after forward,
+    # for backward needs it first, unless freeing it was asked for by name.
+    stays = config.reshard_after_forward if config.reshard_after_forward is not None else None
+    if stays is None and not reshard:
+        stays = False
+    fully_shard(model, mesh=mesh, reshard_after_forward=stays, mp_policy=root, offload_policy=offload)
+
+
+def _last_block(model: nn.Module, units: Units) -> nn.Module | None:
+    names = [name for name, module in model.named_modules() if any(name in group for group in units.groups[:-1])]
+    found = [name for name in names if next(model.get_submodule(name).children(), None) is not None]
+    return model.get_submodule(found[-1]) if found else None
+
+
+def _after(model: nn.Module, units: Units, config: FSDPConfig) -> None:
+    if config.forward_prefetch:
+        _prefetch_forward([model.get_submodule(group[0]) for group in _in_forward_order(model, units)])
+    for name in config.forward_methods:
+        if callable(getattr(model, name, None)):
+            register_fsdp_forward_method(model, name)
+    if config.mixed_modal:
+        fill_unused_gradients(model)
+    logger.debug("FSDP units of %s:\n%s", _class_name(model), units)
+
+
+def _in_forward_order(model: nn.Module, units: Units) -> list[tuple[str, ...]]:
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return sorted((group for group in units.groups[:-1] if len(group) == 1), key=lambda group: order[group[0]])
+
+
+def _prefetch_forward(modules: Sequence[nn.Module]) -> None:
+    for this, following in itertools.pairwise(modules):
+        if isinstance(this, FSDPModule) and isinstance(following, FSDPModule):
+            this.set_modules_to_forward_prefetch([following])
+
+
+def _class_name(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")
