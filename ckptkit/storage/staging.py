@@ -26,10 +26,12 @@ from ckptkit.storage.store import Store, open_store
 __all__ = [
     "Leftover",
     "close_staging",
+    "Writer",
     "drop",
     "empty_trash",
     "exchange",
     "is_abandoned",
+    "is_dead",
     "leftover_of",
     "new_nonce",
     "open_staging",
@@ -99,10 +101,10 @@ def owner_path(staging: str) -> str:
 # --- a staging directory, from its birth to its end
 
 
-def open_staging(parent: LocalStore, name: str, nonce: str) -> LocalStore:
+def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = False) -> LocalStore:
     """Make the staging directory of `name` below `parent`, and beside it the statement who writes."""
     path = staging_name(name, nonce)
-    write_owner(parent, owner_path(path), nonce)
+    write_owner(parent, owner_path(path), nonce, leased=leased)
     parent.make_directory(path)
     return parent.child(path)
 
@@ -116,9 +118,18 @@ def close_staging(parent: LocalStore, name: str, nonce: str) -> None:
     parent.delete([owner_path(path)])
 
 
-def write_owner(store: Store, path: str, nonce: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who writes an attempt; `leased` where it holds the lease of the run, so whoever has that knows its fate."""
+
+    nonce: str
+    owner: Owner
+    leased: bool
+
+
+def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) -> None:
     """State at `path` that this process writes attempt `nonce`."""
-    body = json.dumps({"nonce": nonce, **this_process().to_json()}).encode()
+    body = json.dumps({"nonce": nonce, "leased": leased, **this_process().to_json()}).encode()
     if not isinstance(store, LocalStore):
         store.write(path, body)
         return
@@ -129,15 +140,16 @@ def write_owner(store: Store, path: str, nonce: str) -> None:
         os.close(fd)
 
 
-def read_owner(store: Store, path: str) -> tuple[str, Owner] | None:
-    """Return (nonce, owner) that the file at `path` states, None where there is none or it is damaged."""
+def read_owner(store: Store, path: str) -> Writer | None:
+    """Return what the file at `path` states, None where there is none or it is damaged."""
     try:
         body = json.loads(store.read(path, 0, 4096))
     except (FileNotFoundError, ValueError):
         return None
     owner = Owner.from_json(body)
-    nonce = body.get("nonce") if owner else None
-    return (nonce, owner) if owner and isinstance(nonce, str) else None
+    if owner is None or not isinstance(body.get("nonce"), str):
+        return None
+    return Writer(body["nonce"], owner, body.get("leased") is True)
 
 
 def sync_tree(store: LocalStore) -> None:
@@ -228,16 +240,26 @@ def empty_trash(parent: LocalStore, trash: str, *, first: str | None = None) -> 
     parent.delete_tree(trash)
 
 
-def is_abandoned(parent: Store, leftover: Leftover) -> bool | None:
-    """Tell whether nobody writes in a leftover any more; None where its writer is on another machine."""
+def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> bool | None:
+    """Tell whether nobody writes in a leftover any more; None where its writer is on another machine.
+
+    Args:
+        leased: The caller holds the lease of the run: then no other leased writer lives.
+    """
     if leftover.kind == "trash":
         return True  # given up by whoever made it: any process may go on deleting
-    path = owner_path(staging_name(leftover.name, leftover.nonce))
-    stated = read_owner(parent, path)
+    return is_dead(parent, owner_path(staging_name(leftover.name, leftover.nonce)), leased=leased)
+
+
+def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
+    """Tell whether the writer that the file at `path` states is gone; None where it can't be known."""
+    stated = read_owner(store, path)
     if stated is not None:
-        alive = stated[1].alive()
-        return None if alive is None else not alive
-    found = parent.info(path)  # without content: its writer has just made it, or died then
+        alive = stated.owner.alive()
+        if alive is None:
+            return True if leased and stated.leased else None
+        return not alive
+    found = store.info(path)  # without content: its writer has just made it, or died then
     return found is None or time.time() - found.mtime > STARTING_S
 
 

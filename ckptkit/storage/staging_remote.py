@@ -41,16 +41,18 @@ def _clear(target: Store, *, overwrite: bool, last: frozenset[str]) -> None:
     if not names:
         return
     stated = read_owner(target, OWNER_NAME) if OWNER_NAME in names else None
-    alive = stated[1].alive() if stated else None
+    alive = stated.owner.alive() if stated else None
     if stated and alive is False:
-        logger.info("removing what %s left at %s", stated[1], target.url)
+        logger.info("removing what %s left at %s", stated.owner, target.url)
         target.delete([name for name in names if name != OWNER_NAME])
         target.delete([OWNER_NAME])
         return
     if alive:
-        raise CheckpointExistsError(f"{target.url} is being written by {stated[1] if stated else 'another process'}.")
+        raise CheckpointExistsError(
+            f"{target.url} is being written by {stated.owner if stated else 'another process'}."
+        )
     if not overwrite:
-        writer = f"; {stated[1]} was, or is, writing it" if stated else ""
+        writer = f"; {stated.owner} was, or is, writing it" if stated else ""
         raise CheckpointExistsError(
             f"{target.url} exists already{writer}; nothing was written. Choose another place, or replace it with "
             "overwrite=True (--overwrite)."
