@@ -1,0 +1,113 @@
+"""The page around the pictures, and the few SVG elements they are made of."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckptkit.storage.paths import is_safe_name
+
+__all__ = ["Panel", "colour", "label", "page", "rect", "svg", "text"]
+
+_STYLE = """
+:root { --ink: #1c2330; --soft: #5b6575; --line: #d5dae2; --paper: #ffffff; --panel: #f7f8fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ef; --soft: #9aa4b5; --line: #3a4252; --paper: #14181f; --panel: #1c222c; }
+}
+@media print {
+  :root { --ink: #000; --soft: #444; --line: #bbb; --paper: #fff; --panel: #fff; }
+  section { break-inside: avoid-page; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 24px; max-width: 1180px; background: var(--paper); color: var(--ink);
+  font: 14px/1.45 system-ui, sans-serif; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
+h1 { font-size: 20px; margin: 0 0 4px; overflow-wrap: anywhere; }
+h2 { font-size: 15px; margin: 0 0 2px; }
+p { margin: 0 0 10px; color: var(--soft); }
+section { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 16px; margin: 16px 0; }
+dl { display: flex; flex-wrap: wrap; gap: 4px 28px; margin: 12px 0 0; }
+dt { color: var(--soft); font-size: 12px; }
+dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
+svg text.soft { fill: var(--soft); }
+svg text.on { fill: #10151d; }
+svg rect.slice { stroke: var(--panel); stroke-width: 0.6; }
+svg rect.slice:hover, svg path.ribbon:hover { opacity: 0.7; }
+footer { color: var(--soft); font-size: 12px; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture with its heading and the sentence that says how to read it."""
+
+    heading: str
+    explanation: str
+    picture: str  # SVG
+
+
+def page(title: str, panels: Iterable[Panel], *, facts: Sequence[tuple[str, str]] = ()) -> str:
+    """Return the whole HTML document. Needs no network: styles and pictures are inside."""
+    shown = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts)
+    body = "".join(
+        f'<section id="{_anchor(p.heading)}"><h2>{html.escape(p.heading)}</h2><p>{html.escape(p.explanation)}</p>'
+        f"{p.picture}</section>"
+        for p in panels
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{html.escape(title)}</h1><dl>{shown}</dl>{body}"
+        "<footer>Made by ckptkit from metadata alone.</footer></body></html>\n"
+    )
+
+
+def _anchor(heading: str) -> str:
+    name = heading.lower().replace(" ", "-")
+    return html.escape(name) if is_safe_name(name) else "panel"
+
+
+def svg(width: float, height: float, content: str) -> str:
+    """Return an SVG element of these user units, scaled to the page."""
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'font-family="system-ui, sans-serif">{content}</svg>'
+    )
+
+
+def rect(x: float, y: float, width: float, height: float, *, fill: str, title: str = "", kind: str = "slice") -> str:
+    """Return a rectangle; `title` is shown where the pointer rests on it."""
+    inside = f"<title>{html.escape(title)}</title>" if title else ""
+    return (
+        f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
+        f'fill="{fill}">{inside}</rect>'
+    )
+
+
+def text(x: float, y: float, words: str, *, kind: str = "", anchor: str = "start") -> str:
+    """Return a line of text with its baseline at y."""
+    cls = f' class="{kind}"' if kind else ""
+    return f'<text{cls} x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{html.escape(words)}</text>'
+
+
+def label(words: str, width: float) -> str:
+    """Return `words` cut in the middle so that they fit into `width` user units of 11 px type."""
+    room = max(1, int(width / 6.1))
+    if len(words) <= room:
+        return words
+    if room < 5:
+        return ""
+    head = (room - 1) // 3
+    return f"{words[:head]}…{words[len(words) - (room - 1 - head) :]}"
+
+
+def colour(index: int, count: int) -> str:
+    """Return the colour of rank `index` of `count`: neighbours differ in hue, and rings in lightness."""
+    if index < 0:
+        return "#9aa4b5"
+    hue = (index * 137.508 + 212) % 360 if count > 12 else (212 + index * 360 / max(count, 1)) % 360
+    return f"hsl({hue:.0f} 58% {(70, 62, 76)[index % 3]}%)"

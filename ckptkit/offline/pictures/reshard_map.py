@@ -1,0 +1,121 @@
+"""Before and after a reshard: the bytes of every rank on both sides, and ribbons for what moves where."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import SliceArray, TensorEntry
+from ckptkit.offline.pictures.page import Panel, colour, rect, svg, text
+from ckptkit.units import format_size
+
+__all__ = ["flows", "reshard_map"]
+
+WIDTH, HEIGHT, BAR = 1100.0, 460.0, 26.0
+MAX_RANKS = 64  # beyond, neighbouring ranks are drawn together
+
+
+def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.NDArray[np.int64]:
+    """Return [ranks before, ranks after]: the bytes that go from one to the other, replicas once."""
+    old = {entry.name: entry for entry in before}
+    pairs = [(old[entry.name], entry) for entry in after if entry.name in old]
+    ranks = (
+        [max((_top(e.slices) for e in side), default=0) + 1 for side in zip(*pairs, strict=True)] if pairs else [1, 1]
+    )
+    groups = [min(count, MAX_RANKS) for count in ranks]
+    total = np.zeros(groups, np.int64)
+    for source, target in pairs:
+        itemsize = dtype_of(source.dtype).itemsize
+        shared = _overlaps(source.slices, target.slices) * itemsize
+        rows = _group(source.slices, ranks[0], groups[0])
+        columns = _group(target.slices, ranks[1], groups[1])
+        np.add.at(total, (rows[:, None], columns[None, :]), shared)
+    return total
+
+
+def _top(slices: SliceArray) -> int:
+    return int(slices.ranks.max()) if slices.ranks is not None and len(slices) else 0
+
+
+def _group(slices: SliceArray, ranks: int, groups: int) -> npt.NDArray[np.int64]:
+    mine = np.zeros(len(slices), np.int64) if slices.ranks is None else np.maximum(slices.ranks, 0).astype(np.int64)
+    return mine * groups // ranks
+
+
+def _overlaps(a: SliceArray, b: SliceArray) -> npt.NDArray[np.int64]:
+    """Return [slices of a, slices of b]: the elements both hold. A replica of a box counts once."""
+    _, first = np.unique(np.concatenate([a.offsets, a.sizes], axis=1), axis=0, return_index=True)
+    keep = np.zeros(len(a), bool)
+    keep[first] = True
+    shared = np.ones((len(a), len(b)), np.int64)
+    for dim in range(a.offsets.shape[1]):
+        low = np.maximum(a.offsets[:, None, dim], b.offsets[None, :, dim])
+        high = np.minimum((a.offsets + a.sizes)[:, None, dim], (b.offsets + b.sizes)[None, :, dim])
+        shared *= np.maximum(high - low, 0)
+    shared[~keep] = 0
+    return shared
+
+
+def reshard_map(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> Panel:
+    """Return the map of a reshard; the same tensors must be on both sides."""
+    matrix = flows(list(before), list(after))
+    total = max(int(matrix.sum()), 1)
+    left, right = _tops(matrix.sum(axis=1), total), _tops(matrix.sum(axis=0), total)
+    parts = [
+        _side(matrix.sum(axis=1), left, 60.0, "before"),
+        _side(matrix.sum(axis=0), right, WIDTH - 60.0 - BAR, "after"),
+    ]
+    used_left, used_right = left.copy(), right.copy()
+    for i, j in np.argwhere(matrix > 0):
+        height = HEIGHT * 0.92 * int(matrix[i, j]) / total
+        parts.append(
+            _ribbon(
+                used_left[i],
+                used_right[j],
+                height,
+                colour(int(i), len(left)),
+                f"rank {i} → rank {j}: {format_size(int(matrix[i, j]))}",
+            )
+        )
+        used_left[i] += height
+        used_right[j] += height
+    words = f"{matrix.shape[0]} ranks to {matrix.shape[1]}: a ribbon is what one rank wrote and another will read."
+    return Panel("Before and after", words, svg(WIDTH, HEIGHT, "".join(parts)))
+
+
+def _tops(nbytes: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.float64]:
+    heights = HEIGHT * 0.92 * nbytes / total
+    gap = HEIGHT * 0.08 / max(len(nbytes), 1)
+    return np.concatenate([[0.0], np.cumsum(heights + gap)[:-1]])
+
+
+def _side(nbytes: npt.NDArray[np.int64], tops: npt.NDArray[np.float64], x: float, side: str) -> str:
+    total = max(int(nbytes.sum()), 1)
+    parts = []
+    for rank, (size, top) in enumerate(zip(nbytes.tolist(), tops.tolist(), strict=True)):
+        height = HEIGHT * 0.92 * size / total
+        parts.append(
+            rect(x, top, BAR, height, fill=colour(rank, len(nbytes)), title=f"rank {rank} {side}: {format_size(size)}")
+        )
+        if height > 9:
+            where = x - 6 if side == "before" else x + BAR + 6
+            parts.append(
+                text(where, top + height / 2 + 4, f"rank {rank}", anchor="end" if side == "before" else "start")
+            )
+    return "".join(parts)
+
+
+def _ribbon(y0: float, y1: float, height: float, fill: str, title: str) -> str:
+    x0, x1 = 60.0 + BAR, WIDTH - 60.0 - BAR
+    mid = (x0 + x1) / 2
+    path = (
+        f"M{x0:.1f} {y0:.2f} C{mid:.1f} {y0:.2f} {mid:.1f} {y1:.2f} {x1:.1f} {y1:.2f} V{y1 + height:.2f} "
+        f"C{mid:.1f} {y1 + height:.2f} {mid:.1f} {y0 + height:.2f} {x0:.1f} {y0 + height:.2f} Z"
+    )
+    return (
+        f'<path class="ribbon" d="{path}" fill="{fill}" fill-opacity="0.45"><title>{html.escape(title)}</title></path>'
+    )
