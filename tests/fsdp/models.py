@@ -1,0 +1,205 @@
+"""Small models and the training loops that sharded runs are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp.strategy import FSDPStrategy
+
+VOCAB, WIDTH, SAMPLES, LENGTH = 19, 12, 8, 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class TinyLM(nn.Module):
+    """Token embedding, two blocks, a head that may be tied to the embedding. No size divides by 4."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+    def score(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A second way in, besides forward."""
+        return self(tokens).logsumexp(-1).mean()
+
+
+class LoRALinear(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+def untied() -> nn.Module:
+    return TinyLM()
+
+
+def tied() -> nn.Module:
+    return TinyLM(tied=True)
+
+
+def frozen() -> nn.Module:
+    """The embedding and the first block don't train."""
+    model = TinyLM()
+    model.embed.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    return model
+
+
+def lora() -> nn.Module:
+    """Frozen everywhere but for adapters inside each block."""
+    model = TinyLM().requires_grad_(False)
+    for layer in model.layers:
+        layer.up, layer.down = LoRALinear(layer.up), LoRALinear(layer.down)
+    return model
+
+
+def llama(tie: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tie,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tied_llama() -> nn.Module:
+    return llama(tie=True)
+
+
+def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def batch(step: int) -> torch.Tensor:
+    """The whole batch of a step, the same on every rank."""
+    return torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
+
+
+def part(tokens: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+    return tokens.chunk(parts)[index]
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    out = model(tokens)
+    logits = getattr(out, "logits", out)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters in full. All ranks must call it."""
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    value = value.detach().clone().float()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def train_plain(
+    model: nn.Module, steps: int = 3, *, max_norm: float = 0.0, lr: float = 1e-2, micro: int = 1
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a single process on whole batches, with the same optimizer settings."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(steps):
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trainable, max_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms
+
+
+def train_sharded(
+    model: nn.Module,
+    strategy: FSDPStrategy,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[int] = range(3),
+    *,
+    data_rank: int | None = None,
+    data_ranks: int | None = None,
+) -> tuple[list[float], list[float]]:
+    """Losses over the whole batch and gradient norms of a sharded run; each data rank takes its part."""
+    ranks = data_ranks or dist.get_world_size()
+    rank = dist.get_rank() if data_rank is None else data_rank
+    micro = strategy.accumulated_gradient
+    losses, norms = [], []
+    for step in steps:
+        mine = part(batch(step), ranks, rank)
+        total = torch.zeros(())
+        for tokens in mine.chunk(micro):
+            loss = loss_of(model, tokens)
+            strategy.backward(loss, model, optimizer)
+            stepped = strategy.optimizer_step(optimizer, model)
+            total += loss.detach() / micro
+        assert stepped
+        losses.append(mean_over_ranks(total))
+        norms.append(strategy.last_grad_norm.item())
+    return losses, norms
+
+
+def run(config: dict[str, Any], build: Callable[[], nn.Module], **options: Any) -> dict[str, Any]:
+    """Train `build()` plainly and sharded on this rank; return both results."""
+    max_norm = options.pop("max_norm", 0.0)
+    lr = options.pop("lr", 1e-2)
+    plain = made(build)
+    plain_losses, plain_norms = train_plain(plain, max_norm=max_norm, lr=lr)
+    strategy = FSDPStrategy(FSDPConfig.from_dict(config), max_norm=max_norm, **options)
+    model = strategy.prepare_model(made(build, seed=dist.get_rank()))  # rank 0's values go to all
+    optimizer = strategy.create_optimizer(model, lr=lr)
+    losses, norms = train_sharded(model, strategy, optimizer)
+    return {
+        "plain": (plain_losses, plain_norms, weights(plain)),
+        "sharded": (losses, norms, weights(model)),
+        "placements": {name: str(p.placements) for name, p in model.named_parameters()},
+    }

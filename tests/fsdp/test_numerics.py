@@ -1,0 +1,114 @@
+"""A sharded run computes what a single process computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fsdp import models
+
+# Sums over ranks are taken in another order than in one process: a few ulps of fp32 in the losses. AdamW divides by
+# the root of the second moment, so where a gradient is near zero an ulp of it moves the parameter by more.
+LOSS, NORM, WEIGHT = 2e-6, 2e-5, 5e-5
+
+STRATEGIES = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {},
+    "HYBRID_SHARD": {"shard": 2},
+    "HYBRID_SHARD_ZERO2": {"shard": 2},
+    "NO_SHARD": {},
+}
+
+
+def check(results: list[dict[str, object]], *, loss: float = LOSS, norm: float = NORM, weight: float = WEIGHT) -> None:
+    for result in results:
+        losses, norms, weights = result["plain"]
+        sharded_losses, sharded_norms, sharded_weights = result["sharded"]
+        assert sharded_losses == pytest.approx(losses, abs=loss)
+        assert sharded_norms == pytest.approx(norms, rel=norm)
+        assert sharded_weights.keys() == weights.keys()
+        for name in weights:
+            assert torch.allclose(sharded_weights[name].float(), weights[name], rtol=0, atol=weight), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_strategy_equals_a_single_process(ranks, strategy, world_size):
+    config = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
+    if world_size == 1:
+        config.pop("shard", None)
+    check(ranks.run(models.run, world_size, config, models.untied))
+
+
+@pytest.mark.parametrize("build", [models.tied, models.frozen, models.lora])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_tied_frozen_and_adapter_models_equal_a_single_process(ranks, build, strategy):
+    check(ranks.run(models.run, 4, {"sharding_strategy": strategy, **STRATEGIES[strategy]}, build))
+
+
+def test_tied_weights_in_units_of_their_own_equal_a_single_process(ranks):
+    check(ranks.run(models.run, 2, {"wrap_lm_head": True, "auto_wrap_policy": "BLOCKS"}, models.tied))
+
+
+def _clipped(max_norm):
+    return models.run({}, models.untied, max_norm=max_norm)
+
+
+def test_clipping_equals_a_single_process(ranks):
+    results = ranks.run(_clipped, 2, 0.05)
+    assert results[0]["plain"][1][0] > 0.05  # it does clip
+    check(results)
+
+
+def _accumulated(micro, every):
+    return models.run(
+        {}, models.untied, micro_train_batch_size=1, train_batch_size=models.SAMPLES, sync_every_micro_batch=every
+    )
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_accumulation_equals_one_large_batch(ranks, every):
+    check(ranks.run(_accumulated, 2, 1, every))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"activation_checkpointing": True},
+        {"forward_prefetch": True},
+        {"keep_last_block": True},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2},
+        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 300},
+        {"auto_wrap_policy": "NO_WRAP"},
+        {"offload": "params"},
+    ],
+    ids=lambda config: ",".join(f"{key}={value}" for key, value in config.items()),
+)
+def test_options_that_only_cost_or_save_change_no_numbers(ranks, config):
+    check(ranks.run(models.run, 4, config, models.untied))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.03), ("fp16", 0.005)])
+def test_mixed_precision_stays_near_fp32(ranks, dtype, tolerance):
+    results = ranks.run(models.run, 2, {"mixed_precision": dtype}, models.untied)
+    check(results, loss=tolerance, norm=0.05, weight=0.05)
+    assert all(tensor.dtype == torch.float32 for tensor in results[0]["sharded"][2].values())
+
+
+def test_master_precision_stays_near_fp32(ranks):
+    results = ranks.run(models.run, 2, {"mixed_precision": "bf16", "precision": "master"}, models.untied)
+    check(results, loss=0.03, norm=0.05, weight=0.05)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in results[0]["sharded"][2].values())
+
+
+def test_llama_equals_a_single_process(ranks):
+    check(ranks.run(models.run, 2, {}, models.llama))
+
+
+def test_tied_llama_with_wrapped_heads_equals_a_single_process(ranks):
+    check(ranks.run(models.run, 2, {"wrap_lm_head": True}, models.tied_llama))
+
+
+def test_llama_with_its_own_checkpointing_equals_a_single_process(ranks):
+    check(ranks.run(models.run, 2, {"activation_checkpointing": True}, models.llama))
