@@ -15,9 +15,9 @@ from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, Sl
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.columns import Columns
 from ckptkit.formats.dcp_encode import RecordColumns, encode_metadata, payload_nbytes
-from ckptkit.formats.dcp_roles import role_of
 from ckptkit.formats.layout import FileRecord
 from ckptkit.formats.manifest import DIGEST, MESHES, Manifest, Objects, Slices, Tensors
+from ckptkit.formats.own_roles import role_of
 
 __all__ = ["Index", "Part"]
 

@@ -24,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ckptkit.catalog.box import Box
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp_bytes import is_dense
 from ckptkit.formats.dcp_encode import frame_object, frame_tensor, is_plain
 
-__all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "plan_sharded"]
+__all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "local_boxes", "plan_sharded"]
 
 _SPLIT = 1 << 20  # below, a replica is not worth cutting up
 Flat = dict[str, Any]
@@ -349,6 +350,21 @@ def _mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 # --- what is in memory
+
+
+def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of a tensor that this rank holds, each with its memory (detached, shared)."""
+    if isinstance(value, DTensor):
+        if value.device_mesh.get_coordinate() is None:
+            return []
+        sizes, offsets = _local_box(value.shape, value.device_mesh, tuple(value.placements))
+        return [(Box(offsets, sizes), _local(value, 0))]
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        metas = [shard.metadata for shard in shards]
+        boxes = [Box(tuple(m.shard_offsets), tuple(m.shard_sizes)) for m in metas]
+        return list(zip(boxes, (shard.tensor.detach() for shard in shards), strict=True))
+    return [(Box.whole(tuple(value.shape)), _local(value, 0))]
 
 
 def _filled(plan: ShardedPlan) -> ShardedPlan:

@@ -1,0 +1,435 @@
+"""Filling tensors from slices of a checkpoint: only the bytes needed, into their own memory, digests on the way."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.dtypes import DTYPES
+from ckptkit.catalog.entry import Codec, Digest, TensorEntry
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError
+from ckptkit.formats.dcp_bytes import PIECE, host_view
+from ckptkit.formats.dcp_encode import crc32
+from ckptkit.formats.objects import decode_zstd
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.store import ReadInto, Store
+
+__all__ = ["Filler", "Verify", "check_bytes", "read_workers"]
+
+_SMALL = 1 << 20  # below, reads of one file are joined
+_BATCH = 8 << 20
+_TILE = 32 << 20  # bytes of a region that go through a buffer at once
+_RUN = 32 << 10  # shorter runs of needed bytes are read with the gaps between them
+_REMOTE = 16 << 20
+
+
+class Verify(str, enum.Enum):
+    """Which slices are checked against their digests while they are read."""
+
+    READ = "read"  # those that are read whole, which costs nothing more
+    FULL = "full"  # all: a slice of which only a part is needed is read whole
+    OFF = "off"
+
+
+def read_workers(store: Store) -> int:
+    """Return how many reads are in flight: two for each of this rank's cores, at most 8; 8 where latency rules."""
+    if store.local_root is None:
+        return 8
+    ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    return max(1, min(8, 2 * (os.cpu_count() or 1) // ranks_here))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """Region [offsets, offsets + sizes) of a slice into `target`, which has its shape."""
+
+    name: str
+    path: str
+    start: int
+    nbytes: int
+    itemsize: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    digest: Digest | None
+    codec: Codec | None
+    offsets: tuple[int, ...]
+    target: torch.Tensor
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.target.shape)
+
+    @property
+    def whole(self) -> bool:
+        return self.sizes == self.shape
+
+    @property
+    def checkable(self) -> bool:
+        """The digest covers exactly the slice."""
+        d = self.digest
+        return d is not None and d.start == self.start and d.nbytes == self.nbytes
+
+    @property
+    def needed(self) -> int:
+        return math.prod(self.sizes) * self.itemsize
+
+
+class Filler:
+    """Collects what is to be filled, then fills it all, several reads in flight.
+
+    Attributes:
+        nbytes: Bytes of tensor data that were read.
+    """
+
+    def __init__(self, store: Store, *, verify: Verify = Verify.READ, workers: int = 0, cast: bool = False) -> None:
+        self.store = store
+        self.verify = verify
+        self.workers = workers or read_workers(store)
+        self.cast = cast
+        self.nbytes = 0
+        self._fills: list[_Fill] = []
+
+    def add(self, entry: TensorEntry, row: int, offsets: tuple[int, ...], target: torch.Tensor) -> None:
+        """Take slice `row` of a tensor, from `offsets` (counted in the slice) on, as far as `target` is large.
+
+        Raises:
+            CheckpointMismatchError: The dtypes differ, and no cast was allowed.
+        """
+        if not target.numel():
+            return
+        slices, dtype = entry.slices, _torch_dtype(entry.dtype)
+        if dtype is not target.dtype and not self.cast:
+            wanted = str(target.dtype).removeprefix("torch.")
+            raise CheckpointMismatchError(
+                f"{entry.name}: the checkpoint has {entry.dtype}, the target is {wanted}. Pass cast=True to convert."
+            )
+        start, nbytes = int(slices.starts[row]), int(slices.nbytes[row])
+        digest = None
+        if self.verify is not Verify.OFF and slices.digests is not None and slices.algorithm is not None:
+            begin, length = start, nbytes
+            if slices.digest_starts is not None and slices.digest_nbytes is not None:
+                begin, length = int(slices.digest_starts[row]), int(slices.digest_nbytes[row])
+            digest = Digest(slices.algorithm, int(slices.digests[row]), begin, length)
+        self._fills.append(
+            _Fill(
+                entry.name,
+                slices.paths[int(slices.files[row])],
+                start,
+                nbytes,
+                DTYPES[entry.dtype].itemsize,
+                dtype,
+                tuple(slices.sizes[row].tolist()),
+                slices.strides.get(row),
+                digest,
+                slices.codecs.get(row),
+                offsets,
+                target,
+            )
+        )
+
+    def run(self) -> float:
+        """Fill everything that was added, and return the seconds it took.
+
+        Raises:
+            IntegrityError: Bytes differ from their digest; the message names tensor and file.
+            IncompleteCheckpointError: A file is too short.
+        """
+        started = time.perf_counter()
+        small: list[tuple[_Fill, int]] = []
+        jobs: list[tuple[int, Callable[[], int]]] = []
+        for fill in self._fills:
+            at = _direct_start(fill)
+            full = self.verify is Verify.FULL and not fill.whole and fill.digest is not None
+            if at is None or full or fill.target.device.type != "cpu":
+                jobs.append((fill.needed, lambda fill=fill, full=full: self._through_buffer(fill, full)))  # type: ignore[misc]
+            elif fill.needed < _SMALL:
+                small.append((fill, at))
+            else:
+                jobs.append((fill.needed, lambda fill=fill, at=at: self._direct(fill, at)))  # type: ignore[misc]
+        for batch in _batches(small):
+            jobs.append((_BATCH, lambda batch=batch: self._joined(batch)))  # type: ignore[misc]
+        self._fills = []
+        jobs.sort(key=lambda job: -job[0])
+        self.nbytes += sum(self._all([call for _, call in jobs]))
+        return time.perf_counter() - started
+
+    def _all(self, calls: Sequence[Callable[[], int]]) -> list[int]:
+        if self.workers <= 1 or len(calls) <= 1:
+            return [call() for call in calls]
+        with ThreadPoolExecutor(min(self.workers, len(calls)), thread_name_prefix="ckptkit-read") as pool:
+            futures = [pool.submit(call) for call in calls]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                raise
+
+    # --- into the target's own memory
+
+    def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
+        """Small reads of one file: near ones become one."""
+        views = [host_view(fill.target, writable=True) for fill, _ in batch]
+        reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]
+        self.store.read_many(reads, workers=1)
+        for (fill, _), view in zip(batch, views, strict=True):
+            if fill.whole and fill.checkable:
+                _check(fill, _digest_of(fill.digest, view))
+        return sum(map(len, views))
+
+    def _direct(self, fill: _Fill, at: int) -> int:
+        view = host_view(fill.target, writable=True)
+        state = _State(fill.digest if fill.whole and fill.checkable else None)
+        self._read_pieces(fill.path, at, view, state.update)
+        state.check(fill)
+        return len(view)
+
+    def _read_pieces(self, path: str, start: int, view: memoryview, seen: Callable[[memoryview], None]) -> None:
+        """Fill `view`; `seen` gets its pieces in order while they are in the cache."""
+        if not isinstance(self.store, LocalStore):
+            for at in range(0, len(view), _REMOTE * 4):
+                part = view[at : at + _REMOTE * 4]
+                reads = [ReadInto(path, start + at + i, part[i : i + _REMOTE]) for i in range(0, len(part), _REMOTE)]
+                self.store.read_many(reads)
+                seen(part)
+            return
+        fd = self.store.open_file(path)
+        try:
+            done = 0
+            while done < len(view):
+                piece = view[done : done + PIECE]
+                got = os.preadv(fd, [piece], start + done)
+                if not got:
+                    raise IncompleteCheckpointError(
+                        f"{path}: the file ends at byte {start + done}, {start + len(view)} are needed: truncated."
+                    )
+                seen(piece[:got])
+                done += got
+        finally:
+            os.close(fd)
+
+    # --- through a buffer: casts, devices, columns, strides, codecs
+
+    def _through_buffer(self, fill: _Fill, full: bool) -> int:
+        if fill.codec is not None or full or (fill.strides is not None and fill.whole):
+            return self._whole_slice(fill)
+        if fill.whole:
+            return self._streamed(fill)
+        read = 0
+        region = Box(fill.offsets, fill.sizes)
+        for tile in region.tiles(max(1, _TILE // fill.itemsize)):
+            for box in _spans(tile, fill):
+                read += self._span(fill, box)
+        return read
+
+    def _whole_slice(self, fill: _Fill) -> int:
+        """The slice whole, checked, then the region out of it."""
+        if fill.codec is not None:
+            buffer, read = self._decoded(fill)
+        else:
+            buffer, read = torch.empty(fill.nbytes, dtype=torch.uint8), fill.nbytes
+            state = _State(fill.digest if fill.checkable else None)
+            self._read_pieces(fill.path, fill.start, host_view(buffer, writable=True), state.update)
+            state.check(fill)
+        strides = fill.strides or row_major_strides(fill.shape)
+        offset = sum(o * s for o, s in zip(fill.offsets, strides, strict=True))
+        _copy(fill.target, buffer.view(fill.dtype).as_strided(fill.sizes, strides, offset))
+        return read
+
+    def _decoded(self, fill: _Fill) -> tuple[torch.Tensor, int]:
+        codec = fill.codec
+        assert codec is not None
+        packed = self.store.read(fill.path, codec.start, codec.start + codec.nbytes)
+        raw = decode_zstd(packed, max(fill.start + fill.nbytes, 64 << 20), file=f"{fill.path} ({fill.name})")
+        if len(raw) < fill.start + fill.nbytes:
+            raise IncompleteCheckpointError(
+                f"{fill.path}: the record of tensor {fill.name!r} decodes to too few bytes."
+            )
+        if fill.digest is not None:
+            covered = memoryview(raw)[fill.digest.start : fill.digest.start + fill.digest.nbytes]
+            _check(fill, _digest_of(fill.digest, covered))
+        data = bytearray(memoryview(raw)[fill.start : fill.start + fill.nbytes])
+        return torch.frombuffer(data, dtype=torch.uint8), codec.nbytes
+
+    def _streamed(self, fill: _Fill) -> int:
+        """A row-major slice, whole, tile by tile in order."""
+        state = _State(fill.digest if fill.checkable else None)
+        at = fill.start
+        whole = Box.whole(fill.shape)
+        for tile in whole.tiles(max(1, _TILE // fill.itemsize)):
+            buffer = _buffer(tile.sizes, fill)
+            view = host_view(buffer, writable=True)
+            self._read_pieces(fill.path, at, view, state.update)
+            at += len(view)
+            _copy(_part(fill.target, tile.offsets, tile.sizes), buffer)
+        state.check(fill)
+        return fill.nbytes
+
+    def _span(self, fill: _Fill, box: Box) -> int:
+        """A box of the slice: by its runs where they are long, else with the gaps between them."""
+        strides = fill.strides or row_major_strides(fill.shape)
+        at = fill.start + fill.itemsize * sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+        target = _part(fill.target, tuple(o - f for o, f in zip(box.offsets, fill.offsets, strict=True)), box.sizes)
+        run = _run_numel(box, fill) * fill.itemsize
+        if run >= _RUN and fill.strides is None:
+            buffer = _buffer(box.sizes, fill)
+            view = host_view(buffer, writable=True)
+            starts = _run_starts(box, strides, run // fill.itemsize)
+            reads = [
+                ReadInto(fill.path, at + s * fill.itemsize, view[i * run : (i + 1) * run]) for i, s in enumerate(starts)
+            ]
+            self.store.read_many(reads, workers=1)
+            _copy(target, buffer)
+            return len(view)
+        numel = 1 + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
+        buffer = torch.empty(numel * fill.itemsize, dtype=torch.uint8)
+        self.store.read_into(fill.path, at, host_view(buffer, writable=True))
+        _copy(target, buffer.view(fill.dtype).as_strided(box.sizes, strides))
+        return buffer.numel()
+
+
+def _direct_start(fill: _Fill) -> int | None:
+    """Where in the file the region starts, if its bytes can be read as they are into the target's memory."""
+    if fill.codec is not None or fill.strides is not None or fill.dtype is not fill.target.dtype:
+        return None
+    if not fill.target.is_contiguous():
+        return None
+    if fill.whole:
+        return fill.start
+    box = Box(fill.offsets, fill.sizes)
+    return fill.start + fill.itemsize * box.flat_start(fill.shape) if box.is_contiguous_in(fill.shape) else None
+
+
+def _batches(small: list[tuple[_Fill, int]]) -> Iterator[list[tuple[_Fill, int]]]:
+    """Cut small reads into batches of one file, in the order of the file."""
+    small.sort(key=lambda item: (item[0].path, item[1]))
+    batch: list[tuple[_Fill, int]] = []
+    nbytes = 0
+    for item in small:
+        if batch and (nbytes >= _BATCH or batch[-1][0].path != item[0].path):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += item[0].needed
+    if batch:
+        yield batch
+
+
+def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
+    """Cut a tile so that what is read for each box, gaps included, fits the buffer."""
+    strides = fill.strides or row_major_strides(fill.shape)
+    numel = 1 + sum((n - 1) * s for n, s in zip(tile.sizes, strides, strict=True))
+    dim = next((d for d, n in enumerate(tile.sizes) if n > 1), None)
+    if numel * fill.itemsize <= _TILE or dim is None:
+        yield tile
+        return
+    count = min(tile.sizes[dim], -(-numel * fill.itemsize // _TILE))
+    for part in range(count):
+        start, stop = part * tile.sizes[dim] // count, (part + 1) * tile.sizes[dim] // count
+        offsets = (*tile.offsets[:dim], tile.offsets[dim] + start, *tile.offsets[dim + 1 :])
+        cut = Box(offsets, (*tile.sizes[:dim], stop - start, *tile.sizes[dim + 1 :]))
+        yield from _spans(cut, fill)
+
+
+def _run_numel(box: Box, fill: _Fill) -> int:
+    """Elements that follow each other without a gap."""
+    run = 1
+    for size, extent in zip(reversed(box.sizes), reversed(fill.shape), strict=True):
+        run *= size
+        if size != extent:
+            break
+    return run
+
+
+def _run_starts(box: Box, strides: Sequence[int], run: int) -> list[int]:
+    """The first element of each run, counted from the first of the box, in row-major order."""
+    starts, left = [0], box.numel // run
+    for size, stride in zip(box.sizes, strides, strict=True):
+        if left <= 1:
+            break
+        starts = [s + i * stride for s in starts for i in range(size)]
+        left //= size
+    return starts
+
+
+def _buffer(sizes: tuple[int, ...], fill: _Fill) -> torch.Tensor:
+    pin = fill.target.device.type == "cuda"
+    return torch.empty(sizes, dtype=fill.dtype, pin_memory=pin)
+
+
+def _part(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        if target.dtype is source.dtype and target.dtype.itemsize == 1:
+            target, source = target.view(torch.uint8), source.view(torch.uint8)  # some float8 kinds have no copy
+        target.copy_(source)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+# --- digests
+
+
+class _State:
+    """A digest in the making; without one to compare with it does nothing."""
+
+    def __init__(self, digest: Digest | None) -> None:
+        self._digest = digest
+        self._xxh3: Any = xxhash.xxh3_64() if digest is not None and digest.algorithm == "xxh3_64" else None
+        self._crc = 0
+
+    def update(self, piece: memoryview) -> None:
+        if self._xxh3 is not None:
+            self._xxh3.update(piece)
+        elif self._digest is not None:
+            self._crc = crc32(piece, self._crc)
+
+    def check(self, fill: _Fill) -> None:
+        if self._digest is not None:
+            _check(fill, self._crc if self._xxh3 is None else self._xxh3.intdigest())
+
+
+def _digest_of(digest: Digest | None, data: memoryview) -> int:
+    if digest is not None and digest.algorithm == "xxh3_64":
+        return int(xxhash.xxh3_64_intdigest(data))
+    return zlib.crc32(data) if len(data) < 4096 else int(crc32(data))
+
+
+def check_bytes(digest: Digest, data: memoryview, path: str, name: str) -> None:
+    """Check bytes that a digest covers. Raises IntegrityError, naming file and entry."""
+    _compare(digest, _digest_of(digest, data), path, name)
+
+
+def _check(fill: _Fill, found: int) -> None:
+    if fill.digest is not None:
+        _compare(fill.digest, found, fill.path, fill.name)
+
+
+def _compare(digest: Digest, found: int, path: str, name: str) -> None:
+    if found != digest.value:
+        raise IntegrityError(
+            f"{path}: the bytes [{digest.start}, {digest.start + digest.nbytes}) of {name!r} have "
+            f"{digest.algorithm} {found:#x}, {digest.value:#x} was recorded when they were written. The file is "
+            "damaged; load another checkpoint. `ckptkit verify` lists all damage."
+        )

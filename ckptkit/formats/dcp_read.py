@@ -1,0 +1,190 @@
+"""Loading a sharded state without torch's planners: each rank reads what its own tensors need. No communication."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, ObjectEntry, TensorEntry
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, UnsafePickleError
+from ckptkit.formats.dcp_fill import Filler, Verify, check_bytes
+from ckptkit.formats.dcp_plan import local_boxes
+from ckptkit.formats.objects import load_object_torch
+from ckptkit.storage.store import Store
+
+__all__ = ["ReadReport", "Verify", "load_object", "read_sharded"]
+
+_LISTED = 20
+Report = Callable[[str, float, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """What a load did on this rank.
+
+    Attributes:
+        missing: Keys of the state that the checkpoint does not have; left as they were.
+        unexpected: Keys of the checkpoint that the state does not have.
+        nbytes: Bytes of tensor data read.
+        seconds: All of it.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+def read_sharded(
+    catalog: Catalog,
+    store: Store,
+    state_dict: dict[str, Any],
+    *,
+    verify: Verify = Verify.READ,
+    cast: bool = False,
+    strict: bool = True,
+    workers: int = 0,
+    report: Report | None = None,
+) -> ReadReport:
+    """Fill the tensors of a nested or flat state in place, and replace its objects.
+
+    Each rank reads only the bytes its own tensors need, whatever the sharding that wrote them.
+
+    Args:
+        verify: Which slices are checked against their digests.
+        cast: Convert where a dtype differs; else that is a mismatch.
+        strict: A key the checkpoint lacks is an error; else it is left as it is and returned.
+        report: Gets (phase, seconds, bytes).
+
+    Raises:
+        CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ: all of them are listed, and
+            nothing was touched.
+        IncompleteCheckpointError: A part of a tensor is not in the checkpoint.
+        IntegrityError: Bytes differ from their digest.
+        UnsafePickleError: An object asks for a class that torch's weights_only loader refuses.
+    """
+    started = time.perf_counter()
+    flat, paths = flatten_state_dict(state_dict)
+    found, missing = _matched(catalog, flat, cast=cast, strict=strict)
+    filler = Filler(store, verify=verify, workers=workers, cast=cast)
+    for name in found:
+        entry = catalog.tensors.get(name)
+        if entry is not None:
+            for box, target in local_boxes(flat[name]):
+                add_box(filler, entry, box, target)
+    planned = time.perf_counter()
+    filler.run()
+    read = time.perf_counter()
+    for name in found:
+        if name not in catalog.tensors:
+            set_element(state_dict, paths[name], load_object(store, catalog.objects[name]))
+    finished = time.perf_counter()
+    if report is not None:
+        report("plan", planned - started, 0)
+        report("read", read - planned, filler.nbytes)
+        report("objects", finished - read, 0)
+    names = [*catalog.tensors, *catalog.objects]
+    return ReadReport(missing, [n for n in names if n not in flat], filler.nbytes, finished - started)
+
+
+def _matched(catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool) -> tuple[list[str], list[str]]:
+    """Return (keys to load, keys that are missing); raise one error with all that does not fit."""
+    found, missing, wrong = [], [], []
+    for name, value in flat.items():
+        tensor, known = isinstance(value, (torch.Tensor, ShardedTensor)), name in catalog.tensors
+        if not known and name not in catalog.objects:
+            missing.append(name)
+        elif tensor != known:
+            kinds = ("a tensor", "no tensor")
+            if not (tensor and name in catalog.objects):  # what torch.save framed whole comes back as a tensor
+                wrong.append(f"{name}: the checkpoint has {kinds[not known]}, the state has {kinds[not tensor]}")
+            else:
+                found.append(name)
+        else:
+            problem = _difference(catalog.tensors[name], value, cast) if known else None
+            if problem:
+                wrong.append(f"{name}: {problem}")
+            else:
+                found.append(name)
+    if wrong or (missing and strict):
+        lines = wrong + [f"{name}: not in the checkpoint" for name in (missing if strict else [])]
+        listed = lines[:_LISTED] + ([f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else [])
+        raise CheckpointMismatchError(
+            f"{len(lines)} keys of the state do not fit the checkpoint; nothing was loaded:\n  " + "\n  ".join(listed)
+        )
+    return found, missing
+
+
+def _difference(entry: TensorEntry, value: Any, cast: bool) -> str | None:
+    shape = tuple(value.size())
+    if shape != entry.shape:
+        return f"the checkpoint has shape {list(entry.shape)}, the state has {list(shape)}"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype != entry.dtype and not cast:
+        return f"the checkpoint has {entry.dtype}, the state has {dtype} (cast=True converts)"
+    return None
+
+
+def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
+    """Fill `target`, which is this box of the tensor, from the slices that hold it, each element once.
+
+    Raises:
+        IncompleteCheckpointError: The slices do not hold all of it.
+    """
+    if not target.numel():
+        return
+    slices = entry.slices
+    if len(slices) == 1 and box.sizes == tuple(slices.sizes[0].tolist()) == entry.shape:
+        filler.add(entry, 0, (0,) * len(entry.shape), target)
+        return
+    begin, size = np.array(box.offsets, np.int64), np.array(box.sizes, np.int64)
+    low = np.maximum(slices.offsets, begin)
+    high = np.minimum(slices.offsets + slices.sizes, begin + size)
+    rows = np.flatnonzero((high > low).all(axis=1))
+    seen: set[tuple[int, ...]] = set()
+    covered = 0
+    for row in rows.tolist():
+        first, last = low[row], high[row]
+        key = (*first.tolist(), *last.tolist())
+        if key in seen:
+            continue  # a replica
+        seen.add(key)
+        covered += int(np.prod(last - first))
+        part = target
+        for dim, (start, length) in enumerate(zip((first - begin).tolist(), (last - first).tolist(), strict=True)):
+            if length != part.shape[dim]:
+                part = part.narrow(dim, start, length)
+        filler.add(entry, row, tuple((first - slices.offsets[row]).tolist()), part)
+    if covered != target.numel():
+        raise IncompleteCheckpointError(
+            f"tensor {entry.name!r}: the checkpoint holds {covered} of the {target.numel()} elements at "
+            f"{list(box.offsets)}, sizes {list(box.sizes)}."
+        )
+
+
+def load_object(store: Store, entry: ObjectEntry) -> Any:
+    """Return the value of an object, checked against its digest, by torch's weights_only rules."""
+    if entry.encoding != "torch_save" or entry.codec is not None:
+        return load_object_torch(store, entry)
+    data = store.read(entry.path, entry.start, entry.start + entry.nbytes)
+    if entry.digest is not None and entry.digest.start == entry.start and entry.digest.nbytes == entry.nbytes:
+        check_bytes(entry.digest, memoryview(data), entry.path, entry.name)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        cause = str(error).splitlines()[0]
+        raise UnsafePickleError(
+            f"{entry.path}: the object {entry.name!r} is not loaded: {cause} Nothing of it was run. "
+            "If you trust where it came from, allow its class with torch.serialization.add_safe_globals."
+        ) from error
