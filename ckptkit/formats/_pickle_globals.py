@@ -188,6 +188,7 @@ _RECORDS = (
     "pathlib._local.PureWindowsPath", "pathlib._local.Path",
     "argparse.Namespace", "types.SimpleNamespace",
     "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone",
+    "_io.BytesIO",
     "uuid.UUID", "decimal.Decimal", "fractions.Fraction",
     "builtins.slice", "__builtin__.slice", "builtins.range", "__builtin__.xrange",
     "builtins.int", "builtins.float", "builtins.str", "builtins.bool", "__builtin__.int", "__builtin__.float",

@@ -275,11 +275,12 @@ def check_byteorder(text: bytes, *, file: str) -> None:
         raise UnsupportedFormatError(f"{file}: its tensors are stored {text[:16]!r}-endian, only little is supported.")
 
 
-def storage_of(identity: Any, find: Callable[[str], tuple[int, int]], path: str) -> Storage:
+def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, path: str) -> Storage:
     """Return the storage of a persistent id ("storage", class, key, location, numel).
 
     Args:
-        find: Key -> (nbytes, crc32) of the member that holds it; raises ValueError where there is none.
+        find: Key -> (nbytes, crc32) of the member that holds it; raises ValueError where there is none. Without it
+            the storage is as long as the id declares.
     """
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id is no storage")
@@ -287,8 +288,8 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]], path: str)
     if not isinstance(key, str) or not isinstance(location, str) or type(numel) is not int or numel < 0:
         raise ValueError("a persistent id is no storage")
     dtype = read_storage_type(kind)
-    nbytes, crc = find(key)
     wanted = numel * (1 if dtype is None else known_dtype(dtype).itemsize)
+    nbytes, crc = (wanted, None) if find is None else find(key)
     if wanted > nbytes:
         raise ValueError(f"storage {key!r:.40} declares {wanted} bytes, but {nbytes} are stored")
     return Storage(path, key, nbytes, dtype, location[:32], crc32=crc)

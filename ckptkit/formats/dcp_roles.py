@@ -1,30 +1,155 @@
-"""What a key of a training state is: a parameter of the model, a master, an optimizer's moment, or anything else."""
+"""What an entry of a DCP checkpoint is to the run, told from the path that the planner recorded for it.
+
+The flattened key alone does not say where a wrapper ends and the model's own name begins: accelerate's
+("model", "model.embed_tokens.weight") and LightRFT's ("model.embed_tokens.weight",) differ only in the path.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
 from ckptkit.catalog.entry import Role
 
-__all__ = ["role_of"]
+__all__ = ["EntryRole", "RoleTable", "optimizer_role"]
+
+Path = tuple[str | int, ...]
+
+_MODEL_KEYS = frozenset(
+    ("model", "state_dict", "module", "model_state_dict", "model_state", "models", "actor", "policy", "network", "net")
+)
+_OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer)s?(?:_states?|_state_dict)?(?:_?\d+)?")
+_OTHER_KEYS = frozenset(
+    ("lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "lr_scheduler_states", "dataloader", "dataloaders",
+     "train_state", "trainer_state", "rng", "rng_state", "rng_states", "random_states", "extra", "extra_state",
+     "callbacks", "loops", "sampler", "grad_scaler", "scaler", "scalers", "client_state", "step", "epoch",
+     "global_step", "metrics", "train_dataloader", "random", "custom_states", "hyper_parameters")
+)  # fmt: skip
+_MASTER_STATES = frozenset(("master", "master_param", "master_weight", "fp32_master", "fp32_param", "fp32"))
+_PARAM_GROUPS = "param_groups"
 
 
-def role_of(name: str, path: tuple[str | int, ...]) -> tuple[Role, str, str]:
-    """Return (role, FQN, state name) of a key as our own layout names them.
+@dataclass(frozen=True, slots=True)
+class EntryRole:
+    """Role, parameter and state of one entry, as `TensorEntry` has them."""
 
-    `model.<fqn>`, `optimizer.state.<fqn>.<name>`, `optimizer.master.<fqn>`; with several by name, `model_<name>.<fqn>`
-    has the FQN `<name>.<fqn>`. `path` tells the parts of a nested state apart, as names have dots of their own.
+    role: Role
+    fqn: str = ""
+    state: str = ""
+
+
+class RoleTable:
+    """The roles of all entries of one checkpoint, which depend on what else lies beside them.
+
+    Args:
+        paths: The planner's path by key; a key without one counts as a path of itself.
+        tensors: The keys that are tensors.
     """
-    top, _, rest = name.partition(".")
-    kind, _, label = top.partition("_")
-    if kind == "model" and rest:
-        return Role.MODEL, f"{label}.{rest}" if label else rest, ""
-    if kind != "optimizer":
-        return Role.OTHER, "", ""
-    group, _, rest = rest.partition(".")
-    if group == "master" and rest:
-        return Role.MASTER, rest, ""
-    if group == "state" and rest:
-        if len(path) == 4:
-            return Role.OPTIMIZER, str(path[2]), str(path[3])
-        fqn, _, state = rest.rpartition(".")
-        return Role.OPTIMIZER, fqn, state
-    return Role.OPTIMIZER, "", ""
+
+    def __init__(self, paths: Mapping[str, Path], tensors: Iterable[str]) -> None:
+        tops = {_top(path) for path in paths.values() if path}
+        # `optim_states/` of LightRFT, or a DCP of get_optimizer_state_dict: state and param_groups at the top.
+        self._bare_optimizer = bool(tops) and tops <= {"state", _PARAM_GROUPS} and "state" in tops
+        wrappers = {key: _model_wrapper(paths.get(key) or (key,)) for key in tensors}
+        named = {wrapper for wrapper in wrappers.values() if wrapper}
+        known = {wrapper for wrapper in named if wrapper[-1] in _MODEL_KEYS}
+        bare = any(wrapper == () for wrapper in wrappers.values())
+        # Weights at the top, or below a key that says so; below a key of the user's own only where it is the only one.
+        self._wrappers = known or (set() if bare else named if len(named) == 1 else set())
+        self._bare_model = not known
+        self._many = not known and not bare and len(named) > 1
+        self._paths = paths
+
+    def of(self, key: str) -> EntryRole:
+        """Return the role of the entry `key`."""
+        path = self._paths.get(key) or (key,)
+        optimizer = self._optimizer(path)
+        if optimizer is not None:
+            return optimizer
+        wrapper = _model_wrapper(path)
+        if wrapper is None:
+            return EntryRole(Role.OTHER)
+        if wrapper == ():
+            return EntryRole(Role.MODEL, _joined(path)) if self._bare_model else EntryRole(Role.OTHER)
+        if wrapper in self._wrappers:
+            return EntryRole(Role.MODEL, _joined(path[len(wrapper) :]))
+        # Several models under keys of the user's own (a GAN, a teacher and a student), or nested dicts of weights
+        # beside bare ones: the whole path is the name.
+        return EntryRole(Role.MODEL, _joined(path)) if self._many or self._bare_model else EntryRole(Role.OTHER)
+
+    def _optimizer(self, path: Path) -> EntryRole | None:
+        if self._bare_optimizer:
+            return optimizer_role(path)
+        for i, part in enumerate(path[:-1]):
+            if isinstance(part, str) and part in _MODEL_KEYS:
+                return None
+            if isinstance(part, str) and _OPTIMIZER_KEY.fullmatch(part):
+                return optimizer_role(path[i + 1 :])
+        only = path[0]
+        if len(path) == 1 and isinstance(only, str):
+            head, _, rest = only.partition(".")
+            if rest.startswith(("state.", "param_groups.")) and _OPTIMIZER_KEY.fullmatch(head):
+                return optimizer_role((rest,))
+        return None
+
+
+def optimizer_role(path: Path) -> EntryRole:
+    """Return the role of an entry below an optimizer: ("state", fqn, "exp_avg"), nested or flattened.
+
+    torch's `flatten_optimizer_state_dict` joins the three with dots; state names have none. Optimizers in a list
+    or dict put a key in front.
+    """
+    while path and (isinstance(path[0], int) or (len(path) > 1 and _OPTIMIZER_KEY.fullmatch(path[0]))):
+        path = path[1:]
+    head = path[0] if path else ""
+    if head == "master" and len(path) > 1:
+        return EntryRole(Role.MASTER, _joined(path[1:]))
+    if head == "state" and len(path) > 2:
+        return _state(_joined(path[1:-1]), str(path[-1]))
+    if len(path) == 1 and isinstance(head, str):
+        kind, _, rest = head.partition(".")
+        if kind == "state" and "." in rest:
+            fqn, _, state = rest.rpartition(".")
+            return _state(fqn, state)
+        if kind == "master" and rest:
+            return EntryRole(Role.MASTER, rest)
+    return EntryRole(Role.OPTIMIZER)
+
+
+def _state(fqn: str, state: str) -> EntryRole:
+    if state in _MASTER_STATES:
+        return EntryRole(Role.MASTER, fqn)
+    return EntryRole(Role.OPTIMIZER, fqn, state)
+
+
+def _top(path: Path) -> str:
+    top = str(path[0])
+    for flattened in ("state", _PARAM_GROUPS):
+        if len(path) == 1 and top.startswith(f"{flattened}."):
+            return flattened
+    return top
+
+
+def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
+    """Return the part of a tensor's path before the model's own names; None where it is no model's.
+
+    () stands for a name at the top.
+    """
+    for i, part in enumerate(path[:-1]):
+        if not isinstance(part, str):
+            continue
+        if part in _MODEL_KEYS:
+            stop = i + 1
+            while stop < len(path) - 1 and path[stop] in ("state_dict", "module"):
+                stop += 1
+            return path[:stop]
+        if part in _OTHER_KEYS or _OPTIMIZER_KEY.fullmatch(part):
+            return None
+    if len(path) == 1:
+        return None if path[0] in _OTHER_KEYS else ()
+    return path[:-1] if isinstance(path[-1], str) else path[:1]
+
+
+def _joined(path: Path) -> str:
+    return ".".join(str(part) for part in path)

@@ -366,6 +366,12 @@ def _device(value: Record) -> Any:
     return ":".join(str(arg)[:32] for arg in value.args) or "cpu"
 
 
+def _buffer(value: Record) -> Any:
+    """io.BytesIO, how Megatron keeps `_extra_state`: its state is (bytes, position, attributes)."""
+    state = value.state
+    return state[0] if isinstance(state, tuple) and state and isinstance(state[0], bytes) else NotImplemented
+
+
 def _datetime(kind: type[Any], nbytes: int) -> Callable[[Record], Any]:
     def make(value: Record) -> Any:
         raw = value.args[0] if value.args else b""
@@ -397,6 +403,7 @@ _REBUILD: dict[str, Callable[[Record], Any]] = {
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
     "torch.device": _device,
+    "_io.BytesIO": _buffer,
     "datetime.datetime": _datetime(datetime.datetime, 10),
     "datetime.date": _datetime(datetime.date, 4),
     "datetime.time": _datetime(datetime.time, 6),

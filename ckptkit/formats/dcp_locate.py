@@ -1,0 +1,427 @@
+"""Where the bytes of each tensor lie inside its item of a `.distcp` file: found on demand, many items at once.
+
+An item is a torch.save zip of its own, about 1.5 KB longer than the tensor in it; a file may instead be one
+safetensors blob. For a zip, its first kilobyte (pickle, header of the storage) and its last (the directory,
+with the CRC-32 of the storage) are read; neighbours share a read.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Codec, Role, SliceArray
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats._restricted_pickle import loads
+from ckptkit.formats._torch_records import Storage, StoredTensor, TensorRebuilder
+from ckptkit.formats._torch_zip import (
+    LOCAL_HEADER,
+    Layout,
+    ShortTailError,
+    check_byteorder,
+    parse_directory,
+    read_archive,
+    storage_of,
+)
+from ckptkit.formats.safetensors_dcp import saved_offsets
+from ckptkit.formats.safetensors_parse import SafetensorsHeader, read_header
+from ckptkit.storage.store import ReadInto, Store
+
+__all__ = ["Items", "LocatedSlices", "item_batches"]
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+_BATCH_ROWS = 1 << 16
+_BLOCK_ROWS = 1 << 13  # items whose ends are held at once
+_FRONT = 1024
+_TAIL = 1024
+_JOIN = 4096  # bytes between two ranges that are read rather than skipped
+_LAZY = frozenset(("starts", "nbytes", "algorithm", "digests", "digest_starts", "digest_nbytes", "strides", "codecs"))
+_ZIP = b"PK\x03\x04"
+_SLACK = 1 << 20  # what an item may be longer than its tensor, when it is decompressed
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Every tensor item of a checkpoint as columns; rows [bounds[i], bounds[i + 1]) are those of tensor i."""
+
+    store: Store
+    paths: Sequence[str]
+    files: Int32
+    starts: Int64
+    lengths: Int64
+    zstd: npt.NDArray[np.bool_]
+    bounds: Int64
+
+
+class LocatedSlices(SliceArray):
+    """Slices whose byte ranges are found when one of them is asked for, together with those of its batch.
+
+    Boxes, files and ranks are there from the start; `starts`, `nbytes`, `strides`, digests and codecs are not.
+    """
+
+    __slots__ = ("batch", "dtype", "items", "name", "rows")
+
+    def __init__(
+        self, name: str, dtype: str, items: Items, rows: Int64, offsets: Int64, sizes: Int64, ranks: Int32
+    ) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.items = items
+        self.rows = rows
+        self.paths = items.paths
+        self.files = items.files[rows]
+        self.offsets = offsets
+        self.sizes = sizes
+        self.ranks = ranks
+        self.batch: _Batch | None = None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only where a slot of the base class is still empty.
+        if name not in _LAZY or self.batch is None:
+            raise AttributeError(name)
+        self.batch.locate()
+        return object.__getattribute__(self, name)
+
+
+def item_batches(items: Items, tensors: Iterable[tuple[Role, LocatedSlices]]) -> None:
+    """Group the slices so that those of one role are located some ten thousand at a time."""
+    by_role: dict[Role, _Batch] = {}
+    for role, slices in tensors:
+        batch = by_role.get(role)
+        if batch is None or (batch.count and batch.count + len(slices) > _BATCH_ROWS):
+            batch = by_role[role] = _Batch(items)
+        batch.add(slices)
+
+
+class _Batch:
+    def __init__(self, items: Items) -> None:
+        self.items = items
+        self.members: list[LocatedSlices] = []
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def add(self, slices: LocatedSlices) -> None:
+        slices.batch = self
+        self.members.append(slices)
+        self.count += len(slices)
+
+    def locate(self) -> None:
+        """Fill in the columns of all members. Does nothing the second time."""
+        with self._lock:
+            if self.members:
+                _Locator(self.items, self.members).run()
+                self.members = []
+
+
+@dataclass(slots=True)
+class _Found:
+    """The columns that are being found, one row an item of the batch."""
+
+    starts: Int64
+    nbytes: Int64
+    crc: npt.NDArray[np.uint64]
+    crc_starts: Int64
+    crc_nbytes: Int64
+    checked: npt.NDArray[np.bool_]
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    codecs: dict[int, Codec] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, n: int) -> _Found:
+        zeros = [np.zeros(n, np.int64) for _ in range(4)]
+        return cls(zeros[0], zeros[1], np.zeros(n, np.uint64), zeros[2], zeros[3], np.zeros(n, np.bool_))
+
+    def put(self, row: int, tensor: StoredTensor) -> None:
+        storage = tensor.storage
+        self.starts[row], self.nbytes[row] = tensor.start, tensor.nbytes
+        self.crc_starts[row], self.crc_nbytes[row] = storage.start, storage.nbytes
+        if storage.crc32 is not None:
+            self.crc[row], self.checked[row] = storage.crc32, True
+        if not tensor.contiguous:
+            self.strides[row] = tensor.strides
+
+
+class _Locator:
+    def __init__(self, items: Items, members: Sequence[LocatedSlices]) -> None:
+        self.store = items.store
+        self.paths = items.paths
+        self.members = members
+        rows = np.concatenate([m.rows for m in members])
+        self.files = items.files[rows]
+        self.starts = items.starts[rows]
+        self.lengths = items.lengths[rows]
+        self.zstd = items.zstd[rows]
+        self.bounds = np.cumsum([0, *(len(m) for m in members)])
+        self.found = _Found.empty(len(rows))
+        self.parser = _ItemParser(self.store)
+
+    def run(self) -> None:
+        order = np.lexsort((self.starts, self.files))
+        zips: list[int] = []
+        for rows in _by_file(order, self.files):
+            path = self.paths[int(self.files[rows[0]])]
+            plain = rows[~self.zstd[rows]]
+            for row in rows[self.zstd[rows]].tolist():
+                self._compressed(row, path)
+            if len(plain) == 0:
+                continue
+            if self._is_safetensors(path, plain):
+                self._safetensors(path, plain)
+            else:
+                zips.extend(plain.tolist())
+        for begin in range(0, len(zips), _BLOCK_ROWS):
+            self._zips(np.array(zips[begin : begin + _BLOCK_ROWS]))
+        self._hand_out()
+
+    def _member(self, row: int) -> tuple[LocatedSlices, int]:
+        member = int(np.searchsorted(self.bounds, row, side="right")) - 1
+        return self.members[member], row - int(self.bounds[member])
+
+    # --- one safetensors blob a file
+
+    def _is_safetensors(self, path: str, rows: Int64) -> bool:
+        """A zip begins with its magic number; a blob with the length of its JSON header."""
+        start = int(self.starts[rows[0]])
+        head = self.store.read(path, start, start + 9)
+        if head[:4] == _ZIP:
+            self._check_disjoint(path, rows)
+            return False
+        if len(head) == 9 and head[8:9] == b"{":
+            return True
+        raise CorruptCheckpointError(
+            f"{path}: at byte {start} begins neither a torch.save zip nor a safetensors header. "
+            "The file is damaged, or belongs to another save."
+        )
+
+    def _check_disjoint(self, path: str, rows: Int64) -> None:
+        starts, stops = self.starts[rows], self.starts[rows] + self.lengths[rows]
+        bad = (starts[1:] < stops[:-1]) & ((starts[1:] != starts[:-1]) | (stops[1:] != stops[:-1]))
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            name = self._member(int(rows[at + 1]))[0].name
+            raise CorruptCheckpointError(f"{path}: the item of {name!r:.80} overlaps the one before it.")
+
+    def _safetensors(self, path: str, rows: Int64) -> None:
+        start = int(self.starts[rows[0]])
+        if (self.starts[rows] != start).any():
+            raise CorruptCheckpointError(f"{path}: its items are a safetensors blob, but begin at different bytes.")
+        header = read_header(self.store, path, start=start)
+        offsets = saved_offsets(header, path)
+        for row in rows.tolist():
+            member, at = self._member(row)
+            self.found.starts[row], self.found.nbytes[row] = _in_header(header, offsets, path, member, at)
+
+    # --- zips
+
+    def _zips(self, rows: Int64) -> None:
+        """Locate items sorted by file and start: read their first and last kilobyte, and parse."""
+        ends = _Ends(self.store, self.paths, self.files[rows], self.starts[rows], self.lengths[rows])
+        for i, row in enumerate(rows.tolist()):
+            member, at = self._member(row)
+            path = self.paths[int(self.files[row])]
+            start, length = int(self.starts[row]), int(self.lengths[row])
+            label = f"{path}: the item of {member.name!r:.80} at byte {start}"
+            tensor = self.parser.parse(ends.front(i), ends.tail(i), path, start, length, label)
+            _check_tensor(tensor, member, at, label)
+            self.found.put(row, tensor)
+
+    def _compressed(self, row: int, path: str) -> None:
+        """A zstd item: decoded as a stream, of which only the first and last kilobytes are kept."""
+        member, at = self._member(row)
+        start, length = int(self.starts[row]), int(self.lengths[row])
+        label = f"{path}: the item of {member.name!r:.80} at byte {start}"
+        wanted = math.prod(member.sizes[at].tolist()) * dtype_of(member.dtype).itemsize
+        packed = self.store.read(path, start, start + length)
+        front, tail, size = decoded_ends(packed, wanted + _SLACK, file=label)
+        tensor = self.parser.parse(front, tail, path, 0, size, label)
+        _check_tensor(tensor, member, at, label)
+        self.found.put(row, tensor)
+        self.found.codecs[row] = Codec("zstd", start, length)
+
+    def _hand_out(self) -> None:
+        found = self.found
+        strides, codecs = _split(found.strides, self.bounds), _split(found.codecs, self.bounds)
+        for i, member in enumerate(self.members):
+            rows = slice(int(self.bounds[i]), int(self.bounds[i + 1]))
+            checked = bool(found.checked[rows].all()) and len(member) > 0
+            member.algorithm = "crc32" if checked else None
+            member.digests = found.crc[rows] if checked else None
+            member.digest_starts = found.crc_starts[rows] if checked else None
+            member.digest_nbytes = found.crc_nbytes[rows] if checked else None
+            member.strides = strides.get(i, {})
+            member.codecs = codecs.get(i, {})
+            member.nbytes = found.nbytes[rows]
+            member.starts = found.starts[rows]
+            member.batch = None
+
+
+def _by_file(order: Int64, files: Int32) -> list[Int64]:
+    if len(order) == 0:
+        return []
+    return np.split(order, np.flatnonzero(np.diff(files[order])) + 1)
+
+
+def _split(values: dict[int, Any], bounds: Int64) -> dict[int, dict[int, Any]]:
+    out: dict[int, dict[int, Any]] = {}
+    for row, value in values.items():
+        member = int(np.searchsorted(bounds, row, side="right")) - 1
+        out.setdefault(member, {})[row - int(bounds[member])] = value
+    return out
+
+
+def _in_header(
+    header: SafetensorsHeader, offsets: dict[str, tuple[int, ...]], path: str, member: LocatedSlices, at: int
+) -> tuple[int, int]:
+    found = header.tensors.get(member.name)
+    box = tuple(member.offsets[at].tolist()), tuple(member.sizes[at].tolist())
+    if found is None:
+        raise IncompleteCheckpointError(f"{path}: tensor {member.name!r:.80} is not in it, though .metadata says so.")
+    stored = offsets.get(member.name, (0,) * len(found.shape)), found.shape
+    if stored != box:
+        raise IncompleteCheckpointError(
+            f"{path}: tensor {member.name!r:.80} has only its part at {list(stored[0])} of sizes {list(stored[1])}, "
+            f"not the one at {list(box[0])} of sizes {list(box[1])}. torch keeps one part a file in this format: the "
+            "rest was lost when it was saved."
+        )
+    if found.dtype != member.dtype:
+        raise CorruptCheckpointError(
+            f"{path}: tensor {member.name!r:.80} is {found.dtype}, .metadata says {member.dtype}."
+        )
+    return found.start, found.nbytes
+
+
+def _check_tensor(tensor: StoredTensor, member: LocatedSlices, at: int, label: str) -> None:
+    sizes = tuple(member.sizes[at].tolist())
+    if tensor.dtype != member.dtype or tensor.shape != sizes:
+        raise CorruptCheckpointError(
+            f"{label} holds {tensor.dtype} {list(tensor.shape)}, but .metadata says {member.dtype} {list(sizes)}. "
+            "Files of two saves may have been mixed."
+        )
+
+
+class _Ends:
+    """The first and last bytes of a block of items, read with few reads."""
+
+    def __init__(self, store: Store, paths: Sequence[str], files: Int32, starts: Int64, lengths: Int64) -> None:
+        fronts = np.minimum(lengths, _FRONT)
+        tails = np.minimum(lengths, _TAIL)
+        # Two ranges an item, in file order; near ones become one read.
+        low = np.stack([starts, starts + lengths - tails], axis=1).reshape(-1)
+        high = np.stack([starts + fronts, starts + lengths], axis=1).reshape(-1)
+        file = np.repeat(files, 2)
+        stops = np.maximum.accumulate(np.where(np.r_[True, file[1:] != file[:-1]], high, high))
+        breaks = np.r_[True, (file[1:] != file[:-1]) | (low[1:] - stops[:-1] > _JOIN) | (low[1:] < low[:-1])]
+        heads = np.flatnonzero(breaks)
+        lasts = np.r_[heads[1:], len(low)] - 1
+        span_low, span_high = low[heads], np.maximum.reduceat(high, heads)
+        self._span = np.cumsum(breaks) - 1
+        self._low, self._high, self._base = low, high, span_low
+        self._buffers = [memoryview(bytearray(int(n))) for n in span_high - span_low]
+        reads = [
+            ReadInto(paths[int(f)], int(start), buffer)
+            for f, start, buffer in zip(file[lasts], span_low, self._buffers, strict=True)
+        ]
+        store.read_many(reads)
+
+    def _range(self, i: int) -> memoryview:
+        span = int(self._span[i])
+        base = int(self._base[span])
+        return self._buffers[span][int(self._low[i]) - base : int(self._high[i]) - base]
+
+    def front(self, i: int) -> memoryview:
+        return self._range(2 * i)
+
+    def tail(self, i: int) -> memoryview:
+        return self._range(2 * i + 1)
+
+
+class _ItemParser:
+    """Parses items from their two ends. Equal pickles (same dtype, shape, strides) are parsed once."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._pickles: dict[bytes, tuple[StoredTensor, int]] = {}
+
+    def parse(
+        self, front: memoryview, tail: memoryview, path: str, start: int, length: int, label: str
+    ) -> StoredTensor:
+        try:
+            members, directory = parse_directory(bytes(tail), length, file=label)
+        except ShortTailError:
+            return self._whole(path, start, length, label)
+        layout = Layout(members, directory, label)
+        pickled = self._member(layout, "data.pkl", front)
+        order = self._member(layout, "byteorder", front) if "byteorder" in layout.members else b"little"
+        if pickled is None or order is None:
+            return self._whole(path, start, length, label)
+        check_byteorder(order, file=label)
+        template = self._template(pickled, label)
+        member = layout.members.get(f"data/{template.storage.key}")
+        if member is None or template.storage.nbytes > member.nbytes:
+            raise CorruptCheckpointError(
+                f"{label}: its storage holds {0 if member is None else member.nbytes} bytes, its tensor needs "
+                f"{template.storage.nbytes}."
+            )
+        header = bytes(front[member.header : member.header + LOCAL_HEADER.size + len(member.name.encode())])
+        if len(header) < LOCAL_HEADER.size + len(member.name.encode()):
+            return self._whole(path, start, length, label)
+        begin = start + layout.start(member, header)
+        storage = Storage(path, template.storage.key, member.nbytes, template.storage.dtype, "", begin, member.crc32)
+        return StoredTensor(storage, template.dtype, template.shape, template.strides, template.offset)
+
+    def _member(self, layout: Layout, name: str, front: memoryview) -> bytes | None:
+        """The bytes of a small member, None where they are not among the first of the item."""
+        member = layout.members[name]
+        header = bytes(front[member.header : member.header + LOCAL_HEADER.size + len(member.name.encode())])
+        if len(header) < LOCAL_HEADER.size + len(member.name.encode()):
+            return None
+        begin = layout.start(member, header)
+        data = bytes(front[begin : begin + member.nbytes])
+        if len(data) < member.nbytes:
+            return None
+        if zlib.crc32(data) != member.crc32:
+            raise CorruptCheckpointError(f"{layout.file}: member {member.name!r:.80} does not match its CRC-32.")
+        return data
+
+    def _template(self, pickled: bytes, label: str) -> StoredTensor:
+        found = self._pickles.get(pickled)
+        if found is None:
+            value = loads(
+                pickled,
+                file=label,
+                functions=TensorRebuilder().functions,
+                persistent_load=lambda identity: storage_of(identity, None, ""),
+            )
+            found = self._pickles[pickled] = (_one_tensor(value, label), 0)
+        return found[0]
+
+    def _whole(self, path: str, start: int, length: int, label: str) -> StoredTensor:
+        """An item whose pickle or directory is longer than usual."""
+        return _one_tensor(read_archive(self.store, path, start, length).value, label)
+
+
+def _one_tensor(value: Any, label: str) -> StoredTensor:
+    if not isinstance(value, StoredTensor):
+        raise CorruptCheckpointError(f"{label} holds a {type(value).__name__}, where .metadata says a tensor.")
+    return value
+
+
+def decoded_ends(packed: bytes, limit: int, *, file: str) -> tuple[memoryview, memoryview, int]:
+    """Return the first and last bytes of what zstd decodes to, and its length; at most `limit`."""
+    from ckptkit.formats.objects import decode_zstd
+
+    data = memoryview(decode_zstd(packed, limit, file=file))
+    return data[:_FRONT], data[-_TAIL:], len(data)
