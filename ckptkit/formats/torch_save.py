@@ -1,0 +1,309 @@
+"""Reads what torch.save wrote: one .pt, .bin or .ckpt file, or shards with an index, as a catalog.
+
+The nesting of the saved value tells weights from optimizer state and the rest, by the rules that `dcp_roles` has
+for the paths of DCP. Tensor bytes are not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+)
+from ckptkit.formats._restricted_pickle import Unknown, loads
+from ckptkit.formats._torch_legacy import is_legacy, is_tar, read_legacy, read_tar
+from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, StoredTensor
+from ckptkit.formats._torch_zip import TorchArchive, read_archive
+from ckptkit.formats.dcp_roles import EntryRole, RoleTable
+from ckptkit.formats.objects import plain
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.side_files import find_side_files
+from ckptkit.storage.paths import is_safe_name
+from ckptkit.storage.store import Store
+
+__all__ = ["EXTENSIONS", "INDEX_SUFFIX", "is_torch_file", "open_catalog", "open_file", "read_torch_file"]
+
+EXTENSIONS = (".pt", ".bin", ".ckpt", ".pth")
+INDEX_SUFFIX = ".bin.index.json"
+_MAX_INDEX_BYTES = 512 << 20
+
+Path = tuple[str | int, ...]
+
+
+def is_torch_file(head: bytes) -> bool:
+    """Tell whether a file that begins with `head` (512 bytes) may be one of torch.save."""
+    return head[:4] == b"PK\x03\x04" or is_legacy(head) or is_tar(head)
+
+
+def open_catalog(
+    store: Store,
+    *,
+    path: str | None = None,
+    options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
+) -> Catalog:
+    """Return what the torch.save file or files at the store's root hold.
+
+    Args:
+        path: The one file that is meant; by default the shards that an index names, or the only file there is.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file, or more than one and no index.
+        IncompleteCheckpointError: Shards or tensors that the index names are missing, or the file holds only
+            one rank's part.
+        UnsafePickleError, CorruptCheckpointError, UnsupportedFormatError: As for `read_archive`.
+    """
+    if path is not None:
+        return open_file(store, path, options=options)
+    names = [info.path for info in store.list() if info.kind in ("file", "symlink")]
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if indices:
+        return _open_shards(store, sorted(indices)[0], options)
+    files = [name for name in names if name.endswith(EXTENSIONS)]
+    chosen = "pytorch_model.bin" if "pytorch_model.bin" in files else files[0] if len(files) == 1 else None
+    if chosen is None:
+        raise CheckpointNotFoundError(
+            f"{store.url} has {len(files)} files of torch.save{': ' + ', '.join(files[:5]) if files else ''}. "
+            "Name the one you mean."
+        )
+    return open_file(store, chosen, options=options)
+
+
+def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
+    """Return what one torch.save file holds. Raises as `open_catalog` does."""
+    value = read_torch_file(store, path, allow_pickle=options.allow_pickle).value
+    return _catalog(store, {path: plain(value, file=path)})
+
+
+def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> TorchArchive:
+    """Return the parsed file, whichever of torch's formats it has; a plain pickle has no tensors.
+
+    Args:
+        allow_pickle: Classes that are not on the allow-list become inert records instead of an error.
+    """
+    unknown: Unknown = "record" if allow_pickle else "refuse"
+    head = store.read(path, 0, 512)
+    if head[:2] == b"PK":
+        return read_archive(store, path, unknown=unknown)
+    if is_legacy(head):
+        return read_legacy(store, path, unknown=unknown)
+    if is_tar(head):
+        return read_tar(store, path, unknown=unknown)
+    if head[:1] == b"\x80":
+        return TorchArchive(loads(store.read(path), file=path, unknown=unknown), path)
+    found = f"{len(head)} bytes" if len(head) < 8 else f"bytes {head[:8]!r}"
+    raise CorruptCheckpointError(f"{path}: it begins with {found}, which no file of torch.save does. Is it truncated?")
+
+
+# --- shards with an index
+
+
+def _open_shards(store: Store, index: str, options: ReadOptions) -> Catalog:
+    weight_map = _weight_map(store, index)
+    values: dict[str, Any] = {}
+    for path in dict.fromkeys(weight_map.values()):
+        if store.info(path) is None:
+            raise IncompleteCheckpointError(f"{path} is missing: {index} says that tensors lie in it.")
+        value = plain(read_torch_file(store, path, allow_pickle=options.allow_pickle).value, file=path)
+        if not isinstance(value, dict):
+            raise CorruptCheckpointError(f"{path}: a shard holds a {type(value).__name__}, not a dict of tensors.")
+        values[path] = value
+    for name, path in weight_map.items():
+        if name not in values[path]:
+            raise IncompleteCheckpointError(f"{path}: tensor {name!r:.120} is not in it, though {index} says so.")
+    return _catalog(store, values, index)
+
+
+def _weight_map(store: Store, index: str) -> dict[str, str]:
+    raw = store.read(index, 0, _MAX_INDEX_BYTES)
+    try:
+        weight_map = json.loads(raw)["weight_map"]
+        items = list(weight_map.items())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise CorruptCheckpointError(f"{index}: it is no JSON with a weight_map.") from None
+    for name, path in items:
+        if not isinstance(path, str) or not is_safe_name(path):
+            raise CorruptCheckpointError(
+                f"{index}: tensor {name!r:.120} is said to lie in {path!r:.120}, which is no plain file name."
+            )
+    return dict(items)
+
+
+# --- from values to entries
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A tensor, or the largest value without tensors, at one path of the saved value."""
+
+    path: Path
+    file: str
+    value: Any
+
+
+def _catalog(store: Store, values: Mapping[str, Any], index: str | None = None) -> Catalog:
+    leaves: dict[str, _Leaf] = {}
+    for file, value in values.items():
+        for leaf in _leaves(value, (), file, {}):
+            _add(leaves, leaf, sharded=index is not None)
+    tensors = {name: leaf for name, leaf in leaves.items() if _is_tensor(leaf.value)}
+    table = RoleTable({name: leaf.path for name, leaf in leaves.items()}, tensors)
+    names = _parameter_names(leaves)
+    entries = {name: _entry(name, leaf, _named(table.of(name), leaf.path, names)) for name, leaf in tensors.items()}
+    objects = {name: _object(name, leaf, table.of(name).role) for name, leaf in leaves.items() if name not in tensors}
+    return Catalog(entries, objects, _info(store, values, index, entries))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
+
+
+def _leaves(value: Any, path: Path, file: str, known: dict[int, bool]) -> Iterator[_Leaf]:
+    """Walk a plain value, whose nesting and size `plain` has bounded."""
+    if _is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not _has_tensor(value, known):
+        yield _Leaf(path, file, value)
+        return
+    items: Sequence[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    for key, item in items:
+        yield from _leaves(item, (*path, key if type(key) in (str, int) else str(key)), file, known)
+
+
+def _has_tensor(value: Any, known: dict[int, bool]) -> bool:
+    if _is_tensor(value):
+        return True
+    if not isinstance(value, (dict, list, tuple)):
+        return False
+    if id(value) not in known:
+        known[id(value)] = False
+        items = value.values() if isinstance(value, dict) else value
+        known[id(value)] = any(_has_tensor(item, known) for item in items)
+    return known[id(value)]
+
+
+def _add(leaves: dict[str, _Leaf], leaf: _Leaf, *, sharded: bool) -> None:
+    name = ".".join(str(part) for part in leaf.path) or "value"
+    if name in leaves:
+        if sharded:
+            raise CorruptCheckpointError(f"{leaf.file}: tensor {name!r:.120} is in {leaves[name].file} too.")
+        if leaves[name].path == leaf.path:
+            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} is there twice.")
+        # {"a": {"b.c": ...}, "a.b": {"c": ...}}: two paths that join to one name.
+        name = "/".join(str(part) for part in leaf.path)
+        if name in leaves:
+            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} is there twice.")
+    leaves[name] = leaf
+
+
+def _entry(name: str, leaf: _Leaf, role: EntryRole) -> TensorEntry:
+    tensor = _whole(leaf)
+    slices = [tensor.slice()] if tensor.numel else []
+    return TensorEntry(
+        name,
+        tensor.dtype,
+        tensor.shape,
+        SliceArray.of(slices, len(tensor.shape)),
+        role.role,
+        role.fqn,
+        role.state,
+        leaf.path,
+    )
+
+
+def _whole(leaf: _Leaf) -> StoredTensor:
+    """The tensor itself; a DTensor or ShardedTensor only where this file has all of it."""
+    value, name = leaf.value, ".".join(str(part) for part in leaf.path)
+    if isinstance(value, StoredTensor):
+        return value
+    if isinstance(value, DTensorRecord):
+        if value.local.shape == value.shape and all(p.kind != "partial" for p in value.placements):
+            return value.local
+        world, rank = int(value.mesh.ranks.size), value.rank
+    else:
+        if len(value.shards) == 1 and Box(value.shards[0].offsets, value.shards[0].sizes) == Box.whole(value.shape):
+            tensor: StoredTensor = value.shards[0].tensor
+            return tensor
+        world, rank = value.world_size or len(value.boxes), value.rank
+    raise IncompleteCheckpointError(
+        f"{leaf.file}: {name!r:.120} of shape {list(value.shape)} is only the part of rank {rank} of {world}. "
+        "Give the directory that holds the files of all ranks."
+    )
+
+
+def _object(name: str, leaf: _Leaf, role: Role) -> ObjectEntry:
+    role = role if role is Role.OPTIMIZER else Role.OTHER
+    return ObjectEntry(name, leaf.file, encoding="value", value=leaf.value, role=role, key=leaf.path)
+
+
+# --- optimizer states by number: param_groups may say which parameter each number is
+
+
+def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
+    """By the path of an optimizer: parameter number -> name, from `param_names` in its groups (torch >= 2.6)."""
+    found: dict[Path, dict[str, str]] = {}
+    for leaf in leaves.values():
+        if leaf.path[-1:] != ("param_groups",) or not isinstance(leaf.value, list):
+            continue
+        for group in leaf.value:
+            params, names = (group.get("params"), group.get("param_names")) if isinstance(group, dict) else (None, None)
+            if isinstance(params, list) and isinstance(names, list) and len(params) == len(names):
+                pairs = {str(p): n for p, n in zip(params, names, strict=True) if isinstance(n, str)}
+                found.setdefault(leaf.path[:-1], {}).update(pairs)
+    return found
+
+
+def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]]) -> EntryRole:
+    if role.role not in (Role.OPTIMIZER, Role.MASTER) or "state" not in path:
+        return role
+    at = path.index("state")
+    if at + 1 < len(path) and isinstance(path[at + 1], int):
+        return EntryRole(role.role, names.get(path[:at], {}).get(role.fqn, ""), role.state)
+    return role
+
+
+# --- what is known of the whole
+
+
+def _info(
+    store: Store, values: Mapping[str, Any], index: str | None, entries: Mapping[str, TensorEntry]
+) -> CatalogInfo:
+    files: dict[str, int] = {}
+    for path in (*values, *([index] if index else [])):
+        found = store.info(path)
+        files[path] = found.size if found is not None and found.kind == "file" else -1
+    producer, step = "torch.save", None
+    for value in values.values():
+        if isinstance(value, dict):
+            if "pytorch-lightning_version" in value:
+                producer = f"lightning {str(value['pytorch-lightning_version'])[:20]}"
+            if type(value.get("global_step")) is int:
+                step = value["global_step"]
+    side = find_side_files(store)
+    tied = _tied(entries)
+    notes = tuple(f"{', '.join(names[1:])} shares its bytes with {names[0]} (tied)." for names in tied)
+    return CatalogInfo(
+        "torch",
+        producer=producer,
+        step=step,
+        files=files,
+        side_files=side.carried,
+        notes=(*notes, *side.notes),
+        extra={**side.extra, **({"tied": tied} if tied else {})},
+    )
+
+
+def _tied(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
+    """Groups of weights that are one place in a file."""
+    places: dict[tuple[Any, ...], list[str]] = {}
+    for name, entry in entries.items():
+        if entry.role is Role.MODEL and len(entry.slices) == 1:
+            part = entry.slices[0]
+            place = (part.path, part.start, part.nbytes, part.strides, entry.shape, entry.dtype)
+            places.setdefault(place, []).append(name)
+    return [names for names in places.values() if len(names) > 1]

@@ -1,0 +1,210 @@
+"""Files of torch.save become catalogs: weights found below any wrapper, optimizer states named, the rest kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePickleError,
+)
+from ckptkit.formats.torch_save import open_catalog, open_file
+from ckptkit.storage.local import LocalStore
+from tests.formats.readback import assert_model_equals, tensor_bytes
+
+ZOO = {
+    "torchsave_pytorch_model_bin": (None, ""),
+    "torchsave_legacy_nonzip": (None, ""),
+    "lightning_trainer_full": ("epoch=0-step=3.ckpt", "model."),
+}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_weights_are_bit_exact(zoo: Path, name: str) -> None:
+    store = LocalStore(zoo / name)
+    path, front = ZOO[name]
+    catalog = open_catalog(store, path=path)
+    assert_model_equals(store, catalog, zoo / name / "EXPECTED.safetensors", front)
+    for entry in catalog.tensors.values():
+        tensor_bytes(store, entry)
+
+
+def test_a_lightning_file_gives_step_optimizer_and_the_rest(zoo: Path) -> None:
+    catalog = open_file(LocalStore(zoo / "lightning_trainer_full"), "epoch=0-step=3.ckpt")
+    assert catalog.info.step == 3
+    assert catalog.info.producer.startswith("lightning ")
+    states = {e.state for e in catalog.tensors.values() if e.role is Role.OPTIMIZER}
+    assert states == {"exp_avg", "exp_avg_sq", "step"}
+    assert catalog.objects["epoch"].value == 0
+
+
+def save(folder: Path, value: Any, name: str = "x.pt") -> LocalStore:
+    import torch
+
+    torch.save(value, folder / name)
+    return LocalStore(folder)
+
+
+def weights() -> dict[str, Any]:
+    import torch
+
+    return {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.ones(2), "empty": torch.zeros(0, 3)}
+
+
+WRAPPERS: dict[str, Any] = {
+    "bare": lambda w: w,
+    "state_dict": lambda w: {"state_dict": w, "epoch": 3},
+    "model": lambda w: {"model": w, "optimizer": {"state": {}, "param_groups": []}},
+    "module": lambda w: {"module": w, "args": {"lr": 1.0}},
+    "model_state_dict": lambda w: {"model_state_dict": w},
+    "nested": lambda w: {"app": {"model": w}},
+    "of its own": lambda w: {"generator": w, "epoch": 3},
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_weights_are_found_below_any_wrapper(tmp_path: Path, wrapper: str) -> None:
+    catalog = open_catalog(save(tmp_path, WRAPPERS[wrapper](weights())))
+    assert catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
+
+
+def test_two_models_keep_their_whole_names(tmp_path: Path) -> None:
+    catalog = open_catalog(save(tmp_path, {"generator": weights(), "critic": weights()}))
+    assert {"generator.a.weight", "critic.a.weight"} <= catalog.by_role(Role.MODEL).keys()
+
+
+def test_a_second_copy_beside_the_model_is_no_model(tmp_path: Path) -> None:
+    catalog = open_catalog(save(tmp_path, {"model": weights(), "ema": weights()}))
+    assert catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
+    assert "ema.a.weight" in catalog.by_role(Role.OTHER)
+
+
+def adam(keys: list[Any], **group: Any) -> dict[str, Any]:
+    import torch
+
+    state = {key: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2)} for key in keys}
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": keys, **group}]}
+
+
+@pytest.mark.parametrize("top", [True, False])
+def test_optimizer_states_by_name_know_their_parameter(tmp_path: Path, top: bool) -> None:
+    value = adam(["a.weight", "a.bias"])
+    catalog = open_catalog(save(tmp_path, value if top else {"optimizer_state_dict": value, "model": weights()}))
+    found = {(e.fqn, e.state) for e in catalog.tensors.values() if e.role is Role.OPTIMIZER}
+    assert found == {(f, s) for f in ("a.weight", "a.bias") for s in ("step", "exp_avg")}
+
+
+def test_optimizer_states_by_number_have_no_parameter(tmp_path: Path) -> None:
+    catalog = open_catalog(save(tmp_path, {"optimizer": adam([0, 1]), "model": weights()}))
+    assert {(e.fqn, e.state) for e in catalog.tensors.values() if e.role is Role.OPTIMIZER} == {
+        ("", "step"),
+        ("", "exp_avg"),
+    }
+
+
+def test_optimizer_states_by_number_take_the_names_of_their_group(tmp_path: Path) -> None:
+    value = adam([0, 1], param_names=["a.weight", "a.bias"])
+    catalog = open_catalog(save(tmp_path, {"optimizer": value, "model": weights()}))
+    assert catalog.tensors["optimizer.state.1.exp_avg"].fqn == "a.bias"
+
+
+def test_tied_weights_are_noted(zoo: Path) -> None:
+    catalog = open_catalog(LocalStore(zoo / "torchsave_pytorch_model_bin"))
+    assert catalog.info.extra["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+
+
+def test_a_diverged_head_is_not_called_tied(tmp_path: Path) -> None:
+    import torch
+
+    base = torch.arange(12.0)
+    catalog = open_catalog(save(tmp_path, {"a": base[:6], "b": base[6:], "c": base[:6].reshape(2, 3)}))
+    assert "tied" not in catalog.info.extra
+
+
+def test_values_that_are_no_tensors_are_kept(tmp_path: Path) -> None:
+    value = {"state_dict": {**weights(), "a._extra_state": {"v": 1}}, "hyper_parameters": {"lr": 0.1, "n": [1, 2]}}
+    catalog = open_catalog(save(tmp_path, value))
+    assert catalog.objects["hyper_parameters"].value == {"lr": 0.1, "n": [1, 2]}
+    assert catalog.objects["state_dict.a._extra_state"].value == {"v": 1}
+
+
+def test_a_whole_pickled_module_is_refused_by_name(tmp_path: Path) -> None:
+    import torch
+
+    with pytest.raises(UnsafePickleError, match=r"x\.pt: .*torch\.nn\.modules\.linear\.Linear"):
+        open_catalog(save(tmp_path, torch.nn.Linear(2, 2)))
+
+
+def test_a_rank_file_alone_is_incomplete(zoo: Path) -> None:
+    store = LocalStore(zoo / "verl_fsdp2_w2/global_step_4/actor")
+    with pytest.raises(IncompleteCheckpointError, match=r"only the part of rank 1 of 2"):
+        open_file(store, "model_world_size_2_rank_1.pt")
+
+
+# --- shards with an index
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    w = weights()
+    save(tmp_path, {"a.weight": w["a.weight"]}, "pytorch_model-00001-of-00002.bin")
+    save(tmp_path, {"a.bias": w["a.bias"], "empty": w["empty"]}, "pytorch_model-00002-of-00002.bin")
+    names = {"a.weight": 1, "a.bias": 2, "empty": 2}
+    write_index(tmp_path, {n: f"pytorch_model-0000{i}-of-00002.bin" for n, i in names.items()})
+    return tmp_path
+
+
+def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_shards_are_joined_by_their_index(shards: Path) -> None:
+    assert open_catalog(LocalStore(shards)).by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
+
+
+@pytest.mark.parametrize("path", ["../x.bin", "/etc/passwd", "a/b.bin", "x\0.bin", "", "..", "c:x.bin", 3])
+def test_an_index_that_points_elsewhere_is_refused(shards: Path, path: Any) -> None:
+    write_index(shards, {"a.weight": path})
+    with pytest.raises(CorruptCheckpointError, match="no plain file name"):
+        open_catalog(LocalStore(shards))
+
+
+def test_a_missing_shard_is_named(shards: Path) -> None:
+    (shards / "pytorch_model-00002-of-00002.bin").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"pytorch_model-00002-of-00002\.bin is missing"):
+        open_catalog(LocalStore(shards))
+
+
+def test_a_tensor_that_its_shard_lacks_is_named(shards: Path) -> None:
+    write_index(shards, {"a.weight": "pytorch_model-00002-of-00002.bin"})
+    with pytest.raises(IncompleteCheckpointError, match=r"'a\.weight' is not in it"):
+        open_catalog(LocalStore(shards))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
+def test_an_index_that_is_none_is_refused(shards: Path, text: str) -> None:
+    (shards / "pytorch_model.bin.index.json").write_text(text)
+    with pytest.raises(CorruptCheckpointError, match="no JSON with a weight_map"):
+        open_catalog(LocalStore(shards))
+
+
+def test_several_files_without_an_index_must_be_chosen_from(tmp_path: Path) -> None:
+    save(tmp_path, weights(), "a.pt")
+    store = save(tmp_path, weights(), "b.pt")
+    with pytest.raises(CheckpointNotFoundError, match=r"a\.pt, b\.pt"):
+        open_catalog(store)
+    assert open_catalog(store, path="b.pt").tensors
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"PK", b"\x80", bytes(600), b"\x80\x02}q\x00"])
+def test_what_is_no_torch_file_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x.bin").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"x\.bin: "):
+        open_catalog(LocalStore(tmp_path))
