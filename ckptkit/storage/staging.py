@@ -189,10 +189,14 @@ def publish(parent: LocalStore, staging: str, name: str) -> None:
 
 
 def exchange(parent: LocalStore, first: str, second: str) -> bool:
-    """Swap two names below `parent` in one atomic step; False where the file system can't (NFS)."""
+    """Swap two names below `parent` in one atomic, durable step; False where the file system can't (NFS)."""
     done = _exchange(parent.path_of(first), parent.path_of(second))
     if done:
-        parent.sync_directory()
+        try:
+            parent.sync_directory()
+        except OSError:
+            _exchange(parent.path_of(first), parent.path_of(second))
+            raise
     return done
 
 

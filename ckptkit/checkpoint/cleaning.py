@@ -1,0 +1,64 @@
+"""What dead writers left below a root, removed; what a living one writes is never touched."""
+
+from __future__ import annotations
+
+import logging
+
+from ckptkit.checkpoint.inventory import Attempt, list_checkpoints
+from ckptkit.checkpoint.publish import settle_replacements
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, remove_leftover
+from ckptkit.storage.store import Store
+
+__all__ = ["clean_leftovers"]
+
+logger = logging.getLogger(__name__)
+
+
+def clean_leftovers(root: Store, *, leased: bool = False, dry_run: bool = False) -> list[str]:
+    """Remove staging, trash and uploads whose writer is dead, and return their paths.
+
+    Also finishes what a killed overwrite began. A failure to delete is logged: the next call tries again.
+
+    Args:
+        leased: The caller holds the lease of the run, so no other save is alive, on whatever machine it was.
+    """
+    inventory = list_checkpoints(root)
+    if leased and not dry_run:
+        settle_replacements(root, {item.path: item.name for item in inventory.committed})
+    dead = [item.path for item in inventory.abandoned]
+    dead += [item.path for item in inventory.in_progress if _is_dead(root, item, leased=leased)]
+    dead += _lone_owners(root)
+    removed = []
+    for path in dict.fromkeys(dead):
+        try:
+            if not dry_run:
+                _remove(root, path)
+            removed.append(path)
+        except OSError as error:
+            logger.warning("%s/%s could not be removed: %s", root.url, path, error)
+    return removed
+
+
+def _is_dead(root: Store, attempt: Attempt, *, leased: bool) -> bool:
+    kept = leftover_of(attempt.path)
+    if kept is not None:
+        return bool(is_abandoned(root, kept, leased=leased))
+    return bool(is_dead(root, owner_path(attempt.path), leased=leased))
+
+
+def _lone_owners(root: Store) -> list[str]:
+    """Return statements of dead writers whose directory is gone, or was never made."""
+    found = [leftover_of(item.path) for item in root.list()]
+    return [item.path for item in found if item is not None and item.kind == "owner" and is_abandoned(root, item)]
+
+
+def _remove(root: Store, path: str) -> None:
+    kept = leftover_of(path)
+    if isinstance(root, LocalStore):
+        if kept is not None:
+            remove_leftover(root, kept)
+        return
+    logger.info("removing %s/%s, which a dead process left", root.url, path)
+    root.delete_tree(path)
+    root.delete([owner_path(path)])

@@ -1,0 +1,350 @@
+"""The commit protocol: all ranks write, one record makes it a checkpoint, or nothing is left.
+
+The steps, and what holds after each, are beside the code; `publish` has the last ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from ckptkit.checkpoint.cleaning import clean_leftovers
+from ckptkit.checkpoint.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.inventory import Inventory, list_checkpoints
+from ckptkit.checkpoint.lease import Lease, acquire_lease
+from ckptkit.checkpoint.pins import list_pins
+from ckptkit.checkpoint.publish import Place, check_files, place_of, write_hint
+from ckptkit.errors import CheckpointExistsError, NoSpaceError, SaveError, UsageError
+from ckptkit.formats.layout import RECORD_NAME, CommitRecord, FileRecord, checkpoint_name, step_name
+from ckptkit.storage.owner import this_process
+from ckptkit.storage.staging import new_nonce
+from ckptkit.storage.store import Store
+from ckptkit.units import format_size
+
+__all__ = ["SaveAttempt", "WrittenFile", "begin_save"]
+
+logger = logging.getLogger(__name__)
+
+_SLACK = 1 << 20  # records, directories
+
+
+class WrittenFile(Protocol):
+    """What a writer knows of a file: bytes, and xxh3_64 as a number or as 16 hex digits."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def xxh3_64(self) -> int | str: ...
+
+
+Files = Mapping[str, WrittenFile]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a rank asks for; all ranks must ask for the same, but for their own bytes."""
+
+    step: int
+    tag: str | None
+    overwrite: bool
+    planned_bytes: int | None
+    extra: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What rank 0 decided."""
+
+    save_id: str
+    sequence: int
+    messages: tuple[bytes, ...]
+
+
+def begin_save(
+    root: Store,
+    step: int,
+    *,
+    tag: str | None = None,
+    planned_bytes: int | None = None,
+    coordinator: Coordinator | None = None,
+    overwrite: bool = False,
+    lease: Lease | None = None,
+    message: bytes = b"",
+) -> SaveAttempt:
+    """Return an attempt to save `step`: a private place to write to. All ranks must call it.
+
+    Afterwards every rank calls `commit` or `abort` of the attempt, once.
+
+    Args:
+        planned_bytes: What this rank will write; None where it can't tell (no check for space then).
+        overwrite: Replace a committed checkpoint of that name; the old one goes after the new one is there.
+        lease: The lease of the run, on rank 0, where the caller holds one; else the attempt takes its own.
+        message: Any bytes; `SaveAttempt.messages` has those of all ranks, on every rank.
+
+    Raises:
+        CheckpointExistsError: There is such a checkpoint, or something else of its name.
+        NoSpaceError: Not enough room for what all ranks plan. Nothing was written.
+        LeaseHeldError: Another job saves to this root.
+        UsageError: The tag or the step is refused, or ranks disagree on them.
+        RankFailedError: A rank died, hung, or does not see the same storage.
+    """
+    coordinator = coordinator or Coordinator()
+    opening = _Opening(root, lease)
+    what = f"starting to save step {step!r:.40}"
+    try:
+        # 1. Invariant: every rank names the same attempt, or none goes on.
+        request = Outcome.of(lambda: _request(step, tag, overwrite, planned_bytes, message))
+        start: _Start = coordinator.settle(request, what, then=opening.open)
+        # 2. Invariant: every rank sees the place that rank 0 made; on another disk it would write for nobody.
+        place = place_of(root, checkpoint_name(step, tag), start.save_id)
+        coordinator.all_ok(place.look, what)
+    except BaseException:
+        opening.close()
+        raise
+    return SaveAttempt(root, step, tag, start, place, coordinator, overwrite=overwrite, opening=opening)
+
+
+def _request(step: int, tag: str | None, overwrite: bool, planned_bytes: int | None, message: bytes) -> _Request:
+    checkpoint_name(step, tag)
+    if planned_bytes is not None and planned_bytes < 0:
+        raise UsageError(f"planned_bytes is {planned_bytes}, expected 0 or more.")
+    return _Request(step, tag, overwrite, planned_bytes, message)
+
+
+class _Opening:
+    """Rank 0's part of the start, and of the end: what it took it gives back."""
+
+    def __init__(self, root: Store, lease: Lease | None) -> None:
+        self.root, self.lease = root, lease
+        self._own_lease: Lease | None = None
+        self.place: Place | None = None
+
+    def open(self, requests: Sequence[_Request]) -> _Start:
+        first = requests[0]
+        _check_equal(requests)
+        if self.lease is None:
+            self.lease = self._own_lease = acquire_lease(self.root)
+        self.lease.check()
+        # Invariant: no other attempt is under way here. What dead ones left goes first: it may be the space we need.
+        clean_leftovers(self.root, leased=True)
+        inventory = list_checkpoints(self.root)
+        name = checkpoint_name(first.step, first.tag)
+        _check_free_name(self.root, inventory, name, overwrite=first.overwrite)
+        _check_space(self.root, [request.planned_bytes for request in requests])
+        # Invariant: a disk that is too small fails before a byte is written.
+        start = _Start(new_nonce(), inventory.next_sequence, tuple(request.extra for request in requests))
+        self.place = place_of(self.root, name, start.save_id)
+        self.place.open()
+        return start
+
+    def close(self) -> None:
+        """Give back space and lease. The outcome is decided: a failure here is logged, the next save cleans up."""
+        try:
+            if self.place is not None:
+                self.place.close()
+        except OSError as error:
+            logger.warning("%s could not be cleaned up: %s. The next save tries again.", self.root.url, error)
+        finally:
+            if self._own_lease is not None:
+                self._own_lease.release()
+
+
+def _check_equal(requests: Sequence[_Request]) -> None:
+    first = requests[0]
+    for rank, other in enumerate(requests):
+        if (other.step, other.tag, other.overwrite) != (first.step, first.tag, first.overwrite):
+            raise UsageError(
+                f"ranks disagree on what to save: rank 0 has step {first.step}, tag {first.tag!r}, overwrite="
+                f"{first.overwrite}; rank {rank} has step {other.step}, tag {other.tag!r}, overwrite={other.overwrite}."
+            )
+
+
+def _check_free_name(root: Store, inventory: Inventory, name: str, *, overwrite: bool) -> None:
+    found, place = inventory.find(name), f"{root.url}/{name}"
+    if found is not None:
+        if not overwrite:
+            raise CheckpointExistsError(
+                f"{place} was saved already (save {found.record.save_id}); a checkpoint is never written again. "
+                "Save another step or tag, or replace it with overwrite=True."
+            )
+        held = [pin for pin in list_pins(root) if pin.name == name and pin.owner != this_process()]
+        if held:
+            raise CheckpointExistsError(f"{place} is not overwritten: it is {held[0].reason}.")
+        return
+    skipped = next((item for item in inventory.skipped if item.path == name), None)
+    taken = root.info(name) if root.local_root is not None else root.info(f"{name}/{RECORD_NAME}")
+    if skipped is not None and taken is not None:
+        raise CheckpointExistsError(f"{place} is in the way: {skipped.reason}. Move it away or delete it.")
+    if taken is not None:
+        raise CheckpointExistsError(f"{place} is in the way: a {taken.kind} that is no checkpoint of ours.")
+
+
+def _check_space(root: Store, planned: Sequence[int | None]) -> None:
+    free = root.free_bytes()
+    if free is None or any(nbytes is None for nbytes in planned):
+        return
+    total = sum(nbytes or 0 for nbytes in planned)
+    need = total + total // 20 + _SLACK
+    if need > free:
+        raise NoSpaceError(
+            f"{root.url}: the checkpoint needs {format_size(need)}, but only {format_size(free)} are free: No space "
+            "left on device. Nothing was written. Old checkpoints are deleted only after the new one is safe, so there "
+            "must be room for one more: free some space, or keep fewer (ckptkit prune)."
+        )
+
+
+class SaveAttempt:
+    """One attempt to save, between `begin_save` and its `commit` or `abort`.
+
+    Attributes:
+        store: Where every rank writes its files.
+        name: The checkpoint's directory-to-be.
+        save_id: 16 hex digits of this attempt alone.
+        data: What lies between the record and the files: "", or the save id on an object store.
+        messages: What each rank gave to `begin_save`, by rank.
+    """
+
+    def __init__(
+        self,
+        root: Store,
+        step: int,
+        tag: str | None,
+        start: _Start,
+        place: Place,
+        coordinator: Coordinator,
+        *,
+        overwrite: bool,
+        opening: _Opening,
+    ) -> None:
+        self.root, self.step, self.tag = root, step, tag
+        self.name = tag or step_name(step)
+        self.save_id, self.sequence, self.messages = start.save_id, start.sequence, start.messages
+        self.store, self.data = place.store, place.data
+        self.coordinator = coordinator
+        self._place = place
+        self._overwrite = overwrite
+        self._opening = opening
+        self._record: CommitRecord | None = None
+        self._started = time.monotonic()
+
+    def abort(self, error: BaseException) -> NoReturn:
+        """Tell all ranks that this one failed; they raise the same from `commit`. Nothing is published.
+
+        Raises:
+            RankFailedError: Always (a process that is alone raises its ckptkit error as it is).
+        """
+        self._settle(Outcome.of_error(error), lambda reports: None)
+        raise SaveError(f"saving {self.name} failed: {error}") from error  # settle has raised
+
+    def commit(
+        self,
+        files: Files,
+        record_fields: Mapping[str, Any],
+        *,
+        payload: Any = None,
+        complete: Callable[[list[Any]], Files] | None = None,
+        hints: Mapping[str, bytes] | None = None,
+    ) -> CommitRecord:
+        """Publish the checkpoint once every rank is here and well, and return its record, durable.
+
+        On ranks other than 0 the record's table of files is empty.
+
+        Args:
+            files: What this rank wrote below `store`, by path.
+            record_fields: Fields of `CommitRecord` that the caller knows: at least `state_dict_type`. Rank 0's count.
+            payload: Anything, for `complete` on rank 0.
+            complete: Rank 0 runs it with the payloads by rank when all ranks are well: it writes what sums
+                them up (index, manifest) to `store` and returns those files.
+            hints: Files for other programs, put beside the record of an object store after the commit, where
+                the data have keys of their own; ckptkit never reads them. Ignored on file systems.
+
+        Raises:
+            RankFailedError: A rank failed, died or hung: the same on every rank. Nothing was published,
+                and the space is given back.
+        """
+
+        def publish(reports: list[Any]) -> CommitRecord:
+            self._record = self._publish(reports, record_fields, complete)
+            return self._record.without_files()
+
+        slim: CommitRecord = self._settle(Outcome.of(lambda: (self._durable(files), payload)), publish)
+        record = self._record or slim
+        if self.coordinator.is_main:
+            self._after_commit(record, hints or {})
+        return record
+
+    def _settle(self, outcome: Outcome, publish: Callable[[list[Any]], Any]) -> Any:
+        try:
+            # 4. Invariant: nothing is published unless all ranks are durable; no rank returns while another raised.
+            return self.coordinator.settle(outcome, f"saving {self.name}", then=publish)
+        finally:
+            self._opening.close()  # on rank 0; the others opened nothing
+
+    def _durable(self, files: Files) -> dict[str, FileRecord]:
+        # 3. Invariant: a rank that reports success has its bytes on disk, where rank 0 will look for them.
+        self._place.look()
+        mine = {path: _file_record(path, item) for path, item in files.items()}
+        self._place.sync(mine)
+        return mine
+
+    def _publish(
+        self,
+        reports: list[tuple[dict[str, FileRecord], Any]],
+        fields: Mapping[str, Any],
+        complete: Callable[[list[Any]], Files] | None,
+    ) -> CommitRecord:
+        files: dict[str, FileRecord] = {}
+        for rank, (mine, _) in enumerate(reports):
+            for path, item in mine.items():
+                if path in files:
+                    raise SaveError(f"{self.name}: rank {rank} and a rank before it both wrote {path}.")
+                files[path] = item
+        if complete is not None:
+            summed = {path: _file_record(path, item) for path, item in complete([p for _, p in reports]).items()}
+            self._place.sync(path for path in summed if path not in files)
+            files |= summed
+        # 5. Invariant: what the record will name is there, whole, and nothing else is.
+        check_files(self._place, files)
+        record = CommitRecord(
+            **{
+                "created": time.time(),
+                "world_size": self.coordinator.world_size,
+                "writer": {"host": this_process().host, "pid": this_process().pid},
+                **fields,
+                "step": self.step,
+                "tag": self.tag,
+                "save_id": self.save_id,
+                "sequence": self.sequence,
+                "data": self.data,
+                "files": files,
+            }
+        )
+        if self._opening.lease is not None:
+            self._opening.lease.check()
+        self._place.look()
+        # 6. and 7.: the commit. Invariant: a save that returns survives a power cut.
+        self._place.publish(record.to_json(), overwrite=self._overwrite)
+        return record
+
+    def _after_commit(self, record: CommitRecord, hints: Mapping[str, bytes]) -> None:
+        if self.data:
+            for path, data in hints.items():
+                with contextlib.suppress(OSError):
+                    self.root.write(f"{self.name}/{path}", data, overwrite=True)
+        write_hint(self.root, self.name)
+        logger.info(
+            "saved %s/%s: %s in %.1f s",
+            self.root.url,
+            record.name,
+            format_size(record.total_bytes),
+            time.monotonic() - self._started,
+        )
+
+
+def _file_record(path: str, item: WrittenFile) -> FileRecord:
+    digest = item.xxh3_64
+    return FileRecord(int(item.nbytes), digest if isinstance(digest, str) else f"{digest:016x}")

@@ -1,0 +1,197 @@
+"""Carrying out what retention decided: the record first, then the data; repeatable, and never a foreign file."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptkit.checkpoint.cleaning import clean_leftovers
+from ckptkit.checkpoint.inventory import Inventory, list_checkpoints
+from ckptkit.checkpoint.pins import deleting, list_pins
+from ckptkit.checkpoint.retention import Decision, RetentionPolicy, decide
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
+from ckptkit.formats.layout import RECORD_NAME, CommitRecord, find_record, record_path
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.staging import drop, empty_trash
+from ckptkit.storage.store import Store
+from ckptkit.units import format_size
+
+__all__ = ["BackgroundRotation", "Rotation", "delete_checkpoint", "plan_rotation", "rotate"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What a rotation did.
+
+    Attributes:
+        decisions: For every committed checkpoint, in the order of the run.
+        deleted: The names that are gone.
+        failed: The names that should be gone and are not, each with the error; the next rotation tries again.
+        cleaned: Leftovers of dead saves that were removed.
+    """
+
+    decisions: tuple[Decision, ...] = ()
+    deleted: tuple[str, ...] = ()
+    failed: Mapping[str, str] | None = None
+    cleaned: tuple[str, ...] = ()
+
+    @property
+    def freed_bytes(self) -> int:
+        """The bytes of what was deleted."""
+        return sum(item.nbytes for item in self.decisions if item.name in self.deleted)
+
+
+def plan_rotation(
+    inventory: Inventory, root: Store, policy: RetentionPolicy, *, protected: Mapping[str, str] | None = None
+) -> list[Decision]:
+    """Return what a rotation would do now. `protected`: names that the caller needs, with its reasons."""
+    keep = dict(protected or {})
+    for pin in list_pins(root):
+        keep[pin.name] = f"{keep[pin.name]}; {pin.reason}" if pin.name in keep else pin.reason
+    return decide([item.record for item in inventory.committed], policy, protected=keep)
+
+
+def rotate(
+    root: Store,
+    policy: RetentionPolicy,
+    *,
+    protected: Mapping[str, str] | None = None,
+    clean: bool = False,
+) -> Rotation:
+    """Delete what `policy` does not keep. On one rank, after the new checkpoint is committed.
+
+    A failure to delete is logged and reported, never raised: a save that is done stays done.
+
+    Args:
+        protected: Names that must stay, with the reason, beside those pinned: the one resumed from.
+        clean: Also remove what dead saves left.
+    """
+    inventory = list_checkpoints(root)
+    decisions = plan_rotation(inventory, root, policy, protected=protected)
+    deleted, failed = [], {}
+    for decision in decisions:
+        if decision.keep:
+            continue
+        try:
+            if delete_checkpoint(root, decision.name, reason=decision.reason):
+                deleted.append(decision.name)
+        except (OSError, CkptkitError) as error:
+            logger.warning("%s/%s could not be deleted: %s", root.url, decision.name, error)
+            failed[decision.name] = str(error)
+    cleaned = clean_leftovers(root) if clean else []
+    return Rotation(tuple(decisions), tuple(deleted), failed, tuple(cleaned))
+
+
+def delete_checkpoint(root: Store, name: str, *, reason: str) -> bool:
+    """Delete one committed checkpoint; False where it is pinned. Repeatable: what a kill leaves is no checkpoint,
+    and the next save or prune removes it.
+
+    Raises:
+        CheckpointNotFoundError: There is no committed checkpoint of that name.
+        StorageError: The storage failed.
+    """
+    with deleting(root, name) as pins:
+        # Invariant: a reader that comes now sees the announcement, waits, and then finds the checkpoint gone or whole.
+        if pins:
+            logger.info("kept %s/%s: %s", root.url, name, pins[0].reason)
+            return False
+        record = _own_record(root, name)
+        if isinstance(root, LocalStore):
+            _delete_local(root, name)
+        else:
+            _delete_remote(root, record)
+    logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
+    return True
+
+
+def _own_record(root: Store, name: str) -> CommitRecord:
+    found = root.info(name) if isinstance(root, LocalStore) else None
+    record = None if found is not None and found.kind != "directory" else find_record(root, record_path(name))
+    if record is None or record.name != name:
+        raise CheckpointNotFoundError(
+            f"{root.url}/{name} is no committed checkpoint of ours; it is not deleted. Try: ckptkit ls {root.url}"
+        )
+    return record
+
+
+def _delete_local(root: LocalStore, name: str) -> None:
+    trash = drop(root, name)  # Invariant: no longer listed, durably, and never seen half-deleted.
+    if trash is not None:
+        empty_trash(root, trash, first=RECORD_NAME)
+
+
+def _delete_remote(root: Store, record: CommitRecord) -> None:
+    root.delete(
+        [record_path(record.name)]
+    )  # Invariant: no longer a checkpoint; what is left is an attempt without owner.
+    if record.data:
+        root.delete_tree(f"{record.name}/{record.data}")
+    else:
+        root.delete([f"{record.name}/{path}" for path in record.files])
+    # Hints for other programs lie beside the record; other attempts to save this name have folders of their own.
+    hints = [item.path for item in root.list(record.name) if item.kind == "file" and not item.path.endswith(".owner")]
+    root.delete(hints)
+
+
+class BackgroundRotation:
+    """Rotation in a thread, so that training does not wait for deletions. On one rank."""
+
+    def __init__(self, root: Store, policy: RetentionPolicy) -> None:
+        self.root, self.policy = root, policy
+        self._asked: queue.SimpleQueue[Mapping[str, str] | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()
+        self._waiting = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.last = Rotation()
+
+    def submit(self, *, protected: Mapping[str, str] | None = None) -> None:
+        """Ask for a rotation; requests that wait become one."""
+        if self._closed:
+            raise UsageError("the rotation of this run was closed already.")
+        with self._idle:
+            self._waiting += 1
+        self._asked.put(dict(protected or {}))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckptkit-rotate", daemon=True)
+            self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return when nothing is left to delete; False after `timeout_s`."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._waiting == 0, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish and end the thread; False where it is still at work after `timeout_s` (it can be left so)."""
+        self._closed = True
+        self._asked.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def _run(self) -> None:
+        while True:
+            protected = self._asked.get()
+            taken = 1
+            while protected is not None and not self._asked.empty():
+                newer = self._asked.get()
+                if newer is None:
+                    self._asked.put(None)
+                    break
+                protected, taken = newer, taken + 1
+            if protected is None:
+                return
+            try:
+                self.last = rotate(self.root, self.policy, protected=protected)
+            except Exception:  # the boundary of a thread: a save that is done stays done
+                logger.exception("rotating the checkpoints of %s failed; the next save tries again", self.root.url)
+            finally:
+                with self._idle:
+                    self._waiting -= taken
+                    self._idle.notify_all()

@@ -1,0 +1,274 @@
+"""What lies below the root of a run: committed checkpoints, and everything else with the reason why it is none."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from ckptkit.checkpoint.lease import STATE_DIRECTORY
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
+from ckptkit.formats.layout import LATEST_HINT, CommitRecord, find_record, record_path, step_of_name
+from ckptkit.storage.owner import Owner
+from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, read_owner
+from ckptkit.storage.store import FileInfo, Store
+
+__all__ = ["Attempt", "Committed", "Inventory", "Skipped", "list_checkpoints", "rank_by", "resolve"]
+
+_NONCE = re.compile(r"[0-9a-f]{16}")
+_REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" is in no tag
+_LATEST = re.compile(r"latest(?:~([0-9]{1,6}))?")
+_BEST = re.compile(r"best(?::(.+?)(?::(min|max))?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint.
+
+    Attributes:
+        path: Its directory below the root: its name, but for a replacement that was killed half-way.
+        superseded: A later save has a lower step: the run was rolled back, this one is of the branch it left.
+    """
+
+    path: str
+    record: CommitRecord
+    superseded: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def step(self) -> int:
+        return self.record.step
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A save that is under way, or that its writer left. `owner` is None where it is not stated."""
+
+    path: str
+    name: str
+    owner: Owner | None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A directory that looks like a checkpoint of ours and is none."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All of a root. `committed` is in the order of the run, the latest last."""
+
+    url: str
+    committed: tuple[Committed, ...] = ()
+    in_progress: tuple[Attempt, ...] = ()
+    abandoned: tuple[Attempt, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+    @property
+    def latest(self) -> Committed | None:
+        """The checkpoint to resume from, None where there is none."""
+        return self.committed[-1] if self.committed else None
+
+    @property
+    def next_sequence(self) -> int:
+        """What the next save counts."""
+        return 1 + max((item.record.sequence for item in self.committed), default=0)
+
+    def find(self, name: str) -> Committed | None:
+        """Return the checkpoint called `name`."""
+        return next((item for item in self.committed if item.name == name), None)
+
+
+def list_checkpoints(root: Store) -> Inventory:
+    """Return what lies below `root`; names and dates decide nothing, records do. Imports no torch."""
+    candidates: list[str] = []
+    running: list[Attempt] = []
+    abandoned: list[Attempt] = []
+    foreign: list[str] = []
+    for item in root.list():
+        if item.path in (STATE_DIRECTORY, LATEST_HINT) or item.path.endswith(".owner"):
+            continue
+        kept = leftover_of(item.path)
+        if kept is not None and item.kind == "directory":
+            stated = read_owner(root, owner_path(item.path))
+            attempt = Attempt(item.path, kept.name, stated.owner if stated else None)
+            (abandoned if is_abandoned(root, kept) else running).append(attempt)
+        elif item.kind == "directory":
+            candidates.append(item.path)
+        else:
+            foreign.append(item.path)  # a symlink, too: whatever it points to is not ours to judge
+    looks = _look_all(root, candidates)
+    committed, replaced = _order([look for look in looks if isinstance(look, Committed)])
+    for look in looks:
+        if isinstance(look, _Look):
+            running += look.running
+            abandoned += look.abandoned
+    explained = {attempt.name for attempt in running + abandoned if "/" in attempt.path}
+    skipped = [look for look in looks if isinstance(look, Skipped) and look.path not in explained] + replaced
+    foreign += [look for look in looks if isinstance(look, str) and look not in explained]
+    return Inventory(
+        root.url, tuple(committed), tuple(running), tuple(abandoned), tuple(skipped), tuple(sorted(foreign))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What lies beside the record in a checkpoint's folder of an object store."""
+
+    running: list[Attempt]
+    abandoned: list[Attempt]
+
+
+def _look_all(root: Store, names: Sequence[str]) -> list[Committed | Skipped | _Look | str]:
+    if root.local_root is not None:
+        return [_look(root, name) for name in names]
+    with ThreadPoolExecutor(16, thread_name_prefix="ckptkit-ls") as pool:
+        return [look for looks in pool.map(lambda n: [_look(root, n), _look_inside(root, n)], names) for look in looks]
+
+
+def _look(root: Store, path: str) -> Committed | Skipped | str:
+    """Return the checkpoint in a directory, or why it is none; the path itself where it is not ours."""
+    try:
+        record = find_record(root, record_path(path))
+    except CkptkitError as error:
+        return Skipped(path, str(error))
+    except OSError as error:
+        return Skipped(path, f"its checkpoint.json can't be read: {error}")
+    if record is None:
+        if step_of_name(path) is None:
+            return path
+        return Skipped(path, "it has no checkpoint.json: no save of ours was completed there")
+    replacement = _REPLACEMENT.fullmatch(path)
+    if record.name == path or (replacement and replacement.groups() == (record.name, record.save_id)):
+        return Committed(path, record)
+    return Skipped(path, f"its record says that it is {record.name}: a copy, or renamed; left alone")
+
+
+def _look_inside(root: Store, name: str) -> _Look:
+    """Return the attempts whose files lie under `name` on an object store, without or beside the committed one."""
+    found = _Look([], [])
+    data = None
+    with contextlib.suppress(CkptkitError, OSError):
+        record = find_record(root, record_path(name))
+        data = record.data if record else None
+    for item in _attempt_folders(root.list(name)):
+        nonce = item.rpartition("/")[2]
+        if nonce == data:
+            continue
+        stated = read_owner(root, owner_path(item))
+        attempt = Attempt(item, name, stated.owner if stated else None)
+        (found.abandoned if is_dead(root, owner_path(item)) else found.running).append(attempt)
+    return found
+
+
+def _attempt_folders(items: list[FileInfo]) -> list[str]:
+    return [i.path for i in items if i.kind == "directory" and _NONCE.fullmatch(i.path.rpartition("/")[2])]
+
+
+def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
+    """Return the checkpoints in the order of the run, and those that another of their name has replaced.
+
+    The order is that of the saves, as the writers counted them: no clock, no mtime. Where the run was
+    rolled back (a later save has a lower step), what it left behind comes first, so "latest~1" is the one
+    before on the branch that lives.
+    """
+    key = sorted(found, key=lambda item: (item.record.sequence, item.step, item.record.created, item.record.save_id))
+    newest_of = {item.name: item for item in key}
+    replaced = [
+        Skipped(item.path, f"it was replaced by {newest_of[item.name].path}")
+        for item in key
+        if newest_of[item.name] is not item
+    ]
+    lowest = math.inf
+    ordered: list[Committed] = []
+    for item in reversed(key):
+        if newest_of[item.name] is item:
+            ordered.append(replace(item, superseded=item.step > lowest))
+            lowest = min(lowest, item.step)
+    ordered.reverse()
+    return [i for i in ordered if i.superseded] + [i for i in ordered if not i.superseded], replaced
+
+
+# --- names that people give
+
+
+def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, str] | None = None) -> Committed:
+    """Return the checkpoint that `name` means: "latest", "latest~1" (the one before), "best", "best:loss:min",
+    a directory's name, or a step.
+
+    Args:
+        best: (metric, "min" | "max") for "best"; by default what the newest checkpoint's record says.
+
+    Raises:
+        CheckpointNotFoundError: There is none; the message says what is there, and what was skipped and why.
+        UsageError: "best" of what is not known.
+    """
+    inventory = root if isinstance(root, Inventory) else list_checkpoints(root)
+    found = _resolve(inventory, name, best)
+    if found is None:
+        raise CheckpointNotFoundError(_not_found(inventory, name))
+    return found
+
+
+def _resolve(inventory: Inventory, name: str, best: tuple[str, str] | None) -> Committed | None:
+    exact = inventory.find(name)
+    if exact is not None:
+        return exact
+    latest = _LATEST.fullmatch(name)
+    if latest:
+        back = int(latest[1] or 0) + 1
+        return inventory.committed[-back] if back <= len(inventory.committed) else None
+    wanted = _BEST.fullmatch(name)
+    if wanted:
+        metric, mode = _objective(inventory, wanted[1], wanted[2], best)
+        ranked = rank_by([item.record for item in inventory.committed], metric, mode)
+        return inventory.find(ranked[0].name) if ranked else None
+    if name.isdecimal() and name.isascii():
+        same = [item for item in inventory.committed if item.step == int(name)]
+        return next((item for item in same if item.record.tag is None), same[-1] if same else None)
+    return None
+
+
+def _objective(
+    inventory: Inventory, metric: str | None, mode: str | None, best: tuple[str, str] | None
+) -> tuple[str, str]:
+    stated = best or next((i.record.objective for i in reversed(inventory.committed) if i.record.objective), None)
+    if stated is not None and metric in (None, stated[0]):
+        return stated[0], mode or stated[1]
+    if metric is not None and mode is not None:
+        return metric, mode
+    raise UsageError(
+        f"{inventory.url}: 'best' of what? No checkpoint says which metric counts. Write 'best:METRIC:min' or "
+        "'best:METRIC:max'."
+    )
+
+
+def rank_by(records: Sequence[CommitRecord], metric: str, mode: str) -> list[CommitRecord]:
+    """Return the records that have `metric`, the best first, among equals the newest first. NaN ranks nowhere."""
+    sign = 1 if mode == "min" else -1
+    known = [record for record in reversed(records) if not math.isnan(record.metrics.get(metric, math.nan))]
+    return sorted(known, key=lambda record: sign * record.metrics[metric])
+
+
+def _not_found(inventory: Inventory, name: str) -> str:
+    if not inventory.committed:
+        text = f"{inventory.url} has no committed checkpoint"
+    else:
+        there = ", ".join(item.name for item in inventory.committed[-5:])
+        text = f"{inventory.url} has no checkpoint {name!r}. There are {len(inventory.committed)}, the last: {there}"
+    skipped = "; ".join(f"{item.path}: {item.reason}" for item in inventory.skipped[:3])
+    if skipped:
+        text += f". Skipped: {skipped}"
+    if inventory.in_progress:
+        text += f". Being saved: {inventory.in_progress[0].name} by {inventory.in_progress[0].owner}"
+    return text + "."

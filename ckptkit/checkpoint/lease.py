@@ -1,0 +1,212 @@
+"""One writer for a run: a lease that names its owner, is taken over when the owner is dead, and needs no clock."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.errors import LeaseHeldError, SaveError
+from ckptkit.storage.owner import Owner, this_process
+from ckptkit.storage.staging import new_nonce
+from ckptkit.storage.store import Store
+
+__all__ = ["STATE_DIRECTORY", "Lease", "acquire_lease", "lease_holder", "store_clock"]
+
+logger = logging.getLogger(__name__)
+
+STATE_DIRECTORY = ".ckptkit"  # below the root of a run: lease, pins, deletions that are under way
+BEAT_S = 10.0
+TTL_S = 45.0  # a lease from another machine that was not renewed for so long is dead
+_POLL_S = 1.0
+_here: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """One generation of the lease, as its file states it. A new owner adds a generation, never edits one."""
+
+    generation: int
+    nonce: str
+    owner: Owner
+    beat: int = 0
+    released: bool = False
+
+    @property
+    def path(self) -> str:
+        return f"{STATE_DIRECTORY}/lease-{self.generation:08d}.json"
+
+    def to_json(self) -> bytes:
+        body = {"nonce": self.nonce, "beat": self.beat, "released": self.released, **self.owner.to_json()}
+        return json.dumps(body).encode()
+
+
+class Lease:
+    """The right to write below a root. Renewed by a thread; given back by `release`, or by dying."""
+
+    def __init__(self, root: Store, state: _State) -> None:
+        self.root = root
+        self.nonce = state.nonce
+        self._state = state
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        _here[state.nonce] = self
+        thread = threading.Thread(
+            target=_beat, args=(weakref.ref(self), self._stop, BEAT_S), name="ckptkit-lease", daemon=True
+        )
+        thread.start()
+        weakref.finalize(self, self._stop.set)
+
+    def check(self) -> None:
+        """Raise SaveError unless the lease is still ours: the root may be gone, or another job took over."""
+        top = _top(self.root)
+        if top is None:
+            raise SaveError(
+                f"{self.root.url} is no longer what it was when this job began to write: its lease is gone. Was the "
+                "directory removed, or its mount lost? Nothing was written elsewhere."
+            )
+        if top.nonce != self.nonce:
+            raise LeaseHeldError(
+                f"{self.root.url} is written by {top.owner} now: this job did not renew its lease for more than "
+                f"{TTL_S:g} s (was it stopped?) and may not write any more."
+            )
+
+    def renew(self) -> None:
+        """Show that the owner lives."""
+        with self._lock:
+            if not self._stop.is_set():
+                self._state = replace(self._state, beat=self._state.beat + 1)
+                self.root.write(self._state.path, self._state.to_json(), overwrite=True, sync=False)
+
+    def release(self) -> None:
+        """Give the lease back, so that the next writer need not ask whether we live. Never raises."""
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._stop.set()
+            _here.pop(self.nonce, None)
+            state = replace(self._state, released=True)
+            try:
+                top = _top(self.root)
+                if top is not None and top.nonce == self.nonce:
+                    self.root.write(state.path, state.to_json(), overwrite=True, sync=False)
+            except OSError as error:
+                logger.warning("the lease of %s could not be given back: %s", self.root.url, error)
+
+
+def _beat(lease: weakref.ref[Lease], stop: threading.Event, seconds: float) -> None:
+    while not stop.wait(seconds):
+        held = lease()
+        if held is None:
+            return
+        try:
+            held.renew()
+        except OSError as error:  # the store may be back at the next beat
+            logger.warning("the lease of %s could not be renewed: %s", held.root.url, error)
+        del held
+
+
+def acquire_lease(root: Store, *, patience_s: float | None = None) -> Lease:
+    """Return the lease of `root`, at once where nobody has it or its owner is known to be dead.
+
+    Where the owner is on another machine it is watched, at most for `patience_s` (default 45 s): one sign
+    of life and it keeps the lease.
+
+    Raises:
+        LeaseHeldError: Its owner lives; the message names it.
+    """
+    for _ in range(100):
+        top = _top(root)
+        if top is not None and not top.released:
+            _refuse_if_alive(root, top, TTL_S if patience_s is None else patience_s)
+        state = _State(1 if top is None else top.generation + 1, new_nonce(), this_process())
+        try:
+            root.write(state.path, state.to_json(), sync=False)  # put-if-absent: one of many contenders wins
+        except FileExistsError:
+            continue
+        _clean(root, state)
+        logger.debug("took the lease of %s, generation %d", root.url, state.generation)
+        return Lease(root, state)
+    raise LeaseHeldError(f"{root.url}: the lease changes hands all the time. Many jobs want to write here.")
+
+
+def lease_holder(root: Store) -> Owner | None:
+    """Return who holds the lease by its file, alive or not; None where it is free."""
+    top = _top(root)
+    return None if top is None or top.released else top.owner
+
+
+def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
+    owner, alive = state.owner, state.owner.alive()
+    if owner == this_process():
+        alive = state.nonce in _here  # else: left by a manager of this process that is gone
+    if alive is None:
+        alive = _shows_life(root, state, patience_s)
+    if alive:
+        where = " (this process: another manager has it open; close that one)" if owner == this_process() else ""
+        raise LeaseHeldError(
+            f"{root.url} is being written by {owner}{where}; nothing was written. Two jobs can't save to one root: "
+            "end the other one, or choose another directory."
+        )
+    logger.info("%s: took over from %s, which is dead", root.url, owner)
+
+
+def _shows_life(root: Store, state: _State, patience_s: float) -> bool:
+    """Watch an owner on another machine. Compares times of the store's clock only, and our own stop-watch."""
+    found = root.info(state.path)
+    if found is not None and found.mtime:
+        age = store_clock(root) - found.mtime
+        if age > TTL_S:
+            return False
+        patience_s = min(patience_s, TTL_S - max(0.0, age))
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        top = _top(root)
+        if top is None or top.released or top.nonce != state.nonce:
+            return False  # over, or another contender has it: the caller looks again
+        if top.beat != state.beat:
+            return True
+    return False
+
+
+def store_clock(root: Store) -> float:
+    """Return the time as the store stamps files, in seconds since the epoch; ours where it stamps none."""
+    path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
+    root.write(path, b"?", sync=False)
+    found = root.info(path)
+    root.delete([path])
+    return found.mtime if found is not None and found.mtime else time.time()
+
+
+def _top(root: Store) -> _State | None:
+    """Return the newest generation that can be read."""
+    for generation, path in sorted(_generations(root), reverse=True):
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            body: Any = json.loads(root.read(path, 0, 4096))
+            owner = Owner.from_json(body)
+            if owner is not None and isinstance(body.get("nonce"), str) and type(body.get("beat")) is int:
+                return _State(generation, body["nonce"], owner, body["beat"], body.get("released") is True)
+    return None
+
+
+def _generations(root: Store) -> list[tuple[int, str]]:
+    found = []
+    for item in root.list(STATE_DIRECTORY):
+        name = item.path.rpartition("/")[2]
+        if name.startswith("lease-") and name.endswith(".json") and name[6:-5].isdigit():
+            found.append((int(name[6:-5]), item.path))
+    return found
+
+
+def _clean(root: Store, state: _State) -> None:
+    """Delete what older generations left, and files that a kill left half-written."""
+    old = [path for generation, path in _generations(root) if generation < state.generation]
+    parts = [i.path for i in root.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
+    with contextlib.suppress(OSError):
+        root.delete(old + parts)

@@ -1,0 +1,187 @@
+"""What must not be deleted now: pins of readers, which expire, and pins of people, which do not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.checkpoint.lease import STATE_DIRECTORY, store_clock
+from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.formats.layout import find_record, read_record, record_path
+from ckptkit.storage.owner import Owner, this_process
+from ckptkit.storage.staging import new_nonce
+from ckptkit.storage.store import Store, open_store
+
+__all__ = ["Pin", "deleting", "list_pins", "pin_forever", "pin_while_reading", "split_checkpoint_url", "unpin"]
+
+logger = logging.getLogger(__name__)
+
+TTL_S = 600.0  # a reader renews its pin well before
+_PINS = f"{STATE_DIRECTORY}/pins"
+_DELETING = f"{STATE_DIRECTORY}/deleting"
+_STALE_S = 60.0  # an announced deletion of a process that can't be asked
+_FOREVER = re.compile(r"keep-(.+)\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A reason not to delete checkpoint `name`; `owner` is None where a person pinned it."""
+
+    name: str
+    why: str
+    owner: Owner | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why the checkpoint is kept, in words."""
+        return f"pinned: {self.why}" if self.owner is None else f"being read by {self.owner} ({self.why})"
+
+
+def list_pins(root: Store) -> list[Pin]:
+    """Return the pins that hold: those of people, and those of readers that live and were renewed in time."""
+    items = [item for item in root.list(_PINS) if item.kind == "file" and item.path.endswith(".json")]
+    pins: list[Pin] = []
+    now: float | None = None
+    for item in items:
+        body: Any = None
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            body = json.loads(root.read(item.path, 0, 65536))
+        if not isinstance(body, dict) or not isinstance(body.get("name"), str):
+            # Better a checkpoint too many: a pin of a person that can't be read still says which by its name.
+            match = _FOREVER.fullmatch(item.path.rpartition("/")[2])
+            if match:
+                pins.append(Pin(match[1], "(the pin's file is damaged)"))
+            continue
+        owner = Owner.from_json(body.get("owner"))
+        if owner is not None:
+            now = store_clock(root) if now is None and owner.alive() is None else now
+            if not _holds(owner, item.mtime, now):
+                continue
+        pins.append(Pin(body["name"], str(body.get("why", ""))[:1000], owner))
+    return pins
+
+
+def _holds(owner: Owner, renewed: float, now: float | None) -> bool:
+    alive = owner.alive()
+    if alive is None:  # on another machine: by the store's clock, not by ours or its own
+        return now is None or not renewed or now - renewed < TTL_S
+    return alive
+
+
+@contextlib.contextmanager
+def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[None]:
+    """Keep checkpoint `name` from deletion while the block runs; renewed by a thread, void when we die.
+
+    A root that can't be written to is read without a pin, with a warning.
+
+    Raises:
+        CheckpointNotFoundError: It is gone, or is being deleted: list again, and take another.
+    """
+    path = f"{_PINS}/read-{new_nonce()}.json"
+    body = json.dumps({"name": name, "why": why, "owner": this_process().to_json()}).encode()
+    try:
+        root.write(path, body, sync=False)
+    except OSError as error:
+        logger.warning("%s: %s is read without a pin: %s", root.url, name, error)
+        yield
+        return
+    stop = threading.Event()
+    renewal = threading.Thread(target=_renew, args=(root, path, body, stop), name="ckptkit-pin", daemon=True)
+    try:
+        # First the pin, then the question; the deleter announces first and then reads the pins: one sees the other.
+        _wait_while_deleting(root, name)
+        if find_record(root, record_path(name)) is None:
+            raise CheckpointNotFoundError(f"{root.url}/{name} is no longer there: it was deleted. List again.")
+        renewal.start()
+        yield
+    finally:
+        stop.set()
+        if renewal.ident is not None:
+            renewal.join()
+        with contextlib.suppress(OSError):
+            root.delete([path])
+
+
+def _renew(root: Store, path: str, body: bytes, stop: threading.Event) -> None:
+    while not stop.wait(TTL_S / 5):
+        try:
+            root.write(path, body, overwrite=True, sync=False)
+        except OSError as error:
+            logger.warning("a pin in %s could not be renewed: %s", root.url, error)
+
+
+def _wait_while_deleting(root: Store, name: str, patience_s: float = 30.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and _announced(root, name):
+        time.sleep(0.02)
+
+
+def _announced(root: Store, name: str) -> bool:
+    path = f"{_DELETING}/{name}.json"
+    found = root.info(path)
+    if found is None:
+        return False
+    try:
+        owner = Owner.from_json(json.loads(root.read(path, 0, 4096)))
+    except (FileNotFoundError, ValueError):
+        return False
+    alive = owner.alive() if owner else False
+    return store_clock(root) - found.mtime < _STALE_S if alive is None else alive
+
+
+@contextlib.contextmanager
+def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
+    """Announce the deletion of `name`, and yield the pins that forbid it: [] means go on."""
+    path = f"{_DELETING}/{name}.json"
+    root.write(path, json.dumps(this_process().to_json()).encode(), overwrite=True, sync=False)
+    try:
+        yield [pin for pin in list_pins(root) if pin.name == name]
+    finally:
+        root.delete([path])
+
+
+# --- pins of people
+
+
+def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
+    """Return the store of the run and the name of the checkpoint that `url` addresses. Raises UsageError."""
+    head, separator, name = url.rstrip("/").rpartition("/")
+    if name in ("", ".", "..") or head.endswith(":/"):
+        raise UsageError(f"{url} does not name a checkpoint: give its directory, as in RUN/step_00001000.")
+    parent = head or ("/" if separator else ".")
+    return open_store(parent, storage_options=storage_options), name
+
+
+def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Keep the checkpoint at `url` whatever rotation says, and return its name. Pinning again changes `why`.
+
+    Raises:
+        CheckpointNotFoundError: There is no committed checkpoint.
+    """
+    root, name = split_checkpoint_url(url, storage_options=storage_options)
+    record = read_record(root, record_path(name))
+    body = {"name": record.name, "why": why, "save_id": record.save_id, "owner": None, "created": time.time()}
+    root.write(f"{_PINS}/keep-{name}.json", json.dumps(body).encode(), overwrite=True)
+    # A deletion may have been under way: it announced itself before it looked for pins.
+    _wait_while_deleting(root, name)
+    if find_record(root, record_path(name)) is None:
+        root.delete([f"{_PINS}/keep-{name}.json"])
+        raise CheckpointNotFoundError(f"{url} was deleted while it was being pinned.")
+    return name
+
+
+def unpin(url: str, *, storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Let rotation decide about the checkpoint at `url` again; False where it was not pinned."""
+    root, name = split_checkpoint_url(url, storage_options=storage_options)
+    path = f"{_PINS}/keep-{name}.json"
+    if root.info(path) is None:
+        return False
+    root.delete([path])
+    return True

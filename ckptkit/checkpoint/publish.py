@@ -1,0 +1,258 @@
+"""Where an attempt to save lies until it is published, and the one step that publishes it.
+
+Two places keep the same promise: a checkpoint exists if, and only if, its record does, and the record comes
+last, after everything that it names is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from ckptkit.errors import CheckpointExistsError, SaveError
+from ckptkit.formats.layout import (
+    LATEST_HINT,
+    RECORD_NAME,
+    FileRecord,
+    find_record,
+    record_path,
+    step_of_name,
+)
+from ckptkit.storage import staging
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.store import Store
+
+__all__ = ["LocalPlace", "Place", "RemotePlace", "check_files", "place_of", "settle_replacements", "write_hint"]
+
+logger = logging.getLogger(__name__)
+
+
+class Place(Protocol):
+    """One attempt's files."""
+
+    data: str  # CommitRecord.data
+
+    @property
+    def store(self) -> Store:
+        """Where the files go."""
+
+    def open(self) -> None:
+        """Make the place and say who writes. Rank 0."""
+
+    def look(self) -> None:
+        """Raise SaveError unless this rank sees the place that rank 0 made. Every rank, at any time."""
+
+    def sync(self, paths: Iterable[str]) -> None:
+        """Make files that this rank wrote durable."""
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of everything that lies there."""
+
+    def publish(self, record: bytes, *, overwrite: bool) -> None:
+        """Write the record and let the checkpoint appear. Durable on return. Rank 0."""
+
+    def close(self) -> None:
+        """Delete all that is not published. Rank 0; can be repeated."""
+
+
+def place_of(root: Store, name: str, save_id: str) -> Place:
+    """Return the place of an attempt to save `name`; nothing is made yet."""
+    if isinstance(root, LocalStore):
+        return LocalPlace(root, name, save_id)
+    return RemotePlace(root, name, save_id)
+
+
+def _check_owner(root: Store, path: str, save_id: str) -> None:
+    stated = staging.read_owner(root, path)
+    if stated is None or stated.nonce != save_id:
+        raise SaveError(
+            f"{root.url} is not shared by all ranks, or is no longer what it was: this rank does not see the save "
+            f"that rank 0 began there ({path}). Every rank must be given the same shared directory or bucket. Was a "
+            "mount lost, or the directory removed?"
+        )
+
+
+class LocalPlace:
+    """A staging directory beside the checkpoint, on a file system: one rename publishes it."""
+
+    data = ""
+
+    def __init__(self, root: LocalStore, name: str, save_id: str) -> None:
+        self.root, self.name, self.save_id = root, name, save_id
+        self.path = staging.staging_name(name, save_id)
+        self._store = root.child(self.path)
+        self._replacement = f"{name}@{save_id}"  # a name that discovery knows, and no tag has
+
+    @property
+    def store(self) -> LocalStore:
+        return self._store
+
+    def open(self) -> None:
+        staging.open_staging(self.root, self.name, self.save_id, leased=True)
+
+    def look(self) -> None:
+        _check_owner(self.root, staging.owner_path(self.path), self.save_id)
+        if self.root.info(self.path) is None:
+            raise SaveError(f"{self.store.url} is gone: somebody removed it while it was written.")
+
+    def sync(self, paths: Iterable[str]) -> None:
+        # Also what its writer has synced: a second time costs nothing, a forgotten one costs the checkpoint.
+        for path in paths:
+            fd = self.store.open_file(path)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def sizes(self) -> dict[str, int]:
+        return {item.path: item.size for item in self.store.list(recursive=True)}
+
+    def publish(self, record: bytes, *, overwrite: bool) -> None:
+        self.store.write(RECORD_NAME, record)
+        # Invariant: from here the staging directory is complete, and discovery does not see it.
+        folders = {""} | {path.rpartition("/")[0] for path in self.sizes()}
+        for folder in sorted(folders, key=len, reverse=True):
+            self.store.sync_directory(folder)
+        self.root.sync_directory()
+        # Invariant: every byte and every name in it survives a power cut.
+        if overwrite and self.root.info(self.name) is not None:
+            self._replace()
+            return
+        try:
+            self.root.rename(self.path, self.name)  # the commit point
+        except (FileExistsError, FileNotFoundError) as error:
+            # NFS repeats a request whose answer was lost: then it was us who did it.
+            found = find_record(self.root, record_path(self.name))
+            if found is None or found.save_id != self.save_id:
+                raise CheckpointExistsError(
+                    f"{self.root.path_of(self.name)} appeared while it was saved; it was left as it is, and nothing "
+                    "was published."
+                ) from error
+        self._sync_root(self.name, self.path)
+
+    def _sync_root(self, now: str, before: str) -> None:
+        """Make a rename durable, or take it back: what can be lost must not be reported as saved."""
+        try:
+            self.root.sync_directory()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.root.rename(now, before)
+            raise
+
+    def _replace(self) -> None:
+        """Publish over a checkpoint of the same name: at no instant is there neither."""
+        if staging.exchange(self.root, self.path, self.name):  # the commit point; synced
+            return
+        # No atomic swap here (NFS). Discovery knows the new one by a second name until the old one is away.
+        self.root.rename(self.path, self._replacement)  # the commit point
+        self._sync_root(self._replacement, self.path)
+        _settle(self.root, self._replacement, self.name)
+
+    def close(self) -> None:
+        # Published or not: after a swap the old checkpoint lies here, and nobody's else.
+        staging.close_staging(self.root, self.name, self.save_id)
+
+
+def settle_replacements(root: Store, paths: Mapping[str, str]) -> None:
+    """Finish overwrites that were killed between their two renames. `paths`: directory -> name."""
+    if isinstance(root, LocalStore):
+        for path, name in paths.items():
+            if path != name:
+                _settle(root, path, name)
+
+
+def _settle(root: LocalStore, path: str, name: str) -> None:
+    trash = staging.drop(root, name)
+    root.rename(path, name)
+    root.sync_directory()
+    if trash is not None:
+        staging.empty_trash(root, trash, first=RECORD_NAME)
+
+
+class RemotePlace:
+    """Keys of the attempt alone below the checkpoint's, on an object store: putting the record publishes them.
+
+    `step_N/checkpoint.json` names the save id, `step_N/<save id>/...` are the files. A late upload of a
+    dead attempt can't mix with another's, and replacing a checkpoint is one put.
+    """
+
+    def __init__(self, root: Store, name: str, save_id: str) -> None:
+        self.root, self.name, self.save_id = root, name, save_id
+        self.data = save_id
+        self.path = f"{name}/{save_id}"
+        self._store = root.child(name).child(save_id)
+        self._replaced: str | None = None
+
+    @property
+    def store(self) -> Store:
+        return self._store
+
+    def open(self) -> None:
+        staging.write_owner(self.root, staging.owner_path(self.path), self.save_id, leased=True)
+
+    def look(self) -> None:
+        _check_owner(self.root, staging.owner_path(self.path), self.save_id)
+
+    def sync(self, paths: Iterable[str]) -> None:
+        """Nothing is to be done: an object that is there is durable."""
+
+    def sizes(self) -> dict[str, int]:
+        # One listing, which S3 and GCS give consistently, not a request per file.
+        return {item.path: item.size for item in self.store.list(recursive=True)}
+
+    def publish(self, record: bytes, *, overwrite: bool) -> None:
+        # Invariant: every object that the record names is complete, under keys that nobody else writes.
+        old = find_record(self.root, record_path(self.name)) if overwrite else None
+        try:
+            self.root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
+        except FileExistsError as error:
+            # A request may be repeated after its answer was lost: then the record is ours.
+            found = find_record(self.root, record_path(self.name))
+            if found is None or found.save_id != self.save_id:
+                raise CheckpointExistsError(
+                    f"{self.root.url}/{self.name} was committed by another writer first; nothing was published."
+                ) from error
+        self._replaced = old.data if old is not None and old.data else None
+
+    def close(self) -> None:
+        found = find_record(self.root, record_path(self.name))
+        if found is None or found.save_id != self.save_id:
+            self.root.delete_tree(self.path)
+        elif self._replaced and self._replaced != self.save_id:
+            self.root.delete_tree(f"{self.name}/{self._replaced}")
+        self.root.delete([staging.owner_path(self.path)])
+
+
+def write_hint(root: Store, name: str) -> None:
+    """Let the file `latest` name the newest checkpoint, for people; nothing here reads it. Never raises."""
+    with contextlib.suppress(OSError, ValueError):
+        found = root.info(LATEST_HINT)
+        if found is not None:
+            if found.kind != "file" or found.size > 200:
+                return
+            stated = root.read(LATEST_HINT).decode().strip()
+            if step_of_name(stated) is None and find_record(root, record_path(stated)) is None:
+                return  # somebody else's file of that name
+        root.write(LATEST_HINT, f"{name}\n".encode(), overwrite=True, sync=False)
+
+
+def check_files(place: Place, files: Mapping[str, FileRecord]) -> None:
+    """Raise SaveError unless exactly `files` lie in the place, each with its size."""
+    found = place.sizes()
+    for path, item in sorted(files.items()):
+        if path not in found:
+            raise SaveError(f"{place.store.url}/{path} is missing, though a rank wrote it. Nothing was published.")
+        if found[path] != item.nbytes:
+            raise SaveError(
+                f"{place.store.url}/{path} has {found[path]} bytes, but {item.nbytes} were written. Nothing was "
+                "published."
+            )
+    stray = sorted(found.keys() - files.keys())
+    if stray:
+        raise SaveError(
+            f"{place.store.url}/{stray[0]} lies in the checkpoint, but no rank says that it wrote it. Nothing was "
+            "published."
+        )

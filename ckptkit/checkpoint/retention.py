@@ -1,0 +1,162 @@
+"""Which checkpoints to keep: a pure function from the committed ones to decisions, each with its reasons."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptkit.checkpoint.inventory import rank_by
+from ckptkit.errors import UsageError
+from ckptkit.formats.layout import CommitRecord
+from ckptkit.units import format_size, parse_size
+
+__all__ = ["Decision", "RetentionPolicy", "decide"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """How many checkpoints to keep, and which of them in any case.
+
+    `max_num` and `max_mem` are limits: without one, nothing is ever deleted. `keep_every` and `keep_best`
+    exempt checkpoints from both. The newest, the pinned and the one that the run was resumed from are
+    always exempt.
+
+    Attributes:
+        max_num: Keep this many of the newest, and whatever older ones are exempt.
+        max_mem: Keep the total below this: "1TB" is 10^12 bytes, "1TiB" 2^40. Counts every committed
+            checkpoint, the exempt ones too, with the files of all ranks once. The oldest go first.
+        keep_every: Keep each checkpoint whose step is a multiple of this.
+        keep_best: (metric, "min" | "max", count), the count 1 where it is left out.
+    """
+
+    max_num: int | None = None
+    max_mem: int | str | None = None
+    keep_every: int | None = None
+    keep_best: tuple[str, str] | tuple[str, str, int] | None = None
+
+    def __post_init__(self) -> None:
+        _positive("max_num", self.max_num, "To keep all checkpoints, leave it out.")
+        _positive("keep_every", self.keep_every, "To keep none by its step, leave it out.")
+        if self.max_mem is not None:
+            nbytes = parse_size(self.max_mem)
+            if nbytes < 1:
+                raise UsageError(
+                    f"max_mem is {self.max_mem!r}, expected more than 0 bytes. For no limit, leave it out."
+                )
+            object.__setattr__(self, "max_mem", nbytes)
+        if self.keep_best is not None:
+            object.__setattr__(self, "keep_best", _checked_best(tuple(self.keep_best)))
+
+    @property
+    def objective(self) -> tuple[str, str] | None:
+        """(metric, mode) that `best` means, for the commit record."""
+        return None if self.keep_best is None else (self.keep_best[0], self.keep_best[1])
+
+
+def _positive(name: str, value: int | None, advice: str) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise UsageError(f"{name} is {value!r}, expected a whole number from 1. {advice}")
+
+
+def _checked_best(value: tuple[object, ...]) -> tuple[str, str, int]:
+    if len(value) == 2:
+        value = (*value, 1)
+    if len(value) != 3 or not isinstance(value[0], str) or not value[0] or value[1] not in ("min", "max"):
+        raise UsageError(
+            f"keep_best is {value!r}, expected (metric, 'min' or 'max', count), as ('val_loss', 'min', 2)."
+        )
+    count = value[2]
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"keep_best keeps {count!r}, expected a whole number from 1. To keep none, leave it out.")
+    return value[0], str(value[1]), count
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to happen to one checkpoint, and why."""
+
+    name: str
+    step: int
+    nbytes: int
+    keep: bool
+    reasons: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """All reasons in one line."""
+        return "; ".join(self.reasons)
+
+
+def decide(
+    records: Sequence[CommitRecord], policy: RetentionPolicy, *, protected: Mapping[str, str] | None = None
+) -> list[Decision]:
+    """Return what to keep and what to delete, in the order of `records`. Pure, but for a warning.
+
+    Args:
+        records: The committed checkpoints, the newest last, as `Inventory.committed` has them.
+        protected: Names that must stay, each with the reason: pinned, resumed from, being read.
+    """
+    exempt = _exempt(records, policy, protected or {})
+    newest_first = list(reversed(records))
+    doomed: dict[str, str] = {}
+    if policy.max_num is not None:
+        for record in newest_first[policy.max_num :]:
+            if record.name not in exempt:
+                doomed[record.name] = f"not among the {policy.max_num} newest (max_num)"
+    if policy.max_mem is not None:
+        limit = int(policy.max_mem)
+        total = sum(record.total_bytes for record in records if record.name not in doomed)
+        for record in records:  # the oldest first
+            if total > limit and record.name not in exempt and record.name not in doomed:
+                doomed[record.name] = f"{format_size(total)} are more than {format_size(limit)} (max_mem)"
+                total -= record.total_bytes
+        if total > limit:
+            _warn(total, limit, [record.name for record in records if record.name not in doomed], exempt)
+    return [
+        Decision(
+            record.name,
+            record.step,
+            record.total_bytes,
+            record.name not in doomed,
+            (doomed[record.name],) if record.name in doomed else tuple(exempt.get(record.name, ("within the limits",))),
+        )
+        for record in records
+    ]
+
+
+def _exempt(
+    records: Sequence[CommitRecord], policy: RetentionPolicy, protected: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return what no limit touches, with all reasons."""
+    exempt: dict[str, list[str]] = {}
+    if records:
+        exempt[records[-1].name] = ["the newest"]
+    names = {record.name for record in records}
+    for name, reason in protected.items():
+        if name in names:
+            exempt.setdefault(name, []).append(reason)
+    if policy.keep_best is not None:
+        metric, mode, count = _checked_best(policy.keep_best)
+        for place, record in enumerate(rank_by(records, metric, mode)[:count], 1):
+            which = "best" if place == 1 else f"{place}. best"
+            exempt.setdefault(record.name, []).append(f"the {which} by {metric} ({record.metrics[metric]:g})")
+    if policy.keep_every is not None:
+        for record in records:
+            if record.step % policy.keep_every == 0:
+                exempt.setdefault(record.name, []).append(f"a multiple of {policy.keep_every} (keep_every)")
+    return exempt
+
+
+def _warn(total: int, limit: int, kept: list[str], exempt: Mapping[str, list[str]]) -> None:
+    why = "; ".join(f"{name}: {exempt[name][0]}" for name in kept[-4:])
+    logger.warning(
+        "%s are kept, more than max_mem=%s allows: %d checkpoints can't be deleted (%s). Set max_mem to a multiple of "
+        "the size of one checkpoint.",
+        format_size(total),
+        format_size(limit),
+        len(kept),
+        why,
+    )
