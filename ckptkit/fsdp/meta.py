@@ -10,9 +10,18 @@ import torch
 from torch import nn
 
 from ckptkit.errors import SaveError
+from ckptkit.fsdp.param_groups import clean_fqn
 
-__all__ = ["parameters_on_meta", "materialize", "uninitialized", "mark_initialized", "require_initialized"]
+__all__ = [
+    "parameters_on_meta",
+    "materialize",
+    "uninitialized",
+    "mark_initialized",
+    "require_initialized",
+    "restore_buffers",
+]
 
+# By identity of the tensors' names; a weak key, so that a model which is dropped is forgotten.
 _uninitialized: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
@@ -32,7 +41,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = moved
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -41,23 +50,53 @@ def parameters_on_meta() -> Iterator[None]:
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Give meta tensors of `model` memory on `device`, without values, and note which they are. Others keep theirs."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    empty = frozenset(name for name, tensor in named if tensor.is_meta)
+    empty = frozenset(clean_fqn(name) for name, tensor in _named(model) if tensor.is_meta)
     if not empty:
         return
-    real = {name: tensor.detach().clone() for name, tensor in named if not tensor.is_meta}
+    real = {name: tensor.detach().clone() for name, tensor in _named(model) if not tensor.is_meta}
     model.to_empty(device=device)
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in _named(model):
             if name in real:
                 tensor.copy_(real[name])
-    _uninitialized[model] = uninitialized(model) | empty
+    _uninitialized[model] = _uninitialized.get(model, frozenset()) | empty
+    restore_buffers(model)
+
+
+def restore_buffers(model: nn.Module) -> None:
+    """Compute non-persistent buffers without values anew, where the model knows how: they are in no checkpoint.
+
+    A transformers model does (`_init_weights`), and a module with a method `reset_buffers`.
+    """
+    missing = _uninitialized.get(model, frozenset())
+    init_weights = getattr(model, "_init_weights", None)
+    restored = []
+    for raw_name, module in model.named_modules():
+        # State dicts skip these names, and nothing public lists them.
+        names = [
+            name
+            for buffer in sorted(module._non_persistent_buffers_set)
+            if (name := clean_fqn(f"{raw_name}.{buffer}" if raw_name else buffer)) in missing
+        ]
+        reset = getattr(module, "reset_buffers", None)
+        if not names or not (callable(reset) or callable(init_weights)):
+            continue
+        if callable(reset):
+            reset()
+        elif next(module.parameters(recurse=False), None) is None and callable(init_weights):
+            before = {name: module.get_buffer(name.rpartition(".")[2])._version for name in names}
+            init_weights(module)
+            names = [name for name in names if module.get_buffer(name.rpartition(".")[2])._version != before[name]]
+        else:
+            continue
+        restored += names
+    if restored:
+        mark_initialized(model, *restored)
 
 
 def uninitialized(model: nn.Module) -> frozenset[str]:
     """Return the names of parameters and buffers of `model` that hold no values yet."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return _uninitialized.get(model, frozenset()) | {name for name, tensor in named if tensor.is_meta}
+    return _uninitialized.get(model, frozenset()) | {clean_fqn(name) for name, t in _named(model) if t.is_meta}
 
 
 def mark_initialized(model: nn.Module, *names: str) -> None:
@@ -82,3 +121,7 @@ def require_initialized(model: nn.Module) -> None:
             f"{shown}: built on the meta device and never given values, so there is nothing to save. "
             "Load a checkpoint, call load_hf, or call reset_parameters first."
         )
+
+
+def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

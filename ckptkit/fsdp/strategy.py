@@ -22,6 +22,7 @@ from ckptkit.fsdp import meta, offload
 from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy
 from ckptkit.fsdp.grad_norm import inspect_gradients, scale_gradients
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
+from ckptkit.fsdp.hf_load import HFLoadReport, load_hf
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.fsdp.mesh import (
     TrainingMesh,
@@ -32,6 +33,7 @@ from ckptkit.fsdp.mesh import (
     plan_for,
 )
 from ckptkit.fsdp.param_groups import NO_DECAY, param_groups
+from ckptkit.fsdp.reset import reset_parameters
 from ckptkit.fsdp.tensor_parallel import TPPlan
 from ckptkit.fsdp.units import Policy
 from ckptkit.fsdp.wrap import shard, unwrap_model
@@ -174,6 +176,17 @@ class FSDPStrategy:
         if config.enable_fsdp:
             meta.materialize(model, mesh.data.device_type if config.offload != "params" else "cpu")
         return model
+
+    def reset_parameters(self, model: nn.Module, *, seed: int | None = None) -> None:
+        """Give a model that was built on the meta device the values one process would draw (see `reset`)."""
+        reset_parameters(model, seed=self.seed if seed is None else seed)
+
+    def load_hf(self, model: nn.Module, url: str, *, strict: bool = True) -> HFLoadReport:
+        """Fill a prepared model from Hugging Face files; each rank reads its own shards (see `hf_load`).
+
+        With precision "master" create the optimizer after this: its masters start from the parameters.
+        """
+        return load_hf(model, url, cast=self.config.mixed_precision is not None, strict=strict)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module inside of what DDP, torch.compile or activation checkpointing put around it."""

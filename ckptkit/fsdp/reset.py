@@ -1,0 +1,136 @@
+"""Initial values of a sharded model, the same as a single process would draw, one module in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckptkit.checkpoint.parts import part_view
+from ckptkit.fsdp import meta
+from ckptkit.fsdp.param_groups import clean_fqn
+
+__all__ = ["reset_parameters"]
+
+
+@torch.no_grad()
+def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
+    """Draw the values of every parameter as one process would. All ranks must call it.
+
+    A tied weight is drawn for each of its names and keeps the first, as when it is tied after construction.
+    Each module's full parameters are drawn on the host of every rank, from one random state (`seed`, or rank 0's),
+    and each rank keeps its shards: no communication, and no more than one module's parameters at once. Modules are
+    visited children first. The method is transformers' `_init_weights` or the module's own `reset_parameters`;
+    what has neither keeps its values. Drawing inside DTensors would give every rank the same numbers instead.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    buffers = _empty_buffers(model)
+    done: dict[int, tuple[int, str]] = {}
+    with torch.random.fork_rng(devices=[]):
+        _seed(seed)
+        for module, init_weights in _children_first(model):
+            draw = _method(module, init_weights)
+            if draw is None:
+                continue
+            # `_init_weights` writes what the module itself owns; torch's attention writes its projection too.
+            own_only = init_weights is not None and not isinstance(module, nn.MultiheadAttention)
+            with _full_parameters([module] if own_only else list(module.modules()), done, rank):
+                draw()
+    names = [clean_fqn(name) for name, parameter in model.named_parameters() if id(parameter) in done]
+    written = [name for name, (module, key, version) in buffers.items() if _version(module, key) != version]
+    if names or written:
+        meta.mark_initialized(model, *names, *written)
+
+
+def _seed(seed: int | None) -> None:
+    if seed is not None:
+        torch.manual_seed(seed)
+        return
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        states = [torch.get_rng_state()]
+        dist.broadcast_object_list(states, src=0)
+        torch.set_rng_state(states[0])
+
+
+def _children_first(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Return the modules in the order of `Module.apply`, each with the `_init_weights` around it, if any."""
+    order: list[tuple[nn.Module, Any]] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, init_weights: Any) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        own = getattr(module, "_init_weights", None)  # a model inside a model draws its own way
+        init_weights = own if callable(own) else init_weights
+        for child in module.children():
+            visit(child, init_weights)
+        order.append((module, init_weights))
+
+    visit(model, None)
+    return order
+
+
+def _method(module: nn.Module, init_weights: Any) -> Callable[[], object] | None:
+    if init_weights is not None:
+        return lambda: init_weights(module)
+    for name in ("reset_parameters", "_reset_parameters"):
+        found = getattr(module, name, None)
+        if callable(found):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+@contextlib.contextmanager
+def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], rank: int) -> Iterator[None]:
+    """Put whole, empty parameters on the host into `owners`; keep this rank's part of those that were written."""
+    swapped: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+    whole: dict[int, nn.Parameter] = {}
+    for owner in owners:
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in whole:
+                # Memory that is never written is never there: children that the method leaves alone cost nothing.
+                full = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+            swapped.append((owner, name, parameter, whole[id(parameter)]))
+    before = {id(full): full._version for full in whole.values()}
+    try:
+        for owner, name, _, full in swapped:
+            owner._parameters[name] = full
+        yield
+    finally:
+        for owner, name, parameter, _ in swapped:
+            owner._parameters[name] = parameter
+    for owner, name, parameter, full in swapped:
+        # By the first of its names only; under that name a parent may draw again over its child.
+        if full._version != before[id(full)] and done.setdefault(id(parameter), (id(owner), name)) == (id(owner), name):
+            view = part_view(name, parameter, rank)
+            for part in view.parts:
+                target = tuple(
+                    slice(at, at + size) for at, size in zip(part.local_offsets, part.box.sizes, strict=True)
+                )
+                source = tuple(slice(at, at + size) for at, size in zip(part.box.offsets, part.box.sizes, strict=True))
+                view.local[target].copy_(full.data[source])
+
+
+def _empty_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, int]]:
+    """Return the buffers without values, and their versions: a method that fills one raises it."""
+    left = meta.uninitialized(model)
+    found = {}
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            fqn = clean_fqn(f"{name}.{key}" if name else key)
+            if buffer is not None and fqn in left:
+                found[fqn] = (module, key, _version(module, key))
+    return found
+
+
+def _version(module: nn.Module, key: str) -> int:
+    buffer = module._buffers[key]
+    return -1 if buffer is None else buffer._version
