@@ -1,0 +1,116 @@
+"""A small run for tests: states that are known by step, saved, listed and compared byte by byte."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ckptkit.checkpoint.commit import begin_save
+from ckptkit.checkpoint.coordinator import Coordinator
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.formats.layout import CommitRecord, FileRecord, data_store
+from ckptkit.storage.store import Store, open_store
+
+
+def content(step: int, rank: int, nbytes: int = 3000) -> bytes:
+    """What rank `rank` saves at `step`."""
+    return (f"step {step} rank {rank} ".encode() * nbytes)[:nbytes]
+
+
+def write(store: Store, path: str, data: bytes, *, sync: bool = True) -> dict[str, FileRecord]:
+    store.write(path, data, sync=sync)
+    return {path: FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))}
+
+
+def save(
+    root: Store | str | Path,
+    step: int,
+    *,
+    coordinator: Coordinator | None = None,
+    fields: dict[str, Any] | None = None,
+    nbytes: int = 3000,
+    before: Callable[[Store], None] | None = None,
+    **options: Any,
+) -> CommitRecord:
+    """Save what `content` says; `before` runs on every rank once the files are written."""
+    coordinator = coordinator or Coordinator()
+    store = root if not isinstance(root, (str, Path)) else open_store(str(root))
+    attempt = begin_save(store, step, coordinator=coordinator, **options)
+    try:
+        files = write(attempt.store, f"shards/{coordinator.rank}.bin", content(step, coordinator.rank, nbytes))
+        if before is not None:
+            before(attempt.store)
+    except BaseException as error:
+        attempt.abort(error)
+    return attempt.commit(
+        files,
+        {"state_dict_type": "sharded", **(fields or {})},
+        payload=len(files),
+        complete=lambda payloads: write(attempt.store, "index", repr(payloads).encode()),
+    )
+
+
+def check(root: Store | str | Path) -> list[int]:
+    """Return the steps of all that is listed, in order; each is compared with what was saved, byte by byte."""
+    store = root if not isinstance(root, (str, Path)) else open_store(str(root))
+    inventory = list_checkpoints(store)
+    for item in inventory.committed:
+        assert item.path == item.name or "@" in item.path
+        data = data_store(store.child(item.path), item.record)
+        assert len(item.record.files) == item.record.world_size + 1
+        for path, file in item.record.files.items():
+            read = data.read(path)
+            assert (len(read), xxhash.xxh3_64_hexdigest(read)) == (file.nbytes, file.xxh3_64), (item.path, path)
+            if path != "index":
+                rank = int(path.removeprefix("shards/").removesuffix(".bin"))
+                assert read == content(item.step, rank, len(read)), (item.path, path)
+        there = {found.path for found in data.list(recursive=True)} - {"checkpoint.json"}
+        assert there == set(item.record.files), item.path
+    return [item.step for item in inventory.committed]
+
+
+def leftovers(root: str | Path) -> list[str]:
+    """Return names below the root that a dead attempt left."""
+    return sorted(p.name for p in Path(root).iterdir() if p.name.startswith((".tmp-", ".trash-")) or "@" in p.name)
+
+
+def fork(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> tuple[int, bytes]:
+    """Run `fn(say, *args)` in a forked process; return its exit code and the bytes it gave to `say`."""
+    import os
+    import select
+    import signal
+    import time
+
+    reader, writer = os.pipe()
+    real_write, leave = os.write, os._exit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the pool of ranks has threads; the child touches none
+        pid = os.fork()
+    if pid == 0:
+        code = 97
+        try:
+            os.close(reader)
+            fn(lambda data: real_write(writer, data), *args)
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            leave(code)
+    os.close(writer)
+    said, deadline = b"", time.monotonic() + timeout
+    while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        data = os.read(reader, 65536)
+        if not data:
+            break
+        said += data
+    else:
+        os.kill(pid, signal.SIGKILL)
+    os.close(reader)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), said

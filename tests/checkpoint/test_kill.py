@@ -1,0 +1,129 @@
+"""Killed at any file operation, or at any instant: what is listed was really saved, and nothing that returned is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.storage import staging
+from ckptkit.storage.store import open_store
+from tests.checkpoint.crash import kill_at
+from tests.checkpoint.saving import check, fork, leftovers, save
+
+Say = Callable[[bytes], Any]
+
+
+def _chain(say: Say, root: str, keep: int) -> None:
+    """Save three steps, each followed by rotation."""
+    for step in (1, 2, 3):
+        save(root, step)
+        say(b"%d\n" % step)
+        rotate(open_store(root), RetentionPolicy(max_num=keep))
+
+
+def _overwrite(say: Say, root: str, swap: bool) -> None:
+    if not swap:
+        staging._exchange = lambda first, second: False
+    save(root, 1)
+    say(b"1\n")
+    save(root, 1, overwrite=True, nbytes=500)
+    say(b"1\n")
+
+
+def _delete(say: Say, root: str) -> None:
+    for step in (1, 2):
+        save(root, step)
+        say(b"%d\n" % step)
+    delete_checkpoint(open_store(root), "step_00000001", reason="test")
+
+
+def _scenario(name: str) -> Callable[[Say, str], None]:
+    return {
+        "keep 1": lambda say, root: _chain(say, root, 1),
+        "keep 2": lambda say, root: _chain(say, root, 2),
+        "overwrite": lambda say, root: _overwrite(say, root, True),
+        "overwrite without swap": lambda say, root: _overwrite(say, root, False),
+        "delete": _delete,
+    }[name]
+
+
+def _killed(say: Say, name: str, root: str, nth: int) -> None:
+    kill_at(nth)
+    _scenario(name)(say, root)
+
+
+def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) -> int:
+    """Kill the scenario at every `stride`-th operation and check what is left; return the number of kills."""
+    kills = 0
+    for nth in range(offset, 100_000, stride):
+        root = folder / str(nth)
+        root.mkdir()
+        code, said = fork(_killed, name, str(root), nth)
+        returned = [int(line) for line in said.split()]
+        steps = check(root)
+        where = f"{name}, operation {nth}: returned {returned}, listed {steps}, {os.listdir(root)}"
+        assert code in (0, -signal.SIGKILL), where
+        if returned:
+            assert steps and steps[-1] >= returned[-1], where
+        save(root, 9)  # the next job goes on, and cleans up
+        assert check(root)[-1] == 9 and leftovers(root) == [], where
+        if code == 0:
+            return kills
+        kills += 1
+    raise AssertionError("the scenario never ends")
+
+
+@pytest.mark.parametrize("name", ["keep 1", "keep 2", "overwrite", "overwrite without swap", "delete"])
+def test_a_kill_at_any_file_operation_loses_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "STARTING_S", -1.0)
+    kills = kill_everywhere(name, tmp_path, stride=3, offset=1 + random.Random(name).randrange(3))
+    assert kills > 20
+
+
+def _endless(say: Say, root: str) -> None:
+    step = max(check(root), default=0)
+    while True:
+        step += 1
+        save(root, step, nbytes=200_000)
+        say(b"%d\n" % step)
+        rotate(open_store(root), RetentionPolicy(max_num=1))
+
+
+def kill_at_random(root: Path, *, kills: int, seed: int) -> int:
+    """Kill a run that saves back to back, again and again, each one going on from the wreck."""
+    chance = random.Random(seed)
+    returned = 0
+    for _ in range(kills):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            try:
+                _endless(lambda data: os.write(writer, data), str(root))
+            finally:
+                os._exit(1)
+        os.close(writer)
+        time.sleep(chance.uniform(0.0, 0.12))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with open(reader, "rb") as said:
+            returned = max([returned, *(int(line) for line in said.read().split())])
+        steps = check(root)
+        assert not returned or steps[-1] >= returned, (returned, steps)
+    return returned
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_kill_at_any_instant_loses_nothing(tmp_path: Path) -> None:
+    assert kill_at_random(tmp_path, kills=20, seed=5) > 0
