@@ -18,11 +18,11 @@ _WHERE = {
     "apply_tensor_parallel": "ckptkit.fsdp.tensor_parallel",
     "shard": "ckptkit.fsdp.wrap",
     "unwrap_model": "ckptkit.fsdp.wrap",
-    "param_groups": "ckptkit.fsdp.param_groups",
+    "param_groups": "ckptkit.fsdp.groups",
     "MasterWeightOptimizer": "ckptkit.fsdp.master_weights",
     "DynamicGradScaler": "ckptkit.fsdp.grad_scaler",
-    "grad_norm": "ckptkit.fsdp.grad_norm",
-    "clip_grad_norm": "ckptkit.fsdp.grad_norm",
+    "grad_norm": "ckptkit.fsdp.gradients",
+    "clip_grad_norm": "ckptkit.fsdp.gradients",
     "offload_optimizer": "ckptkit.fsdp.offload",
     "load_optimizer": "ckptkit.fsdp.offload",
     "offload_model": "ckptkit.fsdp.offload",
@@ -52,12 +52,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from ckptkit.fsdp.config import FSDPConfig
-    from ckptkit.fsdp.grad_norm import clip_grad_norm, grad_norm
     from ckptkit.fsdp.grad_scaler import DynamicGradScaler
+    from ckptkit.fsdp.gradients import clip_grad_norm, grad_norm
+    from ckptkit.fsdp.groups import param_groups
     from ckptkit.fsdp.master_weights import MasterWeightOptimizer
     from ckptkit.fsdp.mesh import ParallelPlan, TrainingMesh, auto_shard_size, make_mesh
     from ckptkit.fsdp.offload import load_optimizer, offload_model, offload_optimizer, reload_model
-    from ckptkit.fsdp.param_groups import param_groups
     from ckptkit.fsdp.strategy import FSDPStrategy
     from ckptkit.fsdp.tensor_parallel import apply_tensor_parallel
     from ckptkit.fsdp.wrap import shard, unwrap_model
@@ -66,10 +66,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'ckptkit.fsdp' has no attribute {name!r}")
-    # A function may bear its module's name (grad_norm, param_groups): the function wins, whoever imported first.
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+    # No module bears the name of a public function: importing it would put the module in the function's place.
+    return getattr(importlib.import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

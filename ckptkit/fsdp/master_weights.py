@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckptkit.errors import CheckpointMismatchError, UsageError
-from ckptkit.fsdp.grad_norm import clip_grad_norm, inspect_gradients, scale_gradients
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
+from ckptkit.fsdp.gradients import clip_grad_norm, inspect_gradients, scale_gradients
 
 __all__ = ["MasterWeightOptimizer"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckptkit.errors import SaveError
-from ckptkit.fsdp.param_groups import clean_fqn
+from ckptkit.fsdp.groups import clean_fqn
 
 __all__ = [
     "parameters_on_meta",

@@ -12,7 +12,7 @@ from torch import nn
 
 from ckptkit.checkpoint.parts import part_view
 from ckptkit.fsdp import meta
-from ckptkit.fsdp.param_groups import clean_fqn
+from ckptkit.fsdp.groups import clean_fqn
 
 __all__ = ["reset_parameters"]
 

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import meta, offload
 from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy
-from ckptkit.fsdp.grad_norm import inspect_gradients, scale_gradients
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
+from ckptkit.fsdp.gradients import inspect_gradients, scale_gradients
+from ckptkit.fsdp.groups import NO_DECAY, param_groups
 from ckptkit.fsdp.hf_load import HFLoadReport, load_hf
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.fsdp.mesh import (
@@ -32,7 +33,6 @@ from ckptkit.fsdp.mesh import (
     make_mesh,
     plan_for,
 )
-from ckptkit.fsdp.param_groups import NO_DECAY, param_groups
 from ckptkit.fsdp.reset import reset_parameters
 from ckptkit.fsdp.tensor_parallel import TPPlan
 from ckptkit.fsdp.units import Policy

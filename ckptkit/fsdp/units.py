@@ -210,6 +210,8 @@ def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
 def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[list[str]], tuple[tuple[str, ...], ...]]:
     ties = tied_parameters(modules[""])
     owner = {name: name for name in names}  # unit -> the unit it went into; "" is the root
+    first = {id(modules[name]): name for name in names}
+    owner.update({name: first[id(module)] for name, module in modules.items() if id(module) in first})
 
     def unit_of(fqn: str) -> str:
         parts = fqn.split(".")[:-1]

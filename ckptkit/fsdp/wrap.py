@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.blocks import checkpoint_blocks, compile_blocks, fill_unused_gradients
 from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp.groups import clean_fqn
 from ckptkit.fsdp.mesh import ParallelPlan, TrainingMesh, device_type_of, ensure_process_group, make_mesh, plan_for
-from ckptkit.fsdp.param_groups import clean_fqn
 from ckptkit.fsdp.precision import (
     check_unit_dtypes,
     mixed_precision_policy,

@@ -1,0 +1,245 @@
+"""FSDPConfig: what it takes, what it refuses, and accelerate's variables both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import BackwardPrefetch, FSDPConfig, ShardingStrategy, WrapPolicy
+
+
+def test_the_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FSDPConfig().tp = 2
+
+
+def test_importing_the_package_and_its_config_imports_no_torch():
+    code = "import sys, ckptkit.fsdp, ckptkit.fsdp.config as c; c.FSDPConfig(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_module_imports_without_a_device():
+    import importlib
+    import pkgutil
+
+    import ckptkit.fsdp
+
+    for module in pkgutil.iter_modules(ckptkit.fsdp.__path__):
+        importlib.import_module(f"ckptkit.fsdp.{module.name}")
+
+
+def test_public_names_are_what_they_say_whatever_was_imported_before():
+    import importlib
+    import inspect
+    import pkgutil
+
+    import ckptkit.fsdp
+
+    for module in pkgutil.iter_modules(ckptkit.fsdp.__path__):
+        importlib.import_module(f"ckptkit.fsdp.{module.name}")
+    for name in ckptkit.fsdp.__all__:
+        assert not inspect.ismodule(getattr(ckptkit.fsdp, name)), name
+
+
+def test_oumi_keys_and_strings_are_taken():
+    config = FSDPConfig.from_dict(
+        {
+            "enable_fsdp": True,
+            "sharding_strategy": "HYBRID_SHARD",
+            "cpu_offload": True,
+            "mixed_precision": "bf16",
+            "backward_prefetch": "BACKWARD_PRE",
+            "forward_prefetch": True,
+            "state_dict_type": "FULL_STATE_DICT",
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "min_num_params": 5,
+            "transformer_layer_cls": "LlamaDecoderLayer, QwenBlock",
+            "sync_module_states": False,
+            "use_orig_params": True,
+        }
+    )
+    assert config.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+    assert config.offload == "params"
+    assert config.state_dict_type == "FULL"
+    assert config.transformer_layer_cls == ("LlamaDecoderLayer", "QwenBlock")
+
+
+def test_torchs_own_enums_are_taken():
+    from torch.distributed.fsdp import BackwardPrefetch as TorchPrefetch
+    from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+    from torch.distributed.fsdp import StateDictType
+
+    config = FSDPConfig(
+        sharding_strategy=TorchStrategy._HYBRID_SHARD_ZERO2,
+        state_dict_type=StateDictType.LOCAL_STATE_DICT,
+        backward_prefetch=TorchPrefetch.BACKWARD_PRE,
+    )
+    assert config.sharding_strategy is ShardingStrategy.HYBRID_SHARD_ZERO2
+    assert config.state_dict_type == "LOCAL"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sharding_strategy": "ZERO3"}, "FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD"),
+        ({"mixed_precision": "fp8"}, "None or one of bf16, fp16"),
+        ({"state_dict_type": "PARTIAL"}, "SHARDED_STATE_DICT"),
+        ({"auto_wrap_policy": "MAGIC"}, "SIZE_BASED_WRAP"),
+        ({"backward_prefetch": "LATER"}, "NO_PREFETCH"),
+        ({"precision": "double"}, "mixed, master"),
+        ({"offload": "disk"}, "none, params, optimizer"),
+        ({"cpu_offload": True, "offload": "optimizer"}, "Ask for one of them"),
+        ({"precision": "master"}, "mixed_precision='bf16'"),
+        ({"sharding_strategy": "NO_SHARD", "shard": 2}, "shard is 2"),
+        ({"sharding_strategy": "NO_SHARD", "cp": 2}, "NO_SHARD excludes"),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "replicate": 2}, "HYBRID_SHARD_ZERO2"),
+        ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls": "X"}, "auto_wrap_policy is NO_WRAP"),
+        ({"use_orig_params": False, "compile": True}, "use_orig_params=False excludes compile"),
+        ({"tp": 0}, "tp is 0"),
+        ({"tp": "auto"}, "a number of ranks, 1 or more\\."),
+        ({"shard": True}, "or 'auto'"),
+        ({"min_num_params": 0}, "min_num_params is 0"),
+        ({"reshard_after_forward": "yes"}, "True, False, a number"),
+        ({"exclude": [1]}, "list of strings"),
+        ({"shards": 2}, "no field 'shards'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_can_not_work_is_refused_at_construction(values, message):
+    with pytest.raises(UsageError, match=message):
+        FSDPConfig.from_dict(values)
+
+
+@pytest.mark.parametrize("name", ["BACKWARD_POST", "NO_PREFETCH"])
+def test_prefetch_without_an_equal_is_accepted_with_a_warning(name):
+    with pytest.warns(UserWarning, match=f"{name} has no equal in FSDP2"):
+        assert FSDPConfig(backward_prefetch=name).backward_prefetch is BackwardPrefetch[name]
+
+
+def test_use_orig_params_false_is_accepted_with_a_warning():
+    with pytest.warns(UserWarning, match="always keeps the original parameters"):
+        FSDPConfig(use_orig_params=False)
+
+
+def test_a_yaml_file_is_read_with_or_without_its_fsdp_section(tmp_path):
+    (tmp_path / "a.yaml").write_text("tp: 2\nmixed_precision: bf16\n")
+    (tmp_path / "b.yaml").write_text("model:\n  name: x\nfsdp:\n  tp: 2\n  mixed_precision: bf16\n")
+    assert FSDPConfig.from_yaml(tmp_path / "a.yaml") == FSDPConfig.from_yaml(tmp_path / "b.yaml")
+    (tmp_path / "c.yaml").write_text("[1, 2]")
+    with pytest.raises(UsageError, match="found list"):
+        FSDPConfig.from_yaml(tmp_path / "c.yaml")
+
+
+# The dictionaries that Oumi's own unit tests expect for the same settings.
+OUMI_ENV = {
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
+
+
+def test_default_settings_give_oumis_variables():
+    config = FSDPConfig(enable_fsdp=False, state_dict_type="FULL_STATE_DICT", auto_wrap_policy="NO_WRAP")
+    assert config.to_accelerate_env(fsdp_version=1) == OUMI_ENV | {
+        "ACCELERATE_USE_FSDP": "false",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+        "FSDP_FORWARD_PREFETCH": "false",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
+        "FSDP_MIN_NUM_PARAMS": "100000",
+        "FSDP_SYNC_MODULE_STATES": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    }
+
+
+@pytest.mark.filterwarnings("ignore:backward_prefetch")
+def test_full_settings_give_oumis_variables():
+    config = FSDPConfig(
+        sharding_strategy="HYBRID_SHARD",
+        offload="params",
+        mixed_precision="bf16",
+        backward_prefetch="BACKWARD_POST",
+        forward_prefetch=True,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        transformer_layer_cls="transformers.models.llama.modeling_llama.LlamaDecoderLayer",
+        sync_module_states=False,
+        min_num_params=100000000,
+        activation_checkpointing=True,
+    )
+    expected = OUMI_ENV | {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_POST",
+        "FSDP_FORWARD_PREFETCH": "true",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+        "FSDP_MIN_NUM_PARAMS": "100000000",
+        "FSDP_SYNC_MODULE_STATES": "false",
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+    }
+    assert config.to_accelerate_env(fsdp_version=1) == expected
+    assert config.to_accelerate_env() == expected | {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+
+
+@given(
+    strategy=st.sampled_from(ShardingStrategy),
+    policy=st.sampled_from(["SIZE_BASED_WRAP", "NO_WRAP", "TRANSFORMER_BASED_WRAP"]),
+    precision=st.sampled_from([None, "bf16", "fp16"]),
+    kind=st.sampled_from(["FULL", "SHARDED", "LOCAL"]),
+    flags=st.tuples(*[st.booleans()] * 4),
+    version=st.sampled_from([1, 2]),
+)
+def test_variables_round_trip(strategy, policy, precision, kind, flags, version):
+    config = FSDPConfig(
+        enable_fsdp=flags[0],
+        sharding_strategy=strategy,
+        auto_wrap_policy=policy,
+        mixed_precision=precision,
+        state_dict_type=kind,
+        forward_prefetch=flags[1],
+        sync_module_states=flags[2],
+        activation_checkpointing=flags[3],
+        reshard_after_forward=None if version == 1 else strategy.reshards_after_forward,
+    )
+    assert FSDPConfig.from_accelerate_env(config.to_accelerate_env(fsdp_version=version)) == config
+
+
+def test_accelerate_reads_the_variables_as_meant(monkeypatch):
+    accelerate = pytest.importorskip("accelerate.utils.dataclasses")
+    config = FSDPConfig(
+        sharding_strategy="SHARD_GRAD_OP", offload="params", auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=77
+    )
+    for name, value in config.to_accelerate_env().items():
+        monkeypatch.setenv(name, value)
+    plugin = accelerate.FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is False
+    assert plugin.min_num_params == 77
+    assert plugin.cpu_offload.pin_memory is not None
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+
+
+def test_accelerates_numbers_and_case_are_taken():
+    config = FSDPConfig.from_accelerate_env({"FSDP_SHARDING_STRATEGY": "2", "FSDP_AUTO_WRAP_POLICY": "no_wrap"})
+    assert config.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert config.auto_wrap_policy is WrapPolicy.NO_WRAP
+    assert config.enable_fsdp is False
+
+
+def test_a_variable_that_is_no_flag_is_refused():
+    with pytest.raises(UsageError, match="ACCELERATE_USE_FSDP is 'maybe'"):
+        FSDPConfig.from_accelerate_env({"ACCELERATE_USE_FSDP": "maybe"})

@@ -1,0 +1,116 @@
+"""Sizes first, meshes after."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp.mesh import ParallelPlan, auto_shard_size, device_type_of, make_mesh, plan_for
+
+
+@given(*[st.integers(1, 4)] * 4, st.sampled_from(["replicate", "shard", None]))
+def test_an_auto_size_is_what_the_others_leave(replicate, shard, cp, tp, open_size):
+    world_size = replicate * shard * cp * tp
+    sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
+    if open_size:
+        sizes[open_size] = "auto"
+    plan = ParallelPlan.resolve(world_size, **sizes)
+    assert plan == ParallelPlan(replicate, shard, cp, tp)
+    assert plan.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "numbers"),
+    [
+        (8, {"replicate": 3, "shard": 2}, ["replicate=3", "shard=2", "8", "6"]),
+        (6, {"replicate": 4, "shard": "auto", "tp": 2}, ["replicate=4", "tp=2", "6", "8"]),
+        (2, {"shard": 4}, ["shard=4", "2", "4"]),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_all_numbers(world_size, sizes, numbers):
+    with pytest.raises(UsageError) as caught:
+        ParallelPlan.resolve(world_size, **sizes)
+    assert all(number in str(caught.value) for number in numbers)
+
+
+def test_two_auto_sizes_are_refused():
+    with pytest.raises(UsageError, match="replicate and shard are both 'auto'"):
+        ParallelPlan.resolve(4, replicate="auto", shard="auto")
+
+
+@pytest.mark.parametrize(
+    ("config", "dims"),
+    [
+        ({}, {"shard": 8}),
+        ({"sharding_strategy": "NO_SHARD"}, {"replicate": 8, "shard": 1}),
+        ({"sharding_strategy": "HYBRID_SHARD"}, {"replicate": 2, "shard": 4}),
+        ({"sharding_strategy": "HYBRID_SHARD", "shard": 2}, {"replicate": 4, "shard": 2}),
+        ({"sharding_strategy": "HYBRID_SHARD", "replicate": 2}, {"replicate": 2, "shard": 4}),
+        ({"tp": 2}, {"shard": 4, "tp": 2}),
+        ({"cp": 2}, {"shard": 8}),
+        ({"cp": 2, "tp": 2}, {"shard": 4, "tp": 2}),
+        ({"sharding_strategy": "HYBRID_SHARD", "shard": 2, "tp": 2}, {"replicate": 2, "shard": 2, "tp": 2}),
+    ],
+    ids=str,
+)
+def test_strategies_become_dimensions(config, dims):
+    plan = plan_for(FSDPConfig(**config), 8, local_world_size=4)
+    assert plan.dims == dims
+    assert list(plan.dims) == list(dims)
+
+
+def test_a_node_that_tp_does_not_divide_is_refused():
+    with pytest.raises(UsageError, match=r"a node has 3 ranks.*tp=2"):
+        plan_for(FSDPConfig(sharding_strategy="HYBRID_SHARD", tp=2), 6, local_world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("numel", "training", "size"),
+    [(9e9, False, 1), (10e9, False, 8), (79e9, False, 8), (80e9, False, -1), (1, True, -1), (1e12, True, -1)],
+)
+def test_auto_shard_size(numel, training, size):
+    assert auto_shard_size(int(numel), training) == size
+
+
+def _meshes(plan):
+    mesh = make_mesh(plan, "cpu")
+    return {
+        name: (tuple(part.mesh.shape), part.mesh_dim_names, part.mesh.flatten().tolist())
+        for name in ("root", "data", "tp", "cp")
+        if (part := getattr(mesh, name)) is not None
+    }
+
+
+def test_tensor_parallel_ranks_lie_next_to_each_other(ranks):
+    meshes = ranks.run(_meshes, 4, ParallelPlan(shard=2, tp=2))
+    assert meshes[0]["root"][:2] == ((2, 2), ("shard", "tp"))
+    assert [found["tp"][2] for found in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [found["data"][2] for found in meshes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_replicated_groups_make_a_two_dimensional_data_mesh(ranks):
+    meshes = ranks.run(_meshes, 4, ParallelPlan(replicate=2, shard=2))
+    assert meshes[0]["data"] == ((2, 2), ("replicate", "shard"), [0, 1, 2, 3])
+
+
+def test_context_parallel_ranks_share_the_sharding_and_have_a_group(ranks):
+    meshes = ranks.run(_meshes, 4, ParallelPlan(shard=2, cp=2))
+    assert meshes[0]["data"][:2] == ((4,), ("shard",))
+    assert [found["cp"][2] for found in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def _wrong_size():
+    with pytest.raises(UsageError, match="world size of 2"):
+        make_mesh(ParallelPlan(shard=4), "cpu")
+
+
+def test_a_plan_for_another_world_is_refused_before_any_communication(ranks):
+    ranks.run(_wrong_size, 2)
+
+
+def test_a_preferred_device_wins():
+    assert device_type_of(None, preferred="cuda:1") == "cuda"
+    assert device_type_of(None, preferred="cpu") == "cpu"

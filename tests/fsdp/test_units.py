@@ -1,0 +1,148 @@
+"""Which modules become units: read from the structure alone."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp.units import (
+    blocks,
+    by_class,
+    by_name,
+    by_rule,
+    by_size,
+    no_wrap,
+    plan_units,
+    policy_of,
+    tied_parameters,
+)
+from tests.fsdp import models
+
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+
+
+def names(units):
+    return sorted(" + ".join(group) for group in units.groups)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        blocks,
+        by_class("Block"),
+        by_class(models.Block),
+        by_class("tests.fsdp.models.Block"),
+        by_name("layers.*"),
+        by_rule(lambda name, module: isinstance(module, models.Block)),
+    ],
+    ids=["blocks", "short", "type", "dotted", "glob", "rule"],
+)
+def test_policies_name_the_blocks(policy):
+    assert names(plan_units(models.untied(), policy)) == ["", *LAYERS]
+
+
+def test_no_wrap_leaves_one_unit():
+    assert plan_units(models.untied(), no_wrap).groups == (("",),)
+
+
+def test_a_dotted_name_is_imported():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert by_class("torch.nn.Linear")(model) == ["0"]
+    assert by_class("torch.nn.modules.linear.Linear")(model) == ["0"]
+
+
+def test_a_short_name_is_looked_up_in_transformers_too():
+    assert by_class("LlamaForCausalLM")(models.untied()) == []
+
+
+def test_an_unknown_class_is_refused_with_those_that_exist():
+    with pytest.raises(UsageError, match=r"'Blok'.*Block, Embedding"):
+        by_class("Blok")(models.untied())
+
+
+def test_size_counts_what_inner_units_left_over():
+    block = sum(p.numel() for p in models.Block().parameters())
+    model = models.untied()
+    assert [n for n in by_size(block)(model) if n.startswith("layers")] == LAYERS
+    assert [n for n in by_size(block + 1)(model) if n.startswith("layers")] == []
+    nested = nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5)))  # 110 and 55 parameters
+    assert by_size(55)(nested) == ["0.0", "0.1"]
+    assert by_size(56)(nested) == ["0.0"]  # what is left of "0" is 55
+    assert by_size(110)(nested) == ["0.0"]
+    assert by_size(111)(nested) == ["0"]
+    assert by_size(166)(nested) == []
+
+
+def test_a_container_is_never_a_unit():
+    assert all(not name.endswith("layers") for name in by_size(1)(models.untied()))
+    with pytest.raises(UsageError, match=r"'layers' is a ModuleList"):
+        plan_units(models.untied(), lambda model: ["layers"])
+
+
+def test_a_name_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match=r"'layers\.9', which is no module"):
+        plan_units(models.untied(), lambda model: ["layers.9"])
+
+
+def test_excludes_win_by_class_and_by_name():
+    assert names(plan_units(models.untied(), blocks, exclude=["layers.1"])) == ["", "layers.0", "layers.2"]
+    assert names(plan_units(models.untied(), blocks, exclude=["Block"])) == [""]
+
+
+def test_heads_are_units_on_request():
+    assert names(plan_units(models.untied(), blocks, heads=True)) == ["", *LAYERS, "lm_head"]
+
+
+def test_tied_units_are_joined():
+    model = models.llama(tie=True)
+    units = plan_units(model, blocks, heads=True)
+    assert ("model.embed_tokens", "lm_head") in units.groups
+    assert units.ties == (("model.embed_tokens.weight", "lm_head.weight"),)
+
+
+def test_a_unit_tied_to_the_root_is_left_to_the_root():
+    assert names(plan_units(models.tied(), blocks, heads=True)) == ["", *LAYERS]
+
+
+def test_three_tied_blocks_become_one_unit():
+    model = models.untied()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    model.layers[1].down.weight = model.layers[2].down.weight
+    assert plan_units(model, blocks).groups == (("layers.0", "layers.1", "layers.2"), ("",))
+
+
+def test_a_module_registered_twice_is_one_unit():
+    model = models.untied()
+    model.layers[2] = model.layers[0]
+    assert names(plan_units(model, blocks)) == ["", "layers.0", "layers.1"]
+
+
+def test_inner_units_come_before_outer_ones():
+    groups = plan_units(models.untied(), lambda model: ["layers.0", "layers.0.up"]).groups
+    assert groups == (("layers.0.up",), ("layers.0",), ("",))
+
+
+def test_ties_are_found_by_identity():
+    assert tied_parameters(models.tied()) == [("embed.weight", "lm_head.weight")]
+    assert tied_parameters(models.untied()) == []
+
+
+def test_auto_takes_the_classes_a_model_names_and_leaves_its_list_alone():
+    model = models.llama()
+    before = (type(model)._no_split_modules, str(type(model)._no_split_modules))
+    for _ in range(2):
+        assert policy_of(FSDPConfig(), model)(model) == ["model.layers.0", "model.layers.1"]
+    assert (type(model)._no_split_modules, str(type(model)._no_split_modules)) == before
+
+
+def test_transformer_wrap_without_classes_is_refused():
+    with pytest.raises(UsageError, match="doesn't name its block classes"):
+        policy_of(FSDPConfig(auto_wrap_policy="TRANSFORMER_BASED_WRAP"), models.untied())
+
+
+def test_the_plan_prints_a_unit_a_line():
+    text = str(plan_units(models.llama(tie=True), blocks, heads=True))
+    assert "model.embed_tokens + lm_head" in text.splitlines()
+    assert text.splitlines()[-1] == "(root)"
