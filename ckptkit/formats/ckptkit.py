@@ -1,0 +1,131 @@
+"""Reads our own checkpoints: the commit record, the manifest, and the objects beside it, into a catalog."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import xxhash
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError
+from ckptkit.formats.layout import MANIFEST_NAME, CommitRecord, FileRecord, data_store, read_record
+from ckptkit.formats.manifest import Manifest
+from ckptkit.formats.options import ReadOptions
+from ckptkit.storage.store import Store
+
+__all__ = ["OBJECTS_NAME", "open_catalog", "open_manifest"]
+
+OBJECTS_NAME = "objects.json"
+_OBJECTS_FORMAT = 1
+_METADATA_NAME = ".metadata"
+_MAX_INDEX_BYTES = 8 << 30
+
+
+def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
+    """Return what the committed checkpoint at the store's root holds, SHARDED, FULL or LOCAL.
+
+    Reads the record, the manifest and `objects.json`, each checked against its digest; no tensor bytes. Paths are
+    relative to `store`, wherever the record says that the files lie.
+
+    Raises:
+        CheckpointNotFoundError: There is no commit record: nothing was completed here.
+        IncompleteCheckpointError: The manifest is missing.
+        IntegrityError: A file is not the one that was committed.
+        CorruptCheckpointError: A file is not what it must be.
+    """
+    record = read_record(store)
+    place = data_store(store, record)
+    prefix = f"{record.data}/" if record.data else ""
+    if record.manifest is None:
+        raise IncompleteCheckpointError(f"{store.url}: its commit record names no manifest.")
+    data = _checked(place, record.manifest, record.files.get(record.manifest))
+    manifest = Manifest.from_bytes(data, file=f"{prefix}{record.manifest}")
+    if prefix:
+        manifest = replace(manifest, paths=[prefix + path for path in manifest.paths])
+    catalog = manifest.catalog()
+    objects = {name: _moved(entry, prefix) for name, entry in catalog.objects.items()}
+    if OBJECTS_NAME in record.files:
+        data = _checked(place, OBJECTS_NAME, record.files[OBJECTS_NAME])
+        objects.update(_json_objects(data, prefix + OBJECTS_NAME))
+    return Catalog(catalog.tensors, objects, _info(catalog.info, record, prefix))
+
+
+def open_manifest(store: Store) -> Catalog | None:
+    """Return the catalog of a DCP directory that `DCPWriter` wrote on its own; None where its manifest is not that
+    of its `.metadata` (another writer has overwritten it since), or there is none.
+
+    Raises:
+        CorruptCheckpointError: The manifest is damaged.
+    """
+    found = store.info(MANIFEST_NAME)
+    metadata = store.info(_METADATA_NAME)
+    if found is None or found.kind != "file" or metadata is None or found.size > _MAX_INDEX_BYTES:
+        return None
+    catalog = Manifest.from_bytes(store.read(MANIFEST_NAME), file=MANIFEST_NAME).catalog()
+    digests = catalog.info.extra.get("digests")
+    expected = digests.get(_METADATA_NAME) if isinstance(digests, dict) else None
+    if expected is None or catalog.info.files.get(_METADATA_NAME) != metadata.size:
+        return None
+    same = xxhash.xxh3_64_hexdigest(store.read(_METADATA_NAME)) == expected
+    return catalog if same else None
+
+
+def _checked(store: Store, path: str, expected: FileRecord | None) -> bytes:
+    if expected is None:
+        raise CorruptCheckpointError(f"{store.url}: the commit record does not list {path!r}.")
+    try:
+        data = store.read(path)
+    except FileNotFoundError as error:
+        raise IncompleteCheckpointError(f"{store.url}/{path} is missing, though the commit record lists it.") from error
+    if len(data) != expected.nbytes:
+        raise IncompleteCheckpointError(
+            f"{store.url}/{path} has {len(data)} bytes, {expected.nbytes} were committed. It was replaced or truncated."
+        )
+    digest = xxhash.xxh3_64_hexdigest(data)
+    if digest != expected.xxh3_64:
+        raise IntegrityError(f"{store.url}/{path}: its xxh3_64 is {digest}, {expected.xxh3_64} was committed.")
+    return data
+
+
+def _moved(entry: ObjectEntry, prefix: str) -> ObjectEntry:
+    return replace(entry, path=prefix + entry.path) if prefix and entry.path else entry
+
+
+def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: it is no JSON ({error}).") from error
+    if (
+        not isinstance(found, dict)
+        or found.get("format") != _OBJECTS_FORMAT
+        or not isinstance(found.get("objects"), dict)
+    ):
+        raise CorruptCheckpointError(f"{path}: expected an object with format {_OBJECTS_FORMAT} and objects.")
+    objects: Mapping[str, Any] = found["objects"]
+    return {
+        name: ObjectEntry(name, path, encoding="value", value=tree, role=_role(name)) for name, tree in objects.items()
+    }
+
+
+def _role(name: str) -> Role:
+    top = name.split(".", 1)[0].split("_", 1)[0]
+    return {"optimizer": Role.OPTIMIZER, "model": Role.MODEL}.get(top, Role.OTHER)
+
+
+def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
+    mesh = record.mesh
+    version = record.versions.get("ckptkit", "")
+    return replace(
+        info,
+        format=f"ckptkit-{record.state_dict_type}",
+        producer=f"ckptkit {version}".strip(),
+        step=record.step,
+        world_size=record.world_size,
+        mesh=info.mesh if mesh is None else MeshInfo(tuple(mesh["shape"]), tuple(mesh["names"])),
+        files={prefix + path: item.nbytes for path, item in record.files.items()},
+        extra={**info.extra, "digests": {prefix + path: item.xxh3_64 for path, item in record.files.items()}},
+    )
