@@ -146,6 +146,10 @@ class Captured:
                 yield f"{name}.state.{fqn}.{state}", tensor
         yield from self.loose.items()
 
+    def is_private(self, key: str) -> bool:
+        """Tell whether a loose tensor belongs to this rank's own state."""
+        return any(key.startswith(f"{owner}.") or key == owner for owner in self.rank_objects)
+
 
 def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Captured:
     """Return what a checkpoint of `state` holds on this rank; the tensors alias the live ones, nothing is changed.

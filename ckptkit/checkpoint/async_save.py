@@ -1,0 +1,90 @@
+"""Saves that go on in the background: one at a time, their errors never lost."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+
+from ckptkit.checkpoint.report import SaveReport
+from ckptkit.errors import CkptkitError, SaveError
+
+__all__ = ["SaveHandle"]
+
+_log = logging.getLogger(__name__)
+_unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+
+
+class SaveHandle:
+    """A save under way. `result` waits for its commit and raises what went wrong; so does the manager's next call."""
+
+    def __init__(self, step: int, work: Callable[[], SaveReport]) -> None:
+        self.step = step
+        self._work: Callable[[], SaveReport] | None = work
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._asked = False
+        self._done = threading.Event()
+        # Not a daemon: a process that ends waits for its checkpoint.
+        self._thread = threading.Thread(target=self._run, name=f"ckptkit-save-{step}", daemon=False)
+
+    def start(self) -> SaveHandle:
+        """Begin the background work."""
+        _unasked.add(self)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                self._report = work()
+        except BaseException as error:  # noqa: BLE001  the boundary of a thread: `result` raises it
+            self._error = error
+        finally:
+            self._done.set()
+
+    def done(self) -> bool:
+        """Tell whether the save has ended, well or not."""
+        return self._done.is_set()
+
+    def result(self, timeout_s: float | None = None) -> SaveReport:
+        """Return the report once the checkpoint is committed.
+
+        Raises:
+            SaveError: The save failed; nothing was published.
+            TimeoutError: It is not done after `timeout_s`; it goes on.
+        """
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"the save of step {self.step} is not done after {timeout_s} s; it goes on.")
+        self._asked = True
+        _unasked.discard(self)
+        if self._error is not None:
+            if isinstance(self._error, CkptkitError):
+                raise self._error
+            raise SaveError(f"the save of step {self.step} failed: {self._error}") from self._error
+        if self._report is None:
+            raise SaveError(f"the save of step {self.step} ended without a report.")
+        return self._report
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong, None while the save goes on and if it went well. Does not count as asked."""
+        return self._error
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has seen the outcome."""
+        return self._asked
+
+
+def _report_unasked() -> None:
+    """At exit: say loudly what nobody has asked for."""
+    for handle in list(_unasked):
+        error = handle.exception()
+        if error is not None:
+            _log.error("the save of step %d failed, and nothing of it was published: %s", handle.step, error)
+
+
+atexit.register(_report_unasked)

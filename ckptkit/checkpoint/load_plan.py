@@ -1,0 +1,445 @@
+"""What a load will do, found without touching the training state: which tensor fills which, and all that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.checkpoint.optimizer_state import GroupChanges, group_changes, named_parameters
+from ckptkit.checkpoint.parts import dtype_name
+from ckptkit.checkpoint.state import PerRank, TrainState, is_stateful, model_tensors, parameter_names, section
+from ckptkit.checkpoint.strictness import KeyFilter, Mismatches, match_tensors
+from ckptkit.checkpoint.values import JSON, references
+from ckptkit.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LoadOptions", "LoadPlan", "ModelTensor", "ObjectTarget", "OptimizerPlan", "plan_load"]
+
+Merge = Callable[[Sequence[Any], int, int], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a load treats what does not fit.
+
+    Attributes:
+        strict: Missing and unexpected keys are errors. Otherwise what fits is loaded and the rest reported.
+        include, exclude: Globs, or a predicate, on the FQNs of the models: load these only (adapters, say).
+        optimizer: "restore"; "skip" leaves the optimizer as it is; "deferred" restores it when the report's handle is
+            applied.
+        convert_dtype: Cast a model tensor whose dtype differs. Otherwise that is an error.
+        rng_on_resize: The number of ranks changed: "reseed" seeds every rank anew, from the saved state and its rank;
+            "keep" leaves the generators alone; "error" refuses.
+        per_rank_on_resize: The same for dataloaders and `PerRank` state, unless all ranks saved equal state: "error",
+            "keep", or a function (states of all saved ranks, rank, world size) -> this rank's state.
+    """
+
+    strict: bool = True
+    include: Sequence[str] | Callable[[str], bool] = ()
+    exclude: Sequence[str] | Callable[[str], bool] = ()
+    optimizer: Literal["restore", "skip", "deferred"] = "restore"
+    convert_dtype: bool = False
+    rng_on_resize: Literal["reseed", "keep", "error"] = "reseed"
+    per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("restore", "skip", "deferred"):
+            raise UsageError(f"optimizer={self.optimizer!r}: it is 'restore', 'skip' or 'deferred'.")
+        if self.rng_on_resize not in ("reseed", "keep", "error"):
+            raise UsageError(f"rng_on_resize={self.rng_on_resize!r}: it is 'reseed', 'keep' or 'error'.")
+        if self.per_rank_on_resize not in ("error", "keep") and not callable(self.per_rank_on_resize):
+            raise UsageError(f"per_rank_on_resize={self.per_rank_on_resize!r}: it is 'error', 'keep' or a function.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A live parameter or buffer, and the tensor of the checkpoint that fills it."""
+
+    key: str
+    live: torch.Tensor
+    entry: TensorEntry
+
+
+@dataclass(slots=True)
+class OptimizerPlan:
+    """How one optimizer is restored.
+
+    Attributes:
+        states: FQN -> state name -> the checkpoint's tensor.
+        masters: FQN -> the checkpoint's tensor, or None: the master is made from the loaded weight.
+        values: FQN -> state name -> JSON, state that is no tensor.
+        shared: State of no parameter, JSON.
+        keep: Parameters that the checkpoint's optimizer did not have: theirs stays.
+        skip: Nothing is restored but masters, which must follow the weights.
+    """
+
+    key: str
+    optimizer: Any
+    parameters: dict[str, torch.nn.Parameter]
+    groups: GroupChanges = field(default_factory=lambda: GroupChanges([]))
+    states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
+    masters: dict[str, TensorEntry | None] = field(default_factory=dict)
+    values: dict[str, dict[str, JSON]] = field(default_factory=dict)
+    shared: dict[str, JSON] = field(default_factory=dict)
+    keep: list[str] = field(default_factory=list)
+    skip: bool = False
+
+    @property
+    def master_name(self) -> str | None:
+        return getattr(self.optimizer, "master_state_name", None)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectTarget:
+    """State that is JSON in the checkpoint, and what takes it. `trees` has several only where ranks are merged."""
+
+    kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
+    key: str
+    item: Any
+    trees: tuple[JSON, ...]
+    merge: Merge | None = None
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """All that a load will do."""
+
+    models: list[ModelTensor] = field(default_factory=list)
+    optimizers: list[OptimizerPlan] = field(default_factory=list)
+    objects: list[ObjectTarget] = field(default_factory=list)
+    rng: JSON = None
+    reseed: bool = False
+    mismatches: Mismatches = field(default_factory=Mismatches)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    leftovers: dict[str, JSON] = field(default_factory=dict)
+
+    def references(self) -> list[str]:
+        """Return the tensors that the objects refer to."""
+        trees = [tree for target in self.objects for tree in target.trees]
+        for plan in self.optimizers:
+            trees += [plan.values, plan.shared]
+        return list(dict.fromkeys(key for tree in [*trees, self.rng, self.leftovers] for key in references(tree)))
+
+
+class _Planner:
+    def __init__(
+        self,
+        state: TrainState,
+        catalog: Catalog,
+        objects: Mapping[str, JSON],
+        options: LoadOptions,
+        rank: int,
+        world_size: int,
+        small: Callable[[str], Any],
+    ) -> None:
+        self.state = state
+        self.catalog = catalog
+        self.objects = objects
+        self.options = options
+        self.rank = rank
+        self.world_size = world_size
+        self.small = small
+        self.plan = LoadPlan()
+        self.filter = KeyFilter(options.include, options.exclude)
+        self.by_role: dict[Role, dict[str, TensorEntry]] = {}
+
+    def entries(self, role: Role) -> dict[str, TensorEntry]:
+        if role not in self.by_role:
+            self.by_role[role] = self.catalog.by_role(role)
+        return self.by_role[role]
+
+    def run(self) -> LoadPlan:
+        self.models()
+        self.optimizers()
+        for kind in ("scheduler", "grad_scaler"):
+            for name, item in self.state.parts(kind).items():
+                self.object(kind, section(kind, name), item)
+        for name, item in self.state.parts("dataloader").items():
+            self.per_rank("dataloader", section("dataloader", name), item)
+        for name, item in self.state.extra.items():
+            if isinstance(item, PerRank):
+                self.per_rank("extra", f"extra.{name}", item)
+            else:
+                self.object("extra", f"extra.{name}", item)
+        if self.state.rng:
+            self.rng()
+        self.left_out()
+        return self.plan
+
+    # --- models
+
+    def models(self) -> None:
+        aliases = self.catalog.info.extra.get("aliases", {})
+        for name, module in self.state.parts("model").items():
+            key = section("model", name)
+            prefix = f"{name}." if name else ""
+            saved = {
+                fqn[len(prefix) :]: entry
+                for fqn, entry in self.entries(Role.MODEL).items()
+                if fqn.startswith(prefix) and self.take(key, fqn[len(prefix) :])
+            }
+            live = {fqn: tensor for fqn, tensor in model_tensors(module)[0].items() if self.filter(fqn)}
+            self.model(key, live, saved, aliases.get(key, {}) if isinstance(aliases, Mapping) else {})
+            tree = self.objects.get(f"{key}.extra_state")
+            if tree is not None and self.filter.takes_all:
+                self.plan.objects.append(ObjectTarget("model", f"{key}.extra_state", module, (tree,)))
+
+    def take(self, key: str, fqn: str) -> bool:
+        if self.filter(fqn):
+            return True
+        self.plan.skipped[f"{key}.{fqn}"] = "not included"
+        return False
+
+    def model(
+        self,
+        key: str,
+        live: Mapping[str, torch.Tensor],
+        saved: Mapping[str, TensorEntry],
+        aliases: Mapping[str, str],
+    ) -> None:
+        names: dict[int, list[str]] = {}
+        for fqn, tensor in live.items():
+            names.setdefault(id(tensor), []).append(fqn)
+        wanted: dict[str, torch.Tensor] = {}  # by the name that the checkpoint uses
+        claimed: set[str] = set()
+        for group in names.values():
+            candidates = [*group, *(aliases[fqn] for fqn in group if fqn in aliases)]
+            found = [fqn for fqn in candidates if fqn in saved]
+            claimed.update(found)
+            self.claim(key, group, found, live, wanted)
+        sides = {fqn: (dtype_name(t.dtype), tuple(t.shape)) for fqn, t in wanted.items() if fqn in saved}
+        mine = {fqn: (e.dtype, e.shape) for fqn, e in saved.items() if fqn in sides or fqn not in claimed}
+        good = match_tensors(self.plan.mismatches, key, sides, mine, convert_dtype=self.options.convert_dtype)
+        self.plan.models += [ModelTensor(f"{key}.{fqn}", wanted[fqn], saved[fqn]) for fqn in good]
+        self.extra_claims(key, live, saved, aliases, wanted)
+
+    def claim(
+        self, key: str, group: list[str], found: list[str], live: Mapping[str, Any], wanted: dict[str, torch.Tensor]
+    ) -> None:
+        if not found:
+            self.plan.mismatches.add("missing", key, [group[0]])
+        elif found[0] in wanted:
+            pass  # untied here, tied in the checkpoint: one tensor fills two, see extra_claims
+        else:
+            wanted[found[0]] = live[group[0]]
+
+    def extra_claims(
+        self,
+        key: str,
+        live: Mapping[str, torch.Tensor],
+        saved: Mapping[str, TensorEntry],
+        aliases: Mapping[str, str],
+        wanted: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Let a tensor that the checkpoint stores once fill a second live one, which is not tied here."""
+        for fqn, holder in aliases.items():
+            if fqn in live and fqn not in saved and holder in saved and wanted.get(holder) is not live[fqn]:
+                if any(target.live is live[fqn] for target in self.plan.models):
+                    continue
+                self.plan.models.append(ModelTensor(f"{key}.{fqn}", live[fqn], saved[holder]))
+
+    # --- optimizers
+
+    def optimizers(self) -> None:
+        optimizers = self.state.parts("optimizer")
+        if not optimizers:
+            return
+        names = parameter_names(self.state)
+        for name, optimizer in optimizers.items():
+            key = section("optimizer", name)
+            plan = OptimizerPlan(key, optimizer, named_parameters(optimizer, names, key))
+            if self.options.optimizer != "restore":
+                plan.skip = True
+                self.plan.skipped[key] = f'optimizer="{self.options.optimizer}"'
+                if plan.master_name is not None:
+                    plan.masters = dict.fromkeys(plan.parameters)
+                self.plan.optimizers.append(plan)
+                continue
+            plan_optimizer(plan, names, self.catalog, self.objects, self.plan.mismatches, self.small)
+            self.plan.notes += plan.groups.notes
+            self.plan.optimizers.append(plan)
+
+    # --- the rest
+
+    def object(self, kind: str, key: str, item: Any) -> None:
+        if key in self.objects:
+            self.plan.objects.append(ObjectTarget(kind, key, item, (self.objects[key],)))
+        else:
+            self.plan.mismatches.add("missing", kind, [key])
+
+    def saved_ranks(self, key: str) -> list[int]:
+        """The ranks that have a state under `key`, ascending."""
+        ranks = [name[len(key) + 1 :] for name in self.objects if name.startswith(f"{key}.")]
+        return sorted(int(rank) for rank in ranks if rank.isdigit())
+
+    def per_rank(self, kind: str, key: str, item: Any) -> None:
+        ranks = self.saved_ranks(key)
+        if not ranks:
+            self.plan.mismatches.add("missing", kind, [key])
+            return
+        trees = [self.objects[f"{key}.{rank}"] for rank in ranks]
+        equal = all(tree == trees[0] for tree in trees) and not references(trees[0])
+        policy = self.options.per_rank_on_resize
+        if len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
+            self.plan.objects.append(ObjectTarget(kind, key, item, (trees[self.rank],)))
+        elif equal:
+            self.plan.objects.append(ObjectTarget(kind, key, item, (trees[0],)))
+        elif callable(policy):
+            self.plan.objects.append(ObjectTarget(kind, key, item, tuple(trees), policy))
+        elif policy == "keep":
+            self.plan.skipped[key] = f"saved by {len(ranks)} ranks, now there are {self.world_size}"
+        else:
+            self.plan.mismatches.add(
+                "others",
+                kind,
+                [
+                    f"{key} was saved by {len(ranks)} ranks with different states, now there are {self.world_size}: "
+                    "pass per_rank_on_resize='keep', or a function that makes a state from theirs"
+                ],
+            )
+
+    def rng(self) -> None:
+        ranks = self.saved_ranks("rng")
+        if not ranks:
+            self.plan.notes.append("the checkpoint has no state of random number generators")
+        elif len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
+            self.plan.rng = self.objects[f"rng.{self.rank}"]
+        elif self.options.rng_on_resize == "error":
+            self.plan.mismatches.add("others", "rng", [f"saved by {len(ranks)} ranks, now there are {self.world_size}"])
+        elif self.options.rng_on_resize == "reseed":
+            self.plan.reseed = True
+            self.plan.rng = self.objects[f"rng.{ranks[0]}"]
+            self.plan.notes.append(
+                f"random numbers: saved by {len(ranks)} ranks, now there are {self.world_size}; each rank is seeded "
+                "anew from the saved state and its rank"
+            )
+        else:
+            self.plan.skipped["rng"] = f"saved by {len(ranks)} ranks, now there are {self.world_size}"
+
+    def left_out(self) -> None:
+        """Name what the checkpoint holds and nothing here takes."""
+        live = {section(kind, name) for kind in ("model", "optimizer", "scheduler", "grad_scaler", "dataloader")
+                for name in self.state.parts(kind)}  # fmt: skip
+        for key, tree in self.objects.items():
+            kind, _, rest = key.partition(".")
+            name, _, rank = rest.partition(".")
+            if kind == "extra" and name not in self.state.extra:
+                if not rank:
+                    self.plan.leftovers[name] = tree
+                elif rank == str(self.rank):
+                    self.plan.leftovers[f"{name}.{rank}"] = tree
+            elif kind not in live and kind not in ("step", "rng", "extra"):
+                self.plan.skipped.setdefault(kind, "nothing here takes it")
+            elif kind == "rng" and not self.state.rng:
+                self.plan.skipped.setdefault(kind, "rng=False")
+        if not self.state.parts("model") and self.entries(Role.MODEL):
+            self.plan.skipped.setdefault("model", "nothing here takes it")
+
+
+def plan_optimizer(
+    plan: OptimizerPlan,
+    names: Mapping[int, str],
+    catalog: Catalog,
+    objects: Mapping[str, JSON],
+    found: Mismatches,
+    small: Callable[[str], Any],
+) -> None:
+    """Complete the plan of one optimizer; what differs is added to `found`."""
+    states: dict[str, dict[str, TensorEntry]] = {}
+    masters: dict[str, TensorEntry] = {}
+    for entry in catalog.tensors.values():
+        if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn and _owner(entry) == plan.key:
+            if entry.role is Role.MASTER:
+                masters[entry.fqn] = entry
+            else:
+                states.setdefault(entry.fqn, {})[entry.state] = entry
+    tree = objects.get(plan.key)
+    if tree is None and not states:
+        found.add("missing", plan.key, ["the whole optimizer"])
+        return
+    if tree is not None:
+        plan.groups = group_changes(plan.optimizer, names, tree["param_groups"], small, plan.key)
+        plan.values, plan.shared = tree["values"], tree["shared"]
+    else:
+        plan.groups = GroupChanges(
+            [{} for _ in plan.optimizer.param_groups], notes=[f"{plan.key}: no settings were saved"]
+        )
+        plan.groups.missing = [fqn for fqn in plan.parameters if fqn not in states]
+        plan.groups.unexpected = [fqn for fqn in states if fqn not in plan.parameters]
+    found.add("missing", plan.key, plan.groups.missing)
+    found.add("unexpected", plan.key, plan.groups.unexpected)
+    found.add("others", plan.key, plan.groups.conflicts)
+    plan.keep = list(plan.groups.missing)
+    plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
+    _check_states(plan, found)
+    _plan_masters(plan, masters, catalog, found)
+
+
+def _owner(entry: TensorEntry) -> str:
+    first = entry.name.partition(".")[0]
+    return first if first.startswith("optimizer_") else "optimizer"
+
+
+def _check_states(plan: OptimizerPlan, found: Mismatches) -> None:
+    for fqn, entries in plan.states.items():
+        parameter = plan.parameters[fqn]
+        live = plan.optimizer.state.get(parameter, {})
+        for name, entry in entries.items():
+            shape = tuple(getattr(live.get(name), "shape", entry.shape))
+            same_rank = len(entry.shape) == parameter.dim() and entry.numel > 1
+            if name not in live and same_rank and entry.numel != parameter.numel():
+                shape = tuple(parameter.shape)
+            if shape != entry.shape:
+                found.add(
+                    "shapes", plan.key, [f"{fqn}.{name} ({list(entry.shape)} in the checkpoint, {list(shape)} wanted)"]
+                )
+
+
+def _plan_masters(plan: OptimizerPlan, masters: Mapping[str, TensorEntry], catalog: Catalog, found: Mismatches) -> None:
+    """Match fp32 masters. Where the checkpoint has none, its own fp32 weight is one."""
+    if plan.master_name is None:
+        found.add("unexpected", plan.key, [f"master.{fqn}" for fqn in masters])
+        return
+    found.add("unexpected", plan.key, [f"master.{fqn}" for fqn in masters if fqn not in plan.parameters])
+    weights = catalog.by_role(Role.MODEL)
+    for fqn, parameter in plan.parameters.items():
+        if fqn in masters:
+            if masters[fqn].shape != tuple(parameter.shape):
+                shapes = f"{list(masters[fqn].shape)} in the checkpoint, {list(parameter.shape)} wanted"
+                found.add("shapes", plan.key, [f"master.{fqn} ({shapes})"])
+            plan.masters[fqn] = masters[fqn]
+        elif plan.master_name in plan.optimizer.state.get(parameter, {}):
+            weight = weights.get(fqn)
+            wide = (
+                weight is not None and weight.dtype in ("float32", "float64") and weight.shape == tuple(parameter.shape)
+            )
+            plan.masters[fqn] = weight if wide else None
+            if not wide and fqn not in plan.keep:
+                found.add("missing", plan.key, [f"master.{fqn}"])
+
+
+def plan_load(
+    state: TrainState,
+    catalog: Catalog,
+    objects: Mapping[str, JSON],
+    options: LoadOptions,
+    *,
+    rank: int,
+    world_size: int,
+    small: Callable[[str], Any],
+) -> LoadPlan:
+    """Return what a load would do; nothing is touched, and no tensor is read but those that settings refer to.
+
+    Args:
+        objects: What is no tensor, by key.
+        small: Reads a whole tensor by its key (a learning rate that is a large tensor; next to never).
+    """
+    for item in state.extra.values():
+        if isinstance(item, type) and is_stateful(item):
+            raise UsageError("TrainState.extra holds a class; it must hold objects.")
+    return _Planner(state, catalog, objects, options, rank, world_size, small).run()

@@ -1,0 +1,387 @@
+"""`CheckpointManager`: saves, keeps and loads the checkpoints of one run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from ckptkit.catalog.entry import Catalog
+from ckptkit.checkpoint.async_save import SaveHandle
+from ckptkit.checkpoint.coordinator import Coordinator
+from ckptkit.checkpoint.deferred import DeferredOptimizer
+from ckptkit.checkpoint.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.inventory import Committed, list_checkpoints, resolve
+from ckptkit.checkpoint.load import restore
+from ckptkit.checkpoint.load_plan import LoadOptions
+from ckptkit.checkpoint.pins import pin_while_reading
+from ckptkit.checkpoint.report import LoadReport, SaveReport
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.save import Prepared, Saver, SaveRequest
+from ckptkit.checkpoint.staging_buffers import StagingBuffers
+from ckptkit.checkpoint.state import StateDictType, TrainState
+from ckptkit.errors import CkptkitError, SaveError, UsageError
+from ckptkit.formats.ckptkit import open_catalog
+from ckptkit.formats.layout import CommitRecord
+from ckptkit.storage.store import Store, open_store
+from ckptkit.units import parse_duration
+
+__all__ = ["CheckpointManager"]
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves, keeps and loads the checkpoints of one run. All ranks make it, and call its methods, together.
+
+    Args:
+        url: The root of the run: a path, or anything fsspec opens ("s3://bucket/run").
+        retention: What rotation keeps; None keeps everything.
+        state_dict_type: Of what is saved; a load finds out for itself.
+        timeout_s: How long to wait for any rank before all give up: seconds, or "30min".
+        async_policy: What `save_async` does while a save is under way: "wait" for it, or "refuse".
+        on_commit: Called on every rank after each commit with the report, to log it (W&B, TensorBoard, MLflow).
+        trace: A directory for Chrome traces, one file a save and rank.
+        process_group: The ranks that take part; None for all.
+        storage_options: Passed to fsspec.
+    """
+
+    def __init__(
+        self,
+        url: str | Path,
+        *,
+        retention: RetentionPolicy | None = None,
+        state_dict_type: StateDictType | str = StateDictType.SHARDED,
+        timeout_s: float | str = 1800.0,
+        async_policy: Literal["wait", "refuse"] = "wait",
+        on_commit: Callable[[SaveReport], None] | None = None,
+        trace: str | Path | None = None,
+        process_group: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if async_policy not in ("wait", "refuse"):
+            raise UsageError(f"async_policy={async_policy!r}: it is 'wait' or 'refuse'.")
+        self.url = str(url)
+        self.retention = retention
+        self.state_dict_type = StateDictType.parse(state_dict_type)
+        self._async_policy = async_policy
+        self._on_commit = on_commit
+        self._trace = None if trace is None else Path(trace)
+        self._root = open_store(self.url, storage_options=storage_options)
+        self._coordinator = Coordinator(process_group, timeout_s=parse_duration(timeout_s))
+        # A coordinator of its own to ask whether the background is busy: the other one is in use then.
+        self._control = Coordinator(process_group, timeout_s=60.0) if async_policy == "refuse" else None
+        self._storage_options = storage_options
+        objective = retention.objective if retention is not None else None
+        self._saver = Saver(self._root, self._coordinator, objective=objective)
+        self._buffers = StagingBuffers()
+        self._in_flight: SaveHandle | None = None
+        self._resumed_from: str | None = None
+        self._closed = False
+
+    # --- saving
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        client_state: Any = None,
+        tag: str | None = None,
+        overwrite: bool = False,
+    ) -> SaveReport:
+        """Save `state` as it is now; return once the checkpoint survives a power cut. All ranks must call it.
+
+        Raises:
+            RankFailedError: A rank failed, died or hung: the same on every rank. Nothing was published.
+            CheckpointExistsError: The step, or the tag, was saved before.
+        """
+        self._settle()
+        prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
+        return self._publish(prepared, None, None)
+
+    def save_async(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        client_state: Any = None,
+        tag: str | None = None,
+        overwrite: bool = False,
+    ) -> SaveHandle:
+        """Copy `state` to host memory and return; the save goes on in the background. All ranks must call it.
+
+        What training does next is not in the checkpoint. An error of the background work is raised by the handle's
+        `result`, and by the next call of this manager if nobody asked.
+
+        Raises:
+            SaveError: The save before failed; or it is still under way and `async_policy` is "refuse".
+            RankFailedError: A rank could not capture its state.
+        """
+        if self._async_policy == "refuse" and self._busy():
+            raise SaveError(
+                f"step {step} is not saved: the save before is still under way, and async_policy is 'refuse'."
+            )
+        self._settle()
+        prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
+        with prepared.clock.phase("stage", prepared.plan.nbytes):
+            tensors = self._buffers.copy(prepared.plan.tensors)
+        stall = prepared.clock.seconds()
+        self._in_flight = SaveHandle(step, lambda: self._publish(prepared, tensors, stall))
+        return self._in_flight.start()
+
+    def wait(self) -> SaveReport | None:
+        """Wait for the save under way and return its report; None where there is none. Raises what went wrong."""
+        handle, self._in_flight = self._in_flight, None
+        return None if handle is None else handle.result()
+
+    # --- loading
+
+    def load(
+        self,
+        state: TrainState,
+        which: str | int = "latest",
+        *,
+        options: LoadOptions | None = None,
+        **overrides: Any,
+    ) -> LoadReport | None:
+        """Restore `state` in place; return what was loaded, or None where the run has no checkpoint yet.
+
+        All ranks must call it; rank 0 chooses. Any state-dict type, any world size and mesh (LOCAL: its own). Nothing
+        is touched unless everything fits and was read without error.
+
+        Args:
+            which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint, of any format that
+                ckptkit reads.
+            options: How to treat what does not fit; or its fields as keywords: `strict`, `include`, `exclude`,
+                `optimizer`, `convert_dtype`, `rng_on_resize`, `per_rank_on_resize`.
+
+        Raises:
+            CheckpointNotFoundError: `which` names a checkpoint that is not there.
+            CheckpointMismatchError: Lists all that does not fit.
+            CorruptCheckpointError: The checkpoint is damaged; names file and tensor.
+        """
+        self._settle()
+        wanted = _options(options, overrides)
+        if isinstance(which, str) and _is_url(which):
+            return self._load_url(which, state, wanted)
+        chosen = self._coordinator.decide(lambda: self._choose(which), "choosing a checkpoint")
+        if chosen is None:
+            if self._coordinator.is_main:
+                _log.info("%s has no checkpoint yet", self.url)
+            return None
+        path, record = chosen
+        report = self._load_committed(path, state, wanted)
+        self._resumed_from = record.name
+        report.metrics = dict(record.metrics)
+        report.client_state = record.client_state
+        if wanted.optimizer == "deferred":
+            report.deferred = DeferredOptimizer(state, wanted, lambda s, o: self._load_committed(path, s, o))
+        return report
+
+    # --- what there is
+
+    def latest(self) -> int | None:
+        """Return the step of the newest committed checkpoint, None where there is none. All ranks must call it."""
+        found = self._coordinator.decide(lambda: self._choose("latest"), "looking for the latest checkpoint")
+        return None if found is None else found[1].step
+
+    def list(self) -> list[CommitRecord]:
+        """Return the records of the committed checkpoints, oldest first, without their files. Collective."""
+
+        def records() -> Sequence[CommitRecord]:
+            return [item.record.without_files() for item in list_checkpoints(self._root).committed]
+
+        return list(self._coordinator.decide(records, "listing checkpoints"))
+
+    def delete(self, which: str | int) -> None:
+        """Delete one checkpoint. All ranks must call it.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            UsageError: It is pinned, being read, or what this run was resumed from.
+        """
+        self._settle()
+
+        def delete() -> None:
+            found = resolve(self._root, str(which))
+            if found.name == self._resumed_from:
+                raise UsageError(f"{self.url}/{found.name} is what this run was resumed from; it is not deleted.")
+            if not delete_checkpoint(self._root, found.name, reason="asked for"):
+                raise UsageError(f"{self.url}/{found.name} is pinned; it is not deleted.")
+
+        self._coordinator.decide(delete, "deleting a checkpoint")
+
+    # --- the end
+
+    def close(self) -> None:
+        """Wait for the save under way, raise what went wrong with it, and give everything back. Collective."""
+        if self._closed:
+            return
+        try:
+            self._settle()
+        finally:
+            self._closed = True
+            self._buffers.release()
+            self._saver.close()
+            self._coordinator.close()
+            if self._control is not None:
+                self._control.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # Training failed on this rank: the others may not come here, so nothing collective can be done.
+        handle, self._in_flight = self._in_flight, None
+        if handle is not None:
+            failure = _outcome(handle)
+            if failure is not None:
+                _log.error("the save of step %d failed as well: %s", handle.step, failure)
+
+    # --- inside
+
+    def _request(
+        self, step: int, metrics: Mapping[str, float] | None, client_state: Any, tag: str | None, overwrite: bool
+    ) -> SaveRequest:
+        return SaveRequest(
+            step=step,
+            state_dict_type=self.state_dict_type,
+            tag=tag,
+            metrics=dict(metrics or {}),
+            client_state=client_state,
+            overwrite=overwrite,
+        )
+
+    def _settle(self) -> None:
+        """Wait for the save under way; raise its error if nobody has seen it."""
+        if self._closed:
+            raise UsageError(f"the manager of {self.url} is closed.")
+        handle, self._in_flight = self._in_flight, None
+        if handle is None:
+            return
+        if handle.asked:
+            _outcome(handle)
+        else:
+            handle.result()
+
+    def _publish(self, prepared: Prepared, tensors: Any, stall: float | None) -> SaveReport:
+        record = self._saver.publish(prepared, tensors)
+        deleted: tuple[tuple[int, int], ...] = ()
+        kept = 0
+        if self._coordinator.is_main:
+            with prepared.clock.phase("rotate"):
+                deleted, kept = self._rotate(record)
+        seconds = prepared.clock.seconds()
+        report = SaveReport(
+            url=f"{self.url}/{record.name}",
+            step=record.step,
+            total_bytes=record.total_bytes,
+            rank_bytes=prepared.plan.nbytes,
+            stall_seconds=seconds if stall is None else stall,
+            seconds=seconds,
+            deleted=deleted,
+            kept=kept,
+            limit=self.retention.max_num if self.retention is not None else None,
+            phases=prepared.clock.phases,
+        )
+        self._announce(report)
+        return report
+
+    def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int]:
+        if self.retention is None:
+            return (), len(list_checkpoints(self._root).committed)
+        protected = {self._resumed_from: "the run was resumed from it"} if self._resumed_from else {}
+        done = rotate(self._root, self.retention, protected=protected)
+        gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
+        return gone, len(done.decisions) - len(done.deleted)
+
+    def _announce(self, report: SaveReport) -> None:
+        if self._coordinator.is_main:
+            _log.info("%s", report.line())
+        if self._trace is not None:
+            self._trace.mkdir(parents=True, exist_ok=True)
+            rank = self._coordinator.rank
+            report.write_trace(str(self._trace / f"save-{report.step:08d}-rank{rank:05d}.json"), rank=rank)
+        if self._on_commit is not None:
+            try:
+                self._on_commit(report)
+            except Exception:  # noqa: BLE001  a logger's fault must not undo a checkpoint that is there
+                _log.exception("on_commit failed; the checkpoint of step %d is committed", report.step)
+
+    def _choose(self, which: str | int) -> tuple[str, CommitRecord] | None:
+        found: Committed | None
+        if which == "latest":
+            found = list_checkpoints(self._root).latest
+        else:
+            best = self.retention.objective if self.retention is not None else None
+            found = resolve(self._root, str(which), best=best)
+        return None if found is None else (found.path, found.record.without_files())
+
+    def _load_committed(self, path: str, state: TrainState, options: LoadOptions) -> LoadReport:
+        store = self._root.child(path)
+        with ExitStack() as stack:
+            # Rank 0 holds the pin for all: it leaves only once every rank has read.
+            pin = pin_while_reading(self._root, path, why="load")
+            self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
+            report = restore(state, lambda: (open_catalog(store), store), options, coordinator=self._coordinator)
+        self._announce_load(report)
+        return report
+
+    def _load_url(self, url: str, state: TrainState, options: LoadOptions) -> LoadReport:
+        from ckptkit.formats.detect import open_source
+
+        def opened() -> tuple[Catalog, Store]:
+            source = open_source(url, storage_options=self._storage_options)
+            return source.catalog, source.store
+
+        report = restore(state, opened, options, coordinator=self._coordinator)
+        self._announce_load(report)
+        if options.optimizer == "deferred":
+            report.deferred = DeferredOptimizer(state, options, lambda s, o: self._load_url(url, s, o))
+        return report
+
+    def _announce_load(self, report: LoadReport) -> None:
+        if self._coordinator.is_main:
+            _log.info("%s", report.line())
+            for name, reason in report.skipped.items():
+                _log.info("not loaded: %s (%s)", name, reason)
+            for note in report.notes:
+                _log.info("%s", note)
+
+    def _busy(self) -> bool:
+        """Whether the save before is under way on any rank; the same answer on all."""
+        under_way = self._in_flight is not None and not self._in_flight.done()
+        return under_way if self._control is None else self._control.any(under_way)
+
+
+def _outcome(handle: SaveHandle) -> Exception | None:
+    """Wait for a save and return its error."""
+    try:
+        handle.result()
+    except (CkptkitError, OSError) as error:
+        return error
+    return None
+
+
+def _is_url(which: str) -> bool:
+    return "/" in which or "\\" in which
+
+
+def _options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> LoadOptions:
+    unknown = [name for name in overrides if name not in LoadOptions.__dataclass_fields__]
+    if unknown:
+        known = ", ".join(LoadOptions.__dataclass_fields__)
+        raise UsageError(f"load has no option {unknown[0]!r}. Known: {known}.")
+    return replace(options or LoadOptions(), **overrides)

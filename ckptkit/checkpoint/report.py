@@ -1,0 +1,176 @@
+"""What a save or a load did: bytes, seconds and phases; what was loaded, skipped, kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.units import format_size
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint.deferred import DeferredOptimizer
+
+__all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One thing that one thread did: [start, start + seconds) on the monotonic clock, and the bytes it moved."""
+
+    name: str
+    start: float
+    seconds: float
+    nbytes: int = 0
+    thread: str = ""
+
+
+class PhaseClock:
+    """Collects the phases of one operation, from any thread."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self._phases: list[Phase] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Time the block as a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start, nbytes)
+
+    def add(self, name: str, seconds: float, nbytes: int = 0) -> None:
+        """Record a phase that ends now."""
+        phase = Phase(name, time.perf_counter() - seconds, seconds, nbytes, threading.current_thread().name)
+        with self._lock:
+            self._phases.append(phase)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        with self._lock:
+            return tuple(self._phases)
+
+    def seconds(self) -> float:
+        """Return the time since the operation began."""
+        return time.perf_counter() - self.started
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """One committed save, as this rank saw it.
+
+    Attributes:
+        url: Of the checkpoint.
+        total_bytes: Of all ranks, as committed.
+        rank_bytes: Written by this rank.
+        stall_seconds: How long training stood still on this rank.
+        seconds: From the call to the commit.
+        deleted: (step, bytes) of the checkpoints that rotation removed.
+        kept: How many checkpoints there are now.
+        limit: The most that rotation keeps; None where there is no limit.
+        phases: What took the time: plan, stage, write, digest, sync, commit, ...
+    """
+
+    url: str
+    step: int
+    total_bytes: int
+    rank_bytes: int
+    stall_seconds: float
+    seconds: float
+    deleted: tuple[tuple[int, int], ...] = ()
+    kept: int = 0
+    limit: int | None = None
+    phases: tuple[Phase, ...] = ()
+
+    def line(self) -> str:
+        """Return the one line that closes a save."""
+        rate = self.total_bytes / max(self.seconds, 1e-9)
+        parts = [
+            f"saved step {self.step}",
+            format_size(self.total_bytes),
+            f"stall {self.stall_seconds:.2f} s",
+            f"{format_size(int(rate))}/s",
+        ]
+        kept = f"keeping {self.kept}" + (f"/{self.limit}" if self.limit is not None else "")
+        freed = ", ".join(f"freed step {step} ({format_size(nbytes)})" for step, nbytes in self.deleted)
+        return " · ".join([*parts, f"{kept}, {freed}" if freed else kept])
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}."""
+        totals: dict[str, dict[str, float]] = {}
+        for phase in self.phases:
+            entry = totals.setdefault(phase.name, {"seconds": 0.0, "bytes": 0.0})
+            entry["seconds"] += phase.seconds
+            entry["bytes"] += phase.nbytes
+        for entry in totals.values():
+            entry["gb_per_s"] = entry["bytes"] / max(entry["seconds"], 1e-9) / 1e9
+        return totals
+
+    def write_trace(self, path: str, *, rank: int = 0) -> None:
+        """Write the phases as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+        threads = {name: i for i, name in enumerate(dict.fromkeys(phase.thread for phase in self.phases))}
+        events: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
+            for name, tid in threads.items()
+        ]
+        for phase in self.phases:
+            times = {"ts": phase.start * 1e6, "dur": phase.seconds * 1e6}
+            args = {"bytes": phase.nbytes, "step": self.step}
+            events.append(
+                {"name": phase.name, "ph": "X", "pid": rank, "tid": threads[phase.thread], **times, "args": args}
+            )
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What a load did. Keys are those of the checkpoint.
+
+    Attributes:
+        url: Of the checkpoint.
+        step: Its step; None where it records none.
+        loaded: What was restored.
+        missing: What the training state wanted and the checkpoint has not (without `strict` only).
+        unexpected: What the checkpoint holds for a section that was loaded, and the training state has not.
+        skipped: Sections and tensors that were left out on purpose, each with the reason.
+        notes: Hyper-parameters that only one side knows, casts, random numbers that were seeded anew.
+        extra: Values of `extra` that the training state has no place for.
+        metrics, client_state: Of the checkpoint.
+        deferred: With optimizer="deferred": applies the optimizer's state, once.
+    """
+
+    url: str
+    step: int | None = None
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    client_state: Any = None
+    nbytes: int = 0
+    seconds: float = 0.0
+    deferred: DeferredOptimizer | None = None
+
+    def line(self) -> str:
+        """Return the one line that closes a load."""
+        rate = self.nbytes / max(self.seconds, 1e-9)
+        parts = [
+            f"loaded step {self.step}",
+            f"{format_size(self.nbytes)} on this rank",
+            f"{self.seconds:.2f} s",
+            f"{format_size(int(rate))}/s",
+        ]
+        for name, items in (("missing", self.missing), ("unexpected", self.unexpected), ("skipped", self.skipped)):
+            if items:
+                parts.append(f"{len(items)} {name}")
+        return " · ".join(parts)

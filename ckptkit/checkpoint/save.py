@@ -1,0 +1,274 @@
+"""One save, step by step: capture, plan, agree, write, index, commit. The same for FULL, SHARDED and LOCAL."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from ckptkit.checkpoint.commit import begin_save
+from ckptkit.checkpoint.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.parts import layout_of
+from ckptkit.checkpoint.report import PhaseClock
+from ckptkit.checkpoint.state import Captured, StateDictType, TrainState, capture
+from ckptkit.checkpoint.writers import ShardedTensors, TensorPlan
+from ckptkit.errors import UsageError
+from ckptkit.formats.ckptkit import OBJECTS_NAME
+from ckptkit.formats.layout import MANIFEST_NAME, CommitRecord, FileRecord
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.checkpoint.lease import Lease
+    from ckptkit.storage.store import Store
+
+__all__ = ["Prepared", "SaveRequest", "Saver"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What the caller asked for.
+
+    Attributes:
+        metrics: Measured values; `best` is found by them.
+        client_state: The caller's own JSON, kept in the commit record.
+        overwrite: Replace a committed checkpoint of the same name, once the new one is complete.
+    """
+
+    step: int
+    state_dict_type: StateDictType
+    tag: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    client_state: Any = None
+    overwrite: bool = False
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A save that every rank has agreed to: what it writes, and the objects as they were at that moment."""
+
+    request: SaveRequest
+    plan: TensorPlan
+    objects: dict[str, Any]
+    rank_objects: dict[str, Any]
+    mesh: dict[str, Any] | None
+    clock: PhaseClock
+
+
+class Saver:
+    """Saves the states of one run below `root`. Plans are kept from save to save."""
+
+    def __init__(
+        self,
+        root: Store,
+        coordinator: Coordinator,
+        *,
+        sync: bool = True,
+        lease: Lease | None = None,
+        objective: tuple[str, str] | None = None,
+    ) -> None:
+        self._root = root
+        self._coordinator = coordinator
+        self._lease = lease
+        self._objective = objective
+        self._sync = sync
+        self._plans: dict[StateDictType, TensorPlan] = {}
+        self._transfers: Any = None
+
+    def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
+        """Capture and plan; all ranks agree. Nothing is written. All ranks must call it, in the training's thread.
+
+        Raises:
+            RankFailedError: Some rank could not capture its state; the same on every rank.
+            UsageError: Ranks want to save different steps.
+        """
+        clock = PhaseClock()
+        made: list[Prepared] = []
+        self._open_transfers(request)
+
+        def plan() -> tuple[bytes, Any]:
+            made.append(self._planned(state, request, clock))
+            return made[0].plan.signature, (request.step, request.tag, request.state_dict_type.value)
+
+        with clock.phase("plan"):
+            outcome = Outcome.of(plan)
+        with clock.phase("agree"):
+            signatures = self._coordinator.settle(outcome, "planning the save", then=_agreed)
+            signatures = self._coordinator.broadcast(signatures)
+            prepared = made[0]
+            prepared.plan = prepared.plan.settle(signatures, self._all_gather)
+        self._plans[request.state_dict_type] = prepared.plan
+        return prepared
+
+    def publish(self, prepared: Prepared, tensors: Sequence[torch.Tensor] | None = None) -> CommitRecord:
+        """Write, and commit once every rank has written. All ranks must call it; another thread than the training's
+        may.
+
+        Args:
+            tensors: Copies of `prepared.plan.tensors`; None writes the live ones.
+
+        Raises:
+            RankFailedError: Some rank failed; nothing was published. The same on every rank.
+        """
+        request, clock, plan = prepared.request, prepared.clock, prepared.plan
+        with clock.phase("begin"):
+            attempt = begin_save(
+                self._root,
+                request.step,
+                tag=request.tag,
+                planned_bytes=plan.nbytes,
+                coordinator=self._coordinator,
+                overwrite=request.overwrite,
+                lease=self._lease,
+            )
+        try:
+            written = plan.write(attempt.store, tensors, sync=self._sync, report=clock.add)
+            digests = {key: xxhash.xxh3_64_hexdigest(_json(tree)) for key, tree in prepared.objects.items()}
+            payload = (written.part, _json(prepared.rank_objects), digests)
+        except BaseException as error:  # noqa: BLE001  a rank's failure is every rank's: abort raises it
+            self._drop_transfers()  # ranks that wait for this one's pieces must not wait for a time-out
+            attempt.abort(error)
+        fields = {
+            "state_dict_type": request.state_dict_type.value,
+            "manifest": MANIFEST_NAME,
+            "mesh": prepared.mesh,
+            "metrics": dict(request.metrics),
+            "client_state": request.client_state,
+            "objective": self._objective,
+            "versions": _versions(),
+        }
+        with clock.phase("commit"):
+            return attempt.commit(
+                written.files,
+                fields,
+                payload=payload,
+                complete=lambda answers: self._index(prepared, attempt.store, attempt.save_id, answers),
+            )
+
+    def close(self) -> None:
+        """Give back the group that whole tensors are gathered over. Collective."""
+        if self._transfers is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(self._transfers)
+            self._transfers = None
+
+    # --- steps
+
+    def _planned(self, state: TrainState, request: SaveRequest, clock: PhaseClock) -> Prepared:
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        captured = capture(state, rank=rank, step=request.step)
+        plan = self._tensor_plan(state, captured, request.state_dict_type, rank, world_size)
+        return Prepared(request, plan, captured.objects, captured.rank_objects, _mesh(captured), clock)
+
+    def _tensor_plan(
+        self, state: TrainState, captured: Captured, kind: StateDictType, rank: int, world_size: int
+    ) -> TensorPlan:
+        previous = self._plans.get(kind)
+        if kind is StateDictType.SHARDED:
+            return ShardedTensors.of(captured, rank, world_size, previous)
+        if kind is StateDictType.LOCAL:
+            from ckptkit.checkpoint.local import LocalTensors
+
+            return LocalTensors.of(captured, rank, world_size, previous)
+        from ckptkit.checkpoint.full import FullTensors
+        from ckptkit.checkpoint.hf_config import side_files
+
+        configs = side_files(state) if rank == 0 else {}
+        return FullTensors.of(captured, rank, world_size, previous, group=self._transfers, configs=configs)
+
+    def _index(
+        self, prepared: Prepared, store: Store, save_id: str, answers: Sequence[tuple[bytes, bytes, dict[str, str]]]
+    ) -> dict[str, FileRecord]:
+        """Write the manifest and objects.json; return all files."""
+        started = time.perf_counter()
+        objects = dict(prepared.objects)
+        for _, own, _ in answers:
+            objects.update(json.loads(own))
+        _warn_of_differences([digests for _, _, digests in answers])
+        data = _json({"format": 1, "objects": objects})
+        store.write(OBJECTS_NAME, data, sync=self._sync)
+        small = FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
+        files = prepared.plan.index(
+            [part for part, _, _ in answers],
+            store,
+            save_id=save_id,
+            extra={"step": prepared.request.step, "objects": OBJECTS_NAME},
+            sync=self._sync,
+            report=lambda *_: None,
+        )
+        prepared.clock.add("index", time.perf_counter() - started, len(data))
+        return {**files, OBJECTS_NAME: small}
+
+    # --- talking
+
+    def _all_gather(self, value: bytes) -> list[bytes]:
+        return self._coordinator.broadcast(self._coordinator.gather(value))
+
+    def _open_transfers(self, request: SaveRequest) -> None:
+        """Make the group that whole tensors are gathered over, at the first FULL save. Collective."""
+        if request.state_dict_type is not StateDictType.FULL or self._coordinator.group is None:
+            return
+        if self._transfers is None:
+            import torch.distributed as dist
+
+            ranks = dist.get_process_group_ranks(self._coordinator.group)
+            timeout = timedelta(seconds=self._coordinator.timeout_s)
+            self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+
+    def _drop_transfers(self) -> None:
+        if self._transfers is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(self._transfers)
+            self._transfers = None
+
+
+def _agreed(answers: list[tuple[bytes, Any]]) -> list[bytes]:
+    for rank, (_, wanted) in enumerate(answers):
+        if wanted != answers[0][1]:
+            raise UsageError(
+                f"ranks want to save different things: rank 0 (step, tag, type) {answers[0][1]}, rank {rank} {wanted}. "
+                "Call save with the same arguments on every rank."
+            )
+    return [signature for signature, _ in answers]
+
+
+def _warn_of_differences(digests: Sequence[Mapping[str, str]]) -> None:
+    for key in sorted({key for table in digests for key in table}):
+        if len({table.get(key) for table in digests}) > 1:
+            _log.warning(
+                "%s differs between ranks; rank 0's was saved. Wrap it into ckptkit.checkpoint.state.PerRank.",
+                key,
+            )
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _mesh(captured: Captured) -> dict[str, Any] | None:
+    from torch.distributed.tensor import DTensor
+
+    for _, tensor in captured.tensors(aliases=True):
+        if isinstance(tensor, DTensor):
+            layout = layout_of(tensor)
+            return {"shape": list(layout.mesh_shape), "names": list(layout.mesh_names)}
+    return None
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    import ckptkit
+
+    return {"ckptkit": ckptkit.__version__, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -1,0 +1,117 @@
+"""A safetensors file written tensor by tensor, its digests computed in the same pass."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import xxhash
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.errors import UnsupportedFormatError
+from ckptkit.storage.store import BlobWriter, Store
+
+__all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One tensor of a file to be written: its name there, dtype, and shape of what is stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+@dataclass(slots=True)
+class WrittenFile:
+    """What a finished file holds: its size and digest, and for each tensor (start, nbytes, xxh3_64)."""
+
+    path: str
+    nbytes: int = 0
+    xxh3_64: str = ""
+    tensors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+
+def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the head of a safetensors file, and where each tensor starts in the file.
+
+    The head is padded with spaces so that the data starts at a multiple of 8, as the reference writer does.
+
+    Raises:
+        UnsupportedFormatError: The format has no name for a dtype.
+    """
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for tensor in tensors:
+        name = dtype_of(tensor.dtype).safetensors
+        if name is None:
+            raise UnsupportedFormatError(
+                f"tensor {tensor.name!r} is {tensor.dtype}, which safetensors cannot hold. Save it as SHARDED."
+            )
+        stop = position + tensor.nbytes
+        table[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [position, stop]}
+        position = stop
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    starts, position = {}, len(head)
+    for tensor in tensors:
+        starts[tensor.name] = position
+        position += tensor.nbytes
+    return head, starts
+
+
+class SafetensorsStream:
+    """Takes the bytes of the file's tensors in the order of its header."""
+
+    def __init__(
+        self, writer: BlobWriter, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str]
+    ) -> None:
+        head, self._starts = encode_header(tensors, metadata)
+        self._writer = writer
+        self._left = list(reversed(tensors))
+        self._hash = xxhash.xxh3_64()
+        self.written = WrittenFile(path)
+        self._put(head)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._writer.write(data)
+        self._hash.update(data)
+        self.written.nbytes += len(data)
+
+    def write(self, name: str, pieces: Iterable[memoryview]) -> None:
+        """Append one tensor; `pieces` are its row-major bytes."""
+        tensor = self._left.pop()
+        start, digest, nbytes = self._starts[name], xxhash.xxh3_64(), 0
+        for piece in pieces:
+            self._put(piece)
+            digest.update(piece)
+            nbytes += len(piece)
+        if tensor.name != name or nbytes != tensor.nbytes:
+            raise ValueError(f"{self.written.path}: got {nbytes} bytes of {name!r}, expected {tensor}")
+        self.written.tensors[name] = (start, nbytes, digest.intdigest())
+
+    def finish(self) -> None:
+        """Check that every tensor was written, and set the file's digest."""
+        if self._left:
+            raise ValueError(f"{self.written.path}: {len(self._left)} tensors were not written")
+        self.written.xxh3_64 = self._hash.hexdigest()
+
+
+@contextmanager
+def open_stream(
+    store: Store, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str], *, sync: bool = True
+) -> Iterator[SafetensorsStream]:
+    """Open a new safetensors file that appears whole, once every tensor was written, or not at all."""
+    with store.writer(path, sync=sync) as writer:
+        stream = SafetensorsStream(writer, path, tensors, metadata)
+        yield stream
+        stream.finish()

@@ -1,0 +1,140 @@
+"""How the tensors of a captured state become files: one plan a state-dict type, all with the same four verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckptkit.checkpoint.state import Captured
+from ckptkit.checkpoint.values import decode
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.formats.dcp_plan import ShardedPlan
+    from ckptkit.formats.layout import FileRecord
+    from ckptkit.storage.store import Store
+
+__all__ = ["Report", "ShardedTensors", "TensorPlan", "WrittenTensors"]
+
+Report = Callable[[str, float, int], None]
+"""Gets (phase, seconds, bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTensors:
+    """What this rank wrote: `part` is what rank 0 must know of it."""
+
+    part: bytes
+    files: Mapping[str, FileRecord]
+
+
+class TensorPlan(Protocol):
+    """What this rank contributes to a save.
+
+    Attributes:
+        tensors: The memory it contributes; a stager copies these, nothing else.
+        nbytes: About how much it will write.
+        signature: Equal on all ranks that agree on what they hold in common.
+    """
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def signature(self) -> bytes: ...
+
+    def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
+        """Return the plan that fits what the other ranks hold. Collective where signatures are new."""
+
+    def write(
+        self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool, report: Report
+    ) -> WrittenTensors:
+        """Write this rank's files; `tensors` are copies of its own, in its order, None for the live ones."""
+
+    def index(
+        self,
+        parts: Sequence[bytes],
+        store: Store,
+        *,
+        save_id: str,
+        extra: Mapping[str, Any],
+        sync: bool,
+        report: Report,
+    ) -> Mapping[str, FileRecord]:
+        """Write what describes all parts, on rank 0; return every file of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensors:
+    """SHARDED: standard DCP files."""
+
+    plan: ShardedPlan
+
+    @classmethod
+    def of(cls, captured: Captured, rank: int, world_size: int, previous: object) -> ShardedTensors:
+        """Return the plan for a captured state. No communication."""
+        from ckptkit.formats.dcp_plan import plan_sharded
+
+        last = previous.plan if isinstance(previous, ShardedTensors) else None
+        state_dict, private = dcp_state_dict(captured)
+        return cls(plan_sharded(state_dict, rank=rank, world_size=world_size, previous=last, private=private))
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return self.plan.tensors
+
+    @property
+    def nbytes(self) -> int:
+        return self.plan.nbytes
+
+    @property
+    def signature(self) -> bytes:
+        return self.plan.signature
+
+    def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedTensors:
+        return replace(self, plan=self.plan.settle(signatures, all_gather))
+
+    def write(
+        self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool, report: Report
+    ) -> WrittenTensors:
+        from ckptkit.formats.dcp_write import write_part
+
+        part = write_part(self.plan, store, tensors=tensors, sync=sync, report=report)
+        return WrittenTensors(part.to_bytes(), part.files)
+
+    def index(
+        self,
+        parts: Sequence[bytes],
+        store: Store,
+        *,
+        save_id: str,
+        extra: Mapping[str, Any],
+        sync: bool,
+        report: Report,
+    ) -> Mapping[str, FileRecord]:
+        from ckptkit.formats.dcp_write import write_index
+
+        return write_index(parts, store, save_id=save_id, extra=extra, sync=sync, report=report).files
+
+
+def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
+    """Return a captured state as a state dict for DCP, and the keys that only this rank has.
+
+    Nested as torch's own `get_state_dict` nests it, so that plain DCP restores a model and an optimizer from it.
+    Tied weights stand under each of their names, as in `Module.state_dict`.
+    """
+    nested: dict[str, Any] = {name: dict(tensors) for name, tensors in captured.models.items()}
+    for name, taken in captured.optimizers.items():
+        states: dict[str, dict[str, Any]] = {}
+        for (fqn, state), tensor in taken.tensors.items():
+            states.setdefault(fqn, {})[state] = tensor
+        groups = [
+            {key: decode(value, captured.loose.__getitem__) for key, value in group.items()}
+            for group in taken.tree["param_groups"]
+        ]
+        nested[name] = {"state": states, "param_groups": groups, **({"master": taken.masters} if taken.masters else {})}
+    loose = {key: tensor for key, tensor in captured.loose.items() if key not in nested}
+    return {**nested, **loose}, {key for key in loose if captured.is_private(key)}
