@@ -21,9 +21,13 @@ def watch(before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, 
 
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **kwargs: Any) -> Any:
-            before(name, args)
+            seen = args
+            if kwargs.get("dir_fd") is not None:  # rmtree works on names relative to a descriptor
+                folder = os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}")
+                seen = (os.path.join(folder, os.fspath(args[0])), *args[1:])
+            before(name, seen)
             result = function(*args, **kwargs)
-            after(name, args)
+            after(name, seen)
             return result
 
         return operation

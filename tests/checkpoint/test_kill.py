@@ -1,4 +1,4 @@
-"""Killed at any file operation, or at any instant: what is listed was really saved, and nothing that returned is lost."""
+"""Killed at any file operation or instant: what is listed was really saved, and nothing that returned is lost."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def _killed(say: Say, name: str, root: str, nth: int) -> None:
 
 def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) -> int:
     """Kill the scenario at every `stride`-th operation and check what is left; return the number of kills."""
-    kills = 0
-    for nth in range(offset, 100_000, stride):
+    for kills, nth in enumerate(range(offset, 100_000, stride)):
         root = folder / str(nth)
         root.mkdir()
         code, said = fork(_killed, name, str(root), nth)
@@ -78,14 +77,11 @@ def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) ->
         assert check(root)[-1] == 9 and leftovers(root) == [], where
         if code == 0:
             return kills
-        kills += 1
     raise AssertionError("the scenario never ends")
 
 
 @pytest.mark.parametrize("name", ["keep 1", "keep 2", "overwrite", "overwrite without swap", "delete"])
-def test_a_kill_at_any_file_operation_loses_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_file_operation_loses_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
     kills = kill_everywhere(name, tmp_path, stride=3, offset=1 + random.Random(name).randrange(3))
     assert kills > 20
@@ -100,6 +96,13 @@ def _endless(say: Say, root: str) -> None:
         rotate(open_store(root), RetentionPolicy(max_num=1))
 
 
+def _run_for_ever(writer: int, root: str) -> None:
+    try:
+        _endless(lambda data: os.write(writer, data), root)
+    finally:
+        os._exit(1)
+
+
 def kill_at_random(root: Path, *, kills: int, seed: int) -> int:
     """Kill a run that saves back to back, again and again, each one going on from the wreck."""
     chance = random.Random(seed)
@@ -109,10 +112,7 @@ def kill_at_random(root: Path, *, kills: int, seed: int) -> int:
         pid = os.fork()
         if pid == 0:
             os.close(reader)
-            try:
-                _endless(lambda data: os.write(writer, data), str(root))
-            finally:
-                os._exit(1)
+            _run_for_ever(writer, str(root))
         os.close(writer)
         time.sleep(chance.uniform(0.0, 0.12))
         os.kill(pid, signal.SIGKILL)

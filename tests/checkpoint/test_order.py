@@ -1,0 +1,141 @@
+"""The order of writes, fsyncs, renames and deletions, from a trace of what really happened: a power cut keeps it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.delete import rotate
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.storage import staging
+from ckptkit.storage.store import open_store
+from tests.checkpoint.crash import watch
+from tests.checkpoint.saving import fork, save
+
+Event = tuple[str, str, str]  # operation, path, second path of a rename
+
+
+class Recorder:
+    """Turns file operations into events with absolute paths."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.paths: dict[int, str] = {}
+        watch(lambda name, args: None, self.note)
+
+    def note(self, name: str, args: tuple[Any, ...]) -> None:
+        first = args[0] if args else ""
+        if name in ("open", "close"):
+            return  # the descriptor is looked up when it is used
+        path = self._path(first)
+        if name in ("rename", "replace", "link", "_rename_noreplace", "_exchange"):
+            kind = {"_rename_noreplace": "rename", "replace": "rename", "_exchange": "exchange"}.get(name, name)
+            self.events.append((kind, path, os.fspath(args[1])))
+        else:
+            self.events.append((name, path, ""))
+
+    @staticmethod
+    def _path(what: Any) -> str:
+        return os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
+
+
+def violations(events: list[Event], root: str) -> list[str]:
+    """Return what a power cut could make of the trace: rules R1 to R5 of a durable commit."""
+    found: list[str] = []
+    dirty: set[str] = set()  # files with bytes that are not fsynced
+    unsynced: set[str] = set()  # directories with names that are not fsynced
+    pending: list[str] = []  # commits whose rename is not durable yet
+    for kind, path, other in events:
+        folder = os.path.dirname(path)
+        if kind in ("write", "pwrite", "pwritev", "ftruncate", "posix_fallocate"):
+            dirty.add(path)
+            unsynced.add(folder)
+            if _checkpoint_of(path, root):
+                found.append(f"R0: {path} was written after it was published")
+        elif kind == "fsync":
+            dirty.discard(path)
+            unsynced.discard(path)
+            if path == root:
+                pending.clear()
+        elif kind == "mkdir":
+            unsynced.add(folder)
+        elif kind in ("rename", "exchange"):
+            if _checkpoint_of(other, root) == other:
+                found += [f"R1: {file} was not fsynced before the commit of {other}" for file in _below(dirty, path)]
+                found += [f"R2: {name} was not fsynced before the commit of {other}" for name in _below(unsynced, path)]
+                if root in unsynced:
+                    found.append(f"R3: {root} was not fsynced before the commit of {other}")
+                pending.append(other)
+            for names in (dirty, unsynced):
+                moved = {name for name in names if name == path or name.startswith(path + "/")}
+                names -= moved
+                names |= {other + name[len(path) :] for name in moved}
+            unsynced |= {folder, os.path.dirname(other)} - {os.path.dirname(root)}
+        elif kind in ("unlink", "rmdir") and "/.trash-" in path and pending:
+            found.append(f"R5: {path} was deleted while the commit of {pending[0]} was not durable")
+        elif kind == "returned" and pending:
+            found.append(f"R4: the save of {pending[0]} returned before its name was durable")
+        if kind in ("rename", "exchange") and "/.ckptkit/" in other:
+            unsynced -= {os.path.dirname(other)}  # leases and pins need not survive their owner
+            dirty -= {other}
+    return found
+
+
+def _checkpoint_of(path: str, root: str) -> str | None:
+    name = path[len(root) + 1 :].split("/", maxsplit=1)[0] if path.startswith(root + "/") else ""
+    return f"{root}/{name}" if name.startswith("step_") else None
+
+
+def _below(names: set[str], path: str) -> list[str]:
+    return sorted(name for name in names if name == path or name.startswith(path + "/"))
+
+
+def _matches(forget: str, path: str) -> bool:
+    return forget in path if "." in forget else path.endswith(forget)
+
+
+def _traced(say: Callable[[bytes], Any], root: str, swap: bool, forget: str) -> None:
+    if not swap:
+        staging._exchange = lambda first, second: False
+    recorder = Recorder()
+    if forget:
+        fsync = os.fsync  # the recorded one: what is left out leaves no event
+        os.fsync = lambda fd: None if _matches(forget, os.readlink(f"/proc/self/fd/{fd}")) else fsync(fd)
+    for step, options in ((1, {}), (2, {}), (2, {"overwrite": True})):
+        save(root, step, **options)
+        recorder.events.append(("returned", "", ""))
+        rotate(open_store(root), RetentionPolicy(max_num=1))
+    happened = [event for event in recorder.events if swap or event[0] != "exchange"]
+    say(json.dumps(happened).encode())
+
+
+def trace(root: Path, *, swap: bool = True, forget: str = "") -> list[Event]:
+    code, said = fork(_traced, str(root), swap, forget)
+    assert code == 0
+    return [(kind, path, other) for kind, path, other in json.loads(said)]
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_all_is_durable_before_the_commit_and_the_commit_before_the_return(tmp_path: Path, swap: bool) -> None:
+    events = trace(tmp_path, swap=swap)
+    assert sum(kind == "fsync" for kind, _, _ in events) > 20
+    assert sum(kind in ("rename", "exchange") and _checkpoint_of(b, str(tmp_path)) == b for kind, _, b in events) >= 3
+    assert sum(kind == "unlink" for kind, _, _ in events) > 3
+    assert violations(events, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("forget", "rule"), [("0.bin", "R1"), ("/shards", "R2"), ("checkpoint.json", "R1")])
+def test_the_rules_find_a_forgotten_fsync(tmp_path: Path, forget: str, rule: str) -> None:
+    found = violations(trace(tmp_path, forget=forget), str(tmp_path))
+    assert any(text.startswith(rule) for text in found), found
+
+
+def test_the_rules_find_a_root_that_is_not_synced(tmp_path: Path) -> None:
+    events = [event for event in trace(tmp_path) if event != ("fsync", str(tmp_path), "")]
+    found = {text[:2] for text in violations(events, str(tmp_path))}
+    assert found == {"R3", "R4", "R5"}
