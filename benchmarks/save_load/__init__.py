@@ -1,0 +1,1 @@
+"""Saving and loading sharded states, against torch DCP in the same run."""

@@ -1,0 +1,63 @@
+"""Time and CPU of saving and loading a sharded state: ours beside `dcp.save` and `dcp.load`, same ranks, same disk.
+
+    python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000] [--json FILE]
+
+Every figure is the best of `--repeat` runs; a run is the slowest rank between two barriers. CPU is the sum over ranks.
+Ratios are torch's time over ours: 2.0 means half the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.save_load.measure import rank_main
+from tests.ranks import run_ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.save_load", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--where", nargs="+", default=["/dev/shm", "/tmp"])
+    parser.add_argument("--kinds", nargs="+", default=["large", "small"])
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--tensors", type=int, default=2000)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--no-sync", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for where in options.where:
+        for ranks in options.ranks:
+            for kind in options.kinds:
+                root = f"{where}/ckptkit-benchmark"
+                arguments = (kind, options.gigabytes, options.tensors, root, not options.no_sync, options.repeat)
+                found = run_ranks(rank_main, ranks, *arguments, timeout=1800)[0]
+                rows.append({"where": where, "ranks": ranks, "kind": kind, "best": found})
+                show(rows[-1])
+                shutil.rmtree(root, ignore_errors=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one block: seconds and CPU seconds, and torch's over ours."""
+    print(f"\n{row['where']}  {row['ranks']} ranks  {row['kind']}")
+    reference = row["best"]["torch dcp"]
+    for name, phases in row["best"].items():
+        cells = []
+        for phase in ("save", "load"):
+            seconds, cpu = phases[phase]
+            wall, work = reference[phase][0] / seconds, reference[phase][1] / cpu
+            cells.append(f"{phase} {seconds:7.3f} s (x{wall:5.2f})  cpu {cpu:7.3f} s (x{work:5.2f})")
+        print(f"  {name:20s} {'   '.join(cells)}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
