@@ -44,19 +44,22 @@ def state_name(fqn: str, state: str) -> str:
     return f"{PREFIX}.state.{fqn}.{state}"
 
 
-def read_optimizer(values: Sequence[Any], params: Sequence[Param], *, what: str) -> OptimizerState:
+def read_optimizer(
+    values: Sequence[Any], params: Sequence[Param], *, what: str, names: Mapping[Any, str] | None = None
+) -> OptimizerState:
     """Return the optimizer's entries from what each rank saved.
 
     Args:
         values: `Optimizer.state_dict()` of each rank, in rank order.
         params: The model's parameters in module order, wrappers removed, tied ones once.
         what: The name of the files, with "{rank}" where the rank goes.
+        names: The parameter of each index, where it is known.
     """
     found = OptimizerState()
     if not values or not all(_is_state_dict(value) for value in values):
         found.notes.append(f"{what.format(rank=0)} holds no Optimizer.state_dict(); the optimizer was skipped.")
         return found
-    names = _names(values, params)
+    names = _names(values, params) if names is None else names
     if names is None:
         found.notes.append(
             f"the optimizer in {what.format(rank=0)} and its like was skipped: its state is keyed by index, and the "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 __all__ = ["Param", "assign"]
 
 _NO_DECAY = ("bias", "norm.weight", "layernorm.weight", "layer_norm.weight", "ln_f.weight")
+_MAX_STATES = 256  # open assignments at once; a real optimizer has one or two
 Shape = tuple[int, ...] | None  # None: the index has no state that would tell
 
 
@@ -30,33 +31,61 @@ def assign(
     """Return the names of each group's parameters, None where shapes and order do not prove them.
 
     Args:
-        params: In module order, tied ones once.
+        params: In module order, tied ones once. Some may belong to no group: frozen ones, buffers.
         groups: The shapes of each group's parameters, in the order of its indices.
         no_decay: Which groups have a weight decay of 0: tells groups of equal shapes apart.
     """
-    for candidates in (list(params), [p for p in params if "lora_" in p.fqn or "modules_to_save" in p.fqn]):
-        found = _match(candidates, groups, no_decay)
-        if found is not None:
-            return found
-    return None
+    adapters = [p for p in params if "lora_" in p.fqn or "modules_to_save" in p.fqn]
+    wanted = sum(map(len, groups))
+    for candidates in (params, adapters):
+        if len(candidates) == wanted:
+            found = _match(candidates, groups, no_decay)
+            if found is not None:
+                return found
+    return _match(params, groups, no_decay) if len(params) > wanted else None
 
 
 def _match(
     params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool]
 ) -> list[list[str]] | None:
-    if len(params) != sum(map(len, groups)):
-        return None
-    names: list[list[str]] = [[] for _ in groups]
-    for param in params:
-        fitting = [
-            index
-            for index, shapes in enumerate(groups)
-            if len(names[index]) < len(shapes) and shapes[len(names[index])] in (None, param.shape)
-        ]
-        if len(fitting) > 1 and len(no_decay) == len(groups):
-            wanted = param.fqn.lower().endswith(_NO_DECAY)
-            fitting = [index for index in fitting if no_decay[index] is wanted]
-        if len(fitting) != 1:
+    """The only assignment of the groups to a subsequence of `params`; None where there is none or more than one.
+
+    Walks the parameters with every partial assignment that is still possible: the position in each group, and
+    how it came about (None once there were two ways, which a unique end can't have).
+    """
+    spare = len(params) - sum(map(len, groups))
+    states: dict[tuple[int, ...], list[list[str]] | None] = {(0,) * len(groups): [[] for _ in groups]}
+    for done, param in enumerate(params):
+        following: dict[tuple[int, ...], list[list[str]] | None] = {}
+        for position, names in states.items():
+            if done - sum(position) < spare:
+                _reach(following, position, names)
+            for index in _fitting(param, position, groups, no_decay):
+                moved = tuple(n + (i == index) for i, n in enumerate(position))
+                taken = names and [[*group, param.fqn] if i == index else group for i, group in enumerate(names)]
+                _reach(following, moved, taken)
+        states = following
+        if len(states) > _MAX_STATES:
             return None
-        names[fitting[0]].append(param.fqn)
-    return names
+    return states.get(tuple(map(len, groups)))
+
+
+def _reach(
+    states: dict[tuple[int, ...], list[list[str]] | None], position: tuple[int, ...], names: list[list[str]] | None
+) -> None:
+    states[position] = None if position in states else names
+
+
+def _fitting(
+    param: Param, position: tuple[int, ...], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool]
+) -> list[int]:
+    """The groups whose next parameter may be this one."""
+    fitting = [
+        index
+        for index, shapes in enumerate(groups)
+        if position[index] < len(shapes) and shapes[position[index]] in (None, param.shape)
+    ]
+    if len(fitting) > 1 and len(no_decay) == len(groups):
+        wanted = param.fqn.lower().endswith(_NO_DECAY)
+        return [index for index in fitting if no_decay[index] is wanted]
+    return fitting

@@ -1,0 +1,364 @@
+"""Which format is at a URL: an ordered list of marks, and the newest step where the URL is a run's directory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UnsafePathError
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.steps import ordered, parse_step
+from ckptkit.storage import FileInfo, Store, open_store
+from ckptkit.storage.store import split_url
+
+__all__ = ["Source", "identify", "open_source"]
+
+_RECORD = "checkpoint.json"
+_MAX_DEPTH = 3
+_MAX_CHILDREN = 32  # directories without a step in their name that are looked into
+_MAX_STEPS = 64  # newest step directories that are looked into
+_POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
+# Directories of a step that hold a model of their own: verl and SkyRL.
+_MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
+_DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
+# Names that a tool gives to weights; a safetensors file of any other name counts only where nothing else is there.
+_DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
+_WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
+_SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
+_TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
+_EXPECTED = (
+    "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
+    "verl, "
+    "accelerate, Lightning, LightRFT, Megatron, NeMo or Oumi, a torch.save file, or a directory of steps of one of them"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An opened checkpoint.
+
+    Attributes:
+        store: Its root; the catalog's paths count from here.
+        url: What was really opened.
+        note: Why, where it is not what was asked for; "" otherwise.
+    """
+
+    store: Store
+    catalog: Catalog
+    url: str
+    note: str = ""
+
+
+class _Place:
+    """A directory that may be a checkpoint, with what lies in it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    @cached_property
+    def listing(self) -> dict[str, FileInfo]:
+        return {item.path: item for item in self.store.list()}
+
+    @cached_property
+    def files(self) -> list[str]:
+        return [path for path, item in self.listing.items() if item.kind in ("file", "symlink")]
+
+    @cached_property
+    def directories(self) -> list[str]:
+        return [path for path, item in self.listing.items() if item.kind == "directory"]
+
+    def any_file(self, pattern: str) -> bool:
+        """Whether a file's whole name matches."""
+        return any(re.fullmatch(pattern, name) for name in self.files)
+
+
+Test = Callable[[_Place], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """A format: how it is told, and the module that reads it; `path` where one file of a directory is meant."""
+
+    name: str
+    test: Test
+    reader: str
+    path: str = ""
+
+    def open(self, store: Store, options: ReadOptions) -> Catalog:
+        if self.path:
+            return _open_torch_file(store, self.path, options)
+        catalog: Catalog = _reader(self.reader).open_catalog(store, options=options)
+        return catalog
+
+
+def _reader(module: str) -> Any:
+    return importlib.import_module(f"ckptkit.formats.{module}")
+
+
+def _only_torch_file(place: _Place) -> bool:
+    names = [name for name in place.files if name.endswith((".pt", ".pth", ".ckpt", ".bin"))]
+    return len(names) == 1 and parse_step(names[0]) is None
+
+
+# DeepSpeed and verl name their files so that nothing else does; what has a file beside a DCP comes before DCP.
+_FORMATS: tuple[_Format, ...] = (
+    _Format("ckptkit", lambda p: _RECORD in p.files, "ckptkit"),
+    _Format(
+        "deepspeed-universal",
+        lambda p: "zero" in p.directories and p.any_file(r".*_(?:model|optim)_states\.pt"),
+        "deepspeed_universal",
+    ),
+    _Format("deepspeed", lambda p: p.any_file(_DEEPSPEED), "deepspeed"),
+    _Format("verl", lambda p: p.any_file(r"model_world_size_\d+_rank_\d+\.pt"), "verl"),
+    _Format("megatron", lambda p: _reader("megatron").is_megatron(p.store, p.files), "megatron"),
+    _Format("lightning", lambda p: "meta.pt" in p.files and ".metadata" in p.files, "lightning"),
+    _Format("lightrft", lambda p: _reader("lightrft").is_lightrft(p.files, p.directories), "lightrft"),
+    _Format("dcp", lambda p: p.any_file(r"\.metadata|__\d+\.metadata"), "dcp_source"),
+    _Format("accelerate", lambda p: _reader("accelerate").is_accelerate(list(p.listing)), "accelerate"),
+    _Format("safetensors", lambda p: p.any_file(_SAFETENSORS), "safetensors"),
+    _Format("torch", lambda p: p.any_file(_TORCH), "torch_save"),
+    _Format(
+        "directories", lambda p: _reader("directories").layout_of(p.store, p.directories) is not None, "directories"
+    ),
+)
+# Files of any name count only where no directory below is a checkpoint.
+_UNNAMED: tuple[_Format, ...] = (
+    _Format("rank-files", lambda p: _reader("rank_directory").is_rank_directory(p.files), "rank_directory"),
+    _Format("safetensors", lambda p: p.any_file(r".*\.safetensors"), "safetensors"),
+    _Format("torch", _only_torch_file, "torch_save"),
+)
+_Found = tuple[_Place, str, _Format, str]
+
+
+def identify(store: Store) -> str | None:
+    """Return the name of the format at the store's root; None where it is no checkpoint. Reads names only,
+    and a small marker file where names do not tell."""
+    place = _Place(store)
+    found = _identify(place) or _identify(place, _UNNAMED)
+    return found.name if found is not None else None
+
+
+def open_source(
+    url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
+) -> Source:
+    """Open the checkpoint at `url`: a file, a directory, or a directory of steps, whose newest is taken.
+
+    Steps are compared as numbers (10 is newer than 9); `latest` files are hints that are only reported. Where
+    a directory has checkpoints that ckptkit committed, nothing else in it counts.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing, or nothing that is a checkpoint; it says what was found.
+        CkptkitError: What the reader of the format raises.
+    """
+    options = options or ReadOptions()
+    url = _real(url)
+    file = _as_file(url, storage_options)
+    if file is not None:
+        return _open_file(*file, url, options)
+    place = _Place(open_store(url, storage_options=storage_options))
+    if not place.listing:
+        _refuse_empty(place.store, url)
+    found = _resolve(place, url, 0)
+    if found is None:
+        raise _unknown(place, url)
+    place, url, form, note = found
+    try:
+        catalog = form.open(place.store, options)
+    except CkptkitError as error:
+        if not note:
+            raise
+        raise type(error)(f"{error} This is {url}: {note}") from error
+    return Source(place.store, _with_step(catalog, url), url, note)
+
+
+def _with_step(catalog: Catalog, url: str) -> Catalog:
+    """The catalog with the step that the directory's name tells, where nothing else does."""
+    named = parse_step(url.rpartition("/")[2])
+    if catalog.info.step is not None or named is None:
+        return catalog
+    return replace(catalog, info=replace(catalog.info, step=named.step))
+
+
+# --- what the URL is
+
+
+def _real(url: str) -> str:
+    """The URL without a slash at its end. A link that the user names is followed; links inside are not."""
+    protocol, rest = split_url(url)
+    if protocol in ("file", "local"):
+        full = os.path.abspath(os.path.expanduser(rest))
+        return os.path.realpath(full) if os.path.islink(full) else full
+    return url.rstrip("/")
+
+
+def _as_file(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, str] | None:
+    """The store of the parent and the name, where the URL is a file."""
+    parent, separator, name = url.rpartition("/")
+    if not separator or not name or parent.endswith((":", ":/")):
+        return None
+    store = open_store(parent or "/", storage_options=storage_options)
+    try:
+        info = store.info(name)
+    except (UnsafePathError, FileNotFoundError):
+        return None
+    return (store, name) if info is not None and info.kind == "file" else None
+
+
+def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Source:
+    if name in ("checkpoint.json", ".metadata", "meta.pt") or name.endswith((".distcp", ".index.json", ".metadata")):
+        parent = url.rpartition("/")[0]
+        form = _identify(_Place(store))
+        if form is not None:
+            return Source(store, form.open(store, options), parent, f"{name} is a part of the checkpoint in {parent}.")
+    if name.endswith(".safetensors"):
+        return Source(store, _reader("safetensors").open_file(store, name), url)
+    return Source(store, _open_torch_file(store, name, options), url)
+
+
+def _open_torch_file(store: Store, name: str, options: ReadOptions) -> Catalog:
+    """Open one file. Names of a LightningModule in it lose the module's attribute, as in a sharded checkpoint."""
+    catalog: Catalog = _reader("torch_save").open_catalog(store, path=name, options=options)
+    if not catalog.info.producer.startswith("lightning") or options.strip_prefix is not None:
+        return catalog
+    lightning = _reader("lightning")
+    fqns = [entry.fqn for entry in catalog.tensors.values() if entry.role.value == "model"]
+    stripped: Catalog = lightning.without_prefix(catalog, lightning.module_prefix(fqns))
+    return stripped
+
+
+def _refuse_empty(store: Store, url: str) -> None:
+    if store.local_root is not None and os.path.isdir(store.local_root):
+        raise CheckpointNotFoundError(f"{url} is an empty directory. Expected {_EXPECTED}.")
+    raise CheckpointNotFoundError(f"{url} does not exist, or holds nothing. Expected {_EXPECTED}.")
+
+
+def _unknown(place: _Place, url: str) -> CkptkitError:
+    names = [f"{n}/" if item.kind == "directory" else n for n, item in place.listing.items()]
+    shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+    if place.any_file(_DATA.pattern):
+        _reader("dcp").open_catalog(place.store)  # raises: it says what is missing
+    return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")
+
+
+# --- what a directory is
+
+
+def _identify(place: _Place, formats: Sequence[_Format] = ()) -> _Format | None:
+    return next((form for form in formats or _FORMATS if form.test(place)), None)
+
+
+def _resolve(place: _Place, url: str, depth: int) -> _Found | None:
+    """What to open for a directory: itself, its newest step, the model in it, or what a pointer names."""
+    form = _identify(place)
+    if form is not None:
+        return place, url, form, ""
+    if depth < _MAX_DEPTH:
+        for look in (_newest_step, _member, _pointed_at, _only_child):
+            found = look(place, url, depth)
+            if found is not None:
+                return found
+    form = _identify(place, _UNNAMED)
+    return (place, url, form, "") if form is not None else None
+
+
+def _enter(place: _Place, url: str, name: str, depth: int) -> _Found | None:
+    """What to open for the child `name`."""
+    return _resolve(_Place(place.store.child(name)), f"{url}/{name}", depth + 1)
+
+
+def _newest_step(place: _Place, url: str, depth: int) -> _Found | None:
+    steps = [step.name for step in ordered(place.directories)]
+    resolved: list[tuple[str, _Found]] = []
+    skipped: list[str] = []
+    for name in steps[:_MAX_STEPS]:
+        found = _enter(place, url, name, depth)
+        if found is None:
+            skipped.append(name)
+            continue
+        resolved.append((name, found))
+        if found[2].name == "ckptkit" or not _committed_elsewhere(place, steps, name):
+            break
+    if not resolved:
+        return None
+    # Where ckptkit committed checkpoints, a directory without a record is an unfinished save.
+    name, (inner, inner_url, form, note) = resolved[-1]
+    skipped += [other for other, _ in resolved[:-1]]
+    text = f"the newest of {len(steps)} steps" if len(steps) > 1 else "the only step"
+    notes = [f"{name} is {text} in {url}.", *([note] if note else []), *_skipped(skipped), *_disagreeing(place, name)]
+    return inner, inner_url, form, " ".join(notes)
+
+
+def _committed_elsewhere(place: _Place, steps: Sequence[str], name: str) -> bool:
+    older = steps[steps.index(name) + 1 :][:_MAX_STEPS]
+    return any(place.store.info(f"{step}/{_RECORD}") is not None for step in older)
+
+
+def _skipped(names: Sequence[str]) -> list[str]:
+    return [f"Skipped as no finished checkpoint: {', '.join(names[:4])}."] if names else []
+
+
+def _disagreeing(place: _Place, name: str) -> list[str]:
+    """A pointer file that names another step: said, not followed."""
+    for pointer, target in _pointers(place):
+        step, chosen = parse_step(target), parse_step(name)
+        if step is not None and chosen is not None and step.step != chosen.step:
+            return [f"{pointer} says {target}."]
+    return []
+
+
+def _pointers(place: _Place) -> list[tuple[str, str]]:
+    found = []
+    for pointer in _POINTERS:
+        if pointer in place.files and place.listing[pointer].kind == "file" and place.listing[pointer].size < 1024:
+            found.append((pointer, place.store.read(pointer).decode("utf-8", "replace").strip()))
+    return found
+
+
+def _member(place: _Place, url: str, depth: int) -> _Found | None:
+    """The model to take in a step that has several: actor before critic."""
+    there = [name for name in _MEMBERS if name in place.directories]
+    for name in there:
+        found = _enter(place, url, name, depth)
+        if found is not None:
+            others = [f"{other}/" for other in there if other != name]
+            note = f"{name}/ was taken" + (f"; {', '.join(others)} lie beside it." if others else ".")
+            return found[0], found[1], found[2], " ".join(filter(None, (note, found[3])))
+    return None
+
+
+def _pointed_at(place: _Place, url: str, depth: int) -> _Found | None:
+    """Where the names have no numbers, the directory that a pointer file names."""
+    for pointer, target in _pointers(place):
+        if target in place.directories:
+            found = _enter(place, url, target, depth)
+            if found is not None:
+                return found[0], found[1], found[2], f"{pointer} says {target}. {found[3]}".strip()
+    return None
+
+
+def _only_child(place: _Place, url: str, depth: int) -> _Found | None:
+    """The one directory, or numbered file, that is a checkpoint."""
+    files = [step.name for step in ordered(n for n in place.files if n.endswith(".ckpt"))]
+    if files:
+        single = _single_file(files[0])
+        return place, f"{url}/{files[0]}", single, f"{files[0]} is the newest of {len(files)} files in {url}."
+    if len(place.directories) > _MAX_CHILDREN:
+        return None
+    found = [(name, child) for name in place.directories if (child := _enter(place, url, name, depth))]
+    if len(found) > 1 and depth == 0:
+        names = ", ".join(name for name, _ in found[:8])
+        raise CheckpointNotFoundError(f"{url} has {len(found)} checkpoints: {names}. Give the one you mean.")
+    if len(found) != 1:
+        return None
+    name, (inner, inner_url, form, note) = found[0]
+    return inner, inner_url, form, f"{name}/ is the only checkpoint in {url}. {note}".strip()
+
+
+def _single_file(name: str) -> _Format:
+    return _Format("torch", lambda p: name in p.files, "torch_save", name)

@@ -1,0 +1,267 @@
+"""FSDP1 LOCAL_STATE_DICT: each unit's flat parameter as a 1-D ShardedTensor, without the shapes of what is in it.
+
+With use_orig_params=True every parameter also has its rank's 1-D piece under its own name, so only shapes are
+missing. With use_orig_params=False names and order are missing too. They come, in this order, from a layout
+(`ReadOptions.layout`), a list of shapes in module order (`ReadOptions.shapes`), the optimizer that lies beside in
+DCP form, or, for use_orig_params=True, a Hugging Face directory (`ReadOptions.base`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.formats import safetensors
+from ckptkit.formats._torch_records import ShardedTensorRecord, StoredTensor
+from ckptkit.formats.flat import FlatVector, Piece
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.rank_files import Joined, join
+from ckptkit.storage import Store, open_store
+
+__all__ = ["FlatParam", "is_flat", "parse_layout", "read"]
+
+_SUFFIX = "_flat_param"
+_MAX_JSON_BYTES = 64 << 20
+_ADVICE = (
+    "FSDP1 LOCAL state has no parameter shapes on disk{and_names}. Give a layout (JSON: unit -> fqns and "
+    "shapes, in the order of the unit's parameters) "
+    "or the shapes of all parameters in module order (JSON: name -> shape), keep "
+    "accelerate's optimizer_0/ beside it, or save again with FULL or SHARDED state."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParam:
+    """What lies in one flat parameter: (name, shape, first element) of each parameter."""
+
+    params: tuple[tuple[str, tuple[int, ...], int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements up to the end of the last parameter."""
+        return max((start + math.prod(shape) for _, shape, start in self.params), default=0)
+
+
+def is_flat(values: Sequence[Any]) -> bool:
+    """Tell whether these rank files hold FSDP1 LOCAL state."""
+    first = values[0] if values else None
+    return isinstance(first, dict) and any(isinstance(name, str) and name.endswith(_SUFFIX) for name in first)
+
+
+def read(
+    store: Store,
+    names: Sequence[str],
+    values: Sequence[Mapping[str, Any]],
+    sizes: Mapping[str, int],
+    optimizer: Catalog | None,
+    options: ReadOptions | None,
+) -> Catalog:
+    """Return the catalog of FSDP1 LOCAL rank files.
+
+    Args:
+        names: The files, in rank order.
+        values: What they hold.
+        optimizer: The optimizer's DCP, which has the shapes of the trained parameters.
+
+    Raises:
+        UnsupportedFormatError: The shapes are nowhere; the message says what to give.
+        CorruptCheckpointError: The shapes do not fit the flat parameters.
+    """
+    units = {name for name in values[0] if name.endswith(_SUFFIX)}
+    originals = [name for name in values[0] if name not in units]
+    pieces = {unit: _vector(unit, values) for unit in units}
+    with_names = any(
+        name.startswith(tuple(_prefix(unit) for unit in units)) and _is_piece(name, values) for name in originals
+    )
+    notes: list[str] = []
+    if with_names:
+        joined = _from_pieces(originals, values, _shapes(optimizer, options))
+    else:
+        layout = _layout(units, pieces, optimizer, options)
+        joined = dict(_from_units(layout, pieces))
+        joined.update(join([{name: value[name] for name in originals} for value in values], what=names[0]))
+        notes.append("FSDP1 LOCAL: the order of equal-sized parameters in a unit can't be checked against the files.")
+    tensors = {name: tensor.entry(name, Role.MODEL, fqn=name) for name, tensor in joined.items()}
+    info = CatalogInfo(
+        "fsdp1-local",
+        producer="torch FSDP1",
+        world_size=len(values),
+        files={name: sizes.get(name, -1) for name in names},
+        notes=tuple(notes),
+    )
+    return Catalog(tensors, {}, info)
+
+
+def parse_layout(content: Any, where: str) -> dict[str, FlatParam]:
+    """Return the flat parameters that a layout describes: unit -> {"fqns", "shapes"[, "numels", "pad_mask"]}.
+
+    `fqns` count from the unit. `numels` with `pad_mask` place padding between parameters.
+    """
+    if not isinstance(content, dict):
+        raise UsageError(f"{where}: a layout is a JSON object of units.")
+    found = {}
+    for unit, body in content.items():
+        fqns, shapes = (body.get("fqns"), body.get("shapes")) if isinstance(body, dict) else (None, None)
+        if not isinstance(fqns, list) or not isinstance(shapes, list) or len(fqns) != len(shapes):
+            raise UsageError(f"{where}: unit {unit!r} must have 'fqns' and as many 'shapes'.")
+        starts = _starts(body, [math.prod(shape) for shape in shapes], where)
+        params = [
+            (_prefix(unit) + fqn, tuple(shape), start) for fqn, shape, start in zip(fqns, shapes, starts, strict=True)
+        ]
+        found[unit if unit.endswith(_SUFFIX) else f"{unit}.{_SUFFIX}".lstrip(".")] = FlatParam(tuple(params))
+    return found
+
+
+def _starts(body: Mapping[str, Any], numels: Sequence[int], where: str) -> list[int]:
+    mask = body.get("pad_mask") or [False] * len(numels)
+    recorded = body.get("numels") or list(numels)
+    if len(mask) != len(recorded) or [n for n, pad in zip(recorded, mask, strict=True) if not pad] != list(numels):
+        raise UsageError(f"{where}: 'numels' and 'pad_mask' do not fit the shapes.")
+    starts, position = [], 0
+    for numel, pad in zip(recorded, mask, strict=True):
+        if not pad:
+            starts.append(position)
+        position += numel
+    return starts
+
+
+def _prefix(unit: str) -> str:
+    return unit.removesuffix(_SUFFIX)
+
+
+def _vector(unit: str, values: Sequence[Mapping[str, Any]]) -> FlatVector:
+    pieces = []
+    for rank, value in enumerate(values):
+        tensor = value.get(unit)
+        if not isinstance(tensor, ShardedTensorRecord) or len(tensor.shape) != 1:
+            raise CorruptCheckpointError(f"rank {rank} has no 1-D ShardedTensor {unit!r}.")
+        pieces += [Piece(shard.offsets[0], shard.tensor, rank) for shard in tensor.shards if shard.sizes[0]]
+    return FlatVector(pieces)
+
+
+# --- use_orig_params=True
+
+
+def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a tensor is a parameter's 1-D pieces rather than a buffer, as far as the files alone tell."""
+    tensors = [value.get(name) for value in values]
+    stored = [t for t in tensors if isinstance(t, StoredTensor)]
+    same = len({(t.shape, t.crc32) for t in stored}) == 1
+    return bool(stored) and all(len(t.shape) == 1 for t in stored) and (not same or len(values) == 1)
+
+
+def _from_pieces(
+    names: Sequence[str], values: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Joined]:
+    found: dict[str, Joined] = {}
+    for name in names:
+        shape = shapes.get(name)
+        if shape is None and _is_piece(name, values):
+            raise UnsupportedFormatError(f"the shape of {name!r} is not known. {_ADVICE.format(and_names='')}")
+        if shape is None:
+            found.update(join([{name: value[name]} for value in values if name in value], what="rank {rank}"))
+            continue
+        pieces = [(rank, value[name]) for rank, value in enumerate(values) if isinstance(value.get(name), StoredTensor)]
+        vector = FlatVector.of_ranks((rank, piece) for rank, piece in pieces if piece.numel)
+        if vector.numel != math.prod(shape):
+            raise CorruptCheckpointError(
+                f"{name!r}: the ranks hold {vector.numel} elements, its shape {list(shape)} has {math.prod(shape)}."
+            )
+        found[name] = Joined(pieces[0][1].dtype, shape, vector.slices(shape, 0, vector.numel))
+    return found
+
+
+def _shapes(optimizer: Catalog | None, options: ReadOptions | None) -> dict[str, tuple[int, ...]]:
+    if options is not None and options.layout is not None:
+        layout = parse_layout(_read_json(options.layout), options.layout)
+        return {name: shape for unit in layout.values() for name, shape, _ in unit.params}
+    if options is not None and options.shapes is not None:
+        return _given_shapes(options.shapes)
+    found = _optimizer_shapes(optimizer)
+    if options is not None and options.base is not None:
+        base = safetensors.open_catalog(open_store(options.base))
+        found = {**{name: entry.shape for name, entry in base.tensors.items()}, **found}
+    return found
+
+
+# --- use_orig_params=False
+
+
+def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVector]) -> Iterator[tuple[str, Joined]]:
+    for unit, vector in vectors.items():
+        flat = layout.get(unit)
+        if flat is None:
+            raise UsageError(f"the layout does not describe {unit!r}; it has {', '.join(list(layout)[:6])}.")
+        if flat.numel > vector.numel or vector.numel - flat.numel >= 64:
+            raise CorruptCheckpointError(
+                f"{unit!r} has {vector.numel} elements on the ranks, its parameters have {flat.numel}: "
+                "the layout is of another model, or of another wrapping."
+            )
+        for name, shape, start in flat.params:
+            yield name, Joined(vector.dtype, shape, vector.slices(shape, start, math.prod(shape)))
+
+
+def _layout(
+    units: set[str], vectors: Mapping[str, FlatVector], optimizer: Catalog | None, options: ReadOptions | None
+) -> dict[str, FlatParam]:
+    if options is not None and options.layout is not None:
+        return parse_layout(_read_json(options.layout), options.layout)
+    shapes = _given_shapes(options.shapes) if options is not None and options.shapes is not None else {}
+    shapes = shapes or _optimizer_shapes(optimizer)
+    if not shapes:
+        names = " and no names" if units else ""
+        raise UnsupportedFormatError(_ADVICE.format(and_names=names))
+    found: dict[str, FlatParam] = {}
+    for unit in units:
+        members = [(name, shape) for name, shape in shapes.items() if _unit_of(name, units) == unit]
+        found[unit] = FlatParam(tuple(_end_to_end(members)))
+        if found[unit].numel != vectors[unit].numel:
+            raise CorruptCheckpointError(
+                f"{unit!r} has {vectors[unit].numel} elements on the ranks, the known shapes of its {len(members)} "
+                f"parameters have {found[unit].numel}. Frozen parameters have no optimizer state: give a layout."
+            )
+    return found
+
+
+def _unit_of(name: str, units: set[str]) -> str:
+    """The innermost unit that a parameter belongs to."""
+    return max((unit for unit in units if name.startswith(_prefix(unit))), key=len, default="")
+
+
+def _end_to_end(members: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    position = 0
+    for name, shape in members:
+        yield name, shape, position
+        position += math.prod(shape)
+
+
+def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of the trained parameters, in the order of the optimizer's state: that of the units."""
+    found: dict[str, tuple[int, ...]] = {}
+    for entry in optimizer.tensors.values() if optimizer is not None else ():
+        if entry.role is Role.OPTIMIZER and entry.fqn and entry.state != "step":
+            found.setdefault(entry.fqn, entry.shape)
+    return found
+
+
+def _given_shapes(url: str) -> dict[str, tuple[int, ...]]:
+    content = _read_json(url)
+    if not isinstance(content, dict) or not all(isinstance(shape, list) for shape in content.values()):
+        raise UsageError(f"{url}: shapes are a JSON object: parameter name -> list of sizes, in module order.")
+    return {name: tuple(shape) for name, shape in content.items()}
+
+
+def _read_json(url: str) -> Any:
+    folder, _, name = url.rpartition("/")
+    try:
+        raw = open_store(folder or ".").read(name, 0, _MAX_JSON_BYTES)
+        return json.loads(raw)
+    except FileNotFoundError as error:
+        raise UsageError(f"{url} does not exist.") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{url} is no JSON: {error}.") from error

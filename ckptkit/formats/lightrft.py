@@ -1,0 +1,212 @@
+"""LightRFT's FSDP2 checkpoints: a DCP of bare model names at the top, the optimizer below `optim_states/`.
+
+With a plain optimizer `optim_states/` is a second DCP. With FSDPadaptOptimizer it has one `_rank<R>` file a
+rank: fp32 masters and moments as DTensors, in the order of the model's parameters, without names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.formats import dcp
+from ckptkit.formats._torch_records import DTensorRecord
+from ckptkit.formats.merge import as_optimizer, file_objects, merged, open_part
+from ckptkit.formats.optimizer_files import OptimizerState, plain_value, read_optimizer
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.param_order import Param, assign
+from ckptkit.formats.rank_files import is_tensor, join, missing_ranks, read_archives
+from ckptkit.storage import Store
+
+__all__ = ["check_masters", "is_lightrft", "open_catalog"]
+
+OPTIMIZER_DIRECTORY = "optim_states"
+_RANK_FILE = re.compile(r"_rank(\d+)")
+_PATTERN = f"{OPTIMIZER_DIRECTORY}/_rank{{rank}}"
+_OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"}
+
+
+def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
+    """Tell whether these names at a checkpoint's root are LightRFT's."""
+    return dcp.METADATA in files and (OPTIMIZER_DIRECTORY in directories or "client_state.pt" in files)
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the model's DCP and, where there is one, the optimizer in either of its forms.
+
+    Raises:
+        IncompleteCheckpointError: A file is missing; it names the file.
+        CorruptCheckpointError: The files contradict each other.
+    """
+    listing = {item.path: item.size for item in store.list() if item.kind == "file"}
+    model = open_part(dcp.open_catalog, store, "", options)
+    below = {item.path: item.size for item in store.list(OPTIMIZER_DIRECTORY)}
+    parts = [model]
+    if f"{OPTIMIZER_DIRECTORY}/{dcp.METADATA}" in below:
+        parts.append(as_optimizer(open_part(dcp.open_catalog, store, OPTIMIZER_DIRECTORY, options)))
+    elif below:
+        parts.append(_rank_files(store, below, model))
+    parts.append(Catalog({}, file_objects(listing, _OBJECTS), CatalogInfo("lightrft")))
+    match = re.search(r"global_step_?(\d+)/?$", store.url)
+    info = CatalogInfo(
+        "lightrft",
+        producer="lightrft",
+        step=int(match[1]) if match else None,
+        files={path: listing[path] for path in _OBJECTS.values() if path in listing},
+    )
+    return merged(parts, info)
+
+
+def check_masters(store: Store, catalog: Catalog) -> list[str]:
+    """Return the parameters whose fp32 master, cast to the weight's dtype, is not the weight, bit for bit.
+
+    It proves the names that the masters were given. Reads both; holds one parameter in memory.
+    """
+    model = catalog.by_role(Role.MODEL)
+    wrong = []
+    for fqn, master in catalog.by_role(Role.MASTER).items():
+        weight = model.get(fqn)
+        same = weight is not None and weight.shape == master.shape
+        if (
+            weight is None
+            or not same
+            or not np.array_equal(_cast(_read(store, master), weight.dtype), _read(store, weight))
+        ):
+            wrong.append(fqn)
+    return wrong
+
+
+# --- one file a rank
+
+
+def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catalog:
+    ranks = [int(m[1]) for path in below if (m := _RANK_FILE.fullmatch(path.rpartition("/")[2]))]
+    if not ranks:
+        raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/ has neither .metadata nor _rank<R> files.")
+    first = read_archives(store, [_PATTERN.format(rank=min(ranks))])[0]
+    world_size = max(_mesh_size(first), max(ranks) + 1)
+    missing_ranks(ranks, world_size, _PATTERN)
+    values = read_archives(store, [_PATTERN.format(rank=rank) for rank in range(world_size)])
+    for rank, value in enumerate(values):
+        keys = ("base_optim_states", "flat_fp32_weights")
+        if not isinstance(value, dict) or not all(isinstance(value.get(key), dict) for key in keys):
+            raise CorruptCheckpointError(
+                f"{_PATTERN.format(rank=rank)} has no base_optim_states and flat_fp32_weights."
+            )
+    optimizer = _optimizer(values, _params(model))
+    info = CatalogInfo(
+        "lightrft",
+        world_size=world_size,
+        files={path: below[path] for path in (_PATTERN.format(rank=rank) for rank in range(world_size))},
+        notes=tuple(optimizer.notes),
+    )
+    return Catalog(optimizer.tensors, optimizer.objects, info)
+
+
+def _params(model: Catalog) -> list[Param]:
+    """The floating tensors in module order. DCP stores a tied one under each name: the same bytes count once."""
+    found, seen = [], set()
+    for entry in model.tensors.values():
+        if entry.role is not Role.MODEL or dtype_of(entry.dtype).kind != "float":
+            continue
+        parts = frozenset((part.box, part.digest.value) for part in entry.slices if part.digest is not None)
+        same = (entry.shape, entry.dtype, parts) if entry.numel > 1 and len(parts) == len(entry.slices) else None
+        if same is None or same not in seen:
+            seen.add(same)
+            found.append(Param(entry.fqn, entry.shape))
+    return found
+
+
+def _optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState:
+    masters = join([dict(_indexed(value["flat_fp32_weights"])) for value in values], what=_PATTERN)
+    base = [value["base_optim_states"] for value in values]
+    settings = base[0].get("param_groups") or []
+    shapes: list[list[tuple[int, ...] | None]] = [[] for _ in range(1 + max((g for g, _ in masters), default=-1))]
+    for (group, _), joined in masters.items():
+        shapes[group].append(joined.shape)
+    assigned = assign(params, shapes, [group.get("weight_decay") == 0 for group in settings])
+    if assigned is None or [len(group.get("params", ())) for group in settings] != list(map(len, shapes)):
+        note = "the optimizer was skipped: names and shapes of the model do not prove whose the masters are."
+        return OptimizerState(notes=[f"{OPTIMIZER_DIRECTORY}/_rank*: {note}"])
+    names = {
+        key: fqn
+        for group, fqns in zip(settings, assigned, strict=True)
+        for key, fqn in zip(group["params"], fqns, strict=True)
+    }
+    found = read_optimizer(base, params, what=_PATTERN, names=names)
+    for (group, index), joined in masters.items():
+        fqn = assigned[group][index]
+        name = f"optimizer.master.{fqn}"
+        key = ("optimizer", "master", fqn)
+        found.tensors[name] = joined.entry(name, Role.MASTER, fqn=fqn, state="master", key=key)
+        found.notes += joined.notes
+    _add_scaler(found, values[0].get("grad_scaler"))
+    return found
+
+
+def _add_scaler(found: OptimizerState, scaler: Any) -> None:
+    if not isinstance(scaler, dict):
+        return
+    for key, joined in join([scaler], what=_PATTERN).items():
+        name = f"grad_scaler.{key}"
+        found.tensors[name] = joined.entry(name, Role.OTHER, key=("grad_scaler", str(key)))
+    for key, value in scaler.items():
+        if not is_tensor(value) and plain_value(value):
+            name = f"grad_scaler.{key}"
+            found.objects[name] = ObjectEntry(name, encoding="value", value=value, key=("grad_scaler", str(key)))
+
+
+def _indexed(groups: Mapping[Any, Any]) -> list[tuple[tuple[int, int], Any]]:
+    found = []
+    for group, tensors in groups.items():
+        if type(group) is not int or not isinstance(tensors, list) or not 0 <= group < 1 << 16:
+            raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/_rank*: flat_fp32_weights is no dict of lists.")
+        found += [((group, index), tensor) for index, tensor in enumerate(tensors)]
+    return found
+
+
+def _mesh_size(value: Any) -> int:
+    groups = value.get("flat_fp32_weights") if isinstance(value, dict) else None
+    tensors = [t for group in (groups or {}).values() for t in group if isinstance(t, DTensorRecord)]
+    return max((int(t.mesh.ranks.max()) + 1 for t in tensors if t.mesh.ranks.size), default=1)
+
+
+# --- the check
+
+
+def _read(store: Store, entry: TensorEntry) -> npt.NDArray[Any]:
+    """The whole tensor as unsigned integers of its item size."""
+    kind = np.dtype(f"<u{dtype_of(entry.dtype).itemsize}")
+    whole = np.empty(entry.shape, kind)
+    for part in entry.slices:
+        if part.box.numel == 0:
+            continue
+        raw = np.frombuffer(store.read(part.path, part.start, part.start + part.nbytes), kind)
+        strides = None if part.strides is None else [step * kind.itemsize for step in part.strides]
+        view = (
+            raw.reshape(part.box.sizes)
+            if strides is None
+            else np.lib.stride_tricks.as_strided(raw, part.box.sizes, strides)
+        )
+        whole[tuple(slice(a, b) for a, b in zip(part.box.offsets, part.box.stops, strict=True))] = view
+    return whole
+
+
+def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """fp32 bits rounded to `dtype` as torch does it: to the nearest, ties to even."""
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return bits.view("<f4").astype("<f2").view("<u2")
+    if dtype == "bfloat16":
+        wide = bits.astype(np.uint64)
+        rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        return np.where(nan, 0x7FC0, rounded).astype("<u2")
+    return bits

@@ -1,0 +1,184 @@
+"""Several parts of one checkpoint, each in a directory of its own, as one catalog with paths from the common root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Codec, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.errors import CkptkitError, CorruptCheckpointError
+from ckptkit.formats.options import ReadOptions
+from ckptkit.storage import Store
+
+__all__ = ["as_optimizer", "file_objects", "merged", "open_part", "placed", "renamed"]
+
+Open = Callable[..., Catalog]
+
+
+def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOptions | None) -> Catalog:
+    """Return the catalog of a sub-directory, its paths counted from the store; errors name the directory.
+
+    "" is the store's own root.
+    """
+    if not directory:
+        return open_catalog(store, options=options or ReadOptions())
+    try:
+        return placed(open_catalog(store.child(directory), options=options or ReadOptions()), directory)
+    except CkptkitError as error:
+        raise type(error)(f"{directory}/: {error}") from error
+
+
+def placed(catalog: Catalog, directory: str) -> Catalog:
+    """Return the catalog with `directory` in front of every path."""
+
+    def move(path: str) -> str:
+        return f"{directory}/{path}" if path else path
+
+    tables: dict[int, tuple[Sequence[str], list[str]]] = {}
+
+    def table(paths: Sequence[str]) -> list[str]:
+        if id(paths) not in tables:  # one table serves all tensors of a catalog
+            tables[id(paths)] = (paths, [move(path) for path in paths])
+        return tables[id(paths)][1]
+
+    info = catalog.info
+    return Catalog(
+        {name: replace(e, slices=_Placed(e.slices, table)) for name, e in catalog.tensors.items()},
+        {name: replace(item, path=move(item.path)) for name, item in catalog.objects.items()},
+        replace(
+            info,
+            files={move(path): size for path, size in info.files.items()},
+            side_files=tuple(move(path) for path in info.side_files),
+        ),
+    )
+
+
+def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
+    """Return the union of catalogs whose names are disjoint; files, notes and side files of all are kept.
+
+    Args:
+        info: Of the whole; what the parts record is added to it.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, ObjectEntry] = {}
+    for part in parts:
+        twice = sorted((part.tensors.keys() & tensors.keys()) | (part.objects.keys() & objects.keys()))
+        if twice:
+            raise CorruptCheckpointError(f"{twice[0]!r} is in two parts of the checkpoint.")
+        tensors.update(part.tensors)
+        objects.update(part.objects)
+    infos = [part.info for part in parts]
+    return Catalog(
+        tensors,
+        objects,
+        replace(
+            info,
+            step=info.step if info.step is not None else _first(i.step for i in infos),
+            world_size=info.world_size if info.world_size is not None else _first(i.world_size for i in infos),
+            mesh=info.mesh or _first(i.mesh for i in infos),
+            files={**info.files, **{path: size for i in infos for path, size in i.files.items()}},
+            side_files=tuple(dict.fromkeys((*info.side_files, *(path for i in infos for path in i.side_files)))),
+            notes=tuple(dict.fromkeys((*info.notes, *(note for i in infos for note in i.notes)))),
+            extra={**{key: value for i in infos for key, value in i.extra.items()}, **info.extra},
+        ),
+    )
+
+
+def as_optimizer(catalog: Catalog) -> Catalog:
+    """Return the catalog of an optimizer's own directory, its names below "optimizer."."""
+    return renamed(catalog, "optimizer")
+
+
+def renamed(catalog: Catalog, prefix: str) -> Catalog:
+    """Return the catalog with `prefix.` in front of names that do not have it. FQNs stay as they are."""
+
+    def name_of(name: str) -> str:
+        return name if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
+
+    tensors = {name_of(name): replace(entry, name=name_of(name)) for name, entry in catalog.tensors.items()}
+    objects = {name_of(name): replace(item, name=name_of(name)) for name, item in catalog.objects.items()}
+    return Catalog(tensors, objects, catalog.info)
+
+
+def file_objects(files: Mapping[str, int], names: Mapping[str, str]) -> dict[str, ObjectEntry]:
+    """Return whole files as objects: `names` maps an object's name to its file, if it is there."""
+    return {
+        name: ObjectEntry(
+            name, path, 0, files[path], encoding="json" if path.endswith(".json") else "torch_save", role=Role.OTHER
+        )
+        for name, path in names.items()
+        if path in files
+    }
+
+
+def _first(values: Iterable[Any]) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+class _Placed(SliceArray):
+    """The slices of another array under other paths. Columns that are filled in late stay so."""
+
+    __slots__ = ("_inner", "_table")
+
+    def __init__(self, inner: SliceArray, table: Callable[[Sequence[str]], list[str]]) -> None:
+        self._inner = inner
+        self._table = table
+
+    @property
+    def paths(self) -> Sequence[str]:  # type: ignore[override]
+        return self._table(self._inner.paths)
+
+    @property
+    def files(self) -> npt.NDArray[np.int32]:  # type: ignore[override]
+        return self._inner.files
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
+        return self._inner.starts
+
+    @property
+    def nbytes(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
+        return self._inner.nbytes
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
+        return self._inner.offsets
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
+        return self._inner.sizes
+
+    @property
+    def ranks(self) -> npt.NDArray[np.int32] | None:  # type: ignore[override]
+        return self._inner.ranks
+
+    @property
+    def algorithm(self) -> str | None:  # type: ignore[override]
+        return self._inner.algorithm
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint64] | None:  # type: ignore[override]
+        return self._inner.digests
+
+    @property
+    def digest_starts(self) -> npt.NDArray[np.int64] | None:  # type: ignore[override]
+        return self._inner.digest_starts
+
+    @property
+    def digest_nbytes(self) -> npt.NDArray[np.int64] | None:  # type: ignore[override]
+        return self._inner.digest_nbytes
+
+    @property
+    def strides(self) -> Mapping[int, tuple[int, ...]]:  # type: ignore[override]
+        return self._inner.strides
+
+    @property
+    def codecs(self) -> Mapping[int, Codec]:  # type: ignore[override]
+        return self._inner.codecs
+
+    def __len__(self) -> int:
+        return len(self._inner)

@@ -1,0 +1,38 @@
+"""Which step of a run is the newest: numbers in directory names, compared as numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["StepName", "parse_step", "ordered"]
+
+_STEP = re.compile(r"(?:global_?step|step|iter(?:ation)?|checkpoint|ckpt|batch|ba)s?[-_=]?(\d{1,18})", re.IGNORECASE)
+_EPOCH = re.compile(r"(?:epoch|ep)[-_=]?(\d{1,18})", re.IGNORECASE)
+_NUMBER = re.compile(r"\d{1,18}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepName:
+    """A name that has a step in it. Orders by step, then epoch, then name."""
+
+    step: int
+    epoch: int
+    name: str
+
+
+def parse_step(name: str) -> StepName | None:
+    """Return the step in a name: global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt, 1200; None without."""
+    step, epoch = _STEP.findall(name), _EPOCH.findall(name)
+    if not step:
+        bare = name.rpartition(".")[0] or name
+        if not epoch and not _NUMBER.fullmatch(bare):
+            return None
+        step = ["0"] if epoch else [bare]
+    return StepName(int(step[-1]), int(epoch[-1]) if epoch else -1, name)
+
+
+def ordered(names: Iterable[str]) -> list[StepName]:
+    """Return the names that have a step, newest first."""
+    return sorted((found for name in names if (found := parse_step(name))), reverse=True)
