@@ -1,0 +1,295 @@
+"""LoRA adapters in a checkpoint: told apart from the base weights, exported as PEFT stores them, or merged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.offline.plan import ComputedTensor
+
+__all__ = ["AdapterSplit", "LoraPair", "adapter_config", "export_adapter", "merge_adapter", "split_adapter"]
+
+_ROOT = "base_model.model."
+# base_model.model.<module>.lora_A.<adapter>.weight; in an adapter file without <adapter>.
+_LORA = re.compile(
+    r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<leaf>weight|bias))?"
+)
+_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
+# Variants whose merge is another formula. Those that only choose starting values are none of them.
+_REFUSED = (
+    "use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters",
+    "layer_replication", "lora_bias", "megatron_config", "trainable_token_indices",
+)  # fmt: skip
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "orthogonal")
+
+
+@dataclass(slots=True)
+class LoraPair:
+    """The two factors of one module, by the module's name in the base model."""
+
+    module: str
+    a: Target | None = None
+    b: Target | None = None
+    embedding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSplit:
+    """The tensors of a checkpoint that PEFT trained.
+
+    Attributes:
+        base: The base model's, under its own names.
+        pairs: By module.
+        others: Adapter tensors that are no pair: magnitudes of DoRA, biases of LoRA; by name in an adapter file.
+        saved: Modules trained whole (modules_to_save), by name in an adapter file.
+        names: The adapters that are there: "default".
+        dropped: Sources that go nowhere, with the reason.
+    """
+
+    base: dict[str, Target]
+    pairs: dict[str, LoraPair]
+    others: dict[str, Target] = field(default_factory=dict)
+    saved: dict[str, Target] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    dropped: dict[str, str] = field(default_factory=dict)
+
+
+def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
+    """Tell adapter tensors from those of the base model; None where there is no adapter.
+
+    Raises:
+        CheckpointMismatchError: A factor lacks the other one, or names collide.
+        UnsupportedFormatError: There are several adapters.
+    """
+    if not any(".lora_" in name and _LORA.fullmatch(name) for name in targets):
+        return None
+    split = AdapterSplit({}, {})
+    adapters: dict[str, None] = {}
+    saved = {m["module"] for name in targets if (m := _SAVED.fullmatch(name))}
+    for name, target in targets.items():
+        plain = name.removeprefix(_ROOT)
+        if match := _LORA.fullmatch(plain):
+            adapters.setdefault(match["adapter"] or "default")
+            _add_factor(split, match, target)
+        elif match := _SAVED.fullmatch(plain):
+            adapters.setdefault(match["adapter"])
+            split.saved[f"{match['module']}.{match['rest']}"] = target
+        elif (match := _ORIGINAL.fullmatch(plain)) and _ROOT + match["module"] in saved | {_ROOT + s for s in saved}:
+            split.dropped.update(dict.fromkeys(target.sources, "the original of a module that was trained whole"))
+        else:
+            _add_base(split, plain.replace(".base_layer.", "."), target)
+    if len(adapters) > 1:
+        raise UnsupportedFormatError(
+            f"the checkpoint holds several adapters: {', '.join(adapters)}. Choose one with --exclude '*.NAME.*' for "
+            "the others."
+        )
+    alone = [pair.module for pair in split.pairs.values() if pair.a is None or pair.b is None]
+    if alone:
+        raise CheckpointMismatchError(f"lora_A or lora_B is missing for: {', '.join(alone)}.")
+    return replace(split, names=tuple(adapters))
+
+
+def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base: str | None) -> dict[str, Any]:
+    """Return adapter_config.json: what was given, checked against the tensors, never completed by guesses.
+
+    Raises:
+        UsageError: There is none, or it does not say lora_alpha.
+        CheckpointMismatchError: Its rank is not that of the tensors.
+    """
+    ranks = sorted({_rank(pair) for pair in split.pairs.values()})
+    modules = sorted({pair.module.rpartition(".")[2] for pair in split.pairs.values()})
+    if not given:
+        raise UsageError(
+            f"the checkpoint holds a LoRA adapter (rank {', '.join(map(str, ranks))}, on {', '.join(modules)}), but "
+            "its alpha is not recorded in it. Give PEFT's adapter_config.json with --adapter-config FILE, or in the "
+            "directory of --base."
+        )
+    if not isinstance(given.get("lora_alpha"), (int, float)) or isinstance(given.get("lora_alpha"), bool):
+        raise UsageError(
+            "the adapter config does not say lora_alpha; it is not made up. Add the value of the training."
+        )
+    if given.get("peft_type", "LORA") != "LORA":
+        raise UnsupportedFormatError(f"the adapter is of type {given['peft_type']!r}; only LORA is supported.")
+    made = {"peft_type": "LORA", **given}
+    if len(ranks) == 1 and "r" not in made:
+        made["r"] = ranks[0]  # read off the tensors, not guessed
+    for pair in split.pairs.values():
+        said = _by_pattern(made.get("rank_pattern"), pair.module, made.get("r"))
+        if said != _rank(pair):
+            raise CheckpointMismatchError(
+                f"the adapter config says rank {said} for {pair.module!r}, its tensors have rank {_rank(pair)}."
+            )
+    made.setdefault("target_modules", modules)
+    if isinstance(made["target_modules"], (set, tuple)):
+        made["target_modules"] = sorted(made["target_modules"])
+    if base and not made.get("base_model_name_or_path"):
+        made["base_model_name_or_path"] = base
+    made["inference_mode"] = True
+    return made
+
+
+def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict[str, Target], tuple[str, ...]]:
+    """Return the tensors of adapter_model.safetensors under PEFT's names, and notes.
+
+    Raises:
+        UnsupportedFormatError: The config asks for biases to be stored, whose names are not settled here.
+    """
+    if config.get("bias", "none") != "none":
+        raise UnsupportedFormatError(f"adapters with bias={config['bias']!r} can't be exported; only bias='none'.")
+    made: dict[str, Target] = {}
+    for module, pair in split.pairs.items():
+        names = ("lora_embedding_A", "lora_embedding_B") if pair.embedding else ("lora_A.weight", "lora_B.weight")
+        for name, target in zip(names, (pair.a, pair.b), strict=True):
+            if target is not None:
+                made[f"{_ROOT}{module}.{name}"] = target
+    made.update({_ROOT + name: target for name, target in (*split.others.items(), *split.saved.items())})
+    start = config.get("init_lora_weights")
+    notes: tuple[str, ...] = ()
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        notes = (f"init_lora_weights={start!r} changed the base weights at the start: the adapter fits only that base",)
+    return {name: replace(target, name=name) for name, target in made.items()}, notes
+
+
+def merge_adapter(
+    split: AdapterSplit, config: Mapping[str, Any]
+) -> Callable[[Mapping[str, Target]], dict[str, Target | ComputedTensor]]:
+    """Return the function that puts the merged tensors in the place of the base's.
+
+    It is applied after names were mapped. The arithmetic is that of PEFT's `merge_and_unload` on a CPU:
+    W += scaling * (B @ A), in the dtype of A and B (16-bit floats by way of float32).
+
+    Raises:
+        UnsupportedFormatError: The adapter is of a variant with another formula.
+        CheckpointMismatchError: A module has no base weight, or shapes do not fit.
+    """
+    used = [key for key in _REFUSED if config.get(key)]
+    if used or split.others:
+        what = ", ".join(used) or ", ".join(list(split.others)[:3])
+        raise UnsupportedFormatError(
+            f"merging adapters with {what} is not supported, for the formula is another one. Export the adapter "
+            "without --merge-adapter and merge with PEFT."
+        )
+    pairs: dict[str, tuple[LoraPair, float]] = {}
+    for module, pair in split.pairs.items():
+        weight = split.base.get(f"{module}.weight")
+        if weight is None:
+            raise CheckpointMismatchError(f"the adapter changes {module!r}, but the checkpoint lacks its base weight.")
+        _check_shapes(pair, weight, bool(config.get("fan_in_fan_out")))
+        pairs[weight.parts[0].source] = (pair, scaling(config, module))
+    transposed = bool(config.get("fan_in_fan_out"))
+
+    def put(targets: Mapping[str, Target]) -> dict[str, Target | ComputedTensor]:
+        made: dict[str, Target | ComputedTensor] = {}
+        done: set[str] = set()
+        for name, target in targets.items():
+            touched = [source for source in target.sources if source in pairs]
+            if not touched:
+                made[name] = target
+                continue
+            if len(target.sources) != 1 or len(target.parts) != 1 or not target.parts[0].is_plain or touched[0] in done:
+                raise UnsupportedFormatError(f"{name!r} is split, joined or permuted by the key map: merge without it.")
+            done.add(touched[0])
+            pair, scale = pairs[touched[0]]
+            made[name] = _merged(name, target, pair, scale, transposed or pair.embedding)
+        return made
+
+    return put
+
+
+def scaling(config: Mapping[str, Any], module: str) -> float:
+    """Return what B @ A is multiplied by: alpha / r, or alpha / sqrt(r) with rslora; patterns by module included."""
+    rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
+    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    return float(alpha / math.sqrt(rank)) if config.get("use_rslora") else float(alpha / rank)
+
+
+def _merged(name: str, weight: Target, pair: LoraPair, scale: float, transposed: bool) -> ComputedTensor:
+    assert pair.a is not None and pair.b is not None
+    a, b = pair.a, pair.b
+    # `weight.dtype` may have been changed by a cast: PEFT adds in the source's dtype, the cast comes after.
+    inputs = (replace(weight, dtype=weight.source_dtype), a, b)
+
+    def compute(data: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+        import torch
+
+        w, low_a, low_b = (_tensor(raw, target) for raw, target in zip(data, inputs, strict=True))
+        half = b.dtype in ("float16", "bfloat16")
+        delta = (low_b.float() @ low_a.float()) if half else low_b @ low_a
+        delta = (delta.T if transposed else delta) * scale
+        if half:
+            delta = delta.to(low_b.dtype)
+        w += delta.to(w.dtype) if pair.embedding else delta  # PEFT rounds twice for embeddings
+        out = w.to(getattr(torch, weight.dtype)).contiguous()
+        return np.asarray(out.reshape(-1).view(torch.uint8).numpy())
+
+    return ComputedTensor(name, weight.dtype, weight.shape, inputs, compute, f"W + {scale:g} * B @ A")
+
+
+def _tensor(raw: npt.NDArray[np.uint8], target: Target) -> Any:
+    import torch
+
+    if not raw.flags.writeable or raw.size == 0:
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(getattr(torch, dtype_of(target.dtype).name)).reshape(target.shape)
+
+
+def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> None:
+    module, kind = match["module"].replace(".base_layer", ""), match["kind"]
+    if kind == "lora_magnitude_vector":
+        split.others[f"{module}.lora_magnitude_vector"] = target
+    elif match["leaf"] == "bias":
+        split.others[f"{module}.{kind}.bias"] = target
+    else:
+        pair = split.pairs.setdefault(module, LoraPair(module))
+        pair.embedding = kind.startswith("lora_embedding")
+        if kind.endswith("A"):
+            pair.a = target
+        else:
+            pair.b = target
+
+
+def _add_base(split: AdapterSplit, name: str, target: Target) -> None:
+    if name in split.base:
+        raise CheckpointMismatchError(f"two tensors are the base model's {name!r}: {target.sources[0]!r} is one.")
+    split.base[name] = replace(target, name=name)
+
+
+def _rank(pair: LoraPair) -> int:
+    assert pair.a is not None
+    return pair.a.shape[0] if pair.a.shape else 0
+
+
+def _check_shapes(pair: LoraPair, weight: Target, fan_in_fan_out: bool) -> None:
+    assert pair.a is not None and pair.b is not None
+    shapes = f"W {list(weight.shape)}, A {list(pair.a.shape)}, B {list(pair.b.shape)}"
+    if len(weight.shape) != 2 or len(pair.a.shape) != 2 or len(pair.b.shape) != 2:
+        raise UnsupportedFormatError(f"{pair.module!r}: only linear and embedding layers can be merged ({shapes}).")
+    product = (pair.b.shape[0], pair.a.shape[1])
+    wanted = weight.shape[::-1] if fan_in_fan_out or pair.embedding else weight.shape
+    if product != wanted or pair.a.shape[0] != pair.b.shape[1]:
+        raise CheckpointMismatchError(f"{pair.module!r}: the factors do not fit the weight ({shapes}).")
+    kinds = {dtype_of(target.dtype).kind for target in (weight, pair.a, pair.b)}
+    if kinds != {"float"} or pair.a.dtype != pair.b.dtype:
+        raise UnsupportedFormatError(
+            f"{pair.module!r}: {weight.dtype} and {pair.a.dtype}, {pair.b.dtype} can't be merged."
+        )
+
+
+def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
+    """PEFT's rule: the first key that matches the module's name, or an end of it after a dot."""
+    if isinstance(patterns, Mapping):
+        for key, value in patterns.items():
+            if re.match(rf"(.*\.)?({key})$", module):
+                return value
+    return default

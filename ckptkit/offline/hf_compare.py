@@ -1,0 +1,81 @@
+"""An export held against the model it should be: names, shapes, dtypes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptkit.catalog.targets import Target
+from ckptkit.offline.hf_base import BaseModel, WantedTensor
+from ckptkit.offline.tied import config_ties, tied_pairs
+
+__all__ = ["Comparison", "compare_with_base", "unexpected_buffers"]
+
+# Buffers that old versions of transformers stored and that every version computes.
+_COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs; dtypes that differ are notes, for an export keeps the checkpoint's."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    shapes: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied: bool) -> Comparison:
+    """Return all names and shapes in which the targets differ from the base model.
+
+    A head that is tied may be in one and not in the other. `untied`: a head of its own was found.
+    """
+    wanted = base.wanted
+    shapes = {name: target.shape for name, target in targets.items()}
+    missing = [name for name in wanted if name not in targets]
+    unexpected = [name for name in targets if name not in wanted]
+    if missing and config_ties(base.config):
+        known = {**shapes, **{name: wanted[name].shape or () for name in missing}}
+        tied = {head for head, embedding in tied_pairs(known) if embedding in targets}
+        missing = [name for name in missing if name not in tied]
+    if unexpected:
+        heads = {head for head, _ in tied_pairs(shapes)}
+        free = untied or config_ties(base.config) is not False
+        unexpected = [name for name in unexpected if not (free and name in heads)]
+    faults = [
+        f"shape: {name} is {list(shapes[name])}, the base has {list(want.shape)}{_vocabulary(name)}"
+        for name, want in wanted.items()
+        if name in shapes and want.shape is not None and want.shape != shapes[name]
+    ]
+    return Comparison(tuple(missing), tuple(unexpected), tuple(faults), _dtype_note(targets, wanted))
+
+
+def unexpected_buffers(targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor]) -> dict[str, str]:
+    """Return the buffers that every transformers computes itself and that the base does not store."""
+    if not wanted:
+        return {}
+    return {
+        name: "a buffer that is computed on load, and that the base does not store"
+        for name in targets
+        if name not in wanted and _COMPUTED.fullmatch(name)
+    }
+
+
+def _vocabulary(name: str) -> str:
+    if not name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
+        return ""
+    return ". Was the vocabulary resized? Then give --base a copy of the model with the new config"
+
+
+def _dtype_note(targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor]) -> tuple[str, ...]:
+    changed: dict[tuple[str, str], int] = {}
+    for name, want in wanted.items():
+        if name in targets and want.dtype is not None and want.dtype != targets[name].dtype:
+            pair = (want.dtype, targets[name].dtype)
+            changed[pair] = changed.get(pair, 0) + 1
+    return tuple(
+        f"{count} tensors are {found} in the checkpoint and {base} in the base model: the checkpoint's dtype is kept "
+        "unless --dtype says otherwise"
+        for (base, found), count in changed.items()
+    )

@@ -1,0 +1,444 @@
+"""What a Hugging Face export consists of: tensors under the hub's names, config, tokenizer, card. Writes nothing.
+
+    export = plan_export(store, catalog, base=open_base(...), options=ExportOptions(...))
+
+Order: the wanted role (model or masters) -> wrappers and prefix off the names -> include, exclude -> adapter ->
+key map -> tied weights -> check against the base -> dtype.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ckptkit.catalog.builtin_maps import choose_map
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.dtypes import export_dtype
+from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.names import NameMap, strip_infixes, strip_prefix
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.offline.adapters import AdapterSplit, adapter_config, export_adapter, merge_adapter, split_adapter
+from ckptkit.offline.hf_base import BaseModel, beside_source, export_config
+from ckptkit.offline.hf_compare import compare_with_base, unexpected_buffers
+from ckptkit.offline.hf_weights import choose_weights
+from ckptkit.offline.model_card import CardFacts, model_card
+from ckptkit.offline.plan import OutputFile, OutputTensor
+from ckptkit.offline.tied import restore_embedding, same_values, settle_tied
+from ckptkit.storage.store import Store
+
+__all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What the user asked for.
+
+    Attributes:
+        dtype: "keep" or a float dtype; floats only are cast.
+        weights: "model", "master" (fp32 copies), or "auto".
+        key_map: None chooses one where there is no doubt.
+        strip_prefix: Removed from every name; names without it are left out.
+        include, exclude: Globs over names before the key map, or over keys of the catalog.
+        untie: Keep a head that a tied config would lose.
+        adapter_config: PEFT's config of an adapter, where the checkpoint and the base have none.
+        merge_adapter: Merge the adapter into the base weights.
+        card: Write README.md.
+        strict: Raise on all that does not fit the base. Without, it is listed in `HFExport.faults`.
+    """
+
+    dtype: str = "keep"
+    weights: Literal["auto", "model", "master"] = "auto"
+    key_map: NameMap | None = None
+    strip_prefix: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    untie: bool = False
+    adapter_config: Mapping[str, Any] | None = None
+    merge_adapter: bool = False
+    card: bool = True
+    strict: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HFExport:
+    """An export, ready to be laid out in files.
+
+    Attributes:
+        tensors: By name, in the order of the source.
+        files: config.json, tokenizer and the like, README.md.
+        kind: "model" (model*.safetensors) or "adapter" (adapter_model.safetensors, one file).
+        config: As it is written; None where there is none.
+        key_map: Name of the map that was applied.
+        leftovers: Source tensors that go nowhere, with the reason.
+        missing: Names the base has and no source gives.
+        faults: Everything that does not fit the base; empty unless `strict` was off.
+        notes: Decisions a person should know.
+        checked: What names and shapes were compared with: a path or repo, or "" for nothing.
+    """
+
+    tensors: tuple[OutputTensor, ...]
+    files: tuple[OutputFile, ...]
+    kind: Literal["model", "adapter"]
+    config: Mapping[str, Any] | None
+    key_map: str
+    leftovers: tuple[tuple[str, str], ...]
+    missing: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    checked: str = ""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An export in the making."""
+
+    store: Store
+    catalog: Catalog
+    base: BaseModel
+    options: ExportOptions
+    targets: dict[str, Target] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    key_map: str = "hf"
+    weights: str = "model"
+    untied: bool = False
+
+
+def plan_export(
+    store: Store, catalog: Catalog, *, base: BaseModel | None = None, options: ExportOptions | None = None
+) -> HFExport:
+    """Return the export of a checkpoint. Reads side files, and tied tensors where their bytes must be compared.
+
+    Args:
+        base: What --base gave; what the checkpoint itself carries completes it.
+
+    Raises:
+        CheckpointMismatchError: Names collide; names or shapes differ from the base; a tied head differs.
+        UnsupportedFormatError: A dtype has no name in safetensors, or an adapter is of an unknown kind.
+        UsageError: Options contradict the checkpoint.
+    """
+    own = beside_source(store, catalog)
+    draft = _Draft(store, catalog, base.over(own) if base is not None else own, options or ExportOptions())
+    draft.notes += draft.base.notes
+    _select(draft)
+    split = split_adapter(draft.targets)
+    if split is not None:
+        draft.dropped.update(split.dropped)
+        draft.notes += [f"adapter {name!r}" for name in split.names if name != "default"]
+        if not draft.options.merge_adapter:
+            return _adapter_export(draft, split)
+    elif draft.options.merge_adapter:
+        raise UsageError("--merge-adapter: the checkpoint holds no adapter (no lora_A or lora_B).")
+    return _model_export(draft, split)
+
+
+def export_tensors(
+    catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Target], dict[str, str], tuple[str, ...]]:
+    """Return the tensors that another target than `hf` gets: (by name, left out with the reason, notes).
+
+    Roles, prefixes, globs, the key map that was asked for and casts apply; nothing is chosen, dropped as
+    tied or compared.
+    """
+    from ckptkit.storage.local import LocalStore
+
+    draft = _Draft(LocalStore("."), catalog, BaseModel("", config), options)
+    _select(draft)
+    if options.key_map is not None:
+        _map_names(draft)
+    return {n: _cast(t, options.dtype) for n, t in draft.targets.items()}, draft.dropped, tuple(draft.notes)
+
+
+# --- which tensors, under which names
+
+
+def _select(draft: _Draft) -> None:
+    """Fill the targets: of the role that was asked for, names without wrappers and prefix, chosen by globs."""
+    options = draft.options
+    chosen = choose_weights(draft.catalog, options.weights)
+    draft.weights = chosen.weights
+    draft.notes += chosen.notes
+    names = strip_infixes(chosen.entries)
+    if options.strip_prefix:
+        kept = strip_prefix(names.values(), options.strip_prefix)
+        draft.dropped.update(
+            {
+                chosen.entries[n].name: f"lacks the prefix {options.strip_prefix!r}"
+                for n, s in names.items()
+                if s not in kept
+            }
+        )
+        names = {name: kept[short] for name, short in names.items() if short in kept}
+    else:
+        names = _without_wrapper_of(names, draft)
+    for name, short in names.items():
+        entry = chosen.entries[name]
+        if options.include and not _globs(options.include, short, entry.name):
+            draft.dropped[entry.name] = "not included"
+        elif _globs(options.exclude, short, entry.name):
+            draft.dropped[entry.name] = "excluded"
+        else:
+            draft.targets[short] = Target.of(entry, short)
+    if not draft.targets:
+        raise UsageError(
+            f"nothing to export: none of {len(chosen.entries)} {chosen.weights} tensors is left after --include, "
+            "--exclude and --strip-prefix."
+        )
+
+
+def _without_wrapper_of(names: dict[str, str], draft: _Draft) -> dict[str, str]:
+    """Strip a prefix that all names share and that the base model's names prove to be none of its own."""
+    wanted = draft.base.wanted
+    if not wanted or not names or set(wanted) <= set(names.values()):
+        return names
+    probe = max(wanted, key=len)
+    for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
+        inside = {name: short.removeprefix(prefix) for name, short in names.items() if short.startswith(prefix)}
+        missing = set(wanted) - set(inside.values())
+        if len(missing) <= len(wanted) // 20 and len(missing) < len(set(wanted) - set(names.values())):
+            draft.notes.append(f"the prefix {prefix!r} was stripped: {len(wanted) - len(missing)} names are the base's")
+            if len(inside) == len(names):
+                return inside
+            outside = {name: short for name, short in names.items() if name not in inside}
+            return {**inside, **outside}
+    return names
+
+
+def _map_names(draft: _Draft) -> None:
+    options, config = draft.options, draft.base.config
+    if options.key_map is None:
+        chosen = choose_map(draft.targets, wanted=draft.base.wanted, config=config)
+        mapped, key_map = chosen.mapped, chosen.key_map
+        if key_map.name != "hf":
+            draft.notes.append(f"key map {key_map.name}: {chosen.why}")
+    else:
+        key_map = options.key_map
+        mapped = key_map.apply(draft.targets, config=config)
+    draft.targets = dict(mapped.targets)
+    draft.dropped.update(mapped.dropped)
+    draft.key_map = key_map.name
+    if options.key_map is not None:
+        draft.notes += [f"key map {key_map.name}: {text} matched nothing" for text in mapped.unused]
+
+
+# --- the two kinds of export
+
+
+def _model_export(draft: _Draft, split: AdapterSplit | None) -> HFExport:
+    options = draft.options
+    merge = None
+    if split is not None:
+        config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
+        merge = merge_adapter(split, config)
+        draft.targets = {**split.base, **{name: replace(t, name=name) for name, t in split.saved.items()}}
+        for pair in split.pairs.values():
+            for factor in (pair.a, pair.b):
+                draft.dropped.update(dict.fromkeys(factor.sources if factor else (), "merged into the base weight"))
+        draft.notes.append(f"adapter merged into {len(split.pairs)} weights")
+    _map_names(draft)
+    _settle_tied(draft)
+    _drop_buffers(draft)
+    _compare(draft)
+    _note_experts(draft)
+    targets = {name: _cast(target, options.dtype) for name, target in draft.targets.items()}
+    tensors: dict[str, OutputTensor] = dict(merge(targets)) if merge is not None else dict(targets)
+    if merge is not None:
+        for tensor in tensors.values():
+            for source in tensor.sources:
+                draft.dropped.pop(source, None)
+    return _finish(draft, tensors, "model")
+
+
+def _adapter_export(draft: _Draft, split: AdapterSplit) -> HFExport:
+    config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
+    made, notes = export_adapter(split, config)
+    draft.notes += notes
+    for target in split.base.values():
+        draft.dropped.update(dict.fromkeys(target.sources, "a base weight: an adapter was exported"))
+    draft.key_map = "peft"
+    tensors = {name: _cast(target, draft.options.dtype) for name, target in made.items()}
+    draft.base = replace(draft.base, config=None, adapter_config=config, wanted={})
+    return _finish(draft, dict(tensors), "adapter")
+
+
+def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["model", "adapter"]) -> HFExport:
+    _check_dtypes(tensors)
+    if draft.faults and draft.options.strict:
+        raise CheckpointMismatchError(
+            f"the checkpoint does not fit {draft.base.where}:\n  " + "\n  ".join(draft.faults) + _advice(draft)
+        )
+    counts = _elements_by_dtype(tensors)
+    config = _config(draft, tensors, counts) if kind == "model" else None
+    files = _small_files(draft, config, kind)
+    used = {source for tensor in tensors.values() for source in tensor.sources}
+    leftovers = [
+        (name, draft.dropped.get(name) or _why_unused(draft, name))
+        for name in draft.catalog.tensors
+        if name not in used
+    ]
+    if draft.options.card:
+        facts = CardFacts(
+            draft.store.url, kind, sum(counts.values()),
+            sum(n * dtype_of(name).itemsize for name, n in counts.items()), counts, draft.weights, draft.key_map,
+            draft.base.repo, tuple(draft.notes),
+        )  # fmt: skip
+        files["README.md"] = model_card(draft.catalog, facts).encode()
+    return HFExport(
+        tuple(tensors.values()),
+        tuple(OutputFile.of_bytes(name, data) for name, data in files.items()),
+        kind,
+        config,
+        draft.key_map,
+        tuple(leftovers),
+        tuple(draft.missing),
+        tuple(draft.faults),
+        tuple(dict.fromkeys(draft.notes)),
+        draft.base.where if draft.base.wanted else "",
+    )
+
+
+# --- rules
+
+
+def _settle_tied(draft: _Draft) -> None:
+    tensors = draft.catalog.tensors
+
+    def same(first: Target, second: Target) -> bool:
+        a, b = (_whole_source(target) for target in (first, second))
+        if a is None or b is None or (first.dtype, second.dtype) != (second.dtype, first.dtype):
+            return False
+        return a == b or same_values(draft.store, tensors[a], tensors[b])
+
+    wanted = draft.base.wanted or None
+    outcome = settle_tied(draft.targets, draft.base.config, same=same, wanted=wanted, untie=draft.options.untie)
+    draft.targets = dict(outcome.targets)
+    draft.dropped.update(outcome.dropped)
+    draft.notes += outcome.notes
+    draft.untied = outcome.untied
+    if wanted and (draft.base.config or {}).get("tie_word_embeddings"):
+        draft.targets = restore_embedding(draft.targets, wanted)
+
+
+def _whole_source(target: Target) -> str | None:
+    """The one source that the target is a copy of."""
+    part = target.parts[0] if len(target.parts) == 1 else None
+    return part.source if part is not None and part.is_plain else None
+
+
+def _drop_buffers(draft: _Draft) -> None:
+    for name, reason in unexpected_buffers(draft.targets, draft.base.wanted).items():
+        for source in draft.targets.pop(name).sources:
+            draft.dropped[source] = reason
+
+
+def _compare(draft: _Draft) -> None:
+    if not draft.base.wanted:
+        return
+    result = compare_with_base(draft.targets, draft.base, untied=draft.untied)
+    draft.notes += result.notes
+    chosen = bool(draft.options.include or draft.options.exclude)
+    draft.missing = list(result.missing)
+    if result.missing and chosen:
+        draft.notes.append(f"{len(result.missing)} tensors of the base were left out by --include and --exclude")
+    elif result.missing:
+        draft.faults += [f"missing: {name}" for name in result.missing]
+    draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]
+    draft.faults += result.shapes
+
+
+def _note_experts(draft: _Draft) -> None:
+    stacked = [n for n, t in draft.targets.items() if n.endswith(".experts.gate_up_proj") and len(t.shape) == 3]
+    if stacked and not draft.base.wanted and not draft.base.config:
+        draft.notes.append(
+            f"{len(stacked)} stacked experts were kept ({stacked[0]}): loaders of the hub's layout skip them. Give "
+            "--base MODEL, or --key-map hf5-experts (qwen, deepseek, olmoe) or hf5-mixtral"
+        )
+
+
+def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
+    # C64 has a name since safetensors 0.8; older readers reject a whole file for it, so it is refused as well.
+    bad = [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in tensors.items()
+        if dtype_of(tensor.dtype).safetensors is None or dtype_of(tensor.dtype).kind == "complex"
+    ]
+    if bad:
+        raise UnsupportedFormatError(
+            f"safetensors, or most of its readers, have no dtype for: {', '.join(bad)}. Leave them out with --exclude "
+            "NAME, or write another format with --to."
+        )
+
+
+def _cast(target: Target, wanted: str) -> Target:
+    """The target in the wanted dtype; a cast that a key map asked for stays."""
+    if wanted == "keep":
+        return target
+    return replace(target, dtype=export_dtype(target.dtype, wanted))
+
+
+# --- small files
+
+
+def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[str, int]) -> dict[str, Any] | None:
+    if draft.base.config is None:
+        draft.notes.append("there is no config.json: transformers and vLLM can't load the export. Give --base MODEL")
+        return None
+    floats = {name: n for name, n in counts.items() if dtype_of(name).kind == "float"}
+    quantized = any(dtype_of(t.dtype).kind == "float8" or _is_scale(name) for name, t in tensors.items())
+    dtype = max(floats, key=lambda name: floats[name]) if floats and not quantized else None
+    config, notes = export_config(draft.base.config, dtype=dtype, untied=draft.untied, quantized=quantized)
+    draft.notes += notes
+    return config
+
+
+def _small_files(draft: _Draft, config: Mapping[str, Any] | None, kind: str) -> dict[str, bytes]:
+    files = dict(draft.base.files)
+    for taken in ("README.md", "config.json", "adapter_config.json"):
+        files.pop(taken, None)
+    if config is not None:
+        files["config.json"] = _json(config)
+    if kind == "adapter":
+        files.pop("generation_config.json", None)
+        files["adapter_config.json"] = _json(draft.base.adapter_config or {})
+    return files
+
+
+def _adapter_source(draft: _Draft) -> Mapping[str, Any] | None:
+    given = draft.options.adapter_config
+    return given if given is not None else draft.base.adapter_config
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _elements_by_dtype(tensors: Mapping[str, OutputTensor]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for tensor in tensors.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    return counts
+
+
+def _is_scale(name: str) -> bool:
+    return name.endswith((".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".scales", ".absmax"))
+
+
+def _why_unused(draft: _Draft, name: str) -> str:
+    role = draft.catalog.tensors[name].role.value
+    return f"{role} state, not among the {draft.weights} weights"
+
+
+def _advice(draft: _Draft) -> str:
+    if any(fault.startswith("unexpected") for fault in draft.faults):
+        return "\n  Try --key-map, --strip-prefix, or --exclude NAME for what the model has no place for."
+    return "\n  Is --base the model that was trained? See: ckptkit inspect URL"
+
+
+def _globs(patterns: tuple[str, ...], *names: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)

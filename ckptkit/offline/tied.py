@@ -1,0 +1,210 @@
+"""Tied weights: which tensors are one, by their bytes, and what an export does with the second name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import TensorEntry, TensorSlice
+from ckptkit.catalog.targets import Target
+from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.errors import CheckpointMismatchError
+from ckptkit.offline.sources import Origin, SourceReader
+from ckptkit.storage.store import Store
+
+__all__ = ["TiedOutcome", "config_ties", "same_values", "settle_tied", "tied_pairs"]
+
+_HEADS = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "output.weight")
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+    "embeddings.weight",
+    "shared.weight",
+)
+_TILE = 4 << 20  # bytes of each tensor that are compared at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TiedOutcome:
+    """What became of tied tensors.
+
+    Attributes:
+        targets: What is left to write.
+        dropped: Sources that are written under their other name, with the reason.
+        untied: The config must say `tie_word_embeddings: false`.
+        notes: What was decided.
+    """
+
+    targets: dict[str, Target]
+    dropped: dict[str, str]
+    untied: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def config_ties(config: Mapping[str, Any] | None) -> bool | None:
+    """Tell what config.json says about tied word embeddings; None where it does not say."""
+    found = (config or {}).get("tie_word_embeddings")
+    if found is None:
+        text = (config or {}).get("text_config")
+        found = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
+    return bool(found) if isinstance(found, (bool, int)) else None
+
+
+def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
+    """Return the pairs (head, embedding) that a config may tie: known names, equal shapes; and the second
+    embedding of an encoder-decoder with its shared one."""
+    embeddings = [name for name in shapes if _is(name, _EMBEDDINGS)]
+    pairs: list[tuple[str, str]] = []
+    for head in (name for name in shapes if _is(name, _HEADS)):
+        fitting = [name for name in embeddings if shapes[name] == shapes[head] and name != head]
+        # Of several (towers of text and audio) the one nearest in the tree of modules.
+        fitting.sort(key=lambda name: (-_common(head, name), len(name)))
+        pairs += [(head, fitting[0])] if fitting else []
+    if "shared.weight" in shapes:
+        both = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+        pairs += [(name, "shared.weight") for name in both if shapes.get(name) == shapes["shared.weight"]]
+    return pairs
+
+
+def settle_tied(
+    targets: Mapping[str, Target],
+    config: Mapping[str, Any] | None,
+    *,
+    same: Callable[[Target, Target], bool],
+    wanted: Mapping[str, Any] | None = None,
+    untie: bool = False,
+) -> TiedOutcome:
+    """Return the targets without the second names of tied tensors.
+
+    A head is left out only where the config says tied and its bytes are those of the embedding. A head
+    that the base model stores beside its embedding stays.
+
+    Args:
+        same: Tells whether two targets hold the same bytes; asked only where it matters.
+        wanted: The names the base model stores, where they are known.
+        untie: Keep a head that differs, and have the config say so.
+
+    Raises:
+        CheckpointMismatchError: The config says tied, but the head has values of its own.
+    """
+    if not config or config_ties(config) is False:
+        return TiedOutcome(dict(targets), {})
+    names = dict(targets)
+    dropped: dict[str, str] = {}
+    notes: list[str] = []
+    untied = False
+    for head, embedding in tied_pairs({name: target.shape for name, target in targets.items()}):
+        # Where the config is silent, only a base model that stores no head of its own proves that it is tied.
+        tied = config_ties(config) or (wanted is not None and embedding in wanted and head not in wanted)
+        equal = same(targets[head], targets[embedding])
+        if equal and tied and not untie:
+            for source in set(names.pop(head).sources) - set(targets[embedding].sources):
+                dropped[source] = f"tied: the same bytes as {embedding!r}"
+            notes.append(f"{head} is tied to {embedding}: equal bytes, written once")
+        elif not equal and config_ties(config) and not untie:
+            raise CheckpointMismatchError(
+                f"config.json says tie_word_embeddings, but {head!r} differs from {embedding!r}: loading the export "
+                "would lose the head. Was it trained apart? Use --untie to keep both and correct the config."
+            )
+        elif not equal or untie:
+            untied = True
+            notes.append(f"{head} and {embedding} are both kept; config.json says tie_word_embeddings: false")
+    if untie and not untied:
+        notes.append("--untie had nothing to do: the checkpoint has no head of its own")
+    return TiedOutcome(names, dropped, untied, tuple(notes))
+
+
+def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
+    """Return the targets with an embedding that was stored only under its head's name, renamed to what the
+    base wants. Only for tied configs."""
+    names = dict(targets)
+    for embedding in (name for name in wanted if _is(name, _EMBEDDINGS) and name not in targets):
+        for head in (name for name in targets if _is(name, _HEADS) and name not in wanted):
+            names[embedding] = replace(names.pop(head), name=embedding)
+            break
+    return names
+
+
+def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
+    """Tell whether two tensors of a checkpoint hold the same bytes.
+
+    Recorded digests decide where both record the same pieces; else both are read, a few MB at a time.
+    """
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    known = _by_record(first, second)
+    if known is not None:
+        return known
+    most = max(1, _TILE // dtype_of(first.dtype).itemsize)
+    tiles = Box.whole(first.shape).tiles(most)
+    return all(np.array_equal(_read_box(store, first, tile), _read_box(store, second, tile)) for tile in tiles)
+
+
+def _read_box(store: Store, entry: TensorEntry, box: Box) -> Any:
+    """The bytes of a box of a tensor, row-major: [*sizes, itemsize]."""
+    itemsize = dtype_of(entry.dtype).itemsize
+    out = np.empty((*box.sizes, itemsize), np.uint8)
+    offsets, sizes = (np.array([values], np.int64).reshape(1, box.ndim) for values in (box.offsets, box.sizes))
+    found = pieces(entry, offsets, sizes)
+    starts, strides = source_layout(entry, found)
+    for i in range(len(found)):
+        shape, steps = found.sizes[i].tolist(), strides[i].tolist()
+        raw = np.empty((1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))) * itemsize, np.uint8)
+        _read(store, entry.slices[int(found.rows[i])], int(starts[i]), raw)
+        view = np.ndarray((*shape, itemsize), np.uint8, raw.data, strides=(*(s * itemsize for s in steps), 1))
+        begin = (found.offsets[i] - offsets[0]).tolist()
+        out[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))] = view
+    return out
+
+
+def _read(store: Store, row: TensorSlice, start: int, out: Any) -> None:
+    if row.codec is None:
+        store.read_into(row.path, start, memoryview(out))
+        return
+    reader = SourceReader(store, [Origin(row.path, row.codec)])
+    try:
+        reader.read(0, start, memoryview(out))
+    finally:
+        reader.close()
+
+
+def _by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
+    """What the records say: the same bytes of the same files, or digests over the same boxes; else None."""
+    if len(first.slices) != len(second.slices) or len(first.slices) > 4096:
+        return None
+    a, b = (sorted(e.slices, key=lambda s: (s.box.offsets, s.box.sizes, s.path, s.start)) for e in (first, second))
+    if any(x.box != y.box or x.strides != y.strides for x, y in zip(a, b, strict=True)):
+        return None
+    if all((x.path, x.start, x.codec) == (y.path, y.start, y.codec) for x, y in zip(a, b, strict=True)):
+        return True
+    digests = [(x.digest, y.digest, x.nbytes, x.start, y.start) for x, y in zip(a, b, strict=True)]
+    for one, other, nbytes, start, other_start in digests:
+        if one is None or other is None or one.algorithm != other.algorithm:
+            return None
+        if (one.start, one.nbytes, other.start, other.nbytes) != (start, nbytes, other_start, nbytes):
+            return None
+    if any(one.value != other.value for one, other, *_ in digests if one and other):
+        return False
+    # Equal 64-bit digests of data that nobody chose are equal bytes; 32 bits are too few to be sure.
+    return True if digests and digests[0][0] and digests[0][0].algorithm.startswith("xxh3") else None
+
+
+def _is(name: str, endings: tuple[str, ...]) -> bool:
+    return any(name == ending or name.endswith("." + ending) for ending in endings)
+
+
+def _common(first: str, second: str) -> int:
+    count = 0
+    for a, b in zip(first.split("."), second.split("."), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,188 @@
+"""LoRA adapters: exported under PEFT's names with a given config, or merged as PEFT merges."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.targets import Part, Target
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.formats import dcp, safetensors
+from ckptkit.offline.adapters import adapter_config, export_adapter, merge_adapter, scaling, split_adapter
+from ckptkit.offline.hf_base import open_base
+from ckptkit.offline.hf_export import ExportOptions, plan_export
+from ckptkit.storage.store import open_store
+from tests.offline.exports import bits_of, carried_out, same_bits, small_files
+
+
+def targets(**shapes: tuple[int, ...]) -> dict[str, Target]:
+    made = {}
+    for key, shape in shapes.items():
+        name = key.replace("__", ".")
+        made[name] = Target(name, "float32", shape, (Part(Box.whole(shape), name, Box.whole(shape)),), "float32")
+    return made
+
+
+def lora(**more: tuple[int, ...]) -> dict[str, Target]:
+    return targets(
+        q__base_layer__weight=(6, 4), q__lora_A__default__weight=(2, 4), q__lora_B__default__weight=(6, 2), **more
+    )
+
+
+def test_the_zoos_adapter_is_exported_as_peft_stores_it(zoo: Path) -> None:
+    case = zoo / "peft_lora_dcp_full_w2"
+    store = open_store(str(case / "ckpt"))
+    catalog = dcp.open_catalog(store)
+    given = json.loads((case / "peft_config.json").read_text())
+    export = plan_export(store, catalog, options=ExportOptions(adapter_config=given))
+    assert export.kind == "adapter"
+    same_bits(carried_out(store, catalog, export), bits_of(case / "EXPECTED_adapter" / "adapter_model.safetensors"))
+    config = json.loads(small_files(export)["adapter_config.json"])
+    expected = json.loads((case / "EXPECTED_adapter" / "adapter_config.json").read_text())
+    for key in ("peft_type", "r", "lora_alpha", "task_type", "inference_mode"):
+        assert config[key] == expected[key]
+    assert sorted(config["target_modules"]) == sorted(expected["target_modules"])
+
+
+def test_the_zoos_adapter_merges_bit_for_bit(zoo: Path) -> None:
+    pytest.importorskip("torch")
+    case = zoo / "peft_lora_dcp_full_w2"
+    store = open_store(str(case / "ckpt"))
+    catalog = dcp.open_catalog(store)
+    given = json.loads((case / "peft_config.json").read_text())
+    export = plan_export(store, catalog, options=ExportOptions(adapter_config=given, merge_adapter=True))
+    same_bits(carried_out(store, catalog, export), bits_of(case / "EXPECTED_merged.safetensors"))
+    assert export.leftovers == ()
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize(("dtype", "adapter_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"),
+                                                      ("bfloat16", "float32"), ("float16", "float16")])  # fmt: skip
+def test_merging_is_what_peft_does(tmp_path: Path, dtype: str, adapter_dtype: str, use_rslora: bool) -> None:
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(1)
+    base = torch.nn.ModuleDict(
+        {"q": torch.nn.Linear(40, 24), "k": torch.nn.Linear(40, 8), "e": torch.nn.Embedding(9, 6)}
+    )
+    base = base.to(getattr(torch, dtype))
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k", "e"], "rank_pattern": {"k": 2},
+              "alpha_pattern": {"k": 3}, "use_rslora": use_rslora}  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, peft.LoraConfig(**config), autocast_adapter_dtype=False)
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.data = torch.randn_like(parameter, dtype=torch.float32).to(getattr(torch, adapter_dtype))
+        save_file({n: t.contiguous().clone() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
+        merged = model.merge_and_unload().state_dict()
+    store = open_store(str(tmp_path))
+    catalog = safetensors.open_catalog(store)
+    export = plan_export(store, catalog, options=ExportOptions(adapter_config=config, merge_adapter=True))
+    found = carried_out(store, catalog, export)
+    save_file({n: t.contiguous() for n, t in merged.items()}, tmp_path / "merged.safetensors")
+    assert load_file(tmp_path / "merged.safetensors")["q.weight"].dtype == getattr(torch, dtype)
+    same_bits(found, bits_of(tmp_path / "merged.safetensors"))
+
+
+def test_alpha_is_never_made_up(zoo: Path) -> None:
+    store = open_store(str(zoo / "peft_lora_dcp_full_w2" / "ckpt"))
+    catalog = dcp.open_catalog(store)
+    with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*alpha is not recorded"):
+        plan_export(store, catalog)
+    with pytest.raises(UsageError, match="does not say lora_alpha"):
+        plan_export(store, catalog, options=ExportOptions(adapter_config={"r": 4}))
+
+
+def test_the_config_may_lie_in_the_base(zoo: Path) -> None:
+    store = open_store(str(zoo / "peft_lora_dcp_full_w2" / "ckpt"))
+    base = open_base(str(zoo / "peft_lora_dcp_full_w2" / "EXPECTED_adapter"))
+    export = plan_export(store, dcp.open_catalog(store), base=base)
+    assert json.loads(small_files(export)["adapter_config.json"])["lora_alpha"] == 16
+
+
+def test_a_rank_that_is_not_the_tensors_is_refused() -> None:
+    split = split_adapter(lora())
+    assert split is not None
+    with pytest.raises(CheckpointMismatchError, match=r"says rank 8 for 'q', its tensors have rank 2"):
+        adapter_config({"r": 8, "lora_alpha": 1}, split, base=None)
+
+
+@pytest.mark.parametrize(
+    "flag", ["use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "target_parameters", "lora_bias"]
+)
+def test_variants_with_another_formula_are_not_merged(flag: str) -> None:
+    split = split_adapter(lora())
+    assert split is not None
+    with pytest.raises(UnsupportedFormatError, match=flag):
+        merge_adapter(split, {"r": 2, "lora_alpha": 1, flag: [1]})
+
+
+def test_dora_magnitudes_keep_their_name_in_an_adapter_and_are_not_merged() -> None:
+    split = split_adapter(lora(q__lora_magnitude_vector__default__weight=(6,)))
+    assert split is not None
+    made, _ = export_adapter(split, {})
+    assert "base_model.model.q.lora_magnitude_vector" in made
+    with pytest.raises(UnsupportedFormatError, match="lora_magnitude_vector"):
+        merge_adapter(split, {"r": 2, "lora_alpha": 1})
+
+
+def test_modules_trained_whole_are_saved_beside_the_factors() -> None:
+    more = {"head__original_module__weight": (3, 4), "head__modules_to_save__default__weight": (3, 4)}
+    split = split_adapter(lora(**more))
+    assert split is not None
+    made, _ = export_adapter(split, {})
+    assert sorted(made) == ["base_model.model.head.weight", "base_model.model.q.lora_A.weight",
+                            "base_model.model.q.lora_B.weight"]  # fmt: skip
+    assert made["base_model.model.head.weight"].sources == ("head.modules_to_save.default.weight",)
+    assert list(split.dropped) == ["head.original_module.weight"]
+
+
+def test_a_factor_without_the_other_is_refused() -> None:
+    with pytest.raises(CheckpointMismatchError, match="lora_A or lora_B is missing for: k"):
+        split_adapter(lora(k__lora_A__default__weight=(2, 4)))
+
+
+def test_several_adapters_are_refused_by_name() -> None:
+    more = {"q__lora_A__other__weight": (2, 4), "q__lora_B__other__weight": (6, 2)}
+    with pytest.raises(UnsupportedFormatError, match="several adapters: default, other"):
+        split_adapter(lora(**more))
+
+
+def test_factors_that_do_not_fit_the_weight_are_refused() -> None:
+    made = targets(q__base_layer__weight=(6, 5), q__lora_A__weight=(2, 4), q__lora_B__weight=(6, 2))
+    split = split_adapter(made)
+    assert split is not None
+    with pytest.raises(CheckpointMismatchError, match=r"do not fit the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"):
+        merge_adapter(split, {"r": 2, "lora_alpha": 1})
+
+
+def test_names_without_adapters_are_none() -> None:
+    assert split_adapter(targets(model__lora_head__weight=(2, 2))) is None
+
+
+def test_merging_without_an_adapter_is_refused(zoo: Path) -> None:
+    store = open_store(str(zoo / "hf_ref_llama_tied"))
+    with pytest.raises(UsageError, match="holds no adapter"):
+        plan_export(store, safetensors.open_catalog(store), options=ExportOptions(merge_adapter=True))
+
+
+def test_patterns_follow_pefts_rule() -> None:
+    config = {"r": 8, "lora_alpha": 16, "alpha_pattern": {"mlp.down_proj": 32}, "rank_pattern": {"q_proj": 4}}
+    assert scaling(config, "model.layers.0.mlp.down_proj") == 4.0
+    assert scaling(config, "model.layers.0.self_attn.q_proj") == 4.0
+    assert scaling(config, "model.layers.0.xq_proj") == 2.0
+
+
+def test_starting_values_that_change_the_base_are_noted() -> None:
+    split = split_adapter(lora())
+    assert split is not None
+    _, notes = export_adapter(split, {"init_lora_weights": "pissa_niter_16"})
+    assert "fits only that base" in notes[0]
+    assert np.ndim(notes) == 1
