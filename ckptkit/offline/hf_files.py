@@ -16,9 +16,10 @@ from ckptkit.formats.safetensors_header import (
 )
 from ckptkit.offline.plan import Literal, OutputFile, OutputTensor, Placement
 
-__all__ = ["hf_files", "in_disk_order"]
+__all__ = ["adapter_files", "hf_files", "in_disk_order"]
 
 METADATA = {"format": "pt"}
+ADAPTER = "adapter_model.safetensors"
 
 
 def hf_files(
@@ -57,3 +58,14 @@ def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[Out
         return "", 0
 
     return sorted(tensors, key=place)
+
+
+def adapter_files(
+    catalog: Catalog, tensors: Sequence[OutputTensor]
+) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
+    """Lay tensors out as `adapter_model.safetensors`, the one file PEFT reads."""
+    ordered = in_disk_order(catalog, tensors)
+    layout = lay_out([HeaderTensor(t.name, t.dtype, t.shape) for t in ordered], METADATA)
+    file = OutputFile(ADAPTER, layout.nbytes, (Literal(0, layout.header),))
+    placements = [Placement.whole(tensor, 0, start) for tensor, start in zip(ordered, layout.starts, strict=True)]
+    return [file], placements, (ADAPTER,)

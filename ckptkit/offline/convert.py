@@ -1,0 +1,245 @@
+"""Any checkpoint into Hugging Face, DCP, torch or LOCAL files: catalog -> names -> plan -> copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ckptkit.errors import UsageError
+from ckptkit.formats.options import ReadOptions
+from ckptkit.offline.copy import Progress, execute
+from ckptkit.offline.coverage import check_plan
+from ckptkit.offline.plan import OutputFile, OutputTensor, Plan
+from ckptkit.offline.publish import open_target
+from ckptkit.offline.report import ConvertReport, peak_memory
+from ckptkit.units import parse_size
+
+if TYPE_CHECKING:
+    from ckptkit.catalog.names import NameMap
+    from ckptkit.formats.detect import Source
+
+__all__ = ["ConvertReport", "Format", "convert"]
+
+Format: TypeAlias = Literal["hf", "dcp", "torch", "local"]
+Weights: TypeAlias = Literal["auto", "model", "master"]
+_FORMATS = ("hf", "dcp", "torch", "local")
+_MIN_MEMORY = 16_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is to be written, before it has a place: tensors under their new names, and small files."""
+
+    tensors: tuple[OutputTensor, ...]
+    files: tuple[OutputFile, ...] = ()
+    leftovers: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    kind: str = "model"
+    compared: str = ""
+
+
+def convert(  # noqa: PLR0913 - one argument an option
+    src: str,
+    dst: str,
+    *,
+    to: Format = "hf",
+    dtype: str = "keep",
+    weights: Weights = "auto",
+    base: str | None = None,
+    key_map: NameMap | str | None = None,
+    strip_prefix: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    max_shard_size: str | int = "5GB",
+    world_size: int | None = None,
+    workers: int = 0,
+    max_memory: str | int = "512MB",
+    check: bool = True,
+    verify: bool = False,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    layout: str | None = None,
+    merge_adapter: bool = False,
+    untie: bool = False,
+) -> ConvertReport:
+    """Convert the checkpoint at `src` and publish the result at `dst`, whole or not at all.
+
+    Holds at most `max_memory` bytes of tensors, starts no process group and needs no model class. Under
+    `torchrun` every rank calls it: the files are shared out, and published once.
+
+    Args:
+        to: "hf" (a directory of model*.safetensors), "dcp" (for `world_size` ranks), "torch" (one file of
+            `torch.save`; `dst` names the file, or a directory to put pytorch_model.bin in), "local".
+        dtype: "keep", or the float dtype that floats are cast to.
+        weights: "master" exports the fp32 copies that some optimizers keep.
+        base: Hugging Face directory or repo: config, tokenizer, and the names and shapes that are wanted.
+        key_map: A built-in name, a TOML or JSON file, or a NameMap.
+        layout: URL of a layout of flat parameters, for formats that need one.
+        check: Check the digests that the source recorded, while it is read.
+        verify: Read the result again and compare it with the source, element for element.
+        dry_run: Plan only; `ConvertReport.plan_lines()` shows it.
+
+    Raises:
+        UsageError: Options that do not fit together.
+        CheckpointMismatchError: Names or shapes differ from the base.
+        CorruptCheckpointError: The source is damaged or incomplete; nothing was published.
+    """
+    started = time.perf_counter()
+    if to not in _FORMATS:
+        raise UsageError(f"to={to!r} is none of {', '.join(_FORMATS)}.")
+    memory = parse_size(max_memory)
+    if memory < _MIN_MEMORY:
+        raise UsageError(f"--max-memory {max_memory} is too little: give 16MB or more.")
+    from ckptkit.formats.detect import open_source
+
+    options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix)
+    source = open_source(src, storage_options=storage_options, options=options)
+    choice = _Choice(
+        to, dtype, weights, base, key_map, strip_prefix, tuple(include), tuple(exclude), merge_adapter, untie
+    )
+    chosen = _choose(source, choice, storage_options)
+    target = open_target(dst, single_file=to == "torch", overwrite=overwrite, storage_options=storage_options)
+    plan = _plan(source, chosen, to, target.file_name, parse_size(max_shard_size), world_size)
+    report = ConvertReport(
+        src, dst, source.url, source.catalog.info.format, to, plan,
+        tensors=len(chosen.tensors), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=dry_run,
+    )  # fmt: skip
+    if dry_run:
+        check_plan(plan)
+        return report
+    with target.stage(plan.last) as (store, share):
+        done = execute(
+            plan, source.store, store, workers=workers, max_memory=memory, check=check, progress=progress, only=share
+        )
+        verified = None
+        if verify:
+            from ckptkit.offline.prove import prove_equal
+
+            verified = prove_equal(plan, source.store, store, max_memory=memory, workers=workers)
+    return replace(
+        report,
+        nbytes_read=done.nbytes_read,
+        checked=done.records,
+        verified=verified,
+        proved=_proved(plan, chosen, to, done.records, verified),
+        seconds=time.perf_counter() - started,
+        peak_memory=peak_memory(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What the user wants of the source."""
+
+    to: Format
+    dtype: str
+    weights: Weights
+    base: str | None
+    key_map: NameMap | str | None
+    strip_prefix: str | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    merge_adapter: bool
+    untie: bool
+
+
+def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] | None) -> _Chosen:
+    from ckptkit.offline.hf_export import ExportOptions, export_tensors, plan_export
+    from ckptkit.offline.key_maps import resolve_key_map
+
+    options = ExportOptions(
+        dtype=choice.dtype,
+        weights=choice.weights,
+        key_map=resolve_key_map(choice.key_map),
+        strip_prefix=choice.strip_prefix,
+        include=choice.include,
+        exclude=choice.exclude,
+        untie=choice.untie,
+        merge_adapter=choice.merge_adapter,
+    )
+    known = None
+    if choice.base is not None:
+        from ckptkit.offline.hf_base import open_base
+
+        known = open_base(choice.base, storage_options=storage_options)
+    if choice.to == "hf":
+        export = plan_export(source.store, source.catalog, base=known, options=options)
+        return _Chosen(
+            export.tensors, export.files, export.leftovers, export.missing, export.notes, export.kind, export.checked
+        )
+    if choice.merge_adapter:
+        raise UsageError(f"--merge-adapter exports a Hugging Face model; --to {choice.to} keeps adapters as they are.")
+    config = known.config if known is not None else None
+    tensors, dropped, notes = export_tensors(source.catalog, options=options, config=config)
+    used = {key for tensor in tensors.values() for key in tensor.sources}
+    leftovers = [
+        (name, dropped.get(name) or f"{entry.role.value} state")
+        for name, entry in source.catalog.tensors.items()
+        if name not in used
+    ]
+    return _Chosen(tuple(tensors.values()), (), tuple(leftovers), (), notes)
+
+
+def _plan(
+    source: Source, chosen: _Chosen, to: Format, file_name: str, max_shard_size: int, world_size: int | None
+) -> Plan:
+    """Lay the chosen tensors out in the files of the target format."""
+    catalog, tensors = source.catalog, chosen.tensors
+    if world_size is not None and to in ("hf", "torch"):
+        raise UsageError(f"--world-size does not go with --to {to}: it is not sharded by rank.")
+    if to == "hf":
+        from ckptkit.offline.hf_files import adapter_files, hf_files
+
+        if chosen.kind == "adapter":
+            files, placements, last = adapter_files(catalog, tensors)
+        else:
+            files, placements, last = hf_files(catalog, tensors, max_shard_size=max_shard_size)
+    elif to == "torch":
+        from ckptkit.offline.torch_file import torch_file
+
+        files, placements, last = torch_file(catalog, tensors, path=file_name)
+    else:
+        from ckptkit.offline.rank_files import dcp_files, local_files
+
+        lay_out = dcp_files if to == "dcp" else local_files
+        files, placements, last = lay_out(catalog, tensors, world_size=world_size or 1)
+    return Plan(
+        catalog,
+        (*files, *chosen.files),
+        tuple(placements),
+        last,
+        chosen.leftovers,
+        chosen.missing,
+        chosen.notes,
+    )
+
+
+def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
+    notes = [*([source.note] if source.note else []), *source.catalog.info.notes, *plan.notes]
+    if plan.leftovers:
+        reasons: dict[str, int] = {}
+        for _, reason in plan.leftovers:
+            reasons[reason] = reasons.get(reason, 0) + 1
+        counts = ", ".join(f"{count} ({reason})" for reason, count in reasons.items())
+        notes.append(f"tensors left out: {counts}")
+    return tuple(dict.fromkeys(notes))
+
+
+def _proved(plan: Plan, chosen: _Chosen, to: Format, records: int, verified: int | None) -> tuple[str, ...]:
+    """What was checked and holds: each sentence stands for a check that would have raised."""
+    count = len(chosen.tensors)
+    facts = ["every element covered once"]
+    if records:
+        facts.append(f"{records} digests of the source checked")
+    if chosen.compared:
+        facts.append(f"names and shapes match {chosen.compared}")
+    if to == "hf":
+        facts.append("index exact" if len(plan.last) and plan.last[0].endswith(".json") else "header exact")
+    if verified is not None:
+        facts.append(f"{verified}/{count} tensors equal to the source")
+    return tuple(facts)

@@ -1,0 +1,50 @@
+"""Which key map the user means: a built-in name, a file, an installed package's entry point, or a map itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptkit.catalog.builtin_maps import BUILTIN_MAPS, builtin_map
+from ckptkit.catalog.key_map_file import parse_key_map
+from ckptkit.catalog.names import NameMap
+from ckptkit.errors import UsageError
+
+__all__ = ["ENTRY_POINTS", "resolve_key_map"]
+
+ENTRY_POINTS = "ckptkit.key_maps"  # each gives a NameMap, or a function without arguments that returns one
+
+
+def resolve_key_map(key_map: NameMap | str | None) -> NameMap | None:
+    """Return the key map that `--key-map` names; None for None.
+
+    Files are read where the text looks like a path (it exists, or ends in .toml or .json). Installed
+    packages are asked last, since that runs their code.
+
+    Raises:
+        UsageError: There is no such map, or its file is malformed.
+    """
+    if key_map is None or isinstance(key_map, NameMap):
+        return key_map
+    if key_map.removeprefix("inverse:") in BUILTIN_MAPS:
+        return builtin_map(key_map)
+    if os.path.isfile(key_map) or key_map.endswith((".toml", ".json")):
+        try:
+            with Path(key_map).open(encoding="utf-8") as file:
+                return parse_key_map(file.read(), file=key_map)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--key-map {key_map}: it can't be read: {error}.") from error
+    return _installed(key_map) or builtin_map(key_map)
+
+
+def _installed(name: str) -> NameMap | None:
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == name:
+            found = point.load()
+            made = found if isinstance(found, NameMap) else found()
+            if not isinstance(made, NameMap):
+                raise UsageError(f"the entry point {name!r} of {ENTRY_POINTS} gives {type(made).__name__}, no NameMap.")
+            return made
+    return None

@@ -1,0 +1,136 @@
+"""Reading a result again and proving it equal to its source, tensor by tensor, by additive fingerprints."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import IntegrityError
+from ckptkit.offline.boxes import tile_numel
+from ckptkit.offline.casts import cast_into
+from ckptkit.offline.fingerprint import Fingerprint, fingerprint_of
+from ckptkit.offline.gather import Gatherer
+from ckptkit.offline.jobs import EntryMap, prepare
+from ckptkit.offline.plan import OutputTensor, Placement, Plan
+from ckptkit.offline.pool import Pool, Worker
+from ckptkit.offline.sources import Origin, SourceReader
+from ckptkit.storage.store import Store
+
+__all__ = ["prove_equal"]
+
+_CHUNK = 1 << 20
+_TILE = 4 << 20
+
+
+def prove_equal(plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int = 0) -> int:
+    """Read `result`, and the source again, and compare; return how many tensors are equal: all of them.
+
+    The source is fingerprinted slice by slice as its files hold it, the result box by box as it lies
+    there, so a box that went to the wrong place is found as well as a wrong byte.
+
+    Raises:
+        IntegrityError: Some tensors differ; it names them.
+    """
+    workers = workers or 4
+    prover = _Prover(plan, source, result, max_memory=max_memory, workers=workers)
+    pool = Pool(workers, _CHUNK)
+    try:
+        pool.run([partial(prover.compare, index) for index in range(len(plan.placements))])
+    finally:
+        prover.close()
+    if prover.different:
+        names = ", ".join(sorted(prover.different)[:10])
+        raise IntegrityError(
+            f"{len(prover.different)} of {len(plan.placements)} tensors of the result differ from the source: {names}. "
+            "Nothing was published. Run it again; if it stays, the disk or the memory is faulty, or this is a bug."
+        )
+    return len(plan.placements)
+
+
+class _Prover:
+    def __init__(self, plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int) -> None:
+        work = prepare(plan, check=False, by_boxes=True)
+        self._plan = plan
+        self._maps: dict[str, EntryMap] = work.maps
+        self._source = SourceReader(source, work.origins)
+        self._result = SourceReader(result, [Origin(file.path) for file in plan.files])
+        self._gatherer = Gatherer(self._source, work.maps, None, max_bytes=max_memory)
+        self._tile_nbytes = max(_CHUNK, min(_TILE, max_memory // (4 * workers)))
+        self._big_nbytes = max(self._tile_nbytes, max_memory // (4 * workers))
+        self._lock = threading.Lock()
+        self.different: list[str] = []
+
+    def close(self) -> None:
+        self._source.close()
+        self._result.close()
+
+    def compare(self, index: int, worker: Worker) -> None:
+        placement = self._plan.placements[index]
+        if self._found(placement, worker) != self._expected(placement.tensor, worker):
+            with self._lock:
+                self.different.append(placement.tensor.name)
+
+    # --- the result: its boxes as they lie in the files; of replicas each must be the same
+
+    def _found(self, placement: Placement, worker: Worker) -> Fingerprint | None:
+        tensor = placement.tensor
+        itemsize = dtype_of(tensor.dtype).itemsize
+        known: dict[Box, Fingerprint] = {}
+        for row in range(len(placement)):
+            box = placement.box(row)
+            total, at = Fingerprint(), int(placement.starts[row])
+            for tile in box.tiles(max(1, len(worker.buffer) // itemsize)):
+                data = worker.buffer[: tile.numel * itemsize]
+                self._result.read(int(placement.files[row]), at, data.data)
+                total += fingerprint_of(data, tile, tensor.shape, itemsize)
+                at += len(data)
+            if known.setdefault(box, total) != total:
+                return None
+        return sum(known.values(), Fingerprint())
+
+    # --- the source: slice by slice where the target is a copy of one entry, else as the plan's parts say
+
+    def _expected(self, tensor: OutputTensor, worker: Worker) -> Fingerprint:
+        key = _copied(tensor)
+        entry = None if key is None else self._maps[key].entry
+        if key is not None and entry is not None and entry.shape == tensor.shape and not entry.slices.strides:
+            return self._of_slices(key, tensor, worker)
+        total = Fingerprint()
+        itemsize = dtype_of(tensor.dtype).itemsize
+        numel = tile_numel(tensor, self._maps, self._tile_nbytes, self._big_nbytes)
+        for tile in Box.whole(tensor.shape).tiles(numel):
+            data = worker.room(tile.numel * itemsize)
+            self._gatherer.make_box(tensor, tile, data)
+            total += fingerprint_of(data, tile, tensor.shape, itemsize)
+        return total
+
+    def _of_slices(self, key: str, tensor: OutputTensor, worker: Worker) -> Fingerprint:
+        where = self._maps[key]
+        entry, slices = where.entry, where.entry.slices
+        into, out = dtype_of(entry.dtype).itemsize, dtype_of(tensor.dtype).itemsize
+        total = Fingerprint()
+        for row in slices.distinct().tolist():
+            part = slices[row]
+            at = part.start
+            for tile in part.box.tiles(max(1, len(worker.buffer) // into)):
+                data = worker.buffer[: tile.numel * into]
+                self._source.read(int(where.origins[row]), at, data.data)
+                at += len(data)
+                if entry.dtype != tensor.dtype:
+                    made = worker.room(tile.numel * out)
+                    cast_into(data, made, entry.dtype, tensor.dtype)
+                    data = made
+                total += fingerprint_of(data, tile, entry.shape, out)
+        return total
+
+
+def _copied(tensor: OutputTensor) -> str | None:
+    """The source that the tensor is a copy of, but for a cast."""
+    if not isinstance(tensor, Target) or len(tensor.parts) != 1:
+        return None
+    part = tensor.parts[0]
+    whole = part.is_plain and part.target_box == Box.whole(tensor.shape) and part.source_box.sizes == tensor.shape
+    return part.source if whole else None
