@@ -6,8 +6,26 @@ import copy
 from typing import Any
 
 from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import UsageError
+from ckptkit.formats.side_files import find_side_files
+from ckptkit.storage.store import open_store
 
-__all__ = ["side_files"]
+__all__ = ["read_side_files", "side_files"]
+
+
+def read_side_files(url: str) -> dict[str, bytes]:
+    """Return the config, tokenizer, chat template and licence files at `url`, by name.
+
+    Raises:
+        UsageError: There is none.
+    """
+    store = open_store(url)
+    found = find_side_files(store).carried
+    if not found:
+        raise UsageError(
+            f"side_files={url!r} holds no config.json, tokenizer or other file that an export carries along."
+        )
+    return {path: store.read(path) for path in found}
 
 
 def side_files(state: TrainState) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ from ckptkit.checkpoint.async_save import SaveHandle
 from ckptkit.checkpoint.coordinator import Coordinator
 from ckptkit.checkpoint.deferred import DeferredOptimizer
 from ckptkit.checkpoint.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.hf_config import read_side_files
 from ckptkit.checkpoint.inventory import Committed, list_checkpoints, resolve
 from ckptkit.checkpoint.load import restore
 from ckptkit.checkpoint.load_plan import LoadOptions
@@ -47,6 +48,8 @@ class CheckpointManager:
         on_commit: Called on every rank after each commit with the report, to log it (W&B, TensorBoard, MLflow).
         trace: A directory for Chrome traces, one file a save and rank.
         process_group: The ranks that take part; None for all.
+        side_files: A directory whose config, tokenizer, chat template and licence every checkpoint carries, so that
+            it can be exported with nothing else at hand. A transformers model brings its own config.
         storage_options: Passed to fsspec.
     """
 
@@ -61,6 +64,7 @@ class CheckpointManager:
         on_commit: Callable[[SaveReport], None] | None = None,
         trace: str | Path | None = None,
         process_group: Any = None,
+        side_files: str | Path | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if async_policy not in ("wait", "refuse"):
@@ -77,7 +81,8 @@ class CheckpointManager:
         self._control = Coordinator(process_group, timeout_s=60.0) if async_policy == "refuse" else None
         self._storage_options = storage_options
         objective = retention.objective if retention is not None else None
-        self._saver = Saver(self._root, self._coordinator, objective=objective)
+        carried = {} if side_files is None or self._coordinator.rank else read_side_files(str(side_files))
+        self._saver = Saver(self._root, self._coordinator, objective=objective, side_files=carried)
         self._buffers = StagingBuffers()
         self._in_flight: SaveHandle | None = None
         self._resumed_from: str | None = None

@@ -15,6 +15,7 @@ import xxhash
 
 from ckptkit.checkpoint.commit import begin_save
 from ckptkit.checkpoint.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.hf_config import side_files
 from ckptkit.checkpoint.parts import layout_of
 from ckptkit.checkpoint.report import PhaseClock
 from ckptkit.checkpoint.state import Captured, StateDictType, TrainState, capture
@@ -62,10 +63,15 @@ class Prepared:
     rank_objects: dict[str, Any]
     mesh: dict[str, Any] | None
     clock: PhaseClock
+    side_files: Mapping[str, bytes] = field(default_factory=dict)  # rank 0: what index() writes beside the tensors
 
 
 class Saver:
-    """Saves the states of one run below `root`. Plans are kept from save to save."""
+    """Saves the states of one run below `root`. Plans are kept from save to save.
+
+    Args:
+        side_files: Files that go into every checkpoint (a tokenizer, say), by path; rank 0's are written.
+    """
 
     def __init__(
         self,
@@ -75,8 +81,10 @@ class Saver:
         sync: bool = True,
         lease: Lease | None = None,
         objective: tuple[str, str] | None = None,
+        side_files: Mapping[str, bytes] | None = None,
     ) -> None:
         self._root = root
+        self._side_files = dict(side_files or {})
         self._coordinator = coordinator
         self._lease = lease
         self._objective = objective
@@ -167,11 +175,14 @@ class Saver:
     def _planned(self, state: TrainState, request: SaveRequest, clock: PhaseClock) -> Prepared:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         captured = capture(state, rank=rank, step=request.step)
-        plan = self._tensor_plan(state, captured, request.state_dict_type, rank, world_size)
-        return Prepared(request, plan, captured.objects, captured.rank_objects, _mesh(captured), clock)
+        small = {**self._side_files, **side_files(state)} if rank == 0 else {}
+        plan = self._tensor_plan(captured, request.state_dict_type, rank, world_size, small)
+        if request.state_dict_type is StateDictType.FULL:
+            small = {}  # they lie among the model's own files, and its plan writes them
+        return Prepared(request, plan, captured.objects, captured.rank_objects, _mesh(captured), clock, small)
 
     def _tensor_plan(
-        self, state: TrainState, captured: Captured, kind: StateDictType, rank: int, world_size: int
+        self, captured: Captured, kind: StateDictType, rank: int, world_size: int, configs: Mapping[str, bytes]
     ) -> TensorPlan:
         previous = self._plans.get(kind)
         if kind is StateDictType.SHARDED:
@@ -181,9 +192,7 @@ class Saver:
 
             return LocalTensors.of(captured, rank, world_size, previous)
         from ckptkit.checkpoint.full import FullTensors
-        from ckptkit.checkpoint.hf_config import side_files
 
-        configs = side_files(state) if rank == 0 else {}
         return FullTensors.of(captured, rank, world_size, previous, group=self._transfers, configs=configs)
 
     def _index(
@@ -195,9 +204,9 @@ class Saver:
         for _, own, _ in answers:
             objects.update(json.loads(own))
         _warn_of_differences([digests for _, _, digests in answers])
-        data = _json({"format": 1, "objects": objects})
-        store.write(OBJECTS_NAME, data, sync=self._sync)
-        small = FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
+        small = {**prepared.side_files, OBJECTS_NAME: _json({"format": 1, "objects": objects})}
+        for path, data in small.items():
+            store.write(path, data, sync=self._sync)
         files = prepared.plan.index(
             [part for part, _, _ in answers],
             store,
@@ -206,8 +215,9 @@ class Saver:
             sync=self._sync,
             report=lambda *_: None,
         )
-        prepared.clock.add("index", time.perf_counter() - started, len(data))
-        return {**files, OBJECTS_NAME: small}
+        prepared.clock.add("index", time.perf_counter() - started, sum(map(len, small.values())))
+        records = {path: FileRecord(len(data), xxhash.xxh3_64_hexdigest(data)) for path, data in small.items()}
+        return {**files, **records}
 
     # --- talking
 

@@ -14,6 +14,7 @@ from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, In
 from ckptkit.formats.layout import MANIFEST_NAME, CommitRecord, FileRecord, data_store, read_record
 from ckptkit.formats.manifest import Manifest
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.side_files import is_side_file
 from ckptkit.storage.store import Store
 
 __all__ = ["OBJECTS_NAME", "open_catalog", "open_manifest"]
@@ -119,8 +120,10 @@ def _role(name: str) -> Role:
 def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
     mesh = record.mesh
     version = record.versions.get("ckptkit", "")
+    carried = tuple(prefix + path for path in record.files if is_side_file(path))
     return replace(
         info,
+        side_files=carried,
         format=f"ckptkit-{record.state_dict_type}",
         producer=f"ckptkit {version}".strip(),
         step=record.step,

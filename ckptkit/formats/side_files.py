@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.storage import FileInfo, Store
 
-__all__ = ["SideFiles", "find_side_files", "read_json"]
+__all__ = ["SideFiles", "find_side_files", "is_side_file", "read_json"]
 
 _CARRIED = (
     "config.json",
@@ -98,6 +98,11 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
     if not isinstance(config, dict):
         return SideFiles(carried, code, None, (f"{config_path} is no JSON object; it was not used.",))
     return SideFiles(carried, code, config)
+
+
+def is_side_file(path: str) -> bool:
+    """Tell whether a file at the root of a checkpoint, by its name, is carried along."""
+    return _matches(path, "", _CARRIED)
 
 
 def read_json(store: Store, path: str) -> Any:
