@@ -27,15 +27,15 @@ _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_un
 # Directories of a step that hold a model of their own: verl and SkyRL.
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
-# Names that a tool gives to weights; a safetensors file of any other name counts only where nothing else is there.
 _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
+# Names that a tool gives to weights; a safetensors file of any other name counts only where nothing else is there.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
 _TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
-    "verl, "
-    "accelerate, Lightning, LightRFT, Megatron, NeMo or Oumi, a torch.save file, or a directory of steps of one of them"
+    "verl, accelerate, Lightning, LightRFT, Megatron, NeMo or Oumi, a torch.save file, or a directory of steps of one "
+    "of them"
 )
 
 

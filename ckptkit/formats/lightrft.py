@@ -17,6 +17,8 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats import dcp
+from ckptkit.formats._pickle_bulk import load_metadata
+from ckptkit.formats._pickle_stubs import Record
 from ckptkit.formats._torch_records import DTensorRecord
 from ckptkit.formats.merge import as_optimizer, file_objects, merged, open_part
 from ckptkit.formats.optimizer_files import OptimizerState, plain_value, read_optimizer
@@ -100,7 +102,7 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
             raise CorruptCheckpointError(
                 f"{_PATTERN.format(rank=rank)} has no base_optim_states and flat_fp32_weights."
             )
-    optimizer = _optimizer(values, _params(model))
+    optimizer = _optimizer(values, _params(model, _state_dict_order(store)))
     info = CatalogInfo(
         "lightrft",
         world_size=world_size,
@@ -110,11 +112,20 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
     return Catalog(optimizer.tensors, optimizer.objects, info)
 
 
-def _params(model: Catalog) -> list[Param]:
+def _state_dict_order(store: Store) -> list[str]:
+    """The keys in the order of the state dict: that of the planner's paths. The tensors themselves are listed
+    by the rank that wrote them first."""
+    metadata = load_metadata(store.read(dcp.METADATA), file=dcp.METADATA)
+    paths = metadata.fields.get("planner_data") if isinstance(metadata, Record) else None
+    return [key for key in paths if isinstance(key, str)] if isinstance(paths, dict) else []
+
+
+def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
     """The floating tensors in module order. DCP stores a tied one under each name: the same bytes count once."""
     found, seen = [], set()
-    for entry in model.tensors.values():
-        if entry.role is not Role.MODEL or dtype_of(entry.dtype).kind != "float":
+    for name in dict.fromkeys([*order, *model.tensors]):
+        entry = model.tensors.get(name)
+        if entry is None or entry.role is not Role.MODEL or dtype_of(entry.dtype).kind != "float":
             continue
         parts = frozenset((part.box, part.digest.value) for part in entry.slices if part.digest is not None)
         same = (entry.shape, entry.dtype, parts) if entry.numel > 1 and len(parts) == len(entry.slices) else None
