@@ -30,10 +30,10 @@ def checkpoint_blocks(model: nn.Module, modules: Sequence[nn.Module]) -> None:
         )
 
 
-def compile_blocks(modules: Sequence[nn.Module]) -> None:
+def compile_blocks(modules: Sequence[nn.Module], *, backend: str = "inductor") -> None:
     """Compile the forward of `modules`. FSDP's hooks stay outside of the graph, the FQNs as they are."""
     for module in modules:
-        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
 
 
 def fill_unused_gradients(model: FSDPModule) -> None:

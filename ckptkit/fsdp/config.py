@@ -172,8 +172,8 @@ class FSDPConfig:
     activation_checkpointing: bool = False
     """True recomputes each block's activations in backward."""
 
-    compile: bool = False
-    """True compiles each block's forward."""
+    compile: bool | str = False
+    """True compiles each block's forward; a string names the backend of torch.compile."""
 
     sync_module_states: bool = True
     """True gives every rank the parameters and buffers of rank 0 before they are sharded."""

@@ -94,7 +94,7 @@ def shard(
     if config.activation_checkpointing and is_training:
         checkpoint_blocks(model, targets)
     if config.compile:
-        compile_blocks(targets)
+        compile_blocks(targets, backend=config.compile if isinstance(config.compile, str) else "inductor")
     _fully_shard(model, units, mesh.data, config, is_training)
     _after(model, units, config)
     return model

@@ -1,0 +1,147 @@
+"""One norm of all gradients, whatever they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp import clip_grad_norm, grad_norm
+from ckptkit.fsdp.gradients import is_finite_everywhere
+
+SHAPES = [(7, 3), (5,), (2, 2), (1, 6), (8, 4), (3,)]
+
+
+def whole_gradients():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator) * 10 for shape in SHAPES]
+
+
+def parameters():
+    """One parameter of each kind: 1-D, replicated and strided shards, plain, frozen, without a gradient."""
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    places = [
+        (flat, [Shard(0)]),
+        None,
+        (grid, [Replicate(), Shard(0)]),
+        (grid, [Shard(0), Shard(1)]),
+        (grid, [Shard(1), Replicate()]),
+        (flat, [Replicate()]),
+    ]
+    made = []
+    for whole, place in zip(whole_gradients(), places, strict=True):
+        if place is None:
+            parameter = nn.Parameter(torch.zeros_like(whole))
+            parameter.grad = whole.clone()
+        else:
+            parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), *place))
+            parameter.grad = distribute_tensor(whole, *place)
+        made.append(parameter)
+    made.append(nn.Parameter(torch.ones(3), requires_grad=False))
+    made.append(nn.Parameter(distribute_tensor(torch.ones(9), flat, [Shard(0)])))  # no gradient
+    return made
+
+
+def expected_norm(p):
+    return torch.cat([g.flatten() for g in whole_gradients()]).double().norm(p).item()
+
+
+def _norm(p):
+    return grad_norm(parameters(), p).item()
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+def test_the_norm_of_any_mix_equals_a_single_process(ranks, p):
+    assert ranks.run(_norm, 4, p) == pytest.approx([expected_norm(p)] * 4, rel=1e-6)
+
+
+def _clip(max_norm):
+    made = parameters()
+    norm = clip_grad_norm(made, max_norm).item()
+    gradients = [g.full_tensor() if isinstance(g, DTensor) else g for p in made if (g := p.grad) is not None]
+    return norm, grad_norm(made).item(), gradients
+
+
+def test_clipping_scales_all_gradients_to_one_joint_norm(ranks):
+    for before, after, gradients in ranks.run(_clip, 4, 2.5):
+        assert before == pytest.approx(expected_norm(2), rel=1e-6)
+        assert after == pytest.approx(2.5, rel=1e-5)
+        factor = 2.5 / (expected_norm(2) + 1e-6)
+        for gradient, whole in zip(gradients, whole_gradients(), strict=True):
+            assert torch.allclose(gradient, whole * factor, rtol=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0, 0.0, None, 1e6])
+def test_no_clipping_returns_the_norm_and_leaves_gradients_alone(ranks, max_norm):
+    before, _, gradients = ranks.run(_clip, 4, max_norm)[0]
+    assert before == pytest.approx(expected_norm(2), rel=1e-6)
+    assert all(torch.equal(g, whole) for g, whole in zip(gradients, whole_gradients(), strict=True))
+
+
+def _partial():
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.full((4,), 1.0 + dist.get_rank()), mesh, [Partial()])
+    return grad_norm([parameter]).item()
+
+
+def test_partial_gradients_are_summed_first(ranks):
+    assert ranks.run(_partial, 2) == pytest.approx([6.0, 6.0])
+
+
+def _some_without():
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    if dist.get_rank() == 0:
+        parameter.grad = distribute_tensor(torch.tensor([3.0, 4.0, 0, 0]), mesh, [Shard(0)], src_data_rank=None)
+    return grad_norm([parameter]).item()
+
+
+def test_a_rank_without_a_gradient_joins_in(ranks):
+    assert ranks.run(_some_without, 2) == pytest.approx([5.0, 5.0])
+
+
+def test_low_precision_gradients_give_a_full_precision_norm():
+    parameters = [nn.Parameter(torch.zeros(1001, dtype=torch.bfloat16)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.full((1001,), 0.1, dtype=torch.bfloat16)
+    one = float(torch.tensor(0.1, dtype=torch.bfloat16))
+    assert grad_norm(parameters).item() == pytest.approx(one * math.sqrt(3003), rel=1e-6)
+
+
+def test_works_without_a_process_group_and_without_gradients():
+    assert grad_norm([nn.Parameter(torch.ones(2))]).item() == 0.0
+    assert grad_norm([], math.inf).item() == 0.0
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm(parameter, 1.0).item() == 5.0
+    assert parameter.grad.norm().item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("p", [0.5, 0, -1, math.nan])
+def test_what_is_no_norm_is_refused(p):
+    with pytest.raises(UsageError, match="1 <= p <= inf"):
+        grad_norm([], p)
+
+
+@pytest.mark.parametrize("max_norm", [-1, math.nan])
+def test_what_is_no_limit_is_refused(max_norm):
+    with pytest.raises(UsageError, match="max_norm"):
+        clip_grad_norm([], max_norm)
+
+
+def _agreed():
+    plain = nn.Parameter(torch.zeros(2))  # each rank sees its own
+    norm = torch.tensor(math.inf if dist.get_rank() == 1 else 1.0)
+    return is_finite_everywhere(norm, [plain])
+
+
+def test_one_ranks_overflow_is_every_ranks(ranks):
+    assert ranks.run(_agreed, 2) == [False, False]

@@ -1,0 +1,99 @@
+"""Storage, compute and reduction dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp.precision import mixed_precision_policy, offload_policy, set_storage_dtype, storage_dtype
+from ckptkit.fsdp.strategy import FSDPStrategy
+from ckptkit.fsdp.wrap import shard
+from tests.fsdp import models
+
+
+@pytest.mark.parametrize(
+    ("config", "training", "param", "reduce", "storage"),
+    [
+        ({}, True, None, torch.float32, None),
+        ({"mixed_precision": "bf16"}, True, torch.bfloat16, torch.float32, torch.float32),
+        ({"mixed_precision": "fp16", "reduce_dtype": None}, True, torch.float16, None, torch.float32),
+        ({"mixed_precision": "bf16", "precision": "master"}, True, None, torch.float32, torch.bfloat16),
+        ({"mixed_precision": "bf16"}, False, None, None, torch.float32),
+    ],
+)
+def test_dtypes_follow_the_precision(config, training, param, reduce, storage):
+    config = FSDPConfig.from_dict(config)
+    policy = mixed_precision_policy(config, is_training=training)
+    assert (policy.param_dtype, policy.reduce_dtype) == (param, reduce)
+    assert storage_dtype(config) == storage
+
+
+def test_the_output_is_cast_by_the_root_alone():
+    config = FSDPConfig(mixed_precision="bf16", output_dtype="fp32")
+    assert mixed_precision_policy(config, is_root=True).output_dtype == torch.float32
+    assert mixed_precision_policy(config).output_dtype is None
+
+
+def test_host_memory_is_pinned_only_for_a_device():
+    assert type(offload_policy(FSDPConfig(), "cuda")) is OffloadPolicy
+    for device, pinned in (("cpu", False), ("cuda", True)):
+        policy = offload_policy(FSDPConfig(offload="params"), device)
+        assert isinstance(policy, CPUOffloadPolicy)
+        assert policy.pin_memory is pinned
+
+
+def test_frozen_parameters_and_buffers_keep_their_dtype():
+    model = models.frozen()
+    model.register_buffer("frequencies", torch.ones(3))
+    set_storage_dtype(model, torch.bfloat16)
+    for parameter in model.parameters():
+        assert parameter.dtype == (torch.bfloat16 if parameter.requires_grad else torch.float32)
+    assert model.frequencies.dtype == torch.float32
+
+
+def _mixed_dtypes():
+    model = models.untied()
+    model.layers[1].up.to(torch.bfloat16)
+    with pytest.raises(
+        UsageError, match=r"'layers\.1' has trainable parameters of float32.*bfloat16 \(such as 'layers\.1\.up"
+    ):
+        shard(model, FSDPConfig(auto_wrap_policy="BLOCKS"))
+    model = models.lora()
+    for layer in model.layers:
+        layer.up.base.to(torch.bfloat16)
+    with pytest.raises(UsageError, match=r"'layers\.\d' has parameters of .*mixed_precision='bf16'"):
+        shard(model, FSDPConfig(auto_wrap_policy="BLOCKS"))
+    strategy = FSDPStrategy(FSDPConfig(auto_wrap_policy="BLOCKS", mixed_precision="bf16"))
+    strategy.prepare_model(model)
+    models.train_sharded(model, strategy, strategy.create_optimizer(model))
+    return model.layers[0].up.base.weight.dtype
+
+
+def test_dtypes_that_can_not_share_a_unit_are_refused_with_the_reason(ranks):
+    assert ranks.run(_mixed_dtypes, 2) == [torch.bfloat16] * 2
+
+
+def _output():
+    model = shard(models.untied(), FSDPConfig(mixed_precision="bf16", output_dtype="fp32"))
+    inner = []
+    model.layers[0].register_forward_hook(lambda module, args, out: inner.append(out.dtype))
+    return model(models.batch(0)).dtype, inner[0]
+
+
+def test_blocks_compute_low_and_the_model_answers_high(ranks):
+    assert ranks.run(_output, 2)[0] == (torch.float32, torch.bfloat16)
+
+
+def _integer_parameter():
+    model = nn.Linear(4, 4)
+    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    with pytest.raises(UsageError, match="'table' has dtype int64"):
+        shard(model)
+
+
+def test_an_integer_parameter_is_refused(ranks):
+    ranks.run(_integer_parameter, 2)

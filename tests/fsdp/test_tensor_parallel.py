@@ -1,0 +1,80 @@
+"""Tensor parallelism under FSDP2."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp.strategy import FSDPStrategy
+from ckptkit.fsdp.tensor_parallel import tensor_parallel_plan, translate_style
+from tests.fsdp import models
+from tests.fsdp.test_numerics import check
+
+
+def _run(build, plan, max_norm):
+    plain = models.made(build)
+    plain_losses, plain_norms = models.train_plain(plain, max_norm=max_norm)
+    strategy = FSDPStrategy(FSDPConfig(tp=2), max_norm=max_norm)
+    model = strategy.prepare_model(models.made(build, seed=dist.get_rank()), tp_plan=plan)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    losses, norms = models.train_sharded(
+        model, strategy, optimizer, data_rank=dist.get_rank() // 2, data_ranks=dist.get_world_size() // 2
+    )
+    return {
+        "plain": (plain_losses, plain_norms, models.weights(plain)),
+        "sharded": (losses, norms, models.weights(model)),
+        "meshes": {name: p.device_mesh.mesh_dim_names for name, p in model.named_parameters()},
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_transformers_plan_equals_a_single_process(ranks, world_size):
+    results = ranks.run(_run, world_size, models.llama, None, 0.1)
+    check(results)
+    assert results[0]["meshes"]["model.layers.0.mlp.up_proj.weight"] == ("shard", "tp")
+    assert results[0]["meshes"]["lm_head.weight"] == ("shard", "tp")
+    assert results[0]["meshes"]["model.norm.weight"] == ("shard",)
+
+
+def test_a_tied_head_is_left_whole_and_stays_tied(ranks):
+    results = ranks.run(_run, 2, models.tied_llama, None, 0.0)
+    check(results)
+    assert results[0]["meshes"]["model.embed_tokens.weight"] == ("shard",)
+
+
+PLAN = {"layers.*.up": ColwiseParallel(), "layers.*.down": "rowwise"}
+
+
+def test_a_plan_of_ones_own_equals_a_single_process(ranks):
+    check(ranks.run(_run, 4, models.untied, PLAN, 0.0))
+
+
+def _refused():
+    strategy = FSDPStrategy(FSDPConfig(tp=2))
+    for plan, message in (
+        (None, "carries no tensor-parallel plan"),
+        ({"layers.*.sideways": "colwise"}, r"'layers\.\*\.sideways', which matches no module"),
+        ({"layers.*.up": "packed_colwise"}, r"'layers\.\*\.up' the style 'packed_colwise'"),
+        ({"lm_head": "colwise"}, r"'lm_head' splits dimension 0 of its weight \[19, 12\] over tp=2"),
+        ({"embed": "embedding_rowwise"}, r"'embed' splits dimension 0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            strategy.prepare_model(models.untied(), tp_plan=plan)
+
+
+def test_plans_that_can_not_work_are_refused_by_name(ranks):
+    ranks.run(_refused, 2)
+
+
+def test_the_plan_of_a_transformers_model_starts_at_its_root():
+    plan = tensor_parallel_plan(models.llama())
+    assert plan["model.layers.*.self_attn.o_proj"] == "rowwise"
+    assert plan["lm_head"] == "colwise_gather_output"
+
+
+def test_a_style_of_torch_is_taken_as_it_is():
+    style = RowwiseParallel()
+    assert translate_style("x", style) is style

@@ -1,0 +1,264 @@
+"""shard(): what it makes of a model, and what it refuses before anything is changed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp import blocks
+from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp.strategy import FSDPStrategy
+from ckptkit.fsdp.units import by_rule
+from ckptkit.fsdp.wrap import NotShardableError, fsdp_units, shard, unwrap_model
+from tests.fsdp import models
+
+
+def _twice(records=None):
+    model = models.untied()
+    assert shard(model) is model
+    logger = logging.getLogger("ckptkit.fsdp.wrap")
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger.addHandler(handler)
+    assert shard(model) is model
+    logger.removeHandler(handler)
+    assert seen == ["TinyLM is sharded already; shard() left it as it is."]
+
+
+def test_a_second_shard_changes_nothing_and_says_so(ranks):
+    ranks.run(_twice, 2)
+
+
+def _root():
+    model = shard(models.untied(), FSDPConfig(auto_wrap_policy="BLOCKS"))
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return fsdp_units(model)
+
+
+def test_the_root_is_always_a_unit(ranks):
+    assert ranks.run(_root, 2)[0] == ["", "layers.0", "layers.1", "layers.2"]
+
+
+def _children_first():
+    model = models.made(models.untied)
+    fully_shard(model.layers[0])
+    shard(model, FSDPConfig(sync_module_states=False))
+    models.loss_of(model, models.batch(0)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return fsdp_units(model)
+
+
+def test_units_made_by_hand_before_are_kept(ranks):
+    assert ranks.run(_children_first, 2)[0] == ["", "layers.0", "layers.1", "layers.2"]
+
+
+def _refused():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inner[1] = FullyShardedDataParallel(inner[1], device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match=r"'1' is an FSDP1 FullyShardedDataParallel"):
+        shard(inner)
+    with pytest.raises(NotShardableError, match="found dict"):
+        shard({})
+    scalar = models.untied()
+    scalar.layers[1].gain = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UsageError, match=r"'layers\.1\.gain' is a scalar.*shape \[1\]"):
+        shard(scalar)
+    assert not any(isinstance(module, FSDPModule) for module in scalar.modules())
+
+
+def test_what_fsdp2_can_not_shard_is_refused_by_name(ranks):
+    ranks.run(_refused, 2)
+
+
+def _different_models():
+    model = nn.Sequential(nn.Linear(4, 4 + dist.get_rank()), nn.Linear(4, 4))
+    with pytest.raises(UsageError) as caught:
+        shard(model)
+    return str(caught.value)
+
+
+def test_ranks_with_different_models_are_all_told_what_differs(ranks):
+    for text in ranks.run(_different_models, 2):
+        assert "rank 0 has '0.weight' [4, 4] float32, rank 1 has '0.weight' [5, 4] float32" in text
+
+
+def _synchronised(sync):
+    model = models.made(models.untied, seed=dist.get_rank())
+    model.register_buffer("offset", torch.full((3,), float(dist.get_rank())))
+    shard(model, FSDPConfig(sync_module_states=sync))
+    return models.weights(model), model.offset.clone()
+
+
+def test_rank_0s_parameters_and_buffers_go_to_all(ranks):
+    expected = models.made(models.untied).state_dict()
+    for weights, offset in ranks.run(_synchronised, 2, True):
+        assert torch.equal(offset, torch.zeros(3))
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_without_synchronisation_each_rank_keeps_its_slice(ranks):
+    expected = [models.made(models.untied, seed=seed).state_dict()["lm_head.weight"] for seed in (0, 1)]
+    weights, _ = ranks.run(_synchronised, 2, False)[0]
+    rows = models.VOCAB // 2 + 1
+    assert torch.equal(weights["lm_head.weight"], torch.cat([expected[0][:rows], expected[1][rows:]]))
+
+
+def _disabled():
+    model = models.untied()
+    assert shard(model, FSDPConfig(enable_fsdp=False)) is model
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def test_disabled_means_untouched(ranks):
+    assert ranks.run(_disabled, 2) == [False, False]
+
+
+def _tied_after_steps(heads):
+    strategy = FSDPStrategy(FSDPConfig(wrap_lm_head=heads))
+    model = strategy.prepare_model(models.made(models.tied_llama))
+    optimizer = strategy.create_optimizer(model)
+    models.train_sharded(model, strategy, optimizer)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    weights = models.weights(model)
+    return torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_tied_weights_stay_tied(ranks, heads):
+    assert ranks.run(_tied_after_steps, 2, heads) == [True, True]
+
+
+def _second_way_in():
+    plain = models.made(models.untied)
+    model = shard(models.made(models.untied), FSDPConfig(forward_methods=("score", "not_there")))
+    tokens = models.batch(0)
+    return model.score(tokens).item() == pytest.approx(plain.score(tokens).item(), abs=1e-6)
+
+
+def test_methods_besides_forward_see_gathered_weights(ranks):
+    assert ranks.run(_second_way_in, 2) == [True, True]
+
+
+def _names(config):
+    plain = set(models.untied().state_dict())
+    model = shard(models.untied(), FSDPConfig.from_dict(config))
+    models.loss_of(model, models.batch(0)).backward()
+    assert set(model.state_dict()) == plain
+    assert {name for name, _ in model.named_parameters()} == plain
+    grads = {name: models.whole(p.grad) for name, p in model.named_parameters()}
+    model = shard(model)
+    return grads
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"activation_checkpointing": True},
+        {"compile": "eager"},
+        {"activation_checkpointing": True, "compile": "eager"},
+    ],
+    ids=["checkpointed", "compiled", "both"],
+)
+def test_names_stay_clean_and_every_gradient_arrives(ranks, config):
+    torch.manual_seed(0)
+    for grads in ranks.run(_names, 2, config):
+        assert all(torch.isfinite(grad).all() and grad.abs().sum() > 0 for grad in grads.values())
+
+
+def _recomputed():
+    model = models.untied()
+    calls = []
+    for index, layer in enumerate(model.layers):
+        layer.up.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    shard(model, FSDPConfig(activation_checkpointing=True))
+    models.loss_of(model, models.batch(0)).backward()
+    return calls
+
+
+def test_checkpointed_blocks_run_forward_again_in_backward(ranks):
+    assert ranks.run(_recomputed, 2)[0] == [0, 1, 2, 2, 1, 0]
+
+
+def _kept_gathered(keep):
+    model = shard(models.untied(), FSDPConfig(keep_last_block=keep, auto_wrap_policy="BLOCKS"))
+    model(models.batch(0))
+    return [not isinstance(layer.up.weight, DTensor) for layer in model.layers]
+
+
+def test_only_the_last_block_stays_gathered(ranks):
+    assert ranks.run(_kept_gathered, 2, True)[0] == [False, False, True]
+    assert ranks.run(_kept_gathered, 2, False)[0] == [False, False, False]
+
+
+class MixedModal(nn.Module):
+    """A vision tower that a batch without images doesn't touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = nn.Sequential(models.Block(), models.Block())
+        self.text = models.untied()
+
+    def forward(self, tokens: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.text(tokens)
+        return out if image is None else out + self.visual(image).mean()
+
+
+def _mixed_modal(by_hook):
+    config = FSDPConfig(mixed_modal=True, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls="Block")
+    if by_hook:
+        blocks.hasattr = lambda *_: False  # as on a torch without set_reduce_scatter_unused_params
+    try:
+        model = shard(models.made(MixedModal), config)
+    finally:
+        if by_hook:
+            del blocks.hasattr
+    plain = models.made(MixedModal)
+    image = torch.randn(2, models.WIDTH, generator=torch.Generator().manual_seed(5))
+    tokens = models.batch(0)
+    loss = nn.functional.cross_entropy(
+        model(tokens, image if dist.get_rank() == 0 else None).flatten(0, 1), tokens.flatten()
+    )
+    loss.backward()
+    expected = [plain(tokens, image), plain(tokens)]
+    sum(nn.functional.cross_entropy(out.flatten(0, 1), tokens.flatten()) / 2 for out in expected).backward()
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(models.whole(a.grad), b.grad, atol=1e-6), name
+    return fsdp_units(model)
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_ranks_may_take_different_branches_through_a_vision_tower(ranks, by_hook):
+    assert ranks.run(_mixed_modal, 2, by_hook)[0] == ["", "text.layers.0", "text.layers.1", "text.layers.2"]
+
+
+def _empty_policy():
+    model = shard(models.untied(), policy=by_rule(lambda name, module: isinstance(module, nn.LayerNorm)))
+    return fsdp_units(model)
+
+
+def test_a_callable_decides(ranks):
+    assert ranks.run(_empty_policy, 2)[0] == ["", "layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
+
+
+def test_unwrap_returns_the_innermost_module():
+    inner = models.untied()
+
+    class DDP(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapped = DDP(torch.compile(checkpoint_wrapper(inner), backend="eager"))
+    assert unwrap_model(wrapped) is inner
+    assert unwrap_model(inner) is inner
