@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.columns import first_of_equal
 from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, SliceArray, TensorEntry
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.columns import Columns
@@ -22,6 +24,7 @@ from ckptkit.formats.own_roles import role_of
 __all__ = ["Index", "Part"]
 
 Int64 = npt.NDArray[np.int64]
+_log = logging.getLogger(__name__)
 Path = tuple["str | int", ...]
 _COLUMNS = ("file", "start", "length", "payload", "digest", "rank")
 
@@ -87,6 +90,7 @@ class Index:
             self._take(part, found)
         joined = {name: np.concatenate(values) if values else np.zeros(0, np.int64) for name, values in found.items()}
         self._arrange(joined)
+        self._drop_replicas()
         return self
 
     def _take(self, part: Part, found: dict[str, list[npt.NDArray[Any]]]) -> None:
@@ -151,6 +155,42 @@ class Index:
         first = np.cumsum(row_widths) - row_widths
         index = _ragged(first[order], row_widths[order])
         self._offsets, self._sizes = joined["offset"][index], joined["size"][index]
+
+    def _drop_replicas(self) -> None:
+        """Keep the lowest rank's slice of boxes that several ranks wrote.
+
+        That happens where a DTensor lies on a submesh: with FSDP over "dp" and tensor parallelism over "tp", a
+        parameter that is not tensor parallel has one "dp" mesh for each "tp" rank, and none of them knows the others.
+        """
+        keep = np.ones(len(self._tensor), bool)
+        for key, rows, offsets, sizes in self.entries():
+            if len(offsets) < 2 or not key.shape or _is_split(key.shape, offsets, sizes):
+                continue
+            first = first_of_equal(np.concatenate([offsets, sizes], axis=1))
+            if first is None:
+                continue
+            self._warn_of_different(key, rows, np.concatenate([offsets, sizes], axis=1))
+            mask = np.zeros(len(offsets), bool)
+            mask[first] = True
+            keep[rows] = mask
+        if keep.all():
+            return
+        widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)[self._tensor]
+        elements = np.repeat(keep, widths)
+        self._offsets, self._sizes = self._offsets[elements], self._sizes[elements]
+        self._tensor = self._tensor[keep]
+        self._columns = {name: column[keep] for name, column in self._columns.items()}
+        self._stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
+
+    def _warn_of_different(self, key: _Key, rows: slice, boxes: Int64) -> None:
+        digests: dict[tuple[int, ...], int] = {}
+        for box, digest in zip(boxes.tolist(), self._columns["digest"][rows].tolist(), strict=True):
+            if digests.setdefault(tuple(box), digest) != digest:
+                _log.warning(
+                    "%s: ranks that hold the same part of it hold different values; the lowest rank's are saved.",
+                    key.name,
+                )
+                return
 
     # --- what it holds
 

@@ -1,0 +1,193 @@
+"""Small training jobs whose every number is compared: model, masters, moments, scheduler, data, random numbers."""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+
+# Both are right, and loud: a view that is not written to, and two all-gathers where full_tensor needs two.
+warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+class Net(nn.Module):
+    """Uneven sizes, dropout, a persistent buffer, a frozen weight, and a parameter that is never used."""
+
+    def __init__(self, *, muon: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 14, bias=not muon)
+        self.down = nn.Linear(14, 6, bias=not muon)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(6, 2, bias=not muon)
+        self.frozen = nn.Linear(6, 6, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        if not muon:
+            self.unused = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return self.head(self.frozen(x) + self.down(self.drop(torch.relu(self.up(x)))))
+
+
+class Data:
+    """A dataloader: each rank has its own numbers, and draws from three generators."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.position = 0
+
+    def batch(self) -> torch.Tensor:
+        self.position += 1
+        noise = random.random() + float(np.random.rand())
+        generator = torch.Generator().manual_seed(1000 * self.rank + self.position)
+        return torch.randn(4, 6, generator=generator) + noise + 0.1 * torch.randn(4, 6)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self.rank = state["rank"]
+
+
+@dataclass
+class Job:
+    model: nn.Module
+    optimizer: Any
+    scheduler: Any
+    data: Data
+    losses: list[float]
+
+    def state(self, **more: Any) -> TrainState:
+        return TrainState(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            dataloader=self.data,
+            extra={"losses": len(self.losses)},
+            **more,
+        )
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            loss = self.model(self.data.batch()).float().square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.losses.append(loss.item())
+
+
+def data_rank(layout: str) -> int:
+    """Ranks that are tensor parallel to each other see the same data and draw the same numbers."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return rank // 2 if layout == "tp" else rank
+
+
+def seed(value: int, rank: int) -> None:
+    random.seed(value + rank)
+    np.random.seed(value + rank)
+    torch.manual_seed(value + rank)
+
+
+def shard(model: nn.Module, layout: str, policy: MixedPrecisionPolicy) -> None:
+    """Wrap a model as "plain", "1d", "hsdp" or "tp" says, on all ranks."""
+    size = dist.get_world_size()
+    if layout == "plain":
+        return
+    if layout == "1d":
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+    elif layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        whole = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shard", "tp"))
+        parallelize_module(model, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = whole["shard"]
+    for part in (model.up, model.down):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def optimizer_of(name: str, model: nn.Module) -> Any:
+    parameters = list(model.parameters())
+    decayed = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.05)
+    if name == "amsgrad":
+        return torch.optim.Adam(groups, lr=0.05, amsgrad=True)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.05)
+    if name == "momentum":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    return torch.optim.Muon(decayed, lr=0.05)
+
+
+def make(layout: str = "1d", precision: str = "fp32", optimizer: str = "adamw", start: int = 0) -> Job:
+    torch.manual_seed(start)
+    model = Net(muon=optimizer == "muon")
+    policy = MixedPrecisionPolicy()
+    if precision == "mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if precision == "master":
+        model = model.to(torch.bfloat16)
+        policy = MixedPrecisionPolicy(cast_forward_inputs=True, param_dtype=torch.bfloat16)
+    shard(model, layout, policy)
+    opt = optimizer_of(optimizer, model)
+    if precision == "master":
+        opt = MasterWeightOptimizer(opt)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step))
+    rank = data_rank(layout)
+    seed(start, rank)
+    return Job(model, opt, scheduler, Data(rank), [])
+
+
+def whole(value: Any) -> Any:
+    """Return tensors whole and as they are bit by bit, anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        tensor = tensor.detach().clone().contiguous()
+        return (str(tensor.dtype), tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return value
+
+
+def everything(job: Job) -> dict[str, Any]:
+    """Return every number of a job, comparable across processes and world sizes (but for what ranks have alone)."""
+    found: dict[str, Any] = {f"model.{k}": whole(v) for k, v in job.model.state_dict().items()}
+    names = {id(p): n for n, p in job.model.named_parameters()}
+    for group in job.optimizer.param_groups:
+        for p in group["params"]:
+            for key, value in job.optimizer.state.get(p, {}).items():
+                found[f"{names[id(p)]}.{key}"] = whole(value)
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in job.optimizer.param_groups]
+    found["groups"] = repr(settings)
+    found["scheduler"] = repr({k: v for k, v in job.scheduler.state_dict().items() if k != "lr_lambdas"})
+    return found
+
+
+def alone(job: Job) -> dict[str, Any]:
+    """Return what each rank has for itself."""
+    return {
+        "data": job.data.state_dict(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tobytes(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }

@@ -1,0 +1,84 @@
+"""A resumed run is the run that never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from tests.checkpoint import jobs
+from tests.ranks import run_ranks
+
+STEPS = 3
+
+
+def straight(layout: str, precision: str, optimizer: str) -> Any:
+    """Train 2k steps without a stop."""
+    job = jobs.make(layout, precision, optimizer)
+    job.train(2 * STEPS)
+    return jobs.everything(job), jobs.alone(job), job.losses[STEPS:]
+
+
+def first_half(url: str, kind: str, layout: str, precision: str, optimizer: str, background: bool) -> Any:
+    job = jobs.make(layout, precision, optimizer)
+    job.train(STEPS)
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        if background:
+            manager.save_async(STEPS, job.state())
+        else:
+            manager.save(STEPS, job.state())
+        job.train(2)  # what comes after the save must not be in it
+    return job.losses
+
+
+def second_half(url: str, layout: str, precision: str, optimizer: str) -> Any:
+    job = jobs.make(layout, precision, optimizer, start=99)  # other weights, other random numbers
+    job.train(1)
+    state = job.state()
+    with CheckpointManager(url) as manager:
+        report = manager.load(state)
+    assert report is not None
+    assert state.step == STEPS
+    assert state.extra["losses"] == STEPS
+    assert not report.missing
+    assert not report.unexpected
+    assert not report.skipped
+    job.losses.clear()
+    job.train(STEPS)
+    return jobs.everything(job), jobs.alone(job), job.losses
+
+
+def check(url: Path, world_size: int, kind: str, layout: str, precision: str, optimizer: str, background: bool) -> None:
+    expected = run_ranks(straight, world_size, layout, precision, optimizer)
+    run_ranks(first_half, world_size, str(url), kind, layout, precision, optimizer, background)
+    found = run_ranks(second_half, world_size, str(url), layout, precision, optimizer)
+    for rank, (want, got) in enumerate(zip(expected, found, strict=True)):
+        for part, name in zip(range(2), ("state", "own"), strict=True):
+            different = [key for key in want[part] if want[part][key] != got[part].get(key)]
+            assert not different, (rank, name, different)
+            assert set(want[part]) == set(got[part])
+        assert want[2] == got[2], rank
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed", "master"])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_training_resumes_bit_exactly(tmp_path: Path, kind: str, precision: str) -> None:
+    check(tmp_path, 2, kind, "1d", precision, "adamw", background=False)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_save_in_the_background_resumes_bit_exactly(tmp_path: Path, kind: str) -> None:
+    check(tmp_path, 2, kind, "1d", "master", "adamw", background=True)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "amsgrad", "muon"])
+def test_every_optimizer_resumes_bit_exactly(tmp_path: Path, optimizer: str) -> None:
+    check(tmp_path, 2, "sharded", "1d", "fp32", optimizer, background=False)
+
+
+@pytest.mark.parametrize("layout", ["hsdp", "tp"])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_every_mesh_resumes_bit_exactly(tmp_path: Path, kind: str, layout: str) -> None:
+    check(tmp_path, 4, kind, layout, "fp32", "adamw", background=False)
