@@ -327,8 +327,9 @@ class SaveAttempt:
             self._opening.lease.check()
         self._place.look()
         # 6. and 7.: the commit. Invariant: a save that returns survives a power cut.
-        self._place.publish(record.to_json(), overwrite=self._overwrite)
-        return record
+        data = record.to_json()
+        self._place.publish(data, overwrite=self._overwrite)
+        return CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
 
     def _after_commit(self, record: CommitRecord, hints: Mapping[str, bytes]) -> None:
         if self.data:

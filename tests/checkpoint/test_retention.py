@@ -1,0 +1,146 @@
+"""What rotation keeps and deletes, and why: a pure function of the records."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.checkpoint.retention import RetentionPolicy, decide
+from ckptkit.errors import UsageError
+from ckptkit.formats.layout import CommitRecord, FileRecord
+
+
+def record(step: int, nbytes: int = 10, tag: str | None = None, **metrics: float) -> CommitRecord:
+    files = {"f": FileRecord(nbytes, "0" * 16)}
+    return CommitRecord(
+        step=step, tag=tag, save_id=f"{step:016x}", state_dict_type="sharded", files=files, metrics=metrics
+    )
+
+
+def kept(records: list[CommitRecord], protected: dict[str, str] | None = None, **policy: Any) -> list[int]:
+    return [d.step for d in decide(records, RetentionPolicy(**policy), protected=protected) if d.keep]
+
+
+RUN = [record(step) for step in (10, 20, 30, 40, 50)]
+
+
+def test_without_limits_nothing_is_deleted() -> None:
+    assert kept(RUN) == kept(RUN, keep_every=20) == kept(RUN, keep_best=("loss", "min")) == [10, 20, 30, 40, 50]
+
+
+def test_max_num_keeps_the_newest() -> None:
+    assert kept(RUN, max_num=2) == [40, 50] and kept(RUN, max_num=1) == [50] and kept(RUN, max_num=9) == kept(RUN)
+
+
+def test_the_newest_is_the_last_of_the_run_not_the_highest_step() -> None:
+    assert kept([record(40), record(50), record(30)], max_num=1) == [30]
+
+
+def test_max_mem_deletes_the_oldest_until_the_total_fits() -> None:
+    assert kept(RUN, max_mem=30) == [30, 40, 50] and kept(RUN, max_mem=29) == [40, 50]
+
+
+def test_a_newest_that_alone_exceeds_max_mem_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert kept(RUN, max_mem=5) == [50]
+    assert "max_mem" in caplog.text and "step_00000050: the newest" in caplog.text
+
+
+def test_sizes_are_decimal_and_binary_by_their_units() -> None:
+    gib = [record(step, 2**30) for step in (1, 2)]
+    assert kept(gib, max_mem="2GiB") == [1, 2] and kept(gib, max_mem="2GB") == [2]
+    assert RetentionPolicy(max_mem="1TB").max_mem == 10**12
+
+
+def test_multiples_of_keep_every_stay() -> None:
+    assert kept(RUN, max_num=1, keep_every=20) == [20, 40, 50]
+
+
+def test_the_best_stay_whatever_the_limits() -> None:
+    run = [record(1, loss=3.0), record(2, loss=1.0), record(3, loss=2.0), record(4), record(5, loss=math.nan)]
+    assert kept(run, max_num=1, keep_best=("loss", "min")) == [2, 5]
+    assert kept(run, max_num=1, keep_best=("loss", "max", 2)) == [1, 3, 5]
+    assert kept(run, max_mem=1, keep_best=("loss", "min", 2)) == [2, 3, 5]
+
+
+def test_among_equals_the_newer_is_the_better() -> None:
+    assert kept([record(1, loss=1.0), record(2, loss=1.0), record(3)], max_num=1, keep_best=("loss", "min")) == [2, 3]
+
+
+def test_protected_ones_stay_with_their_reason() -> None:
+    decisions = decide(RUN, RetentionPolicy(max_num=1), protected={"step_00000010": "resumed from", "gone": "x"})
+    assert [(d.step, d.reason) for d in decisions if d.keep] == [(10, "resumed from"), (50, "the newest")]
+
+
+def test_every_decision_has_a_reason() -> None:
+    decisions = decide(RUN, RetentionPolicy(max_num=2, max_mem=15, keep_every=50))
+    assert [d.keep for d in decisions] == [False, False, False, False, True]
+    assert decisions[0].reason == "not among the 2 newest (max_num)"
+    assert decisions[3].reason == "20 B are more than 15 B (max_mem)"
+    assert decisions[4].reasons == ("the newest", "a multiple of 50 (keep_every)")
+
+
+def test_nothing_to_decide_is_no_error() -> None:
+    assert decide([], RetentionPolicy(max_num=1, max_mem=1)) == []
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"max_num": 0}, {"max_num": -1}, {"max_num": True}, {"max_num": 1.5}, {"max_num": "3"}, {"max_mem": 0},
+        {"max_mem": -5}, {"max_mem": "lots"}, {"keep_every": 0}, {"keep_every": -100}, {"keep_best": ("loss",)},
+        {"keep_best": ("loss", "lowest")}, {"keep_best": ("loss", "min", 0)}, {"keep_best": ("", "min")},
+        {"keep_best": "loss"},
+    ],
+)  # fmt: skip
+def test_a_policy_that_means_nothing_is_refused(policy: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        RetentionPolicy(**policy)
+
+
+runs = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 100), st.floats(allow_nan=True)), unique_by=lambda t: t[0])
+policies = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_num": st.integers(1, 5),
+        "max_mem": st.integers(1, 300),
+        "keep_every": st.integers(1, 20),
+        "keep_best": st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
+    },
+)
+
+
+@given(runs, policies, st.sets(st.integers(0, 60)))
+def test_the_newest_and_the_protected_always_stay_and_limits_hold_for_the_rest(
+    run: list[tuple[int, int, float]], policy: dict[str, Any], pinned: set[int]
+) -> None:
+    records = [record(step, nbytes, loss=loss) for step, nbytes, loss in run]
+    protected = {item.name: "pinned" for item in records if item.step in pinned}
+    decisions = decide(records, RetentionPolicy(**policy), protected=protected)
+    assert [d.name for d in decisions] == [item.name for item in records]
+    stay = {d.name for d in decisions if d.keep}
+    assert not records or records[-1].name in stay
+    assert set(protected) <= stay
+    for position, decision in enumerate(decisions):
+        newer = len(decisions) - 1 - position
+        if decision.keep and "max_num" in policy and newer >= policy["max_num"]:
+            assert decision.reasons != ("within the limits",)
+        if decision.keep and decision.reasons == ("within the limits",) and "max_mem" in policy:
+            assert sum(d.nbytes for d in decisions if d.keep) <= policy["max_mem"]
+        if not decision.keep:
+            assert "max_num" in policy or "max_mem" in policy
+
+
+@given(runs, policies)
+def test_deciding_again_on_what_was_kept_deletes_nothing_more(
+    run: list[tuple[int, int, float]], policy: dict[str, Any]
+) -> None:
+    records = [record(step, nbytes, loss=loss) for step, nbytes, loss in run]
+    stay = {d.name for d in decide(records, RetentionPolicy(**policy)) if d.keep}
+    again = decide([item for item in records if item.name in stay], RetentionPolicy(**policy))
+    assert all(d.keep for d in again)
