@@ -1,0 +1,179 @@
+"""Every checkpoint of the zoo, opened as a user would: the weights bit for bit, or a refusal that names the fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import CkptkitError, UnsafePathError, UnsafePickleError
+from ckptkit.formats.detect import identify, open_source
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.safetensors import open_file
+from ckptkit.storage import open_store
+from tests.formats.tensors import contents, entry_bytes
+
+ZOO = Path(__file__).parents[1] / "zoo"
+CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads((ZOO / "MANIFEST.json").read_text())}
+OK = [name for name, case in CASES.items() if case["outcome"] == "ok"]
+# The flipped bit lies in tensor data: opening reads none, `verify` and every copy find it.
+REFUSED = [name for name, case in CASES.items() if case["outcome"] == "refuse" and name != "broken_bitflip_shard"]
+# No safetensors dtype: the catalog lists it, an export refuses or skips it.
+NOT_EXPECTED = {"dcp_dtypes_w2": {"c64"}}
+
+
+def _options(case: dict[str, Any]) -> ReadOptions:
+    layout = ZOO / case["name"] / "flat_param_layout_NOT_ON_DISK_NORMALLY.json"
+    return ReadOptions(layout=str(layout) if layout.exists() else None)
+
+
+def _url(case: dict[str, Any]) -> str:
+    return str(ZOO / case["name"] / case["input"])
+
+
+@pytest.mark.parametrize("name", OK)
+def test_the_weights_are_bit_exact(name):
+    case = CASES[name]
+    source = open_source(_url(case), options=_options(case))
+    folder = open_store(str(ZOO / name))
+    expected = open_file(folder, case["expected"] or "model.safetensors").by_role(Role.MODEL)
+    found = source.catalog.by_role(Role.MODEL)
+    assert set(found) - NOT_EXPECTED.get(name, set()) == set(expected)
+    for fqn, entry in expected.items():
+        assert (found[fqn].dtype, found[fqn].shape) == (entry.dtype, entry.shape), fqn
+        assert entry_bytes(source.store, found[fqn]) == entry_bytes(folder, entry), fqn
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_broken_or_hostile_checkpoint_is_refused_by_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CkptkitError) as caught:
+        open_source(_url(CASES[name]))
+    assert {
+        "broken_missing_metadata": ".metadata",
+        "broken_missing_shard": "__1_0.distcp",
+        "broken_verl_missing_rank": "model_world_size_2_rank_1.pt",
+        "hostile_metadata": "builtins.exec",
+        "hostile_path_traversal": "../",
+    }[name] in str(caught.value)
+    assert not list(tmp_path.iterdir())  # nothing ran
+
+
+def test_hostile_checkpoints_get_errors_of_their_own_kind():
+    with pytest.raises(UnsafePickleError):
+        open_source(_url(CASES["hostile_metadata"]))
+    with pytest.raises(UnsafePathError):
+        open_source(_url(CASES["hostile_path_traversal"]))
+
+
+FORMATS = {
+    "lightrft_naive_optim_w2": "lightrft",
+    "dcp_appstate_w2": "dcp",
+    "dcp_no_collectives_w2": "dcp",
+    "accelerate_fsdp2_sharded_llama_tied_w2": "accelerate",
+    "accelerate_fsdp2_nodcp_llama_untied_w2": "accelerate",
+    "hf_trainer_fsdp2_sharded_w2": "accelerate",
+    "lightning_real_mp_w2": "lightning",
+    "verl_old_torch23_dtensor_emulated_w2": "verl",
+    "megatron_torch_dist_emulated": "megatron",
+    "transformers5_distributed_checkpoint_w2": "safetensors",
+    "hf_ref_qwen3moe": "safetensors",
+    "torchsave_legacy_nonzip": "torch",
+    "deepspeed_zero2_bf16_w2": None,  # the directory of tags is not itself a checkpoint
+    "steps_dir_lightrft": "safetensors",  # EXPECTED.safetensors beside the steps: opening prefers the steps
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_format_is_told_by_names(name):
+    assert identify(open_store(_url(CASES[name]))) == FORMATS[name]
+
+
+OPTIMIZERS = [
+    "lightrft_naive_optim_w2",
+    "lightrft_mp_optim_w2",
+    "dcp_appstate_w2",
+    "dcp_torchtitan_like_w2",
+    "dcp_fsdp2_uneven_w4",
+    "fsdp1_dcp_sharded_nomesh_w2",
+    "accelerate_fsdp2_sharded_llama_tied_w2",
+    "accelerate_fsdp2_nodcp_llama_untied_w2",
+    "hf_trainer_fsdp2_sharded_w2",
+    "lightning_real_mp_w2",
+    "lightning_trainer_fsdp_w2",
+    "lightning_trainer_full",
+    "verl_fsdp2_w2",
+    "deepspeed_zero1_odd_sizes_w3",
+    "deepspeed_zero2_bf16_w2",
+    "deepspeed_zero3_bf16_tied_w2",
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_belong_to_the_parameter_whose_shape_they_have(name):
+    catalog = open_source(_url(CASES[name])).catalog
+    model = catalog.by_role(Role.MODEL)
+    states = catalog.by_role(Role.OPTIMIZER).values()
+    for state in ("exp_avg", "exp_avg_sq"):
+        owners = [entry for entry in states if entry.state == state]
+        assert len(owners) >= 14
+        assert len({entry.fqn for entry in owners}) == len(owners)
+        for entry in owners:
+            assert entry.shape == model[entry.fqn].shape
+            entry.check_coverage()
+
+
+def test_lightrft_masters_are_mapped_to_their_names(zoo):
+    from ckptkit.formats.lightrft import check_masters
+
+    folder = zoo / "lightrft_mp_optim_w2"
+    source = open_source(str(folder / "global_step7"))
+    expected = open_file(open_store(str(folder)), "EXPECTED_fp32_master.safetensors")
+    assert contents(source.store, source.catalog.by_role(Role.MASTER)) == contents(
+        open_store(str(folder)), expected.by_role(Role.MODEL)
+    )
+    assert check_masters(source.store, source.catalog) == []
+
+
+def test_masters_of_the_wrong_parameter_are_found_by_their_cast(zoo):
+    from dataclasses import replace
+
+    from ckptkit.catalog.entry import Catalog
+    from ckptkit.formats.lightrft import check_masters
+
+    source = open_source(str(zoo / "lightrft_mp_optim_w2" / "global_step7"))
+    tensors = dict(source.catalog.tensors)
+    a, b = (f"optimizer.master.layers.{i}.up.weight" for i in (0, 1))
+    tensors[a], tensors[b] = (
+        replace(tensors[b], name=a, fqn=tensors[a].fqn),
+        replace(tensors[a], name=b, fqn=tensors[b].fqn),
+    )
+    wrong = check_masters(source.store, Catalog(tensors))
+    assert wrong == ["layers.0.up.weight", "layers.1.up.weight"]
+
+
+def test_deepspeed_masters_are_the_weights(zoo):
+    source = open_source(str(zoo / "deepspeed_zero2_bf16_w2" / "ckpt"))
+    masters = source.catalog.by_role(Role.MASTER)
+    model = source.catalog.by_role(Role.MODEL)
+    assert masters
+    assert all(entry.dtype == "float32" for entry in masters.values())
+    assert contents(source.store, masters) == contents(source.store, {fqn: model[fqn] for fqn in masters})
+
+
+def test_opening_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, json\n"
+        "from ckptkit.formats.detect import open_source\n"
+        "from ckptkit.formats.options import ReadOptions\n"
+        "for url in json.loads(sys.argv[1]): open_source(url)\n"
+        "assert not {'torch', 'safetensors', 'deepspeed', 'lightning'} & set(sys.modules)\n"
+    )
+    urls = [_url(CASES[name]) for name in OK if "fsdp1_local" not in name]
+    subprocess.run([sys.executable, "-c", code, json.dumps(urls)], check=True, timeout=120)
