@@ -230,6 +230,8 @@ class _Lent:
         state = self.optimizer.state[parameter]
         # The master goes out of the dict while the base has it: an empty state is what makes a base initialise.
         master = state.pop(MASTER, None)
+        if master is None and _needs_master(parameter):  # the state was cleared: start again from the parameter
+            master = parameter.detach().to(torch.float32)
         stepped: torch.Tensor = parameter if master is None else master
         self.optimizer.base.state[stepped] = state
         if master is not None:

@@ -1,0 +1,387 @@
+"""Low-precision parameters, fp32 masters, any base optimizer."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckptkit.errors import CheckpointMismatchError, UsageError
+from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
+from ckptkit.fsdp.strategy import is_mp_optimizer
+from tests.fsdp import models
+
+MASTER = {"precision": "master", "mixed_precision": "bf16"}
+BASES = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
+    "AdamW-foreach": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=True),
+    "AdamW-fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=1e-2, amsgrad=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-1, momentum=0.9),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
+}
+
+
+def low(seed=0):
+    return models.made(models.untied, seed).to(torch.bfloat16)
+
+
+def masters_match(optimizer):
+    """Whether every low-precision parameter is its master, rounded, bit for bit."""
+    for parameter, state in optimizer.state.items():
+        if "master" in state:
+            master = state["master"]
+            assert master.dtype == torch.float32
+            assert isinstance(master, DTensor) == isinstance(parameter, DTensor)
+            assert models_equal(master.to(parameter.dtype), parameter)
+    return True
+
+
+def models_equal(a, b):
+    a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (a.detach(), b.detach()))
+    return torch.equal(a, b)
+
+
+def step(model, optimizer, index, factor=1.0):
+    (models.loss_of(model, models.batch(index)) * factor).backward()
+    stepped = optimizer.step()
+    optimizer.zero_grad()
+    return stepped
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_step_is_the_base_optimizers_on_fp32_copies(base):
+    model = low()
+    optimizer = MasterWeightOptimizer(BASES[base](list(model.parameters())))
+    shadow = low()
+    copies = [parameter.detach().float() for parameter in shadow.parameters()]
+    plain = BASES[base](copies)
+    for index in range(4):
+        assert step(model, optimizer, index) is True
+        models.loss_of(shadow, models.batch(index)).backward()
+        for master, parameter in zip(copies, shadow.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        plain.step()
+        for master, parameter in zip(copies, shadow.parameters(), strict=True):
+            parameter.data.copy_(master)
+        assert masters_match(optimizer)
+    found = {name: optimizer.state[p]["master"] for name, p in model.named_parameters()}
+    for (name, _), expected in zip(shadow.named_parameters(), copies, strict=True):
+        assert torch.equal(found[name], expected), name
+
+
+def _sharded(base, config):
+    strategy = FSDPStrategy(FSDPConfig.from_dict(MASTER | config), max_norm=1.0)
+    model = strategy.prepare_model(models.made(models.tied))
+    optimizer = strategy.create_optimizer(model, factory=BASES[base])
+    assert is_mp_optimizer(optimizer)
+    assert strategy.is_mp_optimizer(optimizer)
+    assert not is_mp_optimizer(optimizer.base)
+    assert masters_match(optimizer)
+    for index in range(3):
+        models.train_sharded(model, strategy, optimizer, [index])
+        assert masters_match(optimizer)
+    for parameter, state in optimizer.state.items():
+        assert state["master"].placements == parameter.placements
+        assert state["master"].device_mesh == parameter.device_mesh
+        for key, value in state.items():
+            if value.ndim:
+                assert value.dtype == torch.float32, key
+    return [state.full_tensor() for state in (s["master"] for s in optimizer.state.values())]
+
+
+@pytest.mark.parametrize("base", ["AdamW", "AdamW-fused", "momentum"])
+@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
+def test_masters_are_sharded_like_their_parameter_and_round_to_it(ranks, base, config):
+    results = ranks.run(_sharded, 4, base, config)
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[3], strict=True))
+
+
+def _single(base):
+    results = _sharded(base, {})
+    return [(r.shape, r.double().norm().item()) for r in results]
+
+
+def test_the_number_of_ranks_changes_only_the_order_of_sums(ranks):
+    one, two = ranks.run(_single, 1, "momentum")[0], ranks.run(_single, 2, "momentum")[0]
+    for (shape, norm), (other_shape, other_norm) in zip(one, two, strict=True):
+        assert shape == other_shape
+        assert norm == pytest.approx(other_norm, rel=0.02)  # bf16 gradients of other batches
+
+
+def test_it_is_an_optimizer_that_schedulers_and_hooks_take():
+    model = low()
+    optimizer = MasterWeightOptimizer(BASES["AdamW"](param_groups(model)))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step(model, optimizer, 0)
+    scheduler.step()
+    assert calls == [1]
+    assert {group["lr"] for group in optimizer.param_groups} == {5e-3}
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # the base must follow what is set here
+        group["weight_decay"] = 0.0
+    after = [parameter.detach().clone() for parameter in model.parameters()]
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    step(model, optimizer, 1)
+    assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
+
+
+def test_masters_keep_what_the_parameter_rounds_away():
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([parameter], lr=2.0**-12))
+    for _ in range(32):  # each step is far below the spacing of bf16 at 1
+        parameter.grad = torch.full((4,), -1.0, dtype=torch.bfloat16)
+        optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["master"], torch.full((4,), 1 + 32 * 2.0**-12))
+    assert torch.equal(parameter.float(), torch.full((4,), 1 + 2.0**-7))
+
+
+def test_an_added_group_has_masters_and_steps():
+    model = low()
+    head = list(model.lm_head.parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in head)]
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(rest, lr=1e-2))
+    step(model, optimizer, 0)
+    optimizer.add_param_group({"params": head, "lr": 1e-1})
+    before = model.lm_head.weight.detach().clone()
+    step(model, optimizer, 1)
+    assert "master" in optimizer.state[model.lm_head.weight]
+    assert masters_match(optimizer)
+    assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_wide_parameters_are_stepped_themselves():
+    model = low()
+    model.norm.float()
+    model.norm.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    model.norm.register_forward_hook(lambda module, args, out: out.bfloat16())
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2), max_norm=0.5)
+    before = model.norm.weight.detach().clone()
+    step(model, optimizer, 0)
+    assert "master" not in optimizer.state[model.norm.weight]
+    assert "exp_avg" in optimizer.state[model.norm.weight]
+    assert not torch.equal(before, model.norm.weight)
+    assert masters_match(optimizer)
+
+
+def test_frozen_and_unused_parameters_are_left_alone():
+    model = low()
+    extra = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW([*model.parameters(), extra], lr=1e-2))
+    model.embed.requires_grad_(False)
+    before = model.embed.weight.detach().clone()
+    step(model, optimizer, 0)
+    assert torch.equal(before, model.embed.weight)
+    assert list(optimizer.state[extra]) == ["master"]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_takes_set_to_none(set_to_none):
+    model = low()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    models.loss_of(model, models.batch(0)).backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    for parameter in model.parameters():
+        assert (parameter.grad is None) if set_to_none else (parameter.grad.abs().sum() == 0)
+
+
+def test_gradients_accumulate_between_steps():
+    model, other = low(), low()
+    optimizers = [MasterWeightOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, other)]
+    models.loss_of(model, models.batch(0)).backward()
+    models.loss_of(model, models.batch(0)).backward()
+    optimizers[0].step()
+    step(other, optimizers[1], 0, factor=2.0)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a.float(), b.float(), atol=0.01)
+
+
+def test_a_closure_runs_once_with_gradients():
+    model = low()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        models.loss_of(model, models.batch(0)).backward()
+
+    assert optimizer.step(closure) is True
+    assert calls == [True]
+
+
+def test_clipping_is_by_one_joint_norm_of_unscaled_gradients():
+    model, clipped = low(), low()
+    scaler = DynamicGradScaler(2.0**10, growth_interval=1)
+    free = MasterWeightOptimizer(torch.optim.SGD(param_groups(model), lr=1.0))
+    bound = MasterWeightOptimizer(torch.optim.SGD(param_groups(clipped), lr=1.0), grad_scaler=scaler, max_norm=0.1)
+    start = {n: bound.state[p]["master"].clone() for n, p in clipped.named_parameters()}
+    step(model, free, 0)
+    bound.backward(models.loss_of(clipped, models.batch(0)))
+    bound.step()
+    assert bound.last_grad_norm.item() == pytest.approx(free.last_grad_norm.item(), rel=1e-2)
+    moved = [(bound.state[p]["master"] - start[n]).flatten() for n, p in clipped.named_parameters()]
+    assert torch.cat(moved).norm().item() == pytest.approx(0.1, rel=1e-3)
+    assert scaler.scale == 2.0**11
+
+
+@pytest.mark.parametrize("base", ["AdamW", "SGD", "momentum"])
+def test_a_loaded_state_goes_on_bit_for_bit(base):
+    model = low()
+    optimizer = MasterWeightOptimizer(BASES[base](param_groups(model, weight_decay=0.1)))
+    for index in range(3):
+        step(model, optimizer, index)
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    other = low(seed=9)
+    resumed = MasterWeightOptimizer(BASES[base](param_groups(other, weight_decay=0.1)))
+    if base == "AdamW":
+        step(other, resumed, 7)
+    resumed.load_state_dict(state_dict=saved)
+    for parameter, state in resumed.state.items():
+        for key, value in state.items():
+            assert not isinstance(value, torch.Tensor) or value.dtype == torch.float32, (key, parameter.shape)
+    assert masters_match(resumed)  # the parameters follow the masters
+    other.load_state_dict(weights)
+    for index in range(3, 6):
+        step(model, optimizer, index)
+        step(other, resumed, index)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    for a, b in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_state_that_does_not_fit_is_refused_by_name_and_nothing_is_taken():
+    model = low()
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-2))
+    step(model, optimizer, 0)
+    before = copy.deepcopy(optimizer.state_dict())
+    plain = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-2)
+    models.loss_of(model, models.batch(0)).backward()
+    plain.step()
+    wrong_shape, fewer = copy.deepcopy(before), copy.deepcopy(before)
+    wrong_shape["state"][0]["master"] = torch.zeros(2, 2)
+    fewer["param_groups"][0]["params"].pop()
+    for state, message in (
+        ({}, "'state' and 'param_groups'"),
+        ({"state": {}, "param_groups": []}, "0 parameter groups, the optimizer has 2"),
+        (fewer, "Group 0 of the optimizer state has"),
+        (wrong_shape, r"master of 'embed\.weight' has shape \[2, 2\], expected \[19, 12\]"),
+        (plain.state_dict(), r"'embed\.weight' has no master"),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=message):
+            optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    for index, state in before["state"].items():
+        assert all(torch.equal(state[key], after["state"][index][key]) for key in state)
+
+
+def test_moments_of_a_base_that_has_stepped_are_taken_over():
+    model = low()
+    base = torch.optim.AdamW(param_groups(model), lr=1e-2)
+    models.loss_of(model, models.batch(0)).backward()
+    base.step()
+    base.zero_grad()
+    optimizer = MasterWeightOptimizer(base)
+    state = optimizer.state[model.embed.weight]
+    assert state["exp_avg"].dtype == torch.float32
+    assert state["step"].item() == 1
+    step(model, optimizer, 1)
+    assert state["step"].item() == 2
+
+
+def test_a_cleared_state_starts_again_from_the_parameters():
+    model = low()
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
+    step(model, optimizer, 0)
+    optimizer.state.clear()
+    step(model, optimizer, 1)
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert masters_match(optimizer)
+
+
+def test_masters_can_follow_weights_that_were_loaded_alone():
+    model = low()
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
+    model.load_state_dict(low(seed=5).state_dict())
+    optimizer.masters_from_parameters()
+    assert masters_match(optimizer)
+
+
+def test_masters_are_back_in_place_after_a_step_that_failed():
+    model = low()
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
+    step(model, optimizer, 0)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    handle = optimizer.base.register_step_pre_hook(fail)
+    models.loss_of(model, models.batch(1)).backward()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    handle.remove()
+    assert masters_match(optimizer)
+    assert optimizer.step() is True
+
+
+def test_bases_that_can_not_work_are_refused():
+    parameters = list(low().parameters())
+    with pytest.raises(UsageError, match="LBFGS"):
+        MasterWeightOptimizer(torch.optim.LBFGS(parameters))
+    inner = MasterWeightOptimizer(torch.optim.SGD(parameters, lr=0.1))
+    with pytest.raises(UsageError, match="MasterWeightOptimizer"):
+        MasterWeightOptimizer(inner)
+
+
+def _overflow(precision, dtype):
+    config = FSDPConfig(precision=precision, mixed_precision=dtype, auto_wrap_policy="BLOCKS")
+    strategy = FSDPStrategy(config, max_norm=1.0)
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+    scaler = strategy.grad_scaler(optimizer)
+    assert (scaler is not None) == (dtype == "fp16")
+
+    def one(index, poisoned):
+        loss = models.loss_of(model, models.part(models.batch(index), 2, dist.get_rank()))
+        if poisoned and dist.get_rank() == 1:
+            loss = loss * math.inf
+        strategy.backward(loss, model, optimizer)
+        return strategy.optimizer_step(optimizer, model, scheduler)
+
+    def snapshot():
+        state = {(i, k): v for i, s in enumerate(optimizer.state.values()) for k, v in s.items()}
+        values = [*model.parameters(), *state.values()]
+        return [(v.to_local() if isinstance(v, DTensor) else v).detach().clone() for v in values]
+
+    assert one(0, False)
+    before, scale, epoch = snapshot(), scaler.scale if scaler else 1.0, scheduler.last_epoch
+    results = [one(1, True), one(2, True)]
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, snapshot(), strict=True))
+    assert not math.isfinite(strategy.last_grad_norm.item())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    skipped = (results, unchanged, scheduler.last_epoch == epoch, (scaler.scale if scaler else 1.0) / scale)
+    assert one(3, False)
+    assert scheduler.last_epoch == epoch + 1
+    assert all(torch.isfinite(models.whole(parameter)).all() for parameter in model.parameters())
+    return skipped
+
+
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+@pytest.mark.parametrize(("dtype", "backoff"), [("bf16", 1.0), ("fp16", 0.5)])
+def test_overflow_on_one_rank_skips_the_step_on_all(ranks, precision, dtype, backoff):
+    for skipped in ranks.run(_overflow, 2, precision, dtype):
+        assert skipped == ([False, False], True, True, backoff)
