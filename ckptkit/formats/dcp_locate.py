@@ -31,6 +31,7 @@ from ckptkit.formats._torch_zip import (
     read_archive,
     storage_of,
 )
+from ckptkit.formats.dcp_frames import Frame, FramedItems
 from ckptkit.formats.safetensors_dcp import saved_offsets
 from ckptkit.formats.safetensors_parse import SafetensorsHeader, read_header
 from ckptkit.storage.store import ReadInto, Store
@@ -47,6 +48,8 @@ _TAIL = 1024
 _JOIN = 4096  # bytes between two ranges that are read rather than skipped
 _LAZY = frozenset(("starts", "nbytes", "algorithm", "digests", "digest_starts", "digest_nbytes", "strides", "codecs"))
 _ZIP = b"PK\x03\x04"
+_FEW = 16  # items for which numpy is worth its fixed cost
+_MAX_FRAMES = 8
 _SLACK = 1 << 20  # what an item may be longer than its tensor, when it is decompressed
 
 
@@ -136,13 +139,16 @@ class _Found:
     crc_starts: Int64
     crc_nbytes: Int64
     checked: npt.NDArray[np.bool_]
+    templates: Int64  # index of the parsed pickle of a framed item; -1 for others, which were checked one by one
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     codecs: dict[int, Codec] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, n: int) -> _Found:
         zeros = [np.zeros(n, np.int64) for _ in range(4)]
-        return cls(zeros[0], zeros[1], np.zeros(n, np.uint64), zeros[2], zeros[3], np.zeros(n, np.bool_))
+        return cls(
+            zeros[0], zeros[1], np.zeros(n, np.uint64), zeros[2], zeros[3], np.zeros(n, np.bool_), np.full(n, -1)
+        )
 
     def put(self, row: int, tensor: StoredTensor) -> None:
         storage = tensor.storage
@@ -167,6 +173,8 @@ class _Locator:
         self.bounds = np.cumsum([0, *(len(m) for m in members)])
         self.found = _Found.empty(len(rows))
         self.parser = _ItemParser(self.store)
+        self.frames: list[Frame] = []
+        self.templates: list[StoredTensor] = []
 
     def run(self) -> None:
         order = np.lexsort((self.starts, self.files))
@@ -229,24 +237,90 @@ class _Locator:
     def _zips(self, rows: Int64) -> None:
         """Locate items sorted by file and start: read their first and last kilobyte, and parse."""
         ends = _Ends(self.store, self.paths, self.files[rows], self.starts[rows], self.lengths[rows])
-        for i, row in enumerate(rows.tolist()):
-            member, at = self._member(row)
-            path = self.paths[int(self.files[row])]
-            start, length = int(self.starts[row]), int(self.lengths[row])
-            label = f"{path}: the item of {member.name!r:.80} at byte {start}"
-            tensor = self.parser.parse(ends.front(i), ends.tail(i), path, start, length, label)
-            _check_tensor(tensor, member, at, label)
-            self.found.put(row, tensor)
+        left = np.arange(len(rows))
+        for frame in self.frames:
+            left = self._framed(frame, ends, rows, left)
+        while len(left):
+            shared = self._alone(ends, int(left[0]), int(rows[left[0]]))
+            left = left[1:]
+            if shared is not None and len(left) >= _FEW and len(self.frames) < _MAX_FRAMES:
+                self.frames.append(shared)
+                left = self._framed(shared, ends, rows, left)
+
+    def _alone(self, ends: _Ends, i: int, row: int) -> Frame | None:
+        """Parse one item in full; the frame that others may share with it."""
+        member, at = self._member(row)
+        start, length = int(self.starts[row]), int(self.lengths[row])
+        label = self._label(row)
+        path = self.paths[int(self.files[row])]
+        tensor, frame = self.parser.parse(ends.front(i), ends.tail(i), path, start, length, label)
+        _check_tensor(tensor, member, at, label)
+        self.found.put(row, tensor)
+        return frame
+
+    def _framed(self, frame: Frame, ends: _Ends, rows: Int64, left: Int64) -> Int64:
+        """Locate those items of `left` that fit the frame; return the others."""
+        lengths = self.lengths[rows[left]]
+        long = lengths >= max(_FRONT, frame.nbytes)
+        tried, others = left[long], left[~long]
+        if not len(tried):
+            return left
+        parsed = frame.parse(
+            [ends.front(i) for i in tried.tolist()], [ends.tail(i) for i in tried.tolist()], lengths[long]
+        )
+        fits = parsed.fits
+        templates = [self.parser.template(raw, self._label(int(rows[tried[0]]))) for raw in parsed.distinct]
+        for number, template in enumerate(templates):
+            if template is None:
+                fits = fits & (parsed.pickles != number)
+            else:
+                same = fits & (parsed.pickles == number)
+                fits = fits & ~(same & (parsed.nbytes < template.storage.nbytes))
+        for number, template in enumerate(templates):
+            chosen = np.flatnonzero(fits & (parsed.pickles == number))
+            if template is not None and len(chosen):
+                self._put_framed(template, rows[tried[chosen]], parsed, chosen)
+        return np.sort(np.concatenate([others, tried[~fits]]))
+
+    def _put_framed(self, template: StoredTensor, rows: Int64, parsed: FramedItems, chosen: Int64) -> None:
+        found = self.found
+        storage = self.starts[rows] + parsed.starts[chosen]
+        found.starts[rows] = storage + template.offset * template.itemsize
+        found.nbytes[rows] = template.nbytes
+        found.crc[rows] = parsed.crc[chosen].astype(np.uint64)
+        found.crc_starts[rows] = storage
+        found.crc_nbytes[rows] = parsed.nbytes[chosen]
+        found.checked[rows] = True
+        found.templates[rows] = len(self.templates)
+        self.templates.append(template)
+        if not template.contiguous:
+            found.strides.update(dict.fromkeys(rows.tolist(), template.strides))
+
+    def _check_templates(self, member: LocatedSlices, first: int) -> None:
+        """Framed items hold what `.metadata` says, compared once for each kind of item a tensor has."""
+        numbers = self.found.templates[first : first + len(member)]
+        for number in np.unique(numbers).tolist():
+            if number < 0:
+                continue
+            template, rows = self.templates[number], np.flatnonzero(numbers == number)
+            same = len(template.shape) == member.sizes.shape[1] and template.dtype == member.dtype
+            bad = rows[~(member.sizes[rows] == np.array(template.shape, np.int64)).all(axis=1)] if same else rows
+            if len(bad):
+                _check_tensor(template, member, int(bad[0]), self._label(first + int(bad[0])))
+
+    def _label(self, row: int) -> str:
+        path, start = self.paths[int(self.files[row])], int(self.starts[row])
+        return f"{path}: the item of {self._member(row)[0].name!r:.80} at byte {start}"
 
     def _compressed(self, row: int, path: str) -> None:
         """A zstd item: decoded as a stream, of which only the first and last kilobytes are kept."""
         member, at = self._member(row)
         start, length = int(self.starts[row]), int(self.lengths[row])
-        label = f"{path}: the item of {member.name!r:.80} at byte {start}"
+        label = self._label(row)
         wanted = math.prod(member.sizes[at].tolist()) * dtype_of(member.dtype).itemsize
         packed = self.store.read(path, start, start + length)
         front, tail, size = decoded_ends(packed, wanted + _SLACK, file=label)
-        tensor = self.parser.parse(front, tail, path, 0, size, label)
+        tensor, _ = self.parser.parse(front, tail, path, 0, size, label)
         _check_tensor(tensor, member, at, label)
         self.found.put(row, tensor)
         self.found.codecs[row] = Codec("zstd", start, length)
@@ -256,6 +330,7 @@ class _Locator:
         strides, codecs = _split(found.strides, self.bounds), _split(found.codecs, self.bounds)
         for i, member in enumerate(self.members):
             rows = slice(int(self.bounds[i]), int(self.bounds[i + 1]))
+            self._check_templates(member, rows.start)
             checked = bool(found.checked[rows].all()) and len(member) > 0
             member.algorithm = "crc32" if checked else None
             member.digests = found.crc[rows] if checked else None
@@ -353,22 +428,23 @@ class _ItemParser:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._pickles: dict[bytes, tuple[StoredTensor, int]] = {}
+        self._pickles: dict[bytes, StoredTensor] = {}
 
     def parse(
         self, front: memoryview, tail: memoryview, path: str, start: int, length: int, label: str
-    ) -> StoredTensor:
+    ) -> tuple[StoredTensor, Frame | None]:
+        """Return the tensor, and the frame that other items may share; None where this one is unusual."""
         try:
             members, directory = parse_directory(bytes(tail), length, file=label)
         except ShortTailError:
-            return self._whole(path, start, length, label)
+            return self._whole(path, start, length, label), None
         layout = Layout(members, directory, label)
         pickled = self._member(layout, "data.pkl", front)
         order = self._member(layout, "byteorder", front) if "byteorder" in layout.members else b"little"
         if pickled is None or order is None:
-            return self._whole(path, start, length, label)
+            return self._whole(path, start, length, label), None
         check_byteorder(order, file=label)
-        template = self._template(pickled, label)
+        template = self._parsed(pickled, label)
         member = layout.members.get(f"data/{template.storage.key}")
         if member is None or template.storage.nbytes > member.nbytes:
             raise CorruptCheckpointError(
@@ -377,10 +453,13 @@ class _ItemParser:
             )
         header = bytes(front[member.header : member.header + LOCAL_HEADER.size + len(member.name.encode())])
         if len(header) < LOCAL_HEADER.size + len(member.name.encode()):
-            return self._whole(path, start, length, label)
+            return self._whole(path, start, length, label), None
         begin = start + layout.start(member, header)
         storage = Storage(path, template.storage.key, member.nbytes, template.storage.dtype, "", begin, member.crc32)
-        return StoredTensor(storage, template.dtype, template.shape, template.strides, template.offset)
+        tensor = StoredTensor(storage, template.dtype, template.shape, template.strides, template.offset)
+        if template.storage.key != "0":
+            return tensor, None
+        return tensor, Frame.of(bytes(front), bytes(tail), layout.members, directory, length)
 
     def _member(self, layout: Layout, name: str, front: memoryview) -> bytes | None:
         """The bytes of a small member, None where they are not among the first of the item."""
@@ -396,7 +475,12 @@ class _ItemParser:
             raise CorruptCheckpointError(f"{layout.file}: member {member.name!r:.80} does not match its CRC-32.")
         return data
 
-    def _template(self, pickled: bytes, label: str) -> StoredTensor:
+    def template(self, pickled: bytes, label: str) -> StoredTensor | None:
+        """The tensor a pickle describes, its storage without a place; None where it needs a look of its own."""
+        found = self._parsed(pickled, label)
+        return found if found.storage.key == "0" else None
+
+    def _parsed(self, pickled: bytes, label: str) -> StoredTensor:
         found = self._pickles.get(pickled)
         if found is None:
             value = loads(
@@ -405,8 +489,8 @@ class _ItemParser:
                 functions=TensorRebuilder().functions,
                 persistent_load=lambda identity: storage_of(identity, None, ""),
             )
-            found = self._pickles[pickled] = (_one_tensor(value, label), 0)
-        return found[0]
+            found = self._pickles[pickled] = _one_tensor(value, label)
+        return found
 
     def _whole(self, path: str, start: int, length: int, label: str) -> StoredTensor:
         """An item whose pickle or directory is longer than usual."""

@@ -1,0 +1,111 @@
+"""Large `.metadata` go through C's unpickler, and give what our own gives; what is unusual never gets there."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.errors import CorruptCheckpointError, UnsafePickleError
+from ckptkit.formats import _pickle_bulk
+from ckptkit.formats._pickle_bulk import _is_usual, load_metadata
+from ckptkit.formats._pickle_stubs import Record, Stub
+from ckptkit.formats._restricted_pickle import loads
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_pickle_bulk, "_BULK_BYTES", 0)
+    yield
+
+
+@pytest.fixture
+def c_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("went the slow way")
+
+    monkeypatch.setattr(_pickle_bulk, "loads", refuse)
+
+
+def shown(value: Any) -> Any:
+    """A stub as plain values, to compare two results."""
+    if isinstance(value, Record):
+        return (value.kind, shown(value.args), shown(value.state))
+    if isinstance(value, Stub) and not isinstance(value, dict):
+        return (type(value).__name__, [shown(getattr(value, slot, None)) for slot in type(value).__slots__])
+    if isinstance(value, dict):
+        return [(shown(k), shown(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(shown, value)]
+    return value
+
+
+def metadata_files(zoo: Path) -> list[Path]:
+    files = [p for p in zoo.rglob("*") if p.name.endswith("metadata") and p.is_file()]
+    return [p for p in files if "hostile" not in str(p)]
+
+
+def test_both_unpicklers_agree_on_all_metadata_of_the_zoo(zoo: Path, c_only: None) -> None:
+    files = metadata_files(zoo)
+    assert len(files) > 30
+    for file in files:
+        data = file.read_bytes()
+        assert shown(load_metadata(data, file="m")) == shown(loads(data, file="m")), file
+
+
+def test_old_homes_of_the_classes_are_read_too(zoo: Path, c_only: None) -> None:
+    data = (zoo / "dcp_dtensor_2d/ckpt/.metadata").read_bytes()
+    old = b"torch.distributed._shard.checkpoint.metadata"
+    new = b"torch.distributed.checkpoint.metadata"
+    moved = data.replace(b"\x8c" + bytes([len(new)]) + new, b"\x8c" + bytes([len(old)]) + old)
+    moved = b"\x80\x04" + moved[11:]  # without the frame, whose length no longer fits
+    assert moved != data
+    assert shown(load_metadata(moved, file="m")) == shown(loads(data, file="m"))
+
+
+def test_the_hostile_metadata_of_the_zoo_are_refused(zoo: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsafePickleError, match=r"builtins\.exec"):
+        load_metadata((zoo / "hostile_metadata/ckpt/.metadata").read_bytes(), file="m")
+    assert not list(tmp_path.iterdir())
+
+
+UNUSUAL = {
+    "a memo index of its own": b"\x80\x04]r\xff\xff\xff\x7f.",
+    "an extension code": b"\x80\x04\x82\x01.",
+    "a persistent id": b"\x80\x04K\x01Q.",
+    "an old protocol": pickle.dumps({"a": 1}, 2),
+    "no end": b"\x80\x04]",
+    "a text past the end": b"\x80\x04X\xff\xff\xff\x7fa.",
+    "a long integer": b"\x80\x04\x8b\x00\x00\x00\x10.",
+    "a set": b"\x80\x04\x8f.",
+    "nothing but containers": b"\x80\x04" + b"]" * 4096 + b".",
+    "nothing but tuples": b"\x80\x04N" + b"\x85" * 4096 + b".",
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_opcodes_never_reach_the_c_unpickler(kind: str) -> None:
+    assert not _is_usual(UNUSUAL[kind])
+
+
+def test_usual_metadata_pass_the_walk() -> None:
+    assert _is_usual(pickle.dumps({"a": [1, 70000, -5, 1 << 40], "b": ("x" * 300, None, True)}, 4))
+
+
+def test_a_damaged_pickle_is_an_error_that_names_the_file(zoo: Path) -> None:
+    data = bytearray((zoo / "dcp_dtensor_2d/ckpt/.metadata").read_bytes())
+    data[data.index(b"R\x94")] = ord("a")
+    with pytest.raises(CorruptCheckpointError, match="m: its pickle is damaged"):
+        load_metadata(bytes(data), file="m")
+
+
+def test_garbage_collection_is_on_again_after_an_error(zoo: Path) -> None:
+    import gc
+
+    with pytest.raises(CorruptCheckpointError):
+        load_metadata(b"\x80\x04" + b"N" * 64 + b"R.", file="m")
+    assert gc.isenabled()
