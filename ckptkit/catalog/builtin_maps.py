@@ -7,14 +7,14 @@ layouts are those that transformers 5 saves (its conversion_mapping), told apart
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.catalog.names import Mapped, NameMap
 from ckptkit.catalog.patterns import NamePattern
 from ckptkit.catalog.rules import Drop, Rename, RopePermute, Rule, Split, Unstack
 from ckptkit.catalog.targets import Target
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, UsageError
+from ckptkit.errors import CkptkitError, UsageError
 
 __all__ = ["BUILTIN_MAPS", "Choice", "builtin_map", "choose_map", "map_for_model_type"]
 
@@ -153,6 +153,15 @@ _BY_MODEL_TYPE: dict[str, str] = {
     "exaone_moe": "hf5-exaone-moe",
     "nemotron_h": "hf5-nemotron-h",
 }
+_TITAN_DOUBT = (
+    "the names are torchtitan's and were kept, for which model they are of is not recorded: no loader of Hugging Face "
+    "models knows them. Give --base MODEL (its config.json tells the model and its heads), or --key-map "
+    "torchtitan-llama3 or torchtitan-qwen3"
+)
+_EXPERTS_DOUBT = (
+    "stacked experts were kept: where the hub's layout of the model is one tensor an expert, loaders skip them. Give "
+    "--base MODEL, or --key-map hf5-experts (qwen, deepseek, olmoe) or hf5-mixtral"
+)
 _STACKED = (".experts.gate_up_proj", ".mixer.experts.up_proj")
 
 
@@ -174,11 +183,16 @@ def map_for_model_type(model_type: str | None) -> NameMap | None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A map that was chosen without being asked for: its result, and why it is the right one."""
+    """A map that was chosen without being asked for: its result, and why it is the right one.
+
+    Attributes:
+        doubt: What a person should decide, where names were kept though they look like another layout's.
+    """
 
     key_map: NameMap
     mapped: Mapped
     why: str
+    doubt: str = ""
 
 
 def choose_map(
@@ -187,10 +201,10 @@ def choose_map(
     """Return the map these names need. It is chosen only where there is no doubt; else names stay.
 
     With `wanted`, the names a base model has: the map after which the fewest are missing, names as they are
-    first. Without: by the model type, where there are stacked experts; by torchtitan's own names.
+    first. Without: by the model type, where there are stacked experts or torchtitan's own names.
 
     Raises:
-        CheckpointMismatchError: The names are torchtitan's, of a model there is no map for.
+        CheckpointMismatchError: The names are those of a layout, but its map does not fit them.
     """
     settings = dict(config or {})
     as_is = Choice(BUILTIN_MAPS["hf"], Mapped(dict(targets)), "names are kept")
@@ -201,7 +215,9 @@ def choose_map(
         mapped = by_type.apply(targets, config=settings)
         return Choice(by_type, mapped, f"config.json says model_type {settings.get('model_type')!r}")
     if "tok_embeddings.weight" in targets:
-        return _torchtitan(targets, settings)
+        return _torchtitan(targets, settings, as_is)
+    if _stacked(targets):
+        return replace(as_is, doubt=_EXPERTS_DOUBT)
     return as_is
 
 
@@ -235,15 +251,11 @@ def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
     return ([by_type] if by_type else []) + maps + [m.inverse() for m in maps if not m.name.startswith("torchtitan")]
 
 
-def _torchtitan(targets: Mapping[str, Target], config: Mapping[str, Any]) -> Choice:
+def _torchtitan(targets: Mapping[str, Target], config: Mapping[str, Any], as_is: Choice) -> Choice:
     kind = str(config.get("model_type", ""))
     name = {"llama": "torchtitan-llama3", "qwen3": "torchtitan-qwen3", "qwen3_moe": "torchtitan-qwen3"}.get(kind)
     if name is None:
-        raise CheckpointMismatchError(
-            "these are torchtitan's names (tok_embeddings.weight, layers.0.attention...), and which model they are of "
-            "is not recorded. Give --base MODEL (its config.json tells the model and its heads), or --key-map "
-            "torchtitan-llama3 or torchtitan-qwen3; --key-map hf keeps the names."
-        )
+        return replace(as_is, doubt=_TITAN_DOUBT)
     key_map = BUILTIN_MAPS[name]
     return Choice(key_map, key_map.apply(targets, config=config), f"torchtitan's names, model_type {kind!r}")
 

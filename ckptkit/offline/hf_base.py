@@ -100,8 +100,8 @@ def beside_source(store: Store, catalog: Catalog) -> BaseModel:
     adapter = next(
         (_json_object(contents.pop(n), n) for n in ("adapter_config.json", "peft_config.json") if n in contents), None
     )
-    if adapter is None and isinstance(catalog.info.extra.get("adapter_config"), Mapping):
-        adapter = dict(catalog.info.extra["adapter_config"])
+    if adapter is None:
+        adapter = _adapter_config(store, notes)
     return BaseModel("the checkpoint itself", config, contents, {}, adapter, None, tuple(notes))
 
 
@@ -266,6 +266,20 @@ def _read_link(store: Store, path: str) -> bytes | None:
         return None
     with open(os.path.realpath(os.path.join(store.local_root, path)), "rb") as file:  # noqa: PTH123
         return file.read(_MAX_FILE) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+
+
+def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
+    """PEFT's config that lies in the checkpoint, in verl's lora_adapter/, or in the folder above it."""
+    places = [(store, ""), (store, "lora_adapter/")]
+    if store.local_root is not None:
+        places.append((open_store(os.path.dirname(os.path.abspath(store.local_root))), ""))
+    for place, folder in places:
+        for name in ("adapter_config.json", "peft_config.json"):
+            data = _read_regular(place, folder + name, [])
+            if data is not None:
+                notes.append(f"adapter config: {place.url.rstrip('/').rpartition('/')[2]}/{folder}{name}")
+                return _json_object(data, folder + name)
+    return None
 
 
 def _export_name(path: str) -> str:

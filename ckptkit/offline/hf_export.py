@@ -108,6 +108,7 @@ class _Draft:
     key_map: str = "hf"
     weights: str = "model"
     untied: bool = False
+    extra: list[str] = field(default_factory=list)
 
 
 def plan_export(
@@ -217,6 +218,8 @@ def _map_names(draft: _Draft) -> None:
         mapped, key_map = chosen.mapped, chosen.key_map
         if key_map.name != "hf":
             draft.notes.append(f"key map {key_map.name}: {chosen.why}")
+        if chosen.doubt:
+            draft.notes.append(chosen.doubt)
     else:
         key_map = options.key_map
         mapped = key_map.apply(draft.targets, config=config)
@@ -245,7 +248,6 @@ def _model_export(draft: _Draft, split: AdapterSplit | None) -> HFExport:
     _settle_tied(draft)
     _drop_buffers(draft)
     _compare(draft)
-    _note_experts(draft)
     targets = {name: _cast(target, options.dtype) for name, target in draft.targets.items()}
     tensors: dict[str, OutputTensor] = dict(merge(targets)) if merge is not None else dict(targets)
     if merge is not None:
@@ -299,8 +301,14 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
         tuple(draft.missing),
         tuple(draft.faults),
         tuple(dict.fromkeys(draft.notes)),
-        draft.base.where if draft.base.wanted else "",
+        _compared_with(draft),
     )
+
+
+def _compared_with(draft: _Draft) -> str:
+    if not draft.base.wanted:
+        return ""
+    return draft.base.where + (f" (but for {len(draft.extra)} buffers of its own)" if draft.extra else "")
 
 
 # --- rules
@@ -348,17 +356,13 @@ def _compare(draft: _Draft) -> None:
         draft.notes.append(f"{len(result.missing)} tensors of the base were left out by --include and --exclude")
     elif result.missing:
         draft.faults += [f"missing: {name}" for name in result.missing]
-    draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]
+    floats = [name for name in result.unexpected if dtype_of(draft.targets[name].dtype).kind in ("float", "float8")]
+    draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in floats]
+    # Integers are state that somebody registered: without them something is lost, with them nothing breaks.
+    draft.extra = [name for name in result.unexpected if name not in floats]
+    if draft.extra:
+        draft.notes.append(f"kept, though the base has no such buffers: {', '.join(draft.extra)}")
     draft.faults += result.shapes
-
-
-def _note_experts(draft: _Draft) -> None:
-    stacked = [n for n, t in draft.targets.items() if n.endswith(".experts.gate_up_proj") and len(t.shape) == 3]
-    if stacked and not draft.base.wanted and not draft.base.config:
-        draft.notes.append(
-            f"{len(stacked)} stacked experts were kept ({stacked[0]}): loaders of the hub's layout skip them. Give "
-            "--base MODEL, or --key-map hf5-experts (qwen, deepseek, olmoe) or hf5-mixtral"
-        )
 
 
 def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:

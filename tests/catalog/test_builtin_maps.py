@@ -119,10 +119,17 @@ def test_torchtitan_is_also_found_from_the_names_of_a_base(zoo: Path) -> None:
     assert choose_map(targets_of(native), wanted=hub, config=config).key_map.name == "torchtitan-llama3"
 
 
-def test_torchtitan_without_a_config_asks_for_a_base(zoo: Path) -> None:
+def test_torchtitan_without_a_config_keeps_its_names_and_asks_for_a_base(zoo: Path) -> None:
     native = load_file(zoo / "torchtitan_llama3_names_w2" / "EXPECTED.safetensors")
-    with pytest.raises(CheckpointMismatchError, match="Give --base MODEL"):
-        choose_map(targets_of(native))
+    chosen = choose_map(targets_of(native))
+    assert set(chosen.mapped.targets) == set(native)
+    assert "Give --base MODEL" in chosen.doubt
+
+
+def test_stacked_experts_of_an_unknown_model_are_kept_in_doubt() -> None:
+    chosen = choose_map(targets_of({"model.layers.0.mlp.experts.gate_up_proj": np.ones((2, 4, 3))}))
+    assert chosen.key_map.name == "hf"
+    assert "--key-map hf5-experts" in chosen.doubt
 
 
 def test_torchtitan_leftovers_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -91,8 +92,16 @@ def test_merging_is_what_peft_does(tmp_path: Path, dtype: str, adapter_dtype: st
     same_bits(found, bits_of(tmp_path / "merged.safetensors"))
 
 
-def test_alpha_is_never_made_up(zoo: Path) -> None:
+def test_a_config_above_the_checkpoint_is_found_and_named(zoo: Path) -> None:
     store = open_store(str(zoo / "peft_lora_dcp_full_w2" / "ckpt"))
+    export = plan_export(store, dcp.open_catalog(store))
+    assert json.loads(small_files(export)["adapter_config.json"])["lora_alpha"] == 16
+    assert "adapter config: peft_lora_dcp_full_w2/peft_config.json" in export.notes
+
+
+def test_alpha_is_never_made_up(zoo: Path, tmp_path: Path) -> None:
+    shutil.copytree(zoo / "peft_lora_dcp_full_w2" / "ckpt", tmp_path / "ckpt")
+    store = open_store(str(tmp_path / "ckpt"))
     catalog = dcp.open_catalog(store)
     with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*alpha is not recorded"):
         plan_export(store, catalog)

@@ -175,6 +175,15 @@ def test_a_missing_head_of_a_tied_model_is_fine_though_the_base_stores_it(tmp_pa
     assert [t.name for t in plan(tmp_path / "src", base).tensors] == ["model.embed_tokens.weight"]
 
 
+def test_integer_buffers_the_base_lacks_are_kept_and_named(tmp_path: Path) -> None:
+    write(tmp_path / "src", {**ones("a"), "probe": np.ones(3, np.int64)})
+    base = write(tmp_path / "base", ones("a"))
+    export = plan(tmp_path / "src", base)
+    assert {t.name for t in export.tensors} == {"a", "probe"}
+    assert "kept, though the base has no such buffers: probe" in export.notes
+    assert export.checked.endswith("(but for 1 buffers of its own)")
+
+
 def test_buffers_that_are_computed_on_load_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "src", ones("a", "layers.0.self_attn.rotary_emb.inv_freq"))
     base = write(tmp_path / "base", ones("a"))
