@@ -26,7 +26,7 @@ from ckptkit.formats.rank_files import Joined
 from ckptkit.formats.side_files import file_names, find_side_files
 from ckptkit.storage import Store
 
-__all__ = ["MODEL_FILE", "OPTIM_FILE", "open_catalog"]
+__all__ = ["MODEL_FILE", "OPTIM_FILE", "open_catalog", "weight_entries"]
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -62,7 +62,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     _check_complete(models, weights)
     side = find_side_files(store)
     return Catalog(
-        {**_entries(weights, masters, models.shared), **optimizer.tensors},
+        {**weight_entries(weights, masters, models.shared), **optimizer.tensors},
         {**models.objects(), **optimizer.objects},
         CatalogInfo(
             "deepspeed",
@@ -164,9 +164,14 @@ def _joined_fragments(shape: Shape, fragments: Sequence[StoredTensor]) -> Joined
     return Joined(fragments[0].dtype, shape, SliceArray.of(slices, len(shape)))
 
 
-def _entries(
+def weight_entries(
     weights: Mapping[str, Joined], masters: Mapping[str, Joined], shared: Mapping[str, str]
 ) -> dict[str, TensorEntry]:
+    """Return the MODEL entries of all weights, and MASTER entries of those that are fp32 masters.
+
+    Args:
+        shared: Tied name -> the name it is stored under.
+    """
     found = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in weights.items()}
     for alias, kept in shared.items():
         if kept in weights:

@@ -1,0 +1,187 @@
+"""What is opened for a URL: a file, a directory, the newest of many steps, or an error that says what was found."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats.detect import identify, open_source
+from ckptkit.formats.steps import ordered, parse_step
+from ckptkit.storage import open_store
+
+
+def _dcp(zoo: Path, target: Path) -> None:
+    shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", target)
+
+
+def _hf(target: Path, value: float = 1.0) -> None:
+    target.mkdir(parents=True)
+    save_file({"w": np.full(3, value, np.float32)}, target / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("global_step10", 10),
+        ("global_step_4", 4),
+        ("checkpoint-2", 2),
+        ("step-10", 10),
+        ("iter_0000010", 10),
+        ("step_00001000", 1000),
+        ("epoch=0-step=3.ckpt", 3),
+        ("epoch_1_step_7", 7),
+        ("epoch_3", 0),
+        ("1200", 1200),
+        ("model_name--val_loss=1.2-step=30.0-consumed_samples=60.0", 30),
+    ],
+)
+def test_a_step_is_read_from_a_name(name, step):
+    found = parse_step(name)
+    assert found is not None
+    assert found.step == step
+
+
+@pytest.mark.parametrize("name", ["notes", "tensorboard", "last.ckpt", "hf_ref_qwen3moe", "v2-final", "step"])
+def test_names_without_a_step_have_none(name):
+    assert parse_step(name) is None
+
+
+def test_steps_are_ordered_as_numbers_then_epochs():
+    names = ["global_step9", "global_step10", "global_step2"]
+    assert [step.name for step in ordered(names)] == ["global_step10", "global_step9", "global_step2"]
+    assert ordered(["epoch_2", "epoch_10"])[0].name == "epoch_10"
+
+
+def test_the_newest_step_by_number_is_opened_and_noted(tmp_path, zoo):
+    for step in (2, 9, 10):
+        _hf(tmp_path / f"step-{step}", step)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "latest").write_text("step-9")
+    source = open_source(str(tmp_path))
+    assert source.url.endswith("step-10")
+    assert source.catalog.info.step == 10
+    assert "newest of 3" in source.note
+    assert "latest says step-9" in source.note
+
+
+def test_an_unfinished_newest_step_is_skipped_and_noted(tmp_path, zoo):
+    _dcp(zoo, tmp_path / "step-1")
+    _dcp(zoo, tmp_path / "step-2")
+    (tmp_path / "step-2" / ".metadata").rename(tmp_path / "step-2" / ".metadata.tmp")
+    source = open_source(str(tmp_path))
+    assert source.url.endswith("step-1")
+    assert "step-2" in source.note
+
+
+def test_a_damaged_newest_step_is_an_error_that_names_it(tmp_path, zoo):
+    _dcp(zoo, tmp_path / "step-1")
+    _dcp(zoo, tmp_path / "step-2")
+    (tmp_path / "step-2" / "__1_0.distcp").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"__1_0\.distcp.*step-2"):
+        open_source(str(tmp_path))
+
+
+def test_steps_that_ckptkit_committed_are_the_only_ones_that_count(tmp_path, zoo):
+    _dcp(zoo, tmp_path / "step_00000005")
+    (tmp_path / "step_00000005" / "checkpoint.json").write_text("{}")
+    _dcp(zoo, tmp_path / "step_00000009")  # no record: a save that was cut off
+    with pytest.raises(CorruptCheckpointError, match="step_00000005"):  # it is opened, and its record is damaged
+        open_source(str(tmp_path))
+    assert identify(open_store(str(tmp_path / "step_00000005"))) == "ckptkit"
+
+
+def test_a_pointer_is_followed_where_names_have_no_numbers(tmp_path):
+    _hf(tmp_path / "best", 1)
+    _hf(tmp_path / "last", 2)
+    (tmp_path / "latest").write_text("last\n")
+    assert open_source(str(tmp_path)).url.endswith("/last")
+
+
+def test_a_pointer_cannot_lead_outside(tmp_path):
+    _hf(tmp_path / "outside")
+    (tmp_path / "run" / "sub").mkdir(parents=True)
+    (tmp_path / "run" / "latest").write_text("../outside")
+    with pytest.raises(CheckpointNotFoundError):
+        open_source(str(tmp_path / "run"))
+
+
+def test_several_checkpoints_without_numbers_are_not_guessed(tmp_path):
+    _hf(tmp_path / "best")
+    _hf(tmp_path / "last")
+    with pytest.raises(CheckpointNotFoundError, match="best, last"):
+        open_source(str(tmp_path))
+
+
+def test_the_actor_is_taken_before_the_critic(tmp_path, zoo):
+    step = tmp_path / "run" / "global_step_4"
+    shutil.copytree(zoo / "verl_fsdp2_w2" / "global_step_4" / "actor", step / "actor")
+    shutil.copytree(zoo / "verl_fsdp2_w2" / "global_step_4" / "actor", step / "critic")
+    (step / "data.pt").write_bytes(b"PK")
+    source = open_source(str(tmp_path / "run"))
+    assert source.url.endswith("global_step_4/actor")
+    assert "critic/" in source.note
+
+
+def test_an_output_directory_of_the_trainer_gives_its_newest_checkpoint(zoo):
+    assert open_source(str(zoo / "hf_trainer_fsdp2_sharded_w2" / "out")).url.endswith("checkpoint-2")
+
+
+def test_lightning_files_in_a_directory_give_the_newest(tmp_path, zoo):
+    full = next((zoo / "lightning_trainer_full").glob("*.ckpt"))
+    shutil.copy(full, tmp_path / "epoch=0-step=3.ckpt")
+    shutil.copy(full, tmp_path / "epoch=0-step=12.ckpt")
+    assert open_source(str(tmp_path)).url.endswith("step=12.ckpt")
+
+
+@pytest.mark.parametrize(
+    "name", ["hf_ref_llama_tied/model.safetensors", "torchsave_pytorch_model_bin/pytorch_model.bin"]
+)
+def test_a_single_file_is_opened(zoo, name):
+    source = open_source(str(zoo / name))
+    assert "model.norm.weight" in source.catalog.by_role(Role.MODEL)
+
+
+def test_a_part_of_a_checkpoint_opens_the_whole(zoo):
+    source = open_source(str(zoo / "dcp_threads2_w2" / "ckpt" / ".metadata"))
+    assert source.url.endswith("ckpt")
+    assert source.catalog.by_role(Role.MODEL)
+
+
+def test_a_link_that_the_user_names_is_followed(tmp_path):
+    _hf(tmp_path / "data")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    assert open_source(str(tmp_path / "link")).catalog.tensors
+
+
+def test_a_slash_at_the_end_changes_nothing(tmp_path):
+    _hf(tmp_path / "step-3")
+    assert open_source(f"{tmp_path}/step-3/").catalog.info.step == 3
+
+
+def test_weights_with_a_name_of_a_tool_come_before_other_files(tmp_path, zoo):
+    shutil.copytree(zoo / "torchsave_pytorch_model_bin", tmp_path / "x")
+    assert identify(open_store(str(tmp_path / "x"))) == "torch"
+
+
+@pytest.mark.parametrize("setup", ["missing", "empty", "foreign", "unfinished"])
+def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path, setup):
+    target = tmp_path / "x"
+    if setup != "missing":
+        target.mkdir()
+    if setup == "foreign":
+        (target / "notes.txt").write_text("hello")
+        (target / "logs").mkdir()
+    if setup == "unfinished":
+        (target / "__0_0.distcp").write_bytes(b"PK")
+    expected = {"missing": "does not exist", "empty": "empty", "foreign": "notes.txt", "unfinished": ".metadata"}[setup]
+    with pytest.raises(CkptkitError, match=expected) as caught:
+        open_source(str(target))
+    if setup in ("missing", "empty", "foreign"):
+        assert isinstance(caught.value, CheckpointNotFoundError)
+        assert "Expected" in str(caught.value)
