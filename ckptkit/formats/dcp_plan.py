@@ -115,7 +115,8 @@ class ShardedPlan:
             return replace(self, settled=known)
         if known == self.settled:
             return self
-        hashes = {name: _hash(name) for name in _replicated(self)}
+        shapes = {item[0]: repr(item) for item in self.structure}
+        hashes = {name: _hash(shapes[name]) for name in _replicated(self)}  # another shape is another tensor
         mine = np.fromiter(hashes.values(), np.uint64, len(hashes))
         tables = [np.frombuffer(data, np.uint64) for data in all_gather(mine.astype("<u8").tobytes())]
         holders: dict[str, tuple[int, ...]] = {}
@@ -204,8 +205,8 @@ def _signature(plan: ShardedPlan) -> bytes:
     return state.digest()
 
 
-def _hash(name: str) -> int:
-    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
 
 
 # --- who writes what

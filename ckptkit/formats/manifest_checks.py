@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = ["check_manifest", "check_tables"]
 
 _MAX_NDIM = 64  # torch's own limit
 _MAX_BYTES = 1 << 62
+_BLOCK = 1 << 16
 
 
 def check_tables(columns: Columns, version: int) -> None:
@@ -78,67 +80,73 @@ def check_manifest(manifest: Manifest, columns: Columns) -> None:
         _fail(columns, "a tensor is listed twice")
     if len(manifest.objects.entries) != len(columns.get("objects.ends", "int64")):
         _fail(columns, "an object is listed twice")
-    slices = manifest.slices
-    end = slices.starts.astype(np.float64) + slices.nbytes
-    if len(end) and (slices.starts.min() < 0 or slices.nbytes.min() < 0 or end.max() > _MAX_BYTES):
-        _fail(columns, "a slice lies at a negative place, or past any file")
-    itemsizes = np.array([DTYPES[d].itemsize for d in manifest.tensors.dtypes], np.int64)
-    ndims = np.array([len(s) for s in manifest.tensors.shapes], np.int64)
-    counts = np.diff(manifest.tensors.slice_stop, prepend=0)
-    strided = np.zeros(len(slices.starts), bool)
-    strided[list(slices.strides)] = True
-    for ndim in np.unique(ndims).tolist():
-        _check_boxes(manifest, columns, ndim, ndims, counts, itemsizes, strided)
-    _check_strided(manifest, columns, itemsizes)
+    slices, tensors = manifest.slices, manifest.tensors
+    itemsizes = [DTYPES[name].itemsize for name in tensors.dtypes]
+    for name, shape, itemsize in zip(names, tensors.shapes, itemsizes, strict=True):
+        if math.prod(shape) * itemsize > _MAX_BYTES:
+            _fail(columns, f"tensor {name!r} is larger than anything can be")
+    if len(slices.starts) and int(slices.starts.min()) < 0:
+        _fail(columns, "a slice lies before its file")
+    geometry = _Geometry(manifest, columns, np.array(itemsizes, np.int64))
+    for row in range(0, len(slices.starts), _BLOCK):
+        geometry.check(row, min(row + _BLOCK, len(slices.starts)))
+    geometry.check_strided()
 
 
-def _check_boxes(
-    manifest: Manifest,
-    columns: Columns,
-    ndim: int,
-    ndims: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    itemsizes: npt.NDArray[np.int64],
-    strided: npt.NDArray[np.bool_],
-) -> None:
-    """All slices of the tensors with this many dimensions at once."""
-    chosen = np.flatnonzero(ndims == ndim)
-    tensor_of = np.repeat(np.arange(len(ndims)), counts)
-    rows = np.flatnonzero(ndims[tensor_of] == ndim)
-    shapes = np.array([manifest.tensors.shapes[i] for i in chosen.tolist()], np.int64).reshape(len(chosen), ndim)
-    numels = np.prod(shapes.astype(np.float64), axis=1)
-    if (numels * itemsizes[chosen] > _MAX_BYTES).any():
-        _fail(columns, "a tensor is larger than anything can be")
-    compact = np.zeros(len(ndims), np.int64)
-    compact[chosen] = np.arange(len(chosen))
-    owner = tensor_of[rows]
-    shape = shapes[compact[owner]]
-    widths = ndims[tensor_of]
-    first = (np.cumsum(widths) - widths)[rows]
-    index = first[:, None] + np.arange(ndim)
-    offsets, sizes = manifest.slices.offsets[index], manifest.slices.sizes[index]
-    bad = ((offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - np.minimum(sizes, shape))).any(axis=1)
-    if bad.any():
-        name = manifest.tensors.names[int(owner[np.argmax(bad)])]
-        _fail(columns, f"a slice of tensor {name!r} lies outside of its shape")
-    nbytes = np.prod(sizes, axis=1) * itemsizes[owner]
-    wrong = (nbytes != manifest.slices.nbytes[rows]) & ~strided[rows]
-    if wrong.any():
-        name = manifest.tensors.names[int(owner[np.argmax(wrong)])]
-        _fail(columns, f"a slice of tensor {name!r} has other bytes than its box")
+class _Geometry:
+    """Where the numbers of each tensor's slices stand in the ragged columns."""
 
+    def __init__(self, manifest: Manifest, columns: Columns, itemsizes: npt.NDArray[np.int64]) -> None:
+        self.manifest = manifest
+        self.columns = columns
+        self.itemsizes = itemsizes
+        self.stops = manifest.tensors.slice_stop
+        self.starts = self.stops - np.diff(self.stops, prepend=0)
+        self.ndims = np.array([len(shape) for shape in manifest.tensors.shapes], np.int64)
+        elements = (self.stops - self.starts) * self.ndims
+        self.first_element = np.cumsum(elements) - elements
+        self.shapes = np.array([n for shape in manifest.tensors.shapes for n in shape], np.int64)
+        self.first_shape = np.cumsum(self.ndims) - self.ndims
 
-def _check_strided(manifest: Manifest, columns: Columns, itemsizes: npt.NDArray[np.int64]) -> None:
-    slices, stops = manifest.slices, manifest.tensors.slice_stop
-    widths = np.repeat(np.array([len(s) for s in manifest.tensors.shapes], np.int64), np.diff(stops, prepend=0))
-    first = np.cumsum(widths) - widths
-    for row, strides in slices.strides.items():
-        sizes = slices.sizes[int(first[row]) : int(first[row]) + len(strides)].tolist()
-        last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        owner = int(np.searchsorted(stops, row, side="right"))
-        expected = 0 if 0 in sizes else (last + 1) * int(itemsizes[owner])
-        if expected != int(slices.nbytes[row]):
-            _fail(columns, f"a slice of tensor {manifest.tensors.names[owner]!r} has other bytes than its strides span")
+    def check(self, start: int, stop: int) -> None:
+        """Check the slices [start, stop). A block at a time: what is compared is larger than what is stored."""
+        rows = np.arange(start, stop)
+        owner = np.searchsorted(self.stops, rows, side="right")
+        first = self.first_element[owner] + (rows - self.starts[owner]) * self.ndims[owner]
+        slices = self.manifest.slices
+        strided = np.array([row - start for row in slices.strides if start <= row < stop], np.int64)
+        for ndim in np.unique(self.ndims[owner]).tolist():
+            here = np.flatnonzero(self.ndims[owner] == ndim)
+            index = first[here][:, None] + np.arange(ndim)
+            shape = self.shapes[self.first_shape[owner[here]][:, None] + np.arange(ndim)]
+            offsets, sizes = slices.offsets[index], slices.sizes[index]
+            bad = (offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - np.minimum(sizes, shape))
+            self._refuse(bad.any(axis=1), owner[here], "lies outside of its shape")
+            found = slices.nbytes[rows[here]]
+            wrong = np.prod(sizes, axis=1) * self.itemsizes[owner[here]] != found
+            wrong &= ~np.isin(here, strided)
+            self._refuse(wrong | (found < 0) | (found > _MAX_BYTES), owner[here], "has other bytes than its box")
+            ends = slices.starts[rows[here]] > _MAX_BYTES
+            self._refuse(ends, owner[here], "lies past any file")
+
+    def _refuse(self, bad: npt.NDArray[np.bool_], owner: npt.NDArray[np.int64], what: str) -> None:
+        if bad.any():
+            _fail(self.columns, f"a slice of tensor {self._name(int(owner[np.argmax(bad)]))!r} {what}")
+
+    def _name(self, tensor: int) -> str:
+        return self.manifest.tensors.names[tensor]
+
+    def check_strided(self) -> None:
+        """Check that the bytes of slices with strides are what the strides span."""
+        slices = self.manifest.slices
+        for row, strides in slices.strides.items():
+            owner = int(np.searchsorted(self.stops, row, side="right"))
+            first = int(self.first_element[owner]) + (row - int(self.starts[owner])) * len(strides)
+            sizes = slices.sizes[first : first + len(strides)].tolist()
+            last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+            expected = 0 if 0 in sizes else (last + 1) * int(self.itemsizes[owner])
+            if expected != int(slices.nbytes[row]):
+                _fail(self.columns, f"a slice of tensor {self._name(owner)!r} has other bytes than its strides span")
 
 
 def _check_placements(columns: Columns) -> None:
