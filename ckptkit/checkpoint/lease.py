@@ -124,7 +124,11 @@ def acquire_lease(root: Store, *, patience_s: float | None = None) -> Lease:
         top = _top(root)
         if top is not None and not top.released:
             _refuse_if_alive(root, top, TTL_S if patience_s is None else patience_s)
-        state = _State(1 if top is None else top.generation + 1, new_nonce(), this_process())
+        # A file that can't be read (a power cut: leases are not synced) is no lease, but its number is taken.
+        newest = max((generation for generation, _ in _generations(root)), default=0)
+        if newest > (top.generation if top else 0) and _top(root) != top:
+            continue  # another contender was faster
+        state = _State(newest + 1, new_nonce(), this_process())
         try:
             root.write(state.path, state.to_json(), sync=False)  # put-if-absent: one of many contenders wins
         except FileExistsError:
