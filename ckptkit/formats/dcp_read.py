@@ -23,7 +23,7 @@ from ckptkit.formats.dcp_plan import local_boxes
 from ckptkit.formats.objects import load_object_torch
 from ckptkit.storage.store import Store
 
-__all__ = ["ReadReport", "Verify", "load_object", "read_sharded"]
+__all__ = ["ReadReport", "Verify", "add_box", "load_object", "read_sharded"]
 
 _LISTED = 20
 Report = Callable[[str, float, int], None]
