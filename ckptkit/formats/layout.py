@@ -186,6 +186,8 @@ class CommitRecord:
                 path: {"nbytes": item.nbytes, "xxh3_64": item.xxh3_64} for path, item in sorted(self.files.items())
             },
         }
+        _check_keys(self.client_state, "client_state")
+        _check_keys(self.extra, "extra")
         try:
             body["self"] = _self_digest(body)
             text = json.dumps(body, indent=1, allow_nan=False)
@@ -336,9 +338,21 @@ def _self_digest(body: Mapping[str, Any]) -> str:
     return f"xxh3_64:{xxhash.xxh3_64_hexdigest(canonical.encode())}"
 
 
+def _check_keys(value: Any, place: str) -> None:
+    """Raise where JSON would turn a key into a string without a word: {1: ...} would come back as {"1": ...}."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise UsageError(f"{place} has the key {key!r:.80}; keys of JSON are strings.")
+            _check_keys(inner, f"{place}[{key!r:.80}]")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _check_keys(inner, f"{place}[{index}]")
+
+
 def _number_text(value: float) -> float | str:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"metric {value!r} is no number")
+        raise UsageError(f"a metric is {value!r:.80}, which is no number; the record can't be written as JSON.")
     number = float(value)  # numpy scalars and 0-d tensors too
     return number if math.isfinite(number) else str(number)
 
