@@ -72,16 +72,20 @@ def lay_out_dcp(
     boxes: Sequence[RankBoxes],
     *,
     keys: Sequence[tuple[str | int, ...]],
+    objects: Sequence[tuple[tuple[str | int, ...], bytes]] = (),
 ) -> Laid:
     """Lay boxes out as `__<rank>_0.distcp` and `.metadata`.
 
     Args:
         keys: The path of each tensor in the nested state dict; its name in `.metadata` is the path joined by dots.
+        objects: (path, record) of what is no tensor; the records lie at the start of rank 0's file, one after another.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
     count = 1 + max((int(item.ranks.max()) for item in boxes if len(item.ranks)), default=0)
     cursors = np.zeros(count, np.int64)
+    head = b"".join(record for _, record in objects)
+    cursors[0] = len(head)
     starts: list[_Records] = [_Records.laid(tensors[i], i, boxes[i], cursors) for i in order]
     ranks = np.flatnonzero(cursors)
     indexes = np.full(count, -1, np.int32)
@@ -89,7 +93,9 @@ def lay_out_dcp(
     paths = [f"__{rank}_0.distcp" for rank in ranks.tolist()]
     frames = _Frames.of(starts, tensors, count)
     files = [
-        OutputFile(path, int(cursors[rank]), _FrameLiterals(frames, rank), _FrameCrcs(frames, rank))
+        OutputFile(
+            path, int(cursors[rank]), _FrameLiterals(frames, rank, b"" if rank else head), _FrameCrcs(frames, rank)
+        )
         for path, rank in zip(paths, ranks.tolist(), strict=True)
     ]
     placements, columns = [], []
@@ -101,8 +107,10 @@ def lay_out_dcp(
         columns.append(
             RecordColumns(name, tensor.dtype, tensor.shape, box.offsets, box.sizes, own, item.starts, item.lengths)
         )
-    planner = {".".join(map(str, key)): key for key in keys}
-    metadata = b"".join(encode_metadata(columns, paths, objects={}, planner_data=planner))
+    planner = {".".join(map(str, key)): key for key in (*keys, *(key for key, _ in objects))}
+    ends = np.cumsum([0, *(len(record) for _, record in objects)]).tolist()
+    places = {".".join(map(str, key)): (0, ends[i], len(record)) for i, (key, record) in enumerate(objects)}
+    metadata = b"".join(encode_metadata(columns, paths, objects=places, planner_data=planner))
     return [*files, OutputFile.of_bytes(METADATA, metadata)], placements, (METADATA,)
 
 
@@ -172,9 +180,12 @@ class _FrameLiterals:
 
     frames: _Frames
     rank: int
+    head: bytes = b""
 
     def __iter__(self) -> Iterator[Literal]:
-        end = 0
+        end = len(self.head)
+        if end:
+            yield Literal(0, self.head)
         for start, frame in self.frames.of_rank(self.rank):
             if start > end:
                 yield Literal(end, bytes(start - end))

@@ -160,15 +160,16 @@ def _plan(catalog: Catalog) -> tuple[list[_Check], int]:
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
     unproved = 0
-    whole_files = catalog.info.extra.get("file_digests", {})  # path -> (algorithm, value, nbytes)
+    whole_files = catalog.info.extra.get("digests", {})  # of our own checkpoints: path -> xxh3_64 in hex
 
     def add(name: str, path: str, digest: Digest, codec: Codec | None) -> None:
         key = (path, codec.start if codec else digest.start, digest.start, digest.nbytes, digest.value)
         found.setdefault(key, []).append(name)
         codecs[key] = (digest, codec)
 
-    for path, (algorithm, value, nbytes) in whole_files.items():
-        add("", path, Digest(algorithm, int(value), 0, int(nbytes)), None)
+    for path, value in whole_files.items():
+        if catalog.info.files.get(path, -1) >= 0:
+            add("", path, Digest("xxh3_64", int(value, 16), 0, catalog.info.files[path]), None)
     for name, path, nbytes, digest, codec in _recorded(catalog):
         if digest is not None:
             add(name, path, digest, codec)
