@@ -1,0 +1,366 @@
+"""What does not fit is found before anything is touched; what is left out is said."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from torch import nn
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError, LoadError, UsageError
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+
+
+def net(width: int = 8) -> nn.Module:
+    return nn.ModuleDict({"base": nn.Linear(4, width), "lora": nn.Linear(4, width, bias=False)})
+
+
+def trained(model: nn.Module, optimizer: Any = None) -> TrainState:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        x = torch.randn(3, 4, dtype=model["base"].weight.dtype)
+        (model["base"](x) + model["lora"](x)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return TrainState(model=model, optimizer=optimizer, extra={"epoch": 3})
+
+
+def bits(state: TrainState) -> Any:
+    """A copy of all tensors and settings of a state."""
+    optimizer = state.optimizer
+    return copy.deepcopy((dict(state.model.state_dict()), optimizer.state_dict() if optimizer else None, state.extra))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(5, trained(net()), metrics={"loss": 1.0}, client_state={"note": "x"})
+    return str(tmp_path)
+
+
+def load(run: str, state: TrainState, **options: Any) -> Any:
+    with CheckpointManager(run) as manager:
+        return manager.load(state, **options)
+
+
+def saved_as(tmp_path: Path, state: TrainState, **options: Any) -> str:
+    with CheckpointManager(tmp_path / "other", **options) as manager:
+        manager.save(1, state)
+    return str(tmp_path / "other")
+
+
+def test_a_fitting_state_is_restored_and_nothing_is_left_out(run: str) -> None:
+    state = trained(net())
+    report = load(run, state)
+    assert (report.step, state.step, state.extra["epoch"]) == (5, 5, 3)
+    assert report.metrics == {"loss": 1.0}
+    assert report.client_state == {"note": "x"}
+    assert not (report.missing or report.unexpected or report.skipped)
+
+
+def test_all_differences_are_listed_at_once_and_nothing_is_touched(run: str) -> None:
+    model = net(width=6)
+    model["new"] = nn.Linear(2, 2)
+    model["lora"] = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
+    del model["base"].bias
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(model=model, optimizer=optimizer, extra={"epoch": 0, "missing_thing": 1})
+    before = bits(state)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load(run, state)
+    text = str(caught.value)
+    for words in (
+        "model: 2 missing in the checkpoint: new.weight, new.bias",
+        "model: 1 unexpected: base.bias",
+        "model: 1 has another shape: base.weight ([8, 4] in the checkpoint, [6, 4] wanted)",
+        "model: 1 has another dtype: lora.weight (float32 in the checkpoint, bfloat16 wanted)",
+        "optimizer: 2 missing in the checkpoint: new.weight, new.bias",
+        "optimizer: 1 unexpected: base.bias",
+        "extra: 1 missing in the checkpoint: extra.missing_thing",
+    ):
+        assert words in text, (words, text)
+    assert same(before, bits(state))
+
+
+def test_without_strict_what_fits_is_loaded_and_the_rest_reported(run: str) -> None:
+    model = net()
+    model["new"] = nn.Linear(2, 2)
+    del model["base"].bias
+    state = TrainState(model=model, extra={"epoch": 0})
+    report = load(run, state, strict=False)
+    assert report.missing == ["model.new.weight", "model.new.bias"]
+    assert report.unexpected == ["model.base.bias"]
+    assert "model.lora.weight" in report.loaded
+
+
+def test_a_wrong_shape_is_an_error_even_without_strict(run: str) -> None:
+    with pytest.raises(CheckpointMismatchError, match="another shape"):
+        load(run, TrainState(model=net(width=9)), strict=False)
+
+
+def test_a_model_alone_loads_and_the_rest_is_said_to_be_skipped(run: str) -> None:
+    report = load(run, TrainState(model=net()))
+    assert report.skipped["optimizer"] == "nothing here takes it"
+    assert report.extra == {"epoch": 3}
+
+
+def test_an_optimizer_that_the_checkpoint_lacks_is_an_error_unless_skipped(tmp_path: Path) -> None:
+    other = saved_as(tmp_path, TrainState(model=net()))
+    state = trained(net())
+    state.extra.clear()
+    before = bits(state)
+    with pytest.raises(CheckpointMismatchError, match="optimizer: 1 missing"):
+        load(other, state)
+    assert same(before, bits(state))
+    report = load(other, state, optimizer="skip")
+    assert "optimizer" in report.skipped
+    assert same(before[1], bits(state)[1])
+
+
+def test_adapters_alone_are_loaded_by_glob_or_predicate(run: str) -> None:
+    for include in (["lora.*"], lambda fqn: fqn.startswith("lora")):
+        model = net()
+        base = model["base"].weight.detach().clone()
+        report = load(run, TrainState(model=model), include=include)
+        assert torch.equal(model["base"].weight, base)
+        assert [key for key in report.loaded if key.startswith("model")] == ["model.lora.weight"]
+        assert report.skipped["model.base.weight"] == "not included"
+
+
+def test_dtypes_are_converted_only_when_asked(run: str) -> None:
+    model = net().to(torch.bfloat16)
+    with pytest.raises(CheckpointMismatchError, match="convert_dtype=True casts"):
+        load(run, TrainState(model=model))
+    report = load(run, TrainState(model=model), convert_dtype=True)
+    exact = net()
+    load(run, TrainState(model=exact))
+    assert torch.equal(model["base"].weight, exact["base"].weight.to(torch.bfloat16))
+    assert any("cast from float32 to bfloat16" in note for note in report.notes)
+
+
+def test_values_of_extra_that_nothing_takes_are_returned(run: str) -> None:
+    state = trained(net())
+    state.extra.clear()
+    assert load(run, state).extra == {"epoch": 3}
+
+
+def test_an_unknown_option_is_a_usage_error(run: str) -> None:
+    with pytest.raises(UsageError, match="no option 'stict'"):
+        load(run, trained(net()), stict=False)
+
+
+def damage(run: str, change: Callable[[bytearray], None]) -> None:
+    """Change the data of the checkpoint, not its record."""
+    (path,) = Path(run, "step_00000005").glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def test_damage_found_while_reading_leaves_model_and_optimizer_untouched(run: str) -> None:
+    state = trained(net())
+    before = bits(state)
+    needle = load_bytes(run, "optimizer.state.lora.weight.exp_avg_sq")
+    damage(run, lambda data: data.__setitem__(data.index(needle) + 3, data[data.index(needle) + 3] ^ 1))
+    with pytest.raises(IntegrityError, match=r"exp_avg_sq"):
+        load(run, state)
+    assert same(before, bits(state))
+    assert state.step == 0
+
+
+def load_bytes(run: str, key: str) -> bytes:
+    from ckptkit.checkpoint.open import open_checkpoint
+
+    return bytes(open_checkpoint(run)[key].numpy().tobytes())
+
+
+def test_a_user_object_that_refuses_its_state_leaves_the_tensors_untouched(tmp_path: Path) -> None:
+    class Picky:
+        def __init__(self, refuse: bool) -> None:
+            self.refuse = refuse
+
+        def state_dict(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if self.refuse:
+                raise ValueError("not this one")
+
+    source = trained(net())
+    source.extra = {"picky": Picky(False)}
+    other = saved_as(tmp_path, source)
+    state = trained(net())
+    state.extra = {"picky": Picky(True)}
+    before = bits(state)[:2]
+    with pytest.raises((CkptkitError, ValueError), match="not this one"):
+        load(other, state)
+    assert same(before, bits(state)[:2])
+
+
+def test_settings_follow_the_checkpoint_and_new_ones_keep_their_default(tmp_path: Path) -> None:
+    source = trained(net())
+    source.optimizer.param_groups[0].update(lr=0.5, dropped_by_a_newer_torch=1)
+    del source.optimizer.param_groups[0]["amsgrad"]
+    other = saved_as(tmp_path, source)
+    state = trained(net())
+    report = load(other, state)
+    group = state.optimizer.param_groups[0]
+    assert group["lr"] == 0.5
+    assert group["amsgrad"] is False
+    assert any("amsgrad=False stays" in note for note in report.notes)
+    assert any("dropped_by_a_newer_torch=1 is new" in note for note in report.notes)
+
+
+def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD([{"params": model["base"].parameters(), "lr": 1.0},
+                                 {"params": model["lora"].parameters(), "lr": 2.0}], lr=0.1, momentum=0.9)  # fmt: skip
+    other = saved_as(tmp_path, trained(model, optimizer))
+    again = net()
+    swapped = torch.optim.SGD([{"params": again["lora"].parameters()}, {"params": again["base"].parameters()}], lr=0.1,
+                              momentum=0.9)  # fmt: skip
+    load(other, TrainState(model=again, optimizer=swapped, extra={"epoch": 0}))
+    assert [group["lr"] for group in swapped.param_groups] == [2.0, 1.0]
+    moment = optimizer.state[model["base"].weight]["momentum_buffer"]
+    assert torch.equal(swapped.state[again["base"].weight]["momentum_buffer"], moment)
+
+
+def test_a_group_that_joins_different_learning_rates_is_refused(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD([{"params": model["base"].parameters(), "lr": 1.0},
+                                 {"params": model["lora"].parameters(), "lr": 2.0}], lr=0.1)  # fmt: skip
+    other = saved_as(tmp_path, trained(model, optimizer))
+    state = trained(net(), None)
+    state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointMismatchError, match="which differ in lr"):
+        load(other, state)
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) -> None:
+    def with_tensor(lr: float) -> TrainState:
+        model = net()
+        return trained(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr)))
+
+    other = saved_as(tmp_path, with_tensor(0.5))
+    state = with_tensor(0.25)
+    rate = state.optimizer.param_groups[0]["lr"]
+    load(other, state)
+    assert state.optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.5
+
+
+def test_empty_state_and_empty_groups_survive(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [], "lr": 9.0})
+    other = saved_as(tmp_path, TrainState(model=model, optimizer=optimizer))
+    state = trained(net())
+    state.extra.clear()
+    state.optimizer.param_groups.append({**state.optimizer.param_groups[0], "params": []})
+    load(other, state)
+    assert len(state.optimizer.state) == 0  # saved before the first step: loading undoes ours
+    assert state.optimizer.param_groups[1]["lr"] == 9.0
+
+
+def test_state_that_low_precision_parameters_keep_in_fp32_stays_fp32(tmp_path: Path) -> None:
+    def state_of() -> TrainState:
+        model = net().to(torch.bfloat16)
+        return trained(model, MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1)))
+
+    source = state_of()
+    other = saved_as(tmp_path, source)
+    state = state_of()
+    load(other, state)
+    mine, theirs = (s.optimizer.state[s.model["base"].weight] for s in (state, source))
+    assert set(mine) == {"master", "step", "exp_avg", "exp_avg_sq"}
+    for name in mine:
+        assert mine[name].dtype == torch.float32
+        assert torch.equal(mine[name], theirs[name])
+    assert torch.equal(state.model["base"].weight, mine["master"].to(torch.bfloat16))
+
+
+def test_masters_follow_weights_that_are_loaded_without_an_optimizer(run: str) -> None:
+    model = net().to(torch.bfloat16)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters()))
+    state = TrainState(model=model, optimizer=optimizer)
+    load(run, state, optimizer="skip", convert_dtype=True)
+    master = optimizer.state[model["base"].weight]["master"]
+    assert torch.equal(master, model["base"].weight.float())
+
+
+def test_masters_are_made_from_the_fp32_weights_of_a_checkpoint_without_masters(run: str) -> None:
+    model = net().to(torch.bfloat16)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters()))
+    load(run, TrainState(model=model, optimizer=optimizer), convert_dtype=True)
+    exact = net()
+    load(run, TrainState(model=exact))
+    assert torch.equal(optimizer.state[model["base"].weight]["master"], exact["base"].weight)
+
+
+def test_a_tied_weight_that_is_stored_once_loads_into_a_tied_and_an_untied_model(tmp_path: Path) -> None:
+    def tied(tie: bool) -> nn.Module:
+        model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+        if tie:
+            model["head"].weight = model["embed"].weight
+        return model
+
+    source = tied(True)
+    for kind in ("full", "local", "sharded"):
+        root = saved_as(tmp_path / kind, TrainState(model=source), state_dict_type=kind)
+        for tie in (True, False):
+            model = tied(tie)
+            report = load(root, TrainState(model=model))
+            assert torch.equal(model["head"].weight, source["embed"].weight)
+            assert torch.equal(model["embed"].weight, source["embed"].weight)
+            assert not report.missing
+
+
+def test_module_extra_state_is_given_back(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        scale = 0
+
+        def get_extra_state(self) -> Any:
+            return {"scale": self.scale}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.scale = state["scale"]
+
+    source = nn.Sequential(Scaled(2, 2))
+    source[0].scale = 7
+    root = saved_as(tmp_path, TrainState(model=source))
+    model = nn.Sequential(Scaled(2, 2))
+    load(root, TrainState(model=torch.compile(model)))
+    assert model[0].scale == 7
+
+
+def test_a_run_without_a_checkpoint_loads_nothing(tmp_path: Path) -> None:
+    assert load(str(tmp_path / "new"), TrainState(model=net())) is None
+
+
+def test_damaged_objects_are_found_by_their_digest(run: str) -> None:
+    path = Path(run, "step_00000005", "objects.json")
+    body = json.loads(path.read_text())
+    body["objects"]["extra.epoch"] = 4
+    path.write_text(json.dumps(body, separators=(",", ":")))
+    assert xxhash.xxh3_64_hexdigest(path.read_bytes())
+    with pytest.raises((IntegrityError, LoadError)):
+        load(run, trained(net()))
