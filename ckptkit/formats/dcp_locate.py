@@ -397,7 +397,9 @@ class _Ends:
         low = np.stack([starts, starts + lengths - tails], axis=1).reshape(-1)
         high = np.stack([starts + fronts, starts + lengths], axis=1).reshape(-1)
         file = np.repeat(files, 2)
-        stops = np.maximum.accumulate(np.where(np.r_[True, file[1:] != file[:-1]], high, high))
+        # The furthest byte so far, in each file for itself: files are laid end to end for the running maximum.
+        shift = np.cumsum(np.r_[False, file[1:] != file[:-1]]) * (int(high.max(initial=0)) + 1)
+        stops = np.maximum.accumulate(high + shift) - shift
         breaks = np.r_[True, (file[1:] != file[:-1]) | (low[1:] - stops[:-1] > _JOIN) | (low[1:] < low[:-1])]
         heads = np.flatnonzero(breaks)
         lasts = np.r_[heads[1:], len(low)] - 1
