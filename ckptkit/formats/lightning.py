@@ -14,6 +14,7 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, Tenso
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import dcp
 from ckptkit.formats._torch_zip import read_archive
+from ckptkit.formats.dcp_roles import optimizer_role
 from ckptkit.formats.merge import merged, open_part
 from ckptkit.formats.options import ReadOptions
 from ckptkit.storage import Store
@@ -30,7 +31,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     FQNs have the LightningModule's attribute stripped, unless the options name a prefix to strip; then it is left
     to whoever asked.
     """
-    catalog = open_part(dcp.open_catalog, store, "", options)
+    catalog = _with_optimizers(open_part(dcp.open_catalog, store, "", options))
     size = info.size if (info := store.info(META)) is not None else 0
     meta, notes = _meta(store)
     step = meta.get("global_step", meta.get("step"))
@@ -48,6 +49,32 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if options is not None and options.strip_prefix is not None:
         return whole
     return without_prefix(whole, module_prefix(entry.fqn for entry in whole.by_role(Role.MODEL).values()))
+
+
+def _with_optimizers(catalog: Catalog) -> Catalog:
+    """Fabric's keys are the user's own: below one that has both "state" and "param_groups" lies an optimizer."""
+    entries: list[TensorEntry | ObjectEntry] = [*catalog.tensors.values(), *catalog.objects.values()]
+    tops = {"state": set[Any](), "param_groups": set[Any]()}
+    for entry in entries:
+        if len(entry.key) > 2 and entry.key[1] in tops:
+            tops[str(entry.key[1])].add(entry.key[0])
+    optimizers = tops["state"] & tops["param_groups"]
+
+    def tensor(entry: TensorEntry) -> TensorEntry:
+        if entry.role is not Role.OTHER or not entry.key or entry.key[0] not in optimizers:
+            return entry
+        found = optimizer_role(entry.key[1:])
+        return replace(entry, role=found.role, fqn=found.fqn, state=found.state)
+
+    def item(entry: ObjectEntry) -> ObjectEntry:
+        inside = bool(entry.key) and entry.key[0] in optimizers
+        return replace(entry, role=Role.OPTIMIZER) if inside else entry
+
+    return Catalog(
+        {name: tensor(entry) for name, entry in catalog.tensors.items()},
+        {name: item(entry) for name, entry in catalog.objects.items()},
+        catalog.info,
+    )
 
 
 def module_prefix(names: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ rank: fp32 masters and moments as DTensors, in the order of the model's paramete
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats import dcp
 from ckptkit.formats._pickle_bulk import load_metadata
@@ -31,6 +32,7 @@ __all__ = ["check_masters", "is_lightrft", "open_catalog"]
 
 OPTIMIZER_DIRECTORY = "optim_states"
 _RANK_FILE = re.compile(r"_rank(\d+)")
+_SAMPLE = 4096  # elements that are compared to tell parameters of one shape apart
 _PATTERN = f"{OPTIMIZER_DIRECTORY}/_rank{{rank}}"
 _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"}
 
@@ -102,7 +104,7 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
             raise CorruptCheckpointError(
                 f"{_PATTERN.format(rank=rank)} has no base_optim_states and flat_fp32_weights."
             )
-    optimizer = _optimizer(values, _params(model, _state_dict_order(store)))
+    optimizer = _optimizer(values, _params(model, _state_dict_order(store)), _Sampler(store, model.by_role(Role.MODEL)))
     info = CatalogInfo(
         "lightrft",
         world_size=world_size,
@@ -135,14 +137,45 @@ def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
     return found
 
 
-def _optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState:
+class _Sampler:
+    """Tells whether a master may be a parameter's: the first elements of a part, cast, are the weight's.
+
+    For frozen parameters that leave more than one assignment by shapes. Reads a few kilobytes a question.
+    """
+
+    def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:
+        self.store = store
+        self.weights = weights
+        self._read = functools.cache(self._first)
+
+    def fits(self, master: TensorEntry, fqn: str) -> bool:
+        weight = self.weights[fqn]
+        mine = {part.box: part for part in master.slices if part.box.numel and part.strides is None}
+        for part in weight.slices:
+            other = mine.get(part.box)
+            if other is not None and part.strides is None:
+                count = min(part.box.numel, _SAMPLE)
+                cast = _cast(self._read(other, "float32", count), weight.dtype)
+                return np.array_equal(cast, self._read(part, weight.dtype, count))
+        return True
+
+    def _first(self, part: TensorSlice, dtype: str, count: int) -> npt.NDArray[Any]:
+        itemsize = dtype_of(dtype).itemsize
+        return np.frombuffer(self.store.read(part.path, part.start, part.start + count * itemsize), f"<u{itemsize}")
+
+
+def _optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param], sampler: _Sampler) -> OptimizerState:
     masters = join([dict(_indexed(value["flat_fp32_weights"])) for value in values], what=_PATTERN)
     base = [value["base_optim_states"] for value in values]
     settings = base[0].get("param_groups") or []
     shapes: list[list[tuple[int, ...] | None]] = [[] for _ in range(1 + max((g for g, _ in masters), default=-1))]
     for (group, _), joined in masters.items():
         shapes[group].append(joined.shape)
-    assigned = assign(params, shapes, [group.get("weight_decay") == 0 for group in settings])
+    no_decay = [group.get("weight_decay") == 0 for group in settings]
+    assigned = assign(params, shapes, no_decay)
+    if assigned is None:
+        entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
+        assigned = assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
     if assigned is None or [len(group.get("params", ())) for group in settings] != list(map(len, shapes)):
         note = "the optimizer was skipped: names and shapes of the model do not prove whose the masters are."
         return OptimizerState(notes=[f"{OPTIMIZER_DIRECTORY}/_rank*: {note}"])

@@ -7,7 +7,7 @@ shapes leave no other one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Param", "assign"]
@@ -15,6 +15,7 @@ __all__ = ["Param", "assign"]
 _NO_DECAY = ("bias", "norm.weight", "layernorm.weight", "layer_norm.weight", "ln_f.weight")
 _MAX_STATES = 256  # open assignments at once; a real optimizer has one or two
 Shape = tuple[int, ...] | None  # None: the index has no state that would tell
+Fits = Callable[[int, int, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,10 @@ class Param:
 
 
 def assign(
-    params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool] = ()
+    params: Sequence[Param],
+    groups: Sequence[Sequence[Shape]],
+    no_decay: Sequence[bool] = (),
+    fits: Fits | None = None,
 ) -> list[list[str]] | None:
     """Return the names of each group's parameters, None where shapes and order do not prove them.
 
@@ -34,19 +38,20 @@ def assign(
         params: In module order, tied ones once. Some may belong to no group: frozen ones, buffers.
         groups: The shapes of each group's parameters, in the order of its indices.
         no_decay: Which groups have a weight decay of 0: tells groups of equal shapes apart.
+        fits: Whether the parameter at (group, position) may be the one of this name, by what it holds.
     """
     adapters = [p for p in params if "lora_" in p.fqn or "modules_to_save" in p.fqn]
     wanted = sum(map(len, groups))
     for candidates in (params, adapters):
         if len(candidates) == wanted:
-            found = _match(candidates, groups, no_decay)
+            found = _match(candidates, groups, no_decay, fits)
             if found is not None:
                 return found
-    return _match(params, groups, no_decay) if len(params) > wanted else None
+    return _match(params, groups, no_decay, fits) if len(params) > wanted else None
 
 
 def _match(
-    params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool]
+    params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool], fits: Fits | None
 ) -> list[list[str]] | None:
     """The only assignment of the groups to a subsequence of `params`; None where there is none or more than one.
 
@@ -60,7 +65,8 @@ def _match(
         for position, names in states.items():
             if done - sum(position) < spare:
                 _reach(following, position, names)
-            for index in _fitting(param, position, groups, no_decay):
+            fitting = _fitting(param, position, groups, no_decay)
+            for index in [i for i in fitting if fits is None or fits(i, position[i], param.fqn)]:
                 moved = tuple(n + (i == index) for i, n in enumerate(position))
                 taken = names and [[*group, param.fqn] if i == index else group for i, group in enumerate(names)]
                 _reach(following, moved, taken)

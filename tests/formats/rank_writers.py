@@ -1,0 +1,220 @@
+"""What real ranks write: run by the pool of ranks, each function once a rank. They return the whole tensors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A small model of uneven sizes, with an integer buffer and, where asked, a tied head."""
+
+    def __init__(self, *, tied: bool = False, width: int = 6, hidden: int = 10) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList([Block(width, hidden) for _ in range(2)])
+        self.head = nn.Linear(width, 11, bias=False)
+        self.register_buffer("steps", torch.arange(3))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
+def net(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(7)
+    model = Net(tied=tied).to(dtype)
+    model.steps = torch.arange(3)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randint(0, 11, (2, 3))).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found[name] = value.detach().clone()
+    return found
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The first moments by parameter name, whole."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    state = {names[id(p)]: values["exp_avg"] for p, values in optimizer.state.items()}
+    return whole(state)
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _mesh(kind: str) -> Any:
+    world = dist.get_world_size()
+    if kind == "hsdp":
+        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ddp", "fsdp"))
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+
+
+def sharded(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Net:
+    """A model under FSDP2: over one dimension, HSDP, or on top of tensor parallelism."""
+    model = net(tied=tied, dtype=dtype)
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+    mesh = _mesh(kind)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def write_verl(out: str, kind: str, tied: bool, dtype: torch.dtype, trained: bool) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sharded(kind, tied=tied, dtype=dtype)
+    optimizer = torch.optim.AdamW(decay_groups(model) if kind != "hsdp" else model.parameters(), foreach=False)
+    if trained:
+        train(model, optimizer)
+    state = model.state_dict()
+    torch.save(state, f"{out}/model_world_size_{world}_rank_{rank}.pt")
+    torch.save(optimizer.state_dict(), f"{out}/optim_world_size_{world}_rank_{rank}.pt")
+    torch.save({"lr_scheduler": None, "rng": {}}, f"{out}/extra_state_world_size_{world}_rank_{rank}.pt")
+    return {"model": whole(state), "moments": moments(model, optimizer)}
+
+
+def write_parts(out: str, mesh_shape: tuple[int, ...], tensors: dict[str, Any]) -> None:
+    """Rank files of single tensors with placements: name -> (shape, placements)."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    state = {}
+    for name, (shape, placements) in tensors.items():
+        full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+        kinds = [Replicate() if p is None else Shard(p) for p in placements]
+        state[name] = distribute_tensor(full, mesh, kinds)
+    world = dist.get_world_size()
+    torch.save(state, f"{out}/model_world_size_{world}_rank_{dist.get_rank()}.pt")
+
+
+def write_lightrft(out: str) -> dict[str, Any]:
+    """LightRFT's layout: bf16 weights in DCP, fp32 masters and moments in a file a rank, two groups, one frozen."""
+    model = net(tied=True, dtype=torch.bfloat16)
+    model.layers[0].norm.weight.requires_grad = False
+    mesh = _mesh("1d")
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    groups = decay_groups(model)
+    masters = [[p.detach().float() for p in group["params"]] for group in groups]
+    base = torch.optim.AdamW(
+        [{**group, "params": flat} for group, flat in zip(groups, masters, strict=True)], foreach=False
+    )
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randint(0, 11, (2, 3))).float().square().mean().backward()
+        for group, flat in zip(groups, masters, strict=True):
+            for parameter, master in zip(group["params"], flat, strict=True):
+                master.grad = parameter.grad.float()
+        base.step()
+        for group, flat in zip(groups, masters, strict=True):
+            for parameter, master in zip(group["params"], flat, strict=True):
+                parameter.data.copy_(master.data)
+                parameter.grad = None
+    state = get_model_state_dict(model)
+    dcp.save(state, checkpoint_id=out)
+    Path(out, "optim_states").mkdir(exist_ok=True)
+    payload = {
+        "grad_scaler": {"_scale": torch.ones(1), "_growth_step": 0, "_hysteresis_step": 0},
+        "base_optim_states": base.state_dict(),
+        "flat_fp32_weights": dict(enumerate(masters)),
+    }
+    torch.save(payload, f"{out}/optim_states/_rank{dist.get_rank()}")
+    names = {id(p): name for name, p in model.named_parameters()}
+    by_name = {
+        names[id(p)]: m
+        for group, flat in zip(groups, masters, strict=True)
+        for p, m in zip(group["params"], flat, strict=True)
+    }
+    return {
+        "model": whole(state),
+        "masters": whole(by_name),
+        "moments": whole({name: base.state[m]["exp_avg"] for name, m in by_name.items()}),
+    }
+
+
+def write_dcp(out: str, layout: str) -> dict[str, Any]:
+    """A model and its optimizer, laid out as Oumi or as Lightning Fabric does."""
+    model = sharded("1d")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    train(model, optimizer)
+    state, optim = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    if layout == "oumi":
+        dcp.save(state, checkpoint_id=f"{out}/model")
+        dcp.save(optim, checkpoint_id=f"{out}/optimizer")
+    else:
+        dcp.save({"net": {f"wrapped.{k}": v for k, v in state.items()}, "opt": optim}, checkpoint_id=out)
+        if dist.get_rank() == 0:
+            torch.save({"step": 7, "config": {"a": 1}}, f"{out}/meta.pt")
+    return {"model": whole(state), "moments": moments(model, optimizer)}
+
+
+def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool) -> dict[str, Any]:
+    """FSDP1 LOCAL_STATE_DICT as accelerate saves it, the optimizer's DCP beside it."""
+    import warnings
+
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    warnings.simplefilter("ignore")
+    os.environ["FSDP_USE_ORIG"] = str(use_orig_params)
+    model = net()
+    expected = whole(model.state_dict())
+    options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = FSDP(layer, **options)
+    wrapped = FSDP(model, **options)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0, momentum=0.9)
+    train(wrapped, optimizer)
+    with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT):
+        torch.save(wrapped.state_dict(), f"{out}/pytorch_model_fsdp_rank{dist.get_rank()}.bin")
+        if with_optimizer:
+            state = FSDP.optim_state_dict(wrapped, optimizer)
+            dcp.save({"optimizer": state}, checkpoint_id=f"{out}/optimizer_0")
+    return expected

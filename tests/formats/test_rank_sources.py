@@ -1,0 +1,141 @@
+"""Checkpoints that real ranks write on the spot: rank files, mixed directories, uneven, HSDP, tensor parallel."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.lightrft import check_masters
+from tests.formats.tensors import contents, state_dict_contents
+
+torch = pytest.importorskip("torch")
+from tests.formats import rank_writers  # noqa: E402
+
+
+def _model(source):
+    return contents(source.store, source.catalog.by_role(Role.MODEL))
+
+
+def _moments(source):
+    entries = source.catalog.by_role(Role.OPTIMIZER).values()
+    return contents(source.store, {entry.fqn: entry for entry in entries if entry.state == "exp_avg"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "tied", "dtype"),
+    [
+        ("1d", 1, False, torch.float32),
+        ("1d", 2, True, torch.bfloat16),
+        ("1d", 3, False, torch.float32),
+        ("1d", 4, True, torch.float32),
+        ("hsdp", 4, True, torch.float32),
+        ("tp", 4, False, torch.float32),
+    ],
+)
+def test_verl_files_give_every_weight_and_moment(ranks, tmp_path, kind, world, tied, dtype):
+    trained = kind != "tp"
+    expected = ranks.run(rank_writers.write_verl, world, str(tmp_path), kind, tied, dtype, trained)[0]
+    source = open_source(str(tmp_path))
+    assert source.catalog.info.format == "verl"
+    assert source.catalog.info.world_size == world
+    assert _model(source) == state_dict_contents(expected["model"])
+    if trained:
+        assert _moments(source) == state_dict_contents(expected["moments"])
+
+
+def test_every_rank_of_hsdp_is_listed_as_a_replica(ranks, tmp_path):
+    ranks.run(rank_writers.write_verl, 4, str(tmp_path), "hsdp", False, torch.float32, True)
+    entry = open_source(str(tmp_path)).catalog.tensors["embed.weight"]
+    assert sorted(part.rank for part in entry.slices) == [0, 1, 2, 3]
+    assert len({part.box for part in entry.slices}) == 2
+
+
+def test_a_missing_replica_is_refused_too(ranks, tmp_path):
+    ranks.run(rank_writers.write_verl, 4, str(tmp_path), "hsdp", False, torch.float32, True)
+    (tmp_path / "model_world_size_4_rank_3.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="model_world_size_4_rank_3"):
+        open_source(str(tmp_path))
+
+
+def test_a_rank_file_that_is_a_copy_of_another_leaves_a_hole(ranks, tmp_path):
+    ranks.run(rank_writers.write_verl, 2, str(tmp_path), "1d", False, torch.float32, True)
+    data = (tmp_path / "model_world_size_2_rank_0.pt").read_bytes()
+    (tmp_path / "model_world_size_2_rank_1.pt").write_bytes(data)
+    with pytest.raises(IncompleteCheckpointError, match=r"embed\.weight"):
+        open_source(str(tmp_path))
+
+
+def test_missing_optimizer_files_are_noted_and_the_weights_stay_readable(ranks, tmp_path):
+    expected = ranks.run(rank_writers.write_verl, 2, str(tmp_path), "1d", False, torch.float32, True)[0]
+    (tmp_path / "optim_world_size_2_rank_1.pt").unlink()
+    source = open_source(str(tmp_path))
+    assert _model(source) == state_dict_contents(expected["model"])
+    assert any("optim_world_size_2_rank_1.pt is missing" in note for note in source.catalog.info.notes)
+
+
+PLACED = {
+    "rows": ((7, 3), (0, None)),
+    "columns": ((3, 8), (None, 1)),
+    "tiles": ((5, 7), (0, 1)),
+    "twice": ((9, 2), (0, 0)),
+    "few": ((1, 4), (0, 0)),
+    "deep": ((2, 3, 5), (1, 2)),
+    "same": ((4,), (None, None)),
+    "scalar": ((), (None, None)),
+}
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (4, 1)])
+def test_placements_over_a_mesh_are_put_together(ranks, tmp_path, mesh):
+    ranks.run(rank_writers.write_parts, 4, str(tmp_path), mesh, PLACED)
+    whole = {
+        name: torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+        for name, (shape, _) in PLACED.items()
+    }
+    assert _model(open_source(str(tmp_path))) == state_dict_contents(whole)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_lightrft_masters_with_groups_a_tied_head_and_a_frozen_parameter(ranks, tmp_path, world):
+    folder = tmp_path / "global_step12"
+    folder.mkdir()
+    expected = ranks.run(rank_writers.write_lightrft, world, str(folder))[0]
+    source = open_source(str(tmp_path))
+    assert source.catalog.info.step == 12
+    assert _model(source) == state_dict_contents(expected["model"])
+    assert contents(source.store, source.catalog.by_role(Role.MASTER)) == state_dict_contents(expected["masters"])
+    assert _moments(source) == state_dict_contents(expected["moments"])
+    assert check_masters(source.store, source.catalog) == []
+
+
+def test_a_missing_lightrft_rank_is_named(ranks, tmp_path):
+    ranks.run(rank_writers.write_lightrft, 3, str(tmp_path))
+    (tmp_path / "optim_states" / "_rank2").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="_rank2"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["oumi", "fabric"])
+def test_models_and_optimizers_in_dcp_form_are_joined(ranks, tmp_path, layout):
+    expected = ranks.run(rank_writers.write_dcp, 2, str(tmp_path), layout)[0]
+    source = open_source(str(tmp_path))
+    assert source.catalog.info.format == {"oumi": "oumi", "fabric": "lightning"}[layout]
+    assert _model(source) == state_dict_contents(expected["model"])
+    assert _moments(source) == state_dict_contents(expected["moments"])
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_fsdp1_local_state_is_read_with_the_shapes_of_its_optimizer(ranks, tmp_path, use_orig_params, world):
+    expected = ranks.run(rank_writers.write_fsdp1_local, world, str(tmp_path), use_orig_params, True)[0]
+    source = open_source(str(tmp_path))
+    assert _model(source) == state_dict_contents(expected)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1_local_state_alone_is_refused_with_advice(ranks, tmp_path, use_orig_params):
+    ranks.run(rank_writers.write_fsdp1_local, 2, str(tmp_path), use_orig_params, False)
+    with pytest.raises(UnsupportedFormatError, match="Give a layout"):
+        open_source(str(tmp_path))
