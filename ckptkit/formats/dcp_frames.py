@@ -25,6 +25,7 @@ _CENTRAL = 46  # bytes of a directory entry before its name: APPNOTE.TXT 4.3.12
 _CRC, _PACKED, _SIZE, _HEADER = 16, 20, 24, 42  # offsets in a directory entry
 _END64, _LOCATOR, _END = 56, 20, 22
 _CHECKED = ("data.pkl", "data/0")  # members whose checksum and size may differ from item to item
+_LITTLE = b"little"
 _VARYING = (".data/serialization_id",)
 
 
@@ -80,6 +81,7 @@ class Frame:
         self._vary(pos + _END64 + _LOCATOR + 16, 4)
         self._pickle = self._local(front, "data.pkl")
         self._storage = self._local(front, "data/0")
+        self._order = self._local(front, "byteorder") if "byteorder" in members else None
 
     @classmethod
     def of(cls, front: bytes, tail: bytes, members: Mapping[str, Member], directory: int, length: int) -> Frame | None:
@@ -91,8 +93,8 @@ class Frame:
         headers = [m.header for m in members.values()]
         if members["data.pkl"].header != 0 or headers != sorted(headers) or len(tail) < length - directory:
             return None
-        storage = members["data/0"]
-        if storage.header + LOCAL_HEADER.size + len(storage.name.encode()) > len(front):
+        read = [members[name] for name in (*names, "byteorder") if name in members]
+        if any(m.header + LOCAL_HEADER.size + len(m.name.encode()) > len(front) for m in read):
             return None
         return cls(front, tail, members, directory, length)
 
@@ -116,14 +118,15 @@ class Frame:
         fits = (tail[:, self._same] == self._tail[self._same]).all(axis=1)
         numbers = {name: self._numbers(tail, entry) for name, entry in zip(self.names, self._entries, strict=True)}
         fits &= self._in_order(numbers, tail, lengths)
-        fits &= self._matches(front, np.zeros(n, np.int64), self._pickle)
+        fits &= (numbers["data.pkl"][2] == 0) & self._matches(front, np.zeros(n, np.int64), self._pickle)
         header = numbers["data/0"][2]
         size = len(self._storage[0])
         fits &= header + size <= front.shape[1]
         at = np.where(fits, header, 0)
         fits &= self._matches(front, at, self._storage)
-        extra = _u2(front, at + 28)
-        starts = at + size + extra
+        starts = at + size + _u2(front, at + 28)
+        if self._order is not None:
+            fits &= self._is_little(front, np.where(fits, numbers["byteorder"][2], 0))
         crc, nbytes, _ = numbers["data/0"]
         following = self.names.index("data/0") + 1
         limit = numbers[self.names[following]][2] if following < len(self.names) else self._directory(tail)
@@ -160,6 +163,17 @@ class Frame:
         wanted, same = local
         found = front[np.arange(len(at))[:, None], at[:, None] + np.flatnonzero(same)]
         return np.asarray((found == wanted[same]).all(axis=1))
+
+    def _is_little(self, front: UInt8, at: Int64) -> npt.NDArray[np.bool_]:
+        assert self._order is not None
+        size = len(self._order[0])
+        inside = at + size <= front.shape[1]
+        at = np.where(inside, at, 0)
+        start = at + size + _u2(front, at + 28)
+        inside &= (start + len(_LITTLE) <= front.shape[1]) & self._matches(front, at, self._order)
+        start = np.where(inside, start, 0)
+        found = front[np.arange(len(at))[:, None], start[:, None] + np.arange(len(_LITTLE))]
+        return np.asarray(inside & (found == np.frombuffer(_LITTLE, np.uint8)).all(axis=1))
 
     def _pickles(
         self, front: UInt8, numbers: tuple[Int64, Int64, Int64], fits: npt.NDArray[np.bool_]

@@ -1,0 +1,30 @@
+"""A few hundred inputs of each fuzzer, always the same ones; the long form runs by itself (see torch_formats)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.torch_formats import TARGETS, run
+
+COUNTS = {"dcp_directories": 60}
+PAST = [  # (target, seed) of inputs that once were findings
+    ("archives_of_items", 364),
+    ("archives_of_items", 565),
+    ("archives_of_items", 652),
+    ("archives_of_items", 2705),
+    ("archives_of_items", 6321),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_damaged_bytes_are_refused_or_harmless(target: str, tmp_path: Path) -> None:
+    for seed in range(COUNTS.get(target, 250)):
+        run(target, seed, tmp_path / "x")
+
+
+@pytest.mark.parametrize(("target", "seed"), PAST)
+def test_past_findings_stay_fixed(target: str, seed: int, tmp_path: Path) -> None:
+    run(target, seed, tmp_path / "x")
