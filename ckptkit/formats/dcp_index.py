@@ -15,7 +15,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.columns import first_of_equal
 from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, SliceArray, TensorEntry
 from ckptkit.errors import CorruptCheckpointError, SaveError
-from ckptkit.formats.columns import Columns
+from ckptkit.formats.columns import Columns, unpack, unpack_texts
 from ckptkit.formats.dcp_encode import RecordColumns, encode_metadata, payload_nbytes
 from ckptkit.formats.layout import FileRecord
 from ckptkit.formats.manifest import DIGEST, MESHES, Manifest, Objects, Slices, Tensors
@@ -73,6 +73,7 @@ class Index:
         self.meshes: list[dict[str, Any]] = []
         self.world_size = 1
         self._keys: dict[str, _Key] = {}
+        self._tables: dict[str, tuple[Int64, list[int]]] = {}
         self._order: dict[str, int] = {}
         self._objects: dict[str, _Object] = {}
         self._tensor: Int64 = np.zeros(0, np.int64)
@@ -99,14 +100,10 @@ class Index:
         first_path = len(self.paths)
         self.paths += part.paths
         self.files.update({path: FileRecord(*item) for path, item in header["files"].items()})
-        meshes = [self._mesh(fields) for fields in header["meshes"]]
-        rows = np.array(
-            [
-                self._add(name, fields, meshes, part.rank)
-                for name, fields in zip(part.names, header["keys"], strict=True)
-            ],
-            np.int64,
-        )
+        shared, meshes = self._table(part)
+        private = zip(part.names, header["private"], strict=True)
+        own = [self._add(name, fields, meshes, part.rank) for name, fields in private]
+        rows = np.concatenate([shared, np.array(own, np.int64)]) if own else shared
         key = get("key", "int32")
         count = len(key)
         found["tensor"].append(rows[key] if count else np.zeros(0, np.int64))
@@ -124,6 +121,20 @@ class Index:
             place = (file, int(get("start", "int64")[row]), int(get("length", "int64")[row]))
             made = _Object(place, int(get("digest", "uint64")[row]), tuple(path), part.rank)
             self._objects.setdefault(name, made)
+
+    def _table(self, part: Part) -> tuple[Int64, list[int]]:
+        """The rows of the keys, and the meshes, of the table that a part brings or names."""
+        name = str(part.columns.header["table"])
+        known = self._tables.get(name)
+        if known is None:
+            if "table" not in part.columns.arrays:
+                raise SaveError(f"rank {part.rank} names a table of keys that no lower rank has sent.")
+            table = unpack(part.columns.get("table", "uint8").tobytes(), file=f"the keys of rank {part.rank}")
+            meshes = [self._mesh(fields) for fields in table.field("meshes", list)]
+            keys = zip(unpack_texts(table, "names"), table.field("keys", list), strict=True)
+            rows = [self._add(key, fields, meshes, part.rank) for key, fields in keys]
+            known = self._tables[name] = (np.array(rows, np.int64), meshes)
+        return known
 
     def _mesh(self, fields: dict[str, Any]) -> int:
         if fields not in self.meshes:

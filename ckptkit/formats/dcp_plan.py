@@ -26,11 +26,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ckptkit.catalog.box import Box
 from ckptkit.errors import SaveError
+from ckptkit.formats.columns import pack, pack_texts
 from ckptkit.formats.dcp_bytes import is_dense
 from ckptkit.formats.dcp_encode import frame_object, frame_tensor, is_plain
 
 __all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "local_boxes", "plan_sharded"]
 
+_DIGEST = 16
 _SPLIT = 1 << 20  # below, a replica is not worth cutting up
 Flat = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -49,6 +51,10 @@ class PlannedKey:
     dtype: str
     shape: tuple[int, ...]
     placement: tuple[int, tuple[str, ...]] | None
+
+    def fields(self) -> list[Any]:
+        """Return everything but the name, as JSON."""
+        return [self.dtype, self.shape, self.path, self.placement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +78,27 @@ class ShardedPlan:
     """What this rank writes.
 
     Attributes:
-        keys: The tensors of this rank's state.
+        keys: The tensors of this rank's state, the private ones last.
+        shared: How many of them are not private.
         slices: What this rank writes of them.
         tensors: The memory of each slice: detached views of the live state.
         objects: (name, path) of each object this rank writes; `records` are their encoded bytes.
-        signature: 16 bytes; equal on all ranks whose replicated keys are equal.
+        table: The shared keys as bytes: equal on all ranks of an SPMD job, so that one of them sends it.
+        digest: 16 bytes; equal on all ranks whose tables and objects are equal.
         reused: The layout is that of `previous`.
     """
 
     rank: int
     world_size: int
     keys: list[PlannedKey]
+    shared: int
     slices: list[PlannedSlice]
     tensors: list[torch.Tensor]
     objects: list[tuple[str, Path]]
     records: list[bytes]
     meshes: list[dict[str, Any]]
-    signature: bytes
+    table: bytes = field(repr=False)
+    digest: bytes
     reused: bool
     structure: tuple[Any, ...] = field(repr=False)
     flat: Flat = field(repr=False)
@@ -96,7 +106,6 @@ class ShardedPlan:
     private: frozenset[str] = field(repr=False)
     holders: Mapping[str, tuple[int, ...]] = field(repr=False)
     settled: tuple[bytes, ...] = field(default=(), repr=False)
-    memory: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -104,16 +113,27 @@ class ShardedPlan:
         framed = sum(frame_tensor(self.keys[s.key].dtype, s.sizes).length for s in self.slices)
         return framed + sum(map(len, self.records))
 
+    @property
+    def signature(self) -> bytes:
+        """24 bytes to exchange before a save: `digest`, and what this rank settled last."""
+        return self.digest + _settlement(self.settled)
+
+    @property
+    def sends_table(self) -> bool:
+        """Whether this rank is the lowest one with its table: the others only name it."""
+        return not self.settled or self.settled.index(self.digest) == self.rank
+
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
         """Return the plan that fits what the other ranks hold. All ranks call it, with the same signatures.
 
         Where all signatures are equal, or those of the last save, nothing is exchanged; else every rank sends the
         hashes of its replicated keys once.
         """
-        known = tuple(signatures)
-        if len(set(known)) <= 1 and not self.holders:
-            return replace(self, settled=known)
-        if known == self.settled:
+        known = tuple(signature[:_DIGEST] for signature in signatures)
+        if len(set(known)) == 1:
+            return _assigned(self, {}, known) if self.holders else replace(self, settled=known)
+        # Every rank must decide alike: what each settled last is in its signature, not only in its memory.
+        if {signature[_DIGEST:] for signature in signatures} == {_settlement(known)}:
             return self
         shapes = {item[0]: repr(item) for item in self.structure}
         hashes = {name: _hash(shapes[name]) for name in _replicated(self)}  # another shape is another tensor
@@ -161,12 +181,14 @@ def plan_sharded(
         rank=rank,
         world_size=world_size,
         keys=[],
+        shared=0,
         slices=[],
         tensors=[],
         objects=[],
         records=[],
         meshes=[],
-        signature=b"",
+        table=b"",
+        digest=b"",
         reused=False,
         structure=structure,
         flat=flat,
@@ -174,7 +196,7 @@ def plan_sharded(
         private=own,
         holders={},
     )
-    return _assigned(replace(empty, signature=_signature(empty)), {}, ())
+    return _assigned(empty, {}, ())
 
 
 # --- what the state looks like
@@ -197,12 +219,21 @@ def _replicated(plan: ShardedPlan) -> list[str]:
     return [n for n, v in plan.flat.items() if n not in plan.private and not isinstance(v, (DTensor, ShardedTensor))]
 
 
-def _signature(plan: ShardedPlan) -> bytes:
-    state = xxhash.xxh3_128()
-    shapes = {item[0]: item for item in plan.structure}
-    for name in sorted(_replicated(plan)):
-        state.update(repr(shapes[name]).encode("utf-8", "surrogatepass") + b"\0")
+def _table(keys: Sequence[PlannedKey], meshes: list[dict[str, Any]]) -> bytes:
+    names = pack_texts([key.name for key in keys], "names")
+    return pack(names, {"keys": [key.fields() for key in keys], "meshes": meshes})
+
+
+def _digest(plan: ShardedPlan, table: bytes) -> bytes:
+    tensors = {item[0] for item in plan.structure if len(item) > 1}
+    objects = sorted(name for name in plan.flat if name not in tensors and name not in plan.private)
+    state = xxhash.xxh3_128(table)
+    state.update("\0".join(objects).encode("utf-8", "surrogatepass"))
     return state.digest()
+
+
+def _settlement(digests: Sequence[bytes]) -> bytes:
+    return xxhash.xxh3_64_digest(b"".join(digests)) if digests else bytes(8)
 
 
 def _hash(text: str) -> int:
@@ -215,19 +246,24 @@ def _hash(text: str) -> int:
 def _assigned(plan: ShardedPlan, holders: Mapping[str, tuple[int, ...]], settled: tuple[bytes, ...]) -> ShardedPlan:
     """Lay out what this rank writes, given the replicated keys that not all ranks hold."""
     made = _Layout(plan, holders)
-    for name, value in plan.flat.items():
-        made.add(name, value)
+    for name in sorted(plan.flat, key=lambda name: name in plan.private):  # the order within both is kept
+        made.add(name, plan.flat[name])
+    meshes = [_mesh_fields(mesh) for mesh in made.meshes]
+    shared = sum(key.name not in plan.private for key in made.keys)
+    table = _table(made.keys[:shared], meshes)
     laid = replace(
         plan,
         keys=made.keys,
+        shared=shared,
+        table=table,
+        digest=_digest(plan, table),
         slices=made.slices,
         objects=made.objects,
-        meshes=[_mesh_fields(mesh) for mesh in made.meshes],
+        meshes=meshes,
         holders=dict(holders),
         settled=settled,
         tensors=[],
         records=[],
-        memory={},
     )
     return _filled(laid)
 

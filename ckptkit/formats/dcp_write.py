@@ -49,17 +49,17 @@ class WrittenPart:
         return sum(item.nbytes for item in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """Return what rank 0 needs to know: columns, no pickle, about 60 bytes a slice."""
+        """Return what rank 0 needs to know: columns, no pickle, 44 bytes a slice and 16 for each of its dimensions.
+
+        The names and shapes are sent by the lowest of the ranks that have the same.
+        """
         plan, written = self.plan, self.written
-        rows = len(plan.slices)
-        named = sorted({s.key for s in plan.slices}) if plan.rank else range(len(plan.keys))
-        keys = [plan.keys[i] for i in named]
-        compact = {key: i for i, key in enumerate(named)}
+        rows, private = len(plan.slices), plan.keys[plan.shared :]
         arrays: dict[str, Column] = {
-            **pack_texts([k.name for k in keys], "names"),
+            **pack_texts([key.name for key in private], "names"),
             **pack_texts(written.paths, "paths"),
             **pack_texts([name for name, _ in plan.objects], "objects"),
-            "key": np.array([compact[s.key] for s in plan.slices], np.int32),
+            "key": np.array([s.key for s in plan.slices], np.int32),
             "offset": np.array([n for s in plan.slices for n in s.offsets], np.int64),
             "size": np.array([n for s in plan.slices for n in s.sizes], np.int64),
             "payload": written.payloads[:rows],
@@ -68,11 +68,13 @@ class WrittenPart:
             "length": written.lengths,
             "digest": written.digests,
         }
+        if plan.sends_table:
+            arrays["table"] = np.frombuffer(plan.table, np.uint8)
         header = {
             "rank": plan.rank,
             "world_size": plan.world_size,
-            "meshes": plan.meshes,
-            "keys": [[k.dtype, k.shape, k.path, k.placement] for k in keys],
+            "table": plan.digest.hex(),
+            "private": [key.fields() for key in private],
             "objects": [path for _, path in plan.objects],
             "files": {path: [item.nbytes, item.xxh3_64] for path, item in self.files.items()},
         }

@@ -153,7 +153,7 @@ def private_keys() -> tuple[bytes, int]:
     rank = dist.get_rank()
     made = {"all": torch.arange(10.0), f"rng.{rank}": torch.ones(3)}
     plan = plan_sharded(made, rank=rank, world_size=2, private=[f"rng.{rank}"])
-    return plan.signature, sum(plan.keys[s.key].name.startswith("rng") for s in plan.slices)
+    return plan.digest, sum(plan.keys[s.key].name.startswith("rng") for s in plan.slices)
 
 
 def test_private_keys_are_written_by_their_rank_and_leave_the_signature_equal(ranks):
@@ -473,3 +473,41 @@ def torn(url: str) -> str:
 def test_a_tensor_with_elements_that_no_rank_wrote_fails_the_save(ranks, tmp_path):
     assert "hold 8 of 16 elements" in ranks.run(torn, 2, str(tmp_path))[0]
     assert not (tmp_path / ".metadata").exists()
+
+
+def one_rank_changes(url: str) -> list[str]:
+    """Rank 1 alone gets another private key and another shared one between two saves: no rank may hang."""
+    rank, failures, plan = dist.get_rank(), [], None
+    for i in range(4):
+        made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i))}
+        if rank == 1 and i >= 1:
+            made["own.1"] = torch.full((3,), float(i))
+        if rank == 1 and i == 2:
+            made["new"] = torch.full((4,), float(i))
+        plan = plan_sharded(made, rank=rank, world_size=2, previous=plan, private=[f"own.{rank}"])
+        plan = plan.settle(all_gather(plan.signature), all_gather)
+        store = LocalStore(f"{url}/{i}")
+        parts = gather(write_part(plan, store, sync=False).to_bytes())
+        if parts is not None:
+            write_index(parts, store, sync=False)
+        dist.barrier()
+        target = {name: torch.zeros_like(value) for name, value in made.items()}
+        read_sharded(catalog_of(f"{url}/{i}"), store, target)
+        failures += differences(target, made)
+    return failures
+
+
+def test_a_change_on_one_rank_alone_is_settled_by_all(ranks, tmp_path):
+    assert ranks.run(one_rank_changes, 2, str(tmp_path)) == [[], []]
+
+
+def table_sizes(url: str) -> int:
+    made = {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(500)}
+    plan = plan_sharded(made, rank=dist.get_rank(), world_size=4)
+    plan = plan.settle(all_gather(plan.signature), all_gather)
+    return len(write_part(plan, LocalStore(url), sync=False).to_bytes())
+
+
+def test_names_are_sent_by_one_rank_only(ranks, tmp_path):
+    first, *others = ranks.run(table_sizes, 4, str(tmp_path))
+    assert max(others) < first / 2
