@@ -6,13 +6,14 @@ layouts are those that transformers 5 saves (its conversion_mapping), told apart
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.catalog.names import Mapped, NameMap
 from ckptkit.catalog.patterns import NamePattern
-from ckptkit.catalog.rules import Drop, Rename, RopePermute, Rule, Split, Unstack
+from ckptkit.catalog.rules import Drop, Rename, RopePermute, Rule, Split, Unstack, written_templates
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CkptkitError, UsageError
 
@@ -226,7 +227,10 @@ def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapp
     best, fewest = as_is, len(wanted - set(targets))
     if fewest == 0:
         return best
+    lost = [name for name in wanted if name not in targets]
     for key_map in _candidates(config):
+        if not _may_give(key_map, lost):
+            continue
         try:
             mapped = key_map.apply(targets, config=config)
         except CkptkitError:
@@ -238,6 +242,13 @@ def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapp
         if fewest == 0:
             break
     return best
+
+
+def _may_give(key_map: NameMap, lost: list[str]) -> bool:
+    """Whether some rule of the map writes names like some of those that are missing."""
+    written = {re.sub(r"\{(\w+)\}", r"{\1:*}", to) for rule in key_map.rules for to in written_templates(rule)}
+    looks = [NamePattern(template).matcher() for template in written]
+    return any(match(name) is not None for name in lost for match in looks)
 
 
 def _candidates(config: Mapping[str, Any]) -> list[NameMap]:

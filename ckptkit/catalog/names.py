@@ -74,17 +74,13 @@ class NameMap:
             UsageError: A rule needs a config key that is not there.
         """
         work = Work(dict(targets), config or {})
-        touched: set[str] = set()
         unused: list[str] = []
         for number, rule in enumerate(self.rules, start=1):
-            before = set(work.targets)
             faults = len(work.faults)
             if run(rule, work) == 0 and len(work.faults) == faults:
                 unused.append(f"rule {number} ({_kind(rule)} {_source(rule)})")
             work.faults[faults:] = [f"rule {number} ({_kind(rule)}): {text}" for text in work.faults[faults:]]
-            touched |= set(work.targets) - before
-            touched |= {name for name in before & set(work.targets) if _matches(rule, name)}
-        self._settle_rest(work, touched)
+        self._settle_rest(work)
         if work.faults:
             raise CheckpointMismatchError(
                 f"key map {self.name!r} does not fit this checkpoint:\n  " + "\n  ".join(work.faults)
@@ -100,8 +96,8 @@ class NameMap:
         """Return the map that does this one and then `other`, whose `rest` counts for what remains."""
         return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
 
-    def _settle_rest(self, work: Work, touched: set[str]) -> None:
-        rest = [name for name in work.targets if name not in touched]
+    def _settle_rest(self, work: Work) -> None:
+        rest = [name for name in work.targets if name not in work.touched]
         if self.rest == "refuse":
             work.faults += [f"no rule matches {name!r} {list(work.targets[name].shape)}" for name in rest]
         elif self.rest == "drop":
@@ -187,8 +183,3 @@ def _kind(rule: Rule) -> str:
 
 def _source(rule: Rule) -> str:
     return ", ".join(str(p) for p in rule.source) if isinstance(rule.source, tuple) else str(rule.source)
-
-
-def _matches(rule: Rule, name: str) -> bool:
-    patterns = rule.source if isinstance(rule.source, tuple) else (rule.source,)
-    return any(pattern.match(name) is not None for pattern in patterns)

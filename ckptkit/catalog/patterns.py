@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptkit.errors import UsageError
 
-__all__ = ["NamePattern", "render", "placeholders"]
+__all__ = ["NamePattern", "placeholders", "render"]
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*|[0-9]+)(?::([^{}]*))?\}")
 _KINDS = {"": r"[^.]+", "d": r"[0-9]+", "*": r".*"}
@@ -34,13 +34,26 @@ class NamePattern:
 
     def match(self, name: str) -> dict[str, str] | None:
         """Return what the placeholders stand for in `name`; None where it does not match."""
-        found = compiled(self).fullmatch(name)
-        if found is None:
-            return None
-        bound = {key: value or "" for key, value in found.groupdict().items()}
-        if self.regex:
-            bound.update({str(i): value or "" for i, value in enumerate(found.groups(), start=1)})
-        return bound
+        return self.matcher()(name)
+
+    def matcher(self) -> Callable[[str], dict[str, str] | None]:
+        """Return `match` as a function that is quick for many names."""
+        fullmatch = compiled(self).fullmatch
+        head, tail = _literal_ends(self.template) if self.template else ("", "")
+        numbered = bool(self.regex)
+
+        def match(name: str) -> dict[str, str] | None:
+            if not name.endswith(tail) or not name.startswith(head):
+                return None
+            found = fullmatch(name)
+            if found is None:
+                return None
+            bound = {key: value or "" for key, value in found.groupdict().items()}
+            if numbered:
+                bound.update({str(i): value or "" for i, value in enumerate(found.groups(), start=1)})
+            return bound
+
+        return match
 
     def names(self) -> frozenset[str]:
         """Return the placeholders that a match gives a value to."""
@@ -60,13 +73,31 @@ def placeholders(template: str) -> dict[str, str]:
 
 def render(template: str, bound: Mapping[str, str]) -> str:
     """Return the template with its placeholders filled. Raises UsageError for one that has no value."""
+    text = ""
+    for literal, name in _parts(template):
+        text += literal
+        if name:
+            if name not in bound:
+                raise UsageError(f"{template!r} uses {{{name}}}, which its pattern does not bind.")
+            text += bound[name]
+    return text
 
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in bound:
-            raise UsageError(f"{template!r} uses {{{match[1]}}}, which its pattern does not bind.")
-        return bound[match[1]]
 
-    return _PLACEHOLDER.sub(value, template)
+@lru_cache(maxsize=4096)
+def _parts(template: str) -> tuple[tuple[str, str], ...]:
+    """The template as (text, placeholder after it), the last without a placeholder."""
+    parts: list[tuple[str, str]] = []
+    end = 0
+    for match in _PLACEHOLDER.finditer(template):
+        parts.append((template[end : match.start()], match[1]))
+        end = match.end()
+    return (*parts, (template[end:], ""))
+
+
+def _literal_ends(template: str) -> tuple[str, str]:
+    """The text before the first and after the last placeholder; the whole text twice where there is none."""
+    found = list(_PLACEHOLDER.finditer(template))
+    return (template[: found[0].start()], template[found[-1].end() :]) if found else (template, template)
 
 
 @lru_cache(maxsize=4096)

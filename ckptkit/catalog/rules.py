@@ -13,6 +13,7 @@ from ckptkit.errors import CheckpointMismatchError, UsageError
 
 __all__ = [
     "Rename", "Drop", "Split", "Concat", "Stack", "Unstack", "Transpose", "RopePermute", "Cast", "Rule", "Size", "run",
+    "check_rule", "written_templates",
 ]  # fmt: skip
 
 # A number, or a product of numbers and keys of config.json: "num_key_value_heads", "2*head_dim".
@@ -108,16 +109,23 @@ Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermut
 
 @dataclass(slots=True)
 class Work:
-    """What one rule finds and leaves: the tensors still there, those dropped, and what went wrong."""
+    """What one rule finds and leaves: the tensors still there, those dropped, and what went wrong.
+
+    `touched`: the names that some rule has made, or left as they were on purpose.
+    """
 
     targets: dict[str, Target]
     config: Mapping[str, Any]
+    touched: set[str] = field(default_factory=set)
     dropped: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
         """Put new tensors in the place of those taken; a name that is there already is a fault."""
         gone = set(taken)
+        if not gone:
+            return
+        self.touched -= gone
         left: dict[str, Target] = {name: t for name, t in self.targets.items() if name not in gone}
         for name, target in made:
             if name in left:
@@ -126,7 +134,8 @@ class Work:
             elif not name:
                 self.faults.append(f"{_origin(target)} would have an empty name")
             else:
-                left[name] = replace(target, name=name)
+                left[name] = target.renamed(name)
+                self.touched.add(name)
         self.targets = left
 
 
@@ -168,8 +177,9 @@ def _one_by_one(
     """Replace each match by what `make` gives for it; a mismatch it raises becomes a fault."""
     taken: list[str] = []
     made: list[tuple[str, Target]] = []
+    match = pattern.matcher()
     for name, target in work.targets.items():
-        bound = pattern.match(name)
+        bound = match(name)
         if bound is None:
             continue
         try:
@@ -186,7 +196,8 @@ def _rename(rule: Rename, work: Work) -> int:
 
 
 def _drop(rule: Drop, work: Work) -> int:
-    gone = [name for name in work.targets if rule.source.match(name) is not None]
+    match = rule.source.matcher()
+    gone = [name for name in work.targets if match(name) is not None]
     for name in gone:
         for source in work.targets[name].sources:
             work.dropped[source] = rule.why
@@ -214,8 +225,9 @@ def _split(rule: Split, work: Work) -> int:
 def _concat(rule: Concat, work: Work) -> int:
     found: dict[str, list[Target | None]] = {}
     for i, pattern in enumerate(rule.source):
+        match = pattern.matcher()
         for name, target in work.targets.items():
-            bound = pattern.match(name)
+            bound = match(name)
             if bound is not None:
                 found.setdefault(render(rule.to, bound), [None] * len(rule.source))[i] = target
     made: list[tuple[str, Target]] = []
@@ -250,8 +262,9 @@ def _joined(to: str, pieces: list[Target], rule: Concat, work: Work) -> Target:
 
 def _stack(rule: Stack, work: Work) -> int:
     found: dict[str, dict[int, Target]] = {}
+    match = rule.source.matcher()
     for name, target in work.targets.items():
-        bound = rule.source.match(name)
+        bound = match(name)
         if bound is not None and bound[rule.index].isdigit():
             found.setdefault(render(rule.to, bound), {})[int(bound[rule.index])] = target
     made: list[tuple[str, Target]] = []
@@ -348,14 +361,17 @@ def _origin(target: Target) -> str:
     return f"{sources[0]!r}" + (f" and {len(sources) - 1} more" if len(sources) > 1 else "") if sources else "nothing"
 
 
+def written_templates(rule: Rule) -> tuple[str, ...]:
+    """Return the templates of the names that a rule writes; none for rules that keep names."""
+    if isinstance(rule, Split):
+        return rule.to
+    return (rule.to,) if isinstance(rule, (Rename, Concat, Stack, Unstack)) else ()
+
+
 def check_rule(rule: Rule) -> None:
     """Check that templates use only what the patterns bind. Raises UsageError."""
     patterns = rule.source if isinstance(rule, Concat) else (rule.source,)
-    templates: tuple[str, ...] = ()
-    if isinstance(rule, Split):
-        templates = rule.to
-    elif isinstance(rule, (Rename, Concat, Stack, Unstack)):
-        templates = (rule.to,)
+    templates = written_templates(rule)
     extra = {rule.index} if isinstance(rule, Unstack) else set[str]()
     for template in templates:
         used = set(placeholders(template))

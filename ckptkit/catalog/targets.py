@@ -46,7 +46,7 @@ class Part:
 
     def moved(self, target_box: Box) -> Part:
         """Return the part with another target box, of as many elements in the same order."""
-        return replace(self, target_box=target_box)
+        return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:
         """Return the parts that fill what this part and `box` of the target share."""
@@ -134,6 +134,10 @@ class Target:
         """The keys of the sources, each once."""
         return tuple(dict.fromkeys(part.source for part in self.parts))
 
+    def renamed(self, name: str) -> Target:
+        """Return the target under another name."""
+        return self if name == self.name else Target(name, self.dtype, self.shape, self.parts, self.source_dtype)
+
     def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
         """Return the targets that this one falls into along `dim`; they carry its name. Sizes must add up."""
         pieces: list[Target] = []
@@ -142,8 +146,8 @@ class Target:
             offsets = tuple(start if d == dim else 0 for d in range(len(self.shape)))
             shape = tuple(size if d == dim else n for d, n in enumerate(self.shape))
             box = Box(offsets, shape)
-            parts = [p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box)]
-            pieces.append(replace(self, shape=shape, parts=tuple(parts)))
+            parts = tuple(p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box))
+            pieces.append(Target(self.name, self.dtype, shape, parts, self.source_dtype))
             start += size
         return pieces
 
@@ -152,14 +156,14 @@ class Target:
         parts = tuple(
             p.moved(Box(_without(p.target_box.offsets, dim), _without(p.target_box.sizes, dim))) for p in self.parts
         )
-        return replace(self, shape=_without(self.shape, dim), parts=parts)
+        return Target(self.name, self.dtype, _without(self.shape, dim), parts, self.source_dtype)
 
     def unsqueezed(self, dim: int) -> Target:
         """Return the target with a dimension of size 1 put in at `dim`."""
         parts = tuple(
             p.moved(Box(_with(p.target_box.offsets, dim, 0), _with(p.target_box.sizes, dim, 1))) for p in self.parts
         )
-        return replace(self, shape=_with(self.shape, dim, 1), parts=parts)
+        return Target(self.name, self.dtype, _with(self.shape, dim, 1), parts, self.source_dtype)
 
     def transposed(self, dims: tuple[int, ...]) -> Target:
         """Return the target whose dimension d is this one's dimension dims[d]."""
