@@ -132,7 +132,9 @@ def exported_logits_equal(work: Path) -> bool:
     """Load the export as any user would, and compare its logits with the trained model's, bit by bit."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     export = work / "export"
     AutoTokenizer.from_pretrained(export)
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.bfloat16)
@@ -154,7 +156,8 @@ def story(work: Path) -> int:
     say(f"trained again, stopped after step {first['stopped_at']}: kept {', '.join(steps_of(run))}")
     resumed = launch("resumed", work, ranks=2)["resumed"]
     same = {what: resumed[what] == straight[what] for what in ("weights", "moments", "losses")}
-    say(f"resumed in fresh processes to step {STEPS}: {verdicts(same)}; kept {', '.join(steps_of(run))}")
+    say(f"resumed in fresh processes to step {STEPS}: {verdicts(same)}")
+    say(f"kept {', '.join(steps_of(run))}: the newest 2, and the one that was resumed from")
     command("convert", run, work / "export", "--to", "hf", "--verify")
     command("reshard", run / f"step_{STEPS:08d}", work / "three" / f"step_{STEPS:08d}", "--world-size", "3")
     more = launch("more", work, ranks=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -82,7 +83,9 @@ class CheckpointManager:
         self._storage_options = storage_options
         objective = retention.objective if retention is not None else None
         carried = {} if side_files is None or self._coordinator.rank else read_side_files(str(side_files))
-        self._saver = Saver(self._root, self._coordinator, objective=objective, side_files=carried)
+        # `ckptkit ls` and `prune` go by it.
+        extra = {} if retention is None else {"retention": dataclasses.asdict(retention)}
+        self._saver = Saver(self._root, self._coordinator, objective=objective, side_files=carried, extra=extra)
         self._buffers = StagingBuffers()
         self._in_flight: SaveHandle | None = None
         self._resumed_from: str | None = None

@@ -71,6 +71,7 @@ class Saver:
 
     Args:
         side_files: Files that go into every checkpoint (a tokenizer, say), by path; rank 0's are written.
+        extra: JSON for the commit records' `extra`.
     """
 
     def __init__(
@@ -82,9 +83,11 @@ class Saver:
         lease: Lease | None = None,
         objective: tuple[str, str] | None = None,
         side_files: Mapping[str, bytes] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         self._root = root
         self._side_files = dict(side_files or {})
+        self._extra = dict(extra or {})
         self._coordinator = coordinator
         self._lease = lease
         self._objective = objective
@@ -153,6 +156,7 @@ class Saver:
             "client_state": request.client_state,
             "objective": self._objective,
             "versions": _versions(),
+            "extra": self._extra,
         }
         with clock.phase("commit"):
             return attempt.commit(

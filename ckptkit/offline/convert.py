@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.copy import Progress, execute
@@ -98,7 +99,8 @@ def convert(  # noqa: PLR0913 - one argument an option
     from ckptkit.formats.detect import open_source
 
     options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix)
-    source = open_source(src, storage_options=storage_options, options=options)
+    address = resolve_url(src, storage_options=storage_options)
+    source = open_source(address, storage_options=storage_options, options=options)
     choice = _Choice(
         to, dtype, weights, base, key_map, strip_prefix, tuple(include), tuple(exclude), merge_adapter, untie
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.checkpoint.address import resolve_url
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 
@@ -102,7 +103,11 @@ def inspect(
         tensors: A glob; the tensors whose name or FQN matches are listed with their slices.
         depth: Levels of modules in the tree.
     """
-    source = open_source(url, storage_options=storage_options, options=options or ReadOptions())
+    source = open_source(
+        resolve_url(url, storage_options=storage_options),
+        storage_options=storage_options,
+        options=options or ReadOptions(),
+    )
     return summarise(source.catalog, url=source.url, note=source.note or "", tensors=tensors, depth=depth)
 
 

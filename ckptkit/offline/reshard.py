@@ -11,6 +11,7 @@ import numpy as np
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.targets import Target
+from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import UsageError
 from ckptkit.formats.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.options import ReadOptions
@@ -68,7 +69,9 @@ def reshard(
     target = TargetMesh.parse(mesh, world_size=world_size)
     from ckptkit.formats.detect import open_source
 
-    source = open_source(src, storage_options=storage_options, options=ReadOptions())
+    source = open_source(
+        resolve_url(src, storage_options=storage_options), storage_options=storage_options, options=ReadOptions()
+    )
     place = open_target(dst, single_file=False, overwrite=overwrite, storage_options=storage_options)
     plan, sealing = _plan(source, target, dst)
     report = ConvertReport(

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
+from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
@@ -110,7 +111,11 @@ def verify(
     Raises:
         CkptkitError: The checkpoint can't even be opened; the message names the file and the fault.
     """
-    source = open_source(url, storage_options=storage_options, options=options or ReadOptions())
+    source = open_source(
+        resolve_url(url, storage_options=storage_options),
+        storage_options=storage_options,
+        options=options or ReadOptions(),
+    )
     store, catalog = source.store, source.catalog
     problems = [*_file_problems(store, catalog), *_coverage_problems(catalog)]
     checks: list[_Check] = []

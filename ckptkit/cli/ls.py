@@ -1,0 +1,89 @@
+"""`ckptkit ls`: the checkpoints of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
+from ckptkit.cli.retention import policy_from, policy_options
+from ckptkit.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from ckptkit.offline.listing import Listed, Listing
+
+
+@click.command("ls")
+@click.argument("root")
+@click.option("--all", "every", is_flag=True, help="Also what is no checkpoint: skipped, abandoned, foreign.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--html", metavar="OUT.html", help="Write a page with the timeline of the run.")
+@policy_options
+@storage_option
+@command_frame
+def command(
+    root: str,
+    *,
+    every: bool,
+    as_json: bool,
+    html: str | None,
+    max_num: int | None,
+    max_mem: str | None,
+    keep_every: int | None,
+    keep_best: str | None,
+    storage_options: tuple[str, ...],
+) -> None:
+    """List the checkpoints of the run at ROOT: step, age, size, type, ranks, metrics, and why rotation keeps
+    each one or would delete it. With --quiet, names only. The policy is the one that the run recorded, unless
+    given here."""
+    from ckptkit.offline.listing import list_run
+
+    policy = policy_from(max_num, max_mem, keep_every, keep_best)
+    listing = list_run(root, policy=policy, storage_options=with_storage_options(storage_options))
+    if html:
+        from ckptkit.offline.pictures.pages import write_run_page
+
+        write_run_page(listing, html)
+        click.echo(f"wrote {html}", err=True)
+    if as_json:
+        print_json(listing.to_json())
+    elif click.get_current_context().meta["ckptkit.quiet"]:
+        click.echo("\n".join(row.name for row in listing.checkpoints if row.state == "committed"))
+    else:
+        click.echo("\n".join(_lines(listing, every=every)))
+
+
+def _lines(listing: Listing, *, every: bool) -> list[str]:
+    shown = [row for row in listing.checkpoints if every or row.state in ("committed", "in progress")]
+    table = [["name", "step", "age", "size", "type", "ranks", "metrics", "rotation"]]
+    table += [_cells(row) for row in shown]
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1]]).rstrip()
+        for cells in table
+    ]
+    count = sum(row.state == "committed" for row in shown)
+    lines.append(f"{count} checkpoint{'s' * (count != 1)}, {format_size(listing.total_bytes)}")
+    hidden = len(listing.checkpoints) - len(shown)
+    if hidden:
+        lines.append(f"{hidden} more that are no checkpoints (abandoned or damaged): ckptkit ls --all {listing.url}")
+    if every and listing.foreign:
+        lines.append(f"not ours, never touched: {', '.join(listing.foreign)}")
+    return lines
+
+
+def _cells(row: Listed) -> list[str]:
+    metrics = ", ".join(f"{name}={value:.4g}" for name, value in (row.metrics or {}).items())
+    verdict = {True: "keep: ", False: "delete: ", None: ""}[row.keep]
+    state = "" if row.state == "committed" else f"{row.state}: "
+    return [
+        row.name,
+        "" if row.step is None else str(row.step),
+        "" if row.age_s is None else format_duration(row.age_s),
+        "" if row.nbytes is None else format_size(row.nbytes),
+        row.type,
+        "" if row.world_size is None else str(row.world_size),
+        metrics,
+        verdict + state + row.why,
+    ]

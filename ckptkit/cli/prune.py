@@ -1,0 +1,51 @@
+"""`ckptkit prune`: rotation by hand."""
+
+from __future__ import annotations
+
+import click
+
+from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
+from ckptkit.cli.retention import policy_from, policy_options
+from ckptkit.units import format_size
+
+
+@click.command("prune")
+@click.argument("root")
+@click.option("--dry-run", is_flag=True, help="Say what would be deleted, and why; delete nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@policy_options
+@storage_option
+@command_frame
+def command(
+    root: str,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    max_num: int | None,
+    max_mem: str | None,
+    keep_every: int | None,
+    keep_best: str | None,
+    storage_options: tuple[str, ...],
+) -> None:
+    """Delete the checkpoints of the run at ROOT that the policy does not keep, and what dead saves left.
+
+    The newest, the best, the pinned, and files that are not ours, stay. The policy is the one that the run
+    recorded, unless given here.
+    """
+    from ckptkit.offline.prune import prune
+
+    policy = policy_from(max_num, max_mem, keep_every, keep_best)
+    report = prune(root, policy=policy, dry_run=dry_run, storage_options=with_storage_options(storage_options))
+    if as_json:
+        print_json(report.to_json())
+    else:
+        for decision in report.decisions:
+            verb = "keep" if decision.keep else "would delete" if dry_run else "deleted"
+            if decision.name in report.failed:
+                verb = "FAILED to delete"
+            click.echo(f"{verb:<12}  {decision.name}  {format_size(decision.nbytes):>9}  {decision.reason}")
+        for path in report.cleaned:
+            click.echo(f"{'would clean' if dry_run else 'cleaned':<12}  {path}  left by a save whose process is gone")
+        click.echo(f"{'would free' if dry_run else 'freed'} {format_size(report.freed_bytes)}")
+    if report.failed:
+        raise SystemExit(1)

@@ -1,0 +1,85 @@
+"""Rotation by hand: delete what a policy does not keep, and what dead saves left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.checkpoint.delete import plan_rotation, rotate
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.retention import Decision, RetentionPolicy
+from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.offline.listing import policy_of
+from ckptkit.storage.store import open_store
+
+__all__ = ["PruneReport", "prune"]
+
+SCHEMA = "ckptkit.prune/1"
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """What was, or for a dry run would be, kept and deleted."""
+
+    url: str
+    dry_run: bool
+    decisions: tuple[Decision, ...]
+    deleted: tuple[str, ...]
+    failed: Mapping[str, str]
+    cleaned: tuple[str, ...]
+
+    @property
+    def freed_bytes(self) -> int:
+        """The bytes of what was deleted; for a dry run, of what would be."""
+        gone = {d.name for d in self.decisions if not d.keep} if self.dry_run else set(self.deleted)
+        return sum(d.nbytes for d in self.decisions if d.name in gone)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON values (schema "ckptkit.prune/1")."""
+        rows = [
+            {"name": d.name, "step": d.step, "nbytes": d.nbytes, "keep": d.keep, "why": d.reason}
+            for d in self.decisions
+        ]
+        return {
+            "schema": SCHEMA,
+            "url": self.url,
+            "dry_run": self.dry_run,
+            "freed_bytes": self.freed_bytes,
+            "checkpoints": rows,
+            "deleted": list(self.deleted),
+            "failed": dict(self.failed),
+            "cleaned": list(self.cleaned),
+        }
+
+
+def prune(
+    url: str,
+    *,
+    policy: RetentionPolicy | None = None,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> PruneReport:
+    """Delete the checkpoints below `url` that `policy` does not keep, commit record first, and leftovers of saves
+    whose process is gone. The newest, the best, the pinned, and whatever is not ours, stay.
+
+    Args:
+        policy: None takes the policy that the newest checkpoint recorded.
+
+    Raises:
+        UsageError: No policy was given, and none was recorded.
+        CheckpointNotFoundError: There is no checkpoint of ours below `url`.
+    """
+    root = open_store(url, storage_options=storage_options)
+    inventory = list_checkpoints(root)
+    if not (inventory.committed or inventory.abandoned):
+        raise CheckpointNotFoundError(f"{url} holds no checkpoint of ckptkit; nothing was deleted.")
+    policy = policy or policy_of(inventory)
+    if policy is None:
+        raise UsageError(f"{url} records no retention policy. Say what to keep, as with --max-num 3 or --max-mem 1TB.")
+    if dry_run:
+        decisions = plan_rotation(inventory, root, policy)
+        left = tuple(item.path for item in inventory.abandoned)
+        return PruneReport(url, True, tuple(decisions), (), {}, left)
+    done = rotate(root, policy, clean=True)
+    return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), done.cleaned)
