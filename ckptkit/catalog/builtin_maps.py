@@ -67,6 +67,23 @@ _QWEN2_VL = _rename(
     ("model.visual.{rest:*}", "visual.{rest}"),
     ("model.language_model.{rest:*}", "model.{rest}"),
 )
+# A live PEFT model's names to those of an adapter file: the name of the adapter goes. The base weights lose
+# PEFT's wrapper, so that both can be told apart and found.
+_PEFT: tuple[Rule, ...] = (
+    *_rename(
+        *(
+            (f"base_model.model.{{m:*}}.{kind}.default.{leaf}", f"base_model.model.{{m}}.{kind}.{leaf}")
+            for kind in ("lora_A", "lora_B")
+            for leaf in ("weight", "bias")
+        ),
+        *(
+            (f"base_model.model.{{m:*}}.{kind}.default", f"base_model.model.{{m}}.{kind}")
+            for kind in ("lora_embedding_A", "lora_embedding_B")
+        ),
+        ("base_model.model.{m:*}.base_layer.{leaf}", "{m}.{leaf}"),
+    ),
+    Rename(NamePattern(regex=r"base_model\.model\.((?!.*\.lora_).+)"), "{1}"),
+)
 # torchtitan's names (its state_dict_adapter modules). The fused attention module came later: both are read,
 # and the way back writes the later one.
 _TITAN_DENSE: tuple[tuple[str, str], ...] = (
@@ -134,6 +151,7 @@ BUILTIN_MAPS: dict[str, NameMap] = {
         NameMap("hf5-nemotron-h", _NEMOTRON_H, note="stacked experts and prefix of nemotron_h"),
         NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and its kin)"),
         NameMap("vlm-qwen2", _QWEN2_VL, note="model.language_model.* to model.*, model.visual.* to visual.*"),
+        NameMap("peft", _PEFT, note="PEFT's names: adapters as in an adapter file, base weights without the wrapper"),
         NameMap("torchtitan-llama3", _TITAN_LLAMA3, "refuse", "torchtitan llama3, with the rope permutation"),
         NameMap("torchtitan-qwen3", _TITAN_QWEN3, "refuse", "torchtitan qwen3, dense and MoE"),
     )

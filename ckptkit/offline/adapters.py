@@ -19,6 +19,7 @@ from ckptkit.offline.plan import ComputedTensor
 __all__ = ["AdapterSplit", "LoraPair", "adapter_config", "export_adapter", "merge_adapter", "split_adapter"]
 
 _ROOT = "base_model.model."
+_WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # a trainer's own attribute may come before it
 # base_model.model.<module>.lora_A.<adapter>.weight; in an adapter file without <adapter>.
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -76,16 +77,17 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
         return None
     split = AdapterSplit({}, {})
     adapters: dict[str, None] = {}
-    saved = {m["module"] for name in targets if (m := _SAVED.fullmatch(name))}
+    plains = {name: _WRAPPED.sub("", name, count=1) if _WRAPPED.match(name) else name for name in targets}
+    saved = {m["module"] for plain in plains.values() if (m := _SAVED.fullmatch(plain))}
     for name, target in targets.items():
-        plain = name.removeprefix(_ROOT)
+        plain = plains[name]
         if match := _LORA.fullmatch(plain):
             adapters.setdefault(match["adapter"] or "default")
             _add_factor(split, match, target)
         elif match := _SAVED.fullmatch(plain):
             adapters.setdefault(match["adapter"])
             split.saved[f"{match['module']}.{match['rest']}"] = target
-        elif (match := _ORIGINAL.fullmatch(plain)) and _ROOT + match["module"] in saved | {_ROOT + s for s in saved}:
+        elif (match := _ORIGINAL.fullmatch(plain)) and match["module"] in saved:
             split.dropped.update(dict.fromkeys(target.sources, "the original of a module that was trained whole"))
         else:
             _add_base(split, plain.replace(".base_layer.", "."), target)

@@ -8,7 +8,6 @@ key map -> tied weights -> check against the base -> dtype.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,49 +17,19 @@ from ckptkit.catalog.builtin_maps import choose_map
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.catalog.entry import Catalog
-from ckptkit.catalog.names import NameMap, strip_infixes, strip_prefix
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.offline.adapters import AdapterSplit, adapter_config, export_adapter, merge_adapter, split_adapter
 from ckptkit.offline.hf_base import BaseModel, beside_source, export_config
 from ckptkit.offline.hf_compare import compare_with_base, unexpected_buffers
-from ckptkit.offline.hf_weights import choose_weights
+from ckptkit.offline.hf_options import ExportOptions
+from ckptkit.offline.hf_weights import select_targets
 from ckptkit.offline.model_card import CardFacts, model_card
 from ckptkit.offline.plan import OutputFile, OutputTensor
 from ckptkit.offline.tied import restore_embedding, same_values, settle_tied
 from ckptkit.storage.store import Store
 
 __all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
-
-
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """What the user asked for.
-
-    Attributes:
-        dtype: "keep" or a float dtype; floats only are cast.
-        weights: "model", "master" (fp32 copies), or "auto".
-        key_map: None chooses one where there is no doubt.
-        strip_prefix: Removed from every name; names without it are left out.
-        include, exclude: Globs over names before the key map, or over keys of the catalog.
-        untie: Keep a head that a tied config would lose.
-        adapter_config: PEFT's config of an adapter, where the checkpoint and the base have none.
-        merge_adapter: Merge the adapter into the base weights.
-        card: Write README.md.
-        strict: Raise on all that does not fit the base. Without, it is listed in `HFExport.faults`.
-    """
-
-    dtype: str = "keep"
-    weights: Literal["auto", "model", "master"] = "auto"
-    key_map: NameMap | None = None
-    strip_prefix: str | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    untie: bool = False
-    adapter_config: Mapping[str, Any] | None = None
-    merge_adapter: bool = False
-    card: bool = True
-    strict: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +65,6 @@ class HFExport:
 class _Draft:
     """An export in the making."""
 
-    store: Store
     catalog: Catalog
     base: BaseModel
     options: ExportOptions
@@ -125,18 +93,19 @@ def plan_export(
         UsageError: Options contradict the checkpoint.
     """
     own = beside_source(store, catalog)
-    draft = _Draft(store, catalog, base.over(own) if base is not None else own, options or ExportOptions())
+    draft = _draft(catalog, base.over(own) if base is not None else own, options or ExportOptions())
     draft.notes += draft.base.notes
-    _select(draft)
     split = split_adapter(draft.targets)
+    if split is None and draft.options.merge_adapter:
+        raise UsageError("--merge-adapter: the checkpoint holds no adapter (no lora_A or lora_B).")
     if split is not None:
         draft.dropped.update(split.dropped)
         draft.notes += [f"adapter {name!r}" for name in split.names if name != "default"]
-        if not draft.options.merge_adapter:
-            return _adapter_export(draft, split)
-    elif draft.options.merge_adapter:
-        raise UsageError("--merge-adapter: the checkpoint holds no adapter (no lora_A or lora_B).")
-    return _model_export(draft, split)
+    if split is not None and not draft.options.merge_adapter:
+        tensors, kind = _adapter_tensors(draft, split), "adapter"
+    else:
+        tensors, kind = _model_tensors(draft, split, store), "model"
+    return _finish(draft, tensors, "adapter" if kind == "adapter" else "model", store.url)
 
 
 def export_tensors(
@@ -147,68 +116,15 @@ def export_tensors(
     Roles, prefixes, globs, the key map that was asked for and casts apply; nothing is chosen, dropped as
     tied or compared.
     """
-    from ckptkit.storage.local import LocalStore
-
-    draft = _Draft(LocalStore("."), catalog, BaseModel("", config), options)
-    _select(draft)
+    draft = _draft(catalog, BaseModel("", config), options)
     if options.key_map is not None:
         _map_names(draft)
     return {n: _cast(t, options.dtype) for n, t in draft.targets.items()}, draft.dropped, tuple(draft.notes)
 
 
-# --- which tensors, under which names
-
-
-def _select(draft: _Draft) -> None:
-    """Fill the targets: of the role that was asked for, names without wrappers and prefix, chosen by globs."""
-    options = draft.options
-    chosen = choose_weights(draft.catalog, options.weights)
-    draft.weights = chosen.weights
-    draft.notes += chosen.notes
-    names = strip_infixes(chosen.entries)
-    if options.strip_prefix:
-        kept = strip_prefix(names.values(), options.strip_prefix)
-        draft.dropped.update(
-            {
-                chosen.entries[n].name: f"lacks the prefix {options.strip_prefix!r}"
-                for n, s in names.items()
-                if s not in kept
-            }
-        )
-        names = {name: kept[short] for name, short in names.items() if short in kept}
-    else:
-        names = _without_wrapper_of(names, draft)
-    for name, short in names.items():
-        entry = chosen.entries[name]
-        if options.include and not _globs(options.include, short, entry.name):
-            draft.dropped[entry.name] = "not included"
-        elif _globs(options.exclude, short, entry.name):
-            draft.dropped[entry.name] = "excluded"
-        else:
-            draft.targets[short] = Target.of(entry, short)
-    if not draft.targets:
-        raise UsageError(
-            f"nothing to export: none of {len(chosen.entries)} {chosen.weights} tensors is left after --include, "
-            "--exclude and --strip-prefix."
-        )
-
-
-def _without_wrapper_of(names: dict[str, str], draft: _Draft) -> dict[str, str]:
-    """Strip a prefix that all names share and that the base model's names prove to be none of its own."""
-    wanted = draft.base.wanted
-    if not wanted or not names or set(wanted) <= set(names.values()):
-        return names
-    probe = max(wanted, key=len)
-    for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
-        inside = {name: short.removeprefix(prefix) for name, short in names.items() if short.startswith(prefix)}
-        missing = set(wanted) - set(inside.values())
-        if len(missing) <= len(wanted) // 20 and len(missing) < len(set(wanted) - set(names.values())):
-            draft.notes.append(f"the prefix {prefix!r} was stripped: {len(wanted) - len(missing)} names are the base's")
-            if len(inside) == len(names):
-                return inside
-            outside = {name: short for name, short in names.items() if name not in inside}
-            return {**inside, **outside}
-    return names
+def _draft(catalog: Catalog, base: BaseModel, options: ExportOptions) -> _Draft:
+    chosen = select_targets(catalog, options, wanted=base.wanted)
+    return _Draft(catalog, base, options, chosen.targets, chosen.dropped, list(chosen.notes), weights=chosen.weights)
 
 
 def _map_names(draft: _Draft) -> None:
@@ -233,7 +149,7 @@ def _map_names(draft: _Draft) -> None:
 # --- the two kinds of export
 
 
-def _model_export(draft: _Draft, split: AdapterSplit | None) -> HFExport:
+def _model_tensors(draft: _Draft, split: AdapterSplit | None, store: Store) -> dict[str, OutputTensor]:
     options = draft.options
     merge = None
     if split is not None:
@@ -245,7 +161,7 @@ def _model_export(draft: _Draft, split: AdapterSplit | None) -> HFExport:
                 draft.dropped.update(dict.fromkeys(factor.sources if factor else (), "merged into the base weight"))
         draft.notes.append(f"adapter merged into {len(split.pairs)} weights")
     _map_names(draft)
-    _settle_tied(draft)
+    _settle_tied(draft, store)
     _drop_buffers(draft)
     _compare(draft)
     targets = {name: _cast(target, options.dtype) for name, target in draft.targets.items()}
@@ -254,10 +170,10 @@ def _model_export(draft: _Draft, split: AdapterSplit | None) -> HFExport:
         for tensor in tensors.values():
             for source in tensor.sources:
                 draft.dropped.pop(source, None)
-    return _finish(draft, tensors, "model")
+    return tensors
 
 
-def _adapter_export(draft: _Draft, split: AdapterSplit) -> HFExport:
+def _adapter_tensors(draft: _Draft, split: AdapterSplit) -> dict[str, OutputTensor]:
     config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
     made, notes = export_adapter(split, config)
     draft.notes += notes
@@ -266,10 +182,10 @@ def _adapter_export(draft: _Draft, split: AdapterSplit) -> HFExport:
     draft.key_map = "peft"
     tensors = {name: _cast(target, draft.options.dtype) for name, target in made.items()}
     draft.base = replace(draft.base, config=None, adapter_config=config, wanted={})
-    return _finish(draft, dict(tensors), "adapter")
+    return dict(tensors)
 
 
-def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["model", "adapter"]) -> HFExport:
+def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["model", "adapter"], url: str) -> HFExport:
     _check_dtypes(tensors)
     if draft.faults and draft.options.strict:
         raise CheckpointMismatchError(
@@ -286,7 +202,7 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
     ]
     if draft.options.card:
         facts = CardFacts(
-            draft.store.url, kind, sum(counts.values()),
+            url, kind, sum(counts.values()),
             sum(n * dtype_of(name).itemsize for name, n in counts.items()), counts, draft.weights, draft.key_map,
             draft.base.repo, tuple(draft.notes),
         )  # fmt: skip
@@ -314,14 +230,14 @@ def _compared_with(draft: _Draft) -> str:
 # --- rules
 
 
-def _settle_tied(draft: _Draft) -> None:
+def _settle_tied(draft: _Draft, store: Store) -> None:
     tensors = draft.catalog.tensors
 
     def same(first: Target, second: Target) -> bool:
         a, b = (_whole_source(target) for target in (first, second))
         if a is None or b is None or (first.dtype, second.dtype) != (second.dtype, first.dtype):
             return False
-        return a == b or same_values(draft.store, tensors[a], tensors[b])
+        return a == b or same_values(store, tensors[a], tensors[b])
 
     wanted = draft.base.wanted or None
     outcome = settle_tied(draft.targets, draft.base.config, same=same, wanted=wanted, untie=draft.options.untie)
@@ -442,7 +358,3 @@ def _advice(draft: _Draft) -> str:
     if any(fault.startswith("unexpected") for fault in draft.faults):
         return "\n  Try --key-map, --strip-prefix, or --exclude NAME for what the model has no place for."
     return "\n  Is --base the model that was trained? See: ckptkit inspect URL"
-
-
-def _globs(patterns: tuple[str, ...], *names: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)

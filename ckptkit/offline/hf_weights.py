@@ -1,14 +1,29 @@
-"""Which copy of the weights an export takes: the model's own, or the fp32 masters of its optimizer."""
+"""Which tensors an export takes, model weights or fp32 masters, and their names without wrappers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import fnmatch
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
-from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError
+from ckptkit.catalog.names import strip_infixes, strip_prefix
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from ckptkit.offline.hf_options import ExportOptions
 
-__all__ = ["Weights", "choose_weights"]
+__all__ = ["Selection", "Weights", "choose_weights", "select_targets"]
+
+
+@dataclass(slots=True)
+class Selection:
+    """The tensors to export by name, the weights they are of, and the sources left out with the reason."""
+
+    weights: str
+    targets: dict[str, Target] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +33,59 @@ class Weights:
     entries: dict[str, TensorEntry]
     weights: Literal["model", "master"]
     notes: tuple[str, ...] = ()
+
+
+def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = ()) -> Selection:
+    """Return the tensors of the role that was asked for, names without wrappers and prefix, chosen by globs.
+
+    Args:
+        wanted: The base model's names, by which a wrapper's prefix is told from one of the model's own.
+
+    Raises:
+        UsageError: Nothing is left.
+    """
+    chosen = choose_weights(catalog, options.weights)
+    found = Selection(chosen.weights, notes=list(chosen.notes))
+    names = strip_infixes(chosen.entries)
+    if options.strip_prefix:
+        kept = strip_prefix(names.values(), options.strip_prefix)
+        for name, short in names.items():
+            if short not in kept:
+                found.dropped[chosen.entries[name].name] = f"lacks the prefix {options.strip_prefix!r}"
+        names = {name: kept[short] for name, short in names.items() if short in kept}
+    elif wanted and not set(wanted) <= set(names.values()):
+        names = _without_wrapper(names, frozenset(wanted), found)
+    for name, short in names.items():
+        entry = chosen.entries[name]
+        if options.include and not _globs(options.include, short, entry.name):
+            found.dropped[entry.name] = "not included"
+        elif _globs(options.exclude, short, entry.name):
+            found.dropped[entry.name] = "excluded"
+        else:
+            found.targets[short] = Target.of(entry, short)
+    if not found.targets:
+        raise UsageError(
+            f"nothing to export: none of {len(chosen.entries)} {chosen.weights} tensors is left after --include, "
+            "--exclude and --strip-prefix."
+        )
+    return found
+
+
+def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selection) -> dict[str, str]:
+    """Strip a prefix that the base model's names prove to be none of the model's own."""
+    probe = max(wanted, key=len)
+    before = len(wanted - set(names.values()))
+    for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
+        inside = {name: short.removeprefix(prefix) for name, short in names.items()}
+        missing = len(wanted - set(inside.values()))
+        if missing <= len(wanted) // 20 and missing < before and len(set(inside.values())) == len(inside):
+            found.notes.append(f"the prefix {prefix!r} was stripped: {len(wanted) - missing} names are the base's")
+            return inside
+    return names
+
+
+def _globs(patterns: tuple[str, ...], *names: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def choose_weights(catalog: Catalog, weights: Literal["auto", "model", "master"]) -> Weights:

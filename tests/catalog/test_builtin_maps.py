@@ -179,6 +179,16 @@ def test_vlm_qwen2_backwards_leaves_the_tower_of_images_where_it_is() -> None:
     assert sorted(back.targets) == ["model.language_model.norm.weight", "model.visual.w"]
 
 
+def test_peft_gives_the_names_of_an_adapter_file_and_of_the_base(zoo: Path) -> None:
+    case = zoo / "peft_lora_dcp_full_w2"
+    live = load_file(case / "EXPECTED.safetensors")
+    adapter, merged = (
+        load_file(case / n) for n in ("EXPECTED_adapter/adapter_model.safetensors", "EXPECTED_merged.safetensors")
+    )
+    mapped = builtin_map("peft").apply(targets_of(live))
+    assert set(mapped.targets) == set(adapter) | set(merged)
+
+
 def test_names_that_fit_the_base_are_never_mapped() -> None:
     names = {"model.layers.0.mlp.experts.gate_up_proj": np.ones((2, 4, 3)), "extra": np.ones(1)}
     chosen = choose_map(targets_of(names), wanted=["model.layers.0.mlp.experts.gate_up_proj"],

@@ -153,6 +153,17 @@ def test_modules_trained_whole_are_saved_beside_the_factors() -> None:
     assert list(split.dropped) == ["head.original_module.weight"]
 
 
+def test_an_attribute_before_pefts_prefix_does_not_reach_the_names() -> None:
+    names = {f"actor.base_model.model.{name}": target for name, target in lora().items()}
+    split = split_adapter(names)
+    assert split is not None
+    assert list(split.base) == ["q.weight"]
+    assert sorted(export_adapter(split, {})[0]) == [
+        "base_model.model.q.lora_A.weight",
+        "base_model.model.q.lora_B.weight",
+    ]
+
+
 def test_a_factor_without_the_other_is_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match="lora_A or lora_B is missing for: k"):
         split_adapter(lora(k__lora_A__default__weight=(2, 4)))

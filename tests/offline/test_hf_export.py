@@ -261,6 +261,16 @@ def test_the_models_own_weights_are_the_default(tmp_path: Path) -> None:
     assert dict(export.leftovers)["m.0"] == "master state, not among the model weights"
 
 
+def test_the_other_name_of_a_tied_parameter_gets_the_same_master(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    store, catalog = with_masters(tmp_path, {"0": "a", "1": "b"})
+    alias = replace(catalog.tensors["a"], name="alias", fqn="alias")
+    tied = replace(catalog, tensors={**catalog.tensors, "alias": alias})
+    export = plan_export(store, tied, options=ExportOptions(weights="master"))
+    assert {t.name: t.sources for t in export.tensors}["alias"] == ("m.0",)
+
+
 def test_masters_of_another_model_are_refused(tmp_path: Path) -> None:
     store, catalog = with_masters(tmp_path, {"0": "a", "1": "elsewhere"})
     with pytest.raises(CheckpointMismatchError, match="no model weight: elsewhere"):
