@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.rng import reseed, restore_rng
 from ckptkit.checkpoint.state import PerRank, TrainState, canonical_modules, is_stateful, model_tensors, section
 from ckptkit.checkpoint.values import JSON, decode, encode
-from ckptkit.errors import CheckpointMismatchError, LoadError
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, LoadError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.manifest import MESHES, PLACEMENTS
 
@@ -184,13 +184,17 @@ def restore(
     rank, world_size = coordinator.rank, coordinator.world_size
     made: list[tuple[Staged, LoadReport]] = []
 
-    def read() -> None:
-        catalog, store = opened()
-        check_local(state, catalog, store.url, world_size=world_size)
-        staged = stage(state, catalog, store, options, rank=rank, world_size=world_size, workers=workers)
+    def read() -> CkptkitError | None:
+        try:
+            catalog, store = opened()
+            check_local(state, catalog, store.url, world_size=world_size)
+            staged = stage(state, catalog, store, options, rank=rank, world_size=world_size, workers=workers)
+        except CkptkitError as error:
+            return error
         made.append((staged, LoadReport(store.url, catalog.info.step, nbytes=staged.nbytes)))
+        return None
 
-    coordinator.settle(Outcome.of(read), "loading")
+    coordinator.settle(Outcome.of(read), "loading", then=_raise_one)
     staged, report = made[0]
     report.missing = staged.plan.mismatches.everything("missing")
     report.unexpected = staged.plan.mismatches.everything("unexpected")
@@ -203,6 +207,20 @@ def restore(
     apply(state, staged, report, agree=agree, rank=rank)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _raise_one(errors: Sequence[CkptkitError | None]) -> None:
+    """Raise what ranks ran into as one error. Most often it is the same on all: then as it is."""
+    texts: dict[str, list[int]] = {}
+    for rank, error in enumerate(errors):
+        if error is not None:
+            texts.setdefault(str(error), []).append(rank)
+    kinds = {type(error) for error in errors if error is not None}
+    if not kinds:
+        return
+    lines = [text if len(ranks) == len(errors) else f"rank {ranks}: {text}" for text, ranks in texts.items()]
+    kind = kinds.pop() if len(kinds) == 1 else LoadError
+    raise kind("\n".join(lines))
 
 
 def check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: int) -> None:

@@ -1,0 +1,226 @@
+"""Saved on any ranks, loaded on any other: weights, moments and masters are bitwise equal."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state import PerRank, TrainState
+from ckptkit.errors import CheckpointMismatchError, CkptkitError
+from tests.checkpoint import jobs
+
+# (world size, layout): uneven at 3 and 4 (14 rows, 6 rows, 2 rows, 1 row: empty shards), replicas, two dimensions.
+PLACES = [(1, "plain"), (1, "1d"), (2, "1d"), (3, "1d"), (4, "1d"), (4, "hsdp"), (2, "tp"), (4, "tp")]
+# Every place saves once and loads once at the least, and neighbours differ in both.
+PAIRS = [(a, PLACES[(i + step) % len(PLACES)]) for step in (1, 3) for i, a in enumerate(PLACES)]
+
+
+def save(url: str, kind: str, layout: str, precision: str) -> Any:
+    job = jobs.make(layout, precision)
+    # Same data everywhere, so that ranks that are tensor parallel or replicas agree.
+    jobs.seed(5, 0)
+    job.data.rank = 0
+    job.train(2)
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(2, job.state())
+    return jobs.everything(job)
+
+
+def load(url: str, layout: str, precision: str) -> Any:
+    job = jobs.make(layout, precision, start=7)
+    with CheckpointManager(url) as manager:
+        report = manager.load(job.state(), per_rank_on_resize="keep")
+    assert report is not None
+    assert not report.missing
+    assert not report.unexpected
+    return jobs.everything(job)
+
+
+def check(ranks: Any, url: Path, kind: str, source: Any, target: Any, precision: str = "fp32") -> None:
+    saved = ranks.run(save, source[0], str(url), kind, source[1], precision)[0]
+    for loaded in ranks.run(load, target[0], str(url), target[1], precision):
+        different = [key for key in saved if saved[key] != loaded.get(key)]
+        assert not different
+        assert set(saved) == set(loaded)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_sharded_checkpoint_loads_everywhere(ranks: Any, tmp_path: Path, source: Any, target: Any) -> None:
+    check(ranks, tmp_path, "sharded", source, target)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((4, "tp"), (3, "1d")), ((3, "1d"), (4, "hsdp")), ((1, "plain"), (4, "tp")), ((4, "hsdp"), (1, "plain"))],
+)
+def test_a_full_checkpoint_loads_everywhere(ranks: Any, tmp_path: Path, source: Any, target: Any) -> None:
+    check(ranks, tmp_path, "full", source, target)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_masters_load_everywhere(ranks: Any, tmp_path: Path, kind: str) -> None:
+    check(ranks, tmp_path, kind, (3, "1d"), (4, "hsdp"), "master")
+
+
+def load_refused(url: str, layout: str) -> str:
+    job = jobs.make(layout, start=7)
+    before = jobs.everything(job)
+    with CheckpointManager(url) as manager, pytest.raises(CheckpointMismatchError) as caught:
+        manager.load(job.state())
+    assert jobs.everything(job) == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "command"),
+    [
+        ((2, "1d"), (3, "1d"), "--world-size 3 --type local"),
+        ((4, "1d"), (4, "hsdp"), "--world-size 4 --mesh replicate=2,shard=2 --type local"),
+    ],
+)
+def test_a_local_checkpoint_of_other_ranks_names_the_command_that_reshards_it(
+    ranks: Any, tmp_path: Path, source: Any, target: Any, command: str
+) -> None:
+    ranks.run(save, source[0], str(tmp_path), "local", source[1], "fp32")
+    (text,) = set(ranks.run(load_refused, target[0], str(tmp_path), target[1]))
+    assert f"ckptkit reshard {tmp_path}/step_00000002 DST {command}" in text
+
+
+def load_without_ckptkit(url: str, layout: str) -> Any:
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    job = jobs.make(layout, start=7)
+    job.train(1)  # so that torch's own template has a state for each parameter but the unused
+    job.model.unused.grad = None
+    state = {
+        "model": get_model_state_dict(job.model),
+        "optimizer": get_optimizer_state_dict(job.model, job.optimizer),
+    }
+    dcp.load(state, checkpoint_id=url)
+    set_model_state_dict(job.model, state["model"])
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    set_optimizer_state_dict(job.model, job.optimizer, state["optimizer"], options=StateDictOptions(strict=False))
+    return jobs.everything(job)
+
+
+@pytest.mark.parametrize("target", [(1, "1d"), (3, "1d"), (4, "tp")])
+def test_plain_torch_loads_model_and_optimizer(ranks: Any, tmp_path: Path, target: Any) -> None:
+    saved = ranks.run(save, 2, str(tmp_path), "sharded", "1d", "fp32")[0]
+    for loaded in ranks.run(load_without_ckptkit, target[0], f"{tmp_path}/step_00000002", target[1]):
+        skip = ("groups", "scheduler")
+        assert not [key for key in saved if key not in skip and saved[key] != loaded.get(key)]
+
+
+# --- what each rank has alone
+
+
+class Sampler:
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def save_own(url: str, differing: bool) -> Any:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    state = TrainState(dataloader=Sampler(10 + rank * differing), extra={"mine": PerRank(rank if differing else 0)})
+    with CheckpointManager(url) as manager:
+        manager.save(1, state)
+    return torch.rand(3).tolist()
+
+
+def load_own(url: str, options: dict[str, Any]) -> Any:
+    torch.manual_seed(77)
+    state = TrainState(dataloader=Sampler(0), extra={"mine": PerRank(None)})
+    try:
+        with CheckpointManager(url) as manager:
+            report = manager.load(state, **options)
+    except CkptkitError as error:
+        return type(error).__name__, str(error)
+    assert report is not None
+    return state.dataloader.position, state.extra["mine"].value, torch.rand(3).tolist(), report.skipped, report.notes
+
+
+def test_each_rank_gets_its_own_state_back(ranks: Any, tmp_path: Path) -> None:
+    drawn = ranks.run(save_own, 3, str(tmp_path), True)
+    found = ranks.run(load_own, 3, str(tmp_path), {})
+    assert [item[:3] for item in found] == [(10 + rank, rank, drawn[rank]) for rank in range(3)]
+
+
+def test_other_ranks_are_refused_the_state_of_differing_dataloaders(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save_own, 3, str(tmp_path), True)
+    for kind, text in ranks.run(load_own, 2, str(tmp_path), {}):
+        assert kind == "CheckpointMismatchError"
+        assert "dataloader was saved by 3 ranks with different states, now there are 2" in text
+
+
+def test_states_that_are_equal_on_all_ranks_load_on_any_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save_own, 3, str(tmp_path), False)
+    assert [item[:2] for item in ranks.run(load_own, 2, str(tmp_path), {})] == [(10, 0), (10, 0)]
+
+
+def spread(states: Any, rank: int, world_size: int) -> Any:
+    return {"position": sum(s["position"] for s in states) * 100 + rank} if isinstance(states[0], dict) else states
+
+
+def test_a_function_may_merge_the_states_of_other_ranks(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save_own, 3, str(tmp_path), True)
+    found = ranks.run(load_own, 2, str(tmp_path), {"per_rank_on_resize": spread})
+    assert [item[:2] for item in found] == [(3300, [0, 1, 2]), (3301, [0, 1, 2])]
+
+
+def test_other_ranks_draw_new_numbers_that_the_saved_state_decides(ranks: Any, tmp_path: Path) -> None:
+    drawn = ranks.run(save_own, 3, str(tmp_path), True)
+    options = {"per_rank_on_resize": "keep"}
+    first, again = (ranks.run(load_own, 2, str(tmp_path), options) for _ in range(2))
+    numbers = [tuple(item[2]) for item in first]
+    assert numbers == [tuple(item[2]) for item in again]
+    assert len({*numbers, *map(tuple, drawn)}) == 5
+    assert "dataloader" in first[0][3]
+    assert any("seeded anew" in note for note in first[0][4])
+
+
+@pytest.mark.parametrize(("policy", "refused"), [("keep", False), ("error", True)])
+def test_random_numbers_are_kept_or_refused_as_asked(ranks: Any, tmp_path: Path, policy: str, refused: bool) -> None:
+    ranks.run(save_own, 3, str(tmp_path), True)
+    for item in ranks.run(load_own, 2, str(tmp_path), {"per_rank_on_resize": "keep", "rng_on_resize": policy}):
+        if refused:
+            assert "rng: 1 does not fit" in item[1]
+        else:
+            torch.manual_seed(77)
+            assert item[2] == torch.rand(3).tolist()
+            assert "rng" in item[3]
+
+
+def save_differing(url: str) -> list[str]:
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckptkit").addHandler(handler)
+    with CheckpointManager(url) as manager:
+        manager.save(1, TrainState(extra={"loss": float(dist.get_rank())}))
+    logging.getLogger("ckptkit").removeHandler(handler)
+    return seen
+
+
+def test_extra_state_that_differs_between_ranks_is_named(ranks: Any, tmp_path: Path) -> None:
+    seen = ranks.run(save_differing, 2, str(tmp_path))[0]
+    assert any("extra.loss differs between ranks" in line for line in seen)
