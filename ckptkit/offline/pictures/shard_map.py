@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckptkit.catalog.entry import TensorEntry, TensorSlice
+from ckptkit.catalog.entry import Role, TensorEntry, TensorSlice
 from ckptkit.offline.pictures.page import Panel, colour, label, rect, svg, text
 from ckptkit.units import format_size
 
@@ -26,15 +26,17 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
 
 
 def shard_map(entries: Iterable[TensorEntry], *, heading: str = "Shard map") -> Panel:
-    """Return the map of these tensors, the largest first; what is not drawn is counted in the explanation."""
-    every = sorted(entries, key=lambda e: (-e.nbytes, e.name))
-    drawn: list[TensorEntry] = []
+    """Return the map of these tensors in their order; where there are too many, the smaller ones are left out and
+    counted in the explanation."""
+    every = list(entries)
+    chosen: set[int] = set()
     slices = 0
-    for entry in every[:MAX_TENSORS]:
-        slices += len(entry.slices)
+    for i in sorted(range(len(every)), key=lambda i: -every[i].nbytes)[:MAX_TENSORS]:
+        slices += len(every[i].slices)
         if slices > MAX_SLICES:
             break
-        drawn.append(entry)
+        chosen.add(i)
+    drawn = [entry for i, entry in enumerate(every) if i in chosen]
     totals = rank_totals(every)
     count = max(totals, default=0) + 1
     body, top = _totals(totals, count)
@@ -69,7 +71,7 @@ def _totals(totals: Mapping[int, int], count: int) -> tuple[str, float]:
 
 
 def _row(entry: TensorEntry, y: float, count: int) -> str:
-    name = entry.fqn or entry.name
+    name = entry.fqn if entry.role is Role.MODEL else entry.name
     parts = [text(LEFT - 10, y + 12, label(name, LEFT - 16), anchor="end")]
     shape = "x".join(map(str, entry.shape)) or "scalar"
     parts.append(text(WIDTH - RIGHT + 10, y + 12, label(f"{shape} {entry.dtype}", RIGHT - 14), kind="soft"))

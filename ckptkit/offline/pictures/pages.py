@@ -1,0 +1,91 @@
+"""The pages that the commands write: of a checkpoint, of a run, of a reshard, of a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.catalog.entry import Catalog, Role
+from ckptkit.checkpoint.address import resolve_url
+from ckptkit.formats.detect import open_source
+from ckptkit.offline.inspect import summarise
+from ckptkit.offline.pictures.heat_map import heat_map
+from ckptkit.offline.pictures.page import Panel, page
+from ckptkit.offline.pictures.reshard_map import reshard_map
+from ckptkit.offline.pictures.shard_map import shard_map
+from ckptkit.offline.pictures.timeline import TimelineItem, timeline
+from ckptkit.offline.pictures.treemap import treemap
+from ckptkit.storage.remote import without_secrets
+from ckptkit.units import format_count, format_size
+
+if TYPE_CHECKING:
+    from ckptkit.offline.listing import Listed, Listing
+
+__all__ = ["inspect_page", "write_diff_page", "write_inspect_page", "write_run_page"]
+
+
+def write_inspect_page(
+    url: str, path: str, *, other: str | None = None, storage_options: Mapping[str, Any] | None = None
+) -> None:
+    """Write the page of the checkpoint at `url` to the file `path`; with `other`, and the map from it to that one."""
+    source = open_source(resolve_url(url, storage_options=storage_options), storage_options=storage_options)
+    after = None
+    if other is not None:
+        after = open_source(
+            resolve_url(other, storage_options=storage_options), storage_options=storage_options
+        ).catalog
+    Path(path).write_text(inspect_page(source.catalog, source.url, after=after), encoding="utf-8")
+
+
+def inspect_page(catalog: Catalog, url: str, *, after: Catalog | None = None) -> str:
+    """Return the page of a catalog: its shard map, its sizes by module, and what a reshard to `after` moves."""
+    report = summarise(catalog, url=url, depth=5)
+    facts = [("format", report.format), ("files", f"{len(report.files)}")]
+    facts += [("step", str(report.step))] * (report.step is not None)
+    facts += [("ranks", str(report.world_size))] * (report.world_size is not None)
+    if report.mesh:
+        facts.append(("mesh", " x ".join(f"{name}={size}" for name, size in report.mesh.items())))
+    facts += [(s.role, f"{format_count(s.numel)} · {format_size(s.nbytes)}") for s in report.sections]
+    panels = _shard_maps(catalog, "")
+    if report.tree is not None and report.tree.nbytes:
+        panels.append(treemap(report.tree))
+    if after is not None:
+        panels.append(reshard_map(catalog.tensors.values(), after.tensors.values()))
+        panels += _shard_maps(after, " after")
+    return page(without_secrets(url), panels, facts=facts)
+
+
+def _shard_maps(catalog: Catalog, when: str) -> list[Panel]:
+    """One map a role, the model's first: who holds a weight mostly holds its moments too, and the eye compares."""
+    panels = []
+    for role in Role:
+        entries = [entry for entry in catalog.tensors.values() if entry.role is role and entry.numel]
+        if entries:
+            panels.append(shard_map(entries, heading=f"Shard map{when}: {role.value}"))
+    return panels
+
+
+def write_run_page(listing: Listing, path: str) -> None:
+    """Write the timeline of a run to the file `path`."""
+    items = [
+        TimelineItem(row.name, row.step or 0, row.nbytes or 0, _state(row), row.why) for row in listing.checkpoints
+    ]
+    policy = listing.policy
+    max_mem = None if policy is None or policy.max_mem is None else int(policy.max_mem)
+    panel = timeline(items, max_num=None if policy is None else policy.max_num, max_mem=max_mem)
+    facts = [("checkpoints", str(len(items))), ("total", format_size(listing.total_bytes))]
+    Path(path).write_text(page(without_secrets(listing.url), [panel], facts=facts), encoding="utf-8")
+
+
+def _state(row: Listed) -> str:
+    if row.state != "committed":
+        return row.state
+    if row.keep is False:
+        return "delete"
+    return "pinned" if "pinned" in row.why else "best" if "best" in row.why else "kept"
+
+
+def write_diff_page(title: str, changes: Mapping[str, float], facts: list[tuple[str, str]], path: str) -> None:
+    """Write the heat map of a difference to the file `path`; `changes` as for `heat_map`."""
+    Path(path).write_text(page(without_secrets(title), [heat_map(changes)], facts=facts), encoding="utf-8")
