@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["checkpoint_blocks", "compile_blocks", "fill_unused_gradients", "fill_unused_gradients_by_hook"]
 
 
-def checkpoint_blocks(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+def checkpoint_blocks(model: Any, modules: Sequence[nn.Module]) -> None:
     """Recompute the activations of `modules` in backward. A model with its own way (transformers) uses that.
 
     The forward method is replaced, not the module: a wrapper module would put its name into every FQN.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
         # It knows what must not run twice, such as the filling of a key-value cache.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     for module in modules:
         module.forward = functools.wraps(module.forward)(  # type: ignore[method-assign]
@@ -66,7 +66,7 @@ def fill_unused_gradients_by_hook(model: FSDPModule) -> None:
     def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(fill)
+                leaf.register_hook(fill)  # type: ignore[no-untyped-call]
 
     root.register_forward_hook(after_forward)
 

@@ -68,7 +68,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Run backward from the loss times the loss scale, in fp32."""
-        (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
+        torch.autograd.backward(loss.float() * self.loss_scale, retain_graph=retain_graph)
 
     def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
         """Clip the (unscaled) gradients of all groups to one joint norm and return the norm before."""

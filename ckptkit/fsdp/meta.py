@@ -19,6 +19,7 @@ __all__ = [
     "mark_initialized",
     "require_initialized",
     "restore_buffers",
+    "unsaved_buffers",
 ]
 
 # By identity of the tensors' names; a weak key, so that a model which is dropped is forgotten.
@@ -92,6 +93,15 @@ def restore_buffers(model: nn.Module) -> None:
         restored += names
     if restored:
         mark_initialized(model, *restored)
+
+
+def unsaved_buffers(model: nn.Module) -> frozenset[str]:
+    """Return the names of non-persistent buffers, which no checkpoint holds."""
+    return frozenset(
+        clean_fqn(f"{name}.{buffer}" if name else buffer)
+        for name, module in model.named_modules()
+        for buffer in module._non_persistent_buffers_set
+    )
 
 
 def uninitialized(model: nn.Module) -> frozenset[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,9 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from ckptkit.checkpoint.state import TrainState
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import meta, offload
-from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy
+from ckptkit.fsdp.config import FSDPConfig
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
 from ckptkit.fsdp.gradients import inspect_gradients, scale_gradients
 from ckptkit.fsdp.groups import NO_DECAY, param_groups
@@ -27,16 +27,19 @@ from ckptkit.fsdp.hf_load import HFLoadReport, load_hf
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.fsdp.mesh import (
     TrainingMesh,
-    auto_shard_size,
     device_type_of,
     ensure_process_group,
     make_mesh,
     plan_for,
 )
 from ckptkit.fsdp.reset import reset_parameters
+from ckptkit.fsdp.setup import accumulation_steps, configured, set_seed
 from ckptkit.fsdp.tensor_parallel import TPPlan
 from ckptkit.fsdp.units import Policy
 from ckptkit.fsdp.wrap import shard, unwrap_model
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint.report import LoadReport, SaveReport
 
 __all__ = ["FSDPStrategy", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
 
@@ -86,6 +89,7 @@ class FSDPStrategy:
         self.train_batch_size = train_batch_size
         self.sync_every_micro_batch = sync_every_micro_batch
         self.last_grad_norm: torch.Tensor | None = None
+        self.last_load: LoadReport | None = None
         self.global_step = 0
         self._accumulation: int | None = None
         self._made_group = False
@@ -170,7 +174,14 @@ class FSDPStrategy:
         if not isinstance(model, nn.Module) or self._is_prepared(model):
             return model
         self._join()
-        config = self._config_for(model, is_training, shard_size, reshard_after_forward)
+        config = configured(
+            self.config,
+            model,
+            data_ranks=self._data_ranks(),
+            is_training=is_training,
+            shard_size=shard_size,
+            reshard_after_forward=reshard_after_forward,
+        )
         mesh = self._mesh_for(model, config)
         shard(model, config, mesh=mesh, policy=policy, tp_plan=tp_plan, is_training=is_training)
         if config.enable_fsdp:
@@ -289,7 +300,117 @@ class FSDPStrategy:
         """Move a module, or each of a list, back to its device; return what was given."""
         return offload.reload_model(models, device=device_type_of(None, preferred=self.config.device))
 
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_ckpt(
+        self,
+        model: nn.Module,
+        save_dir: str,
+        tag: str | None = None,
+        max_num: int | None = 3,
+        max_mem: int | float | str | None = 1000,
+        client_state: Any = None,
+        save_latest: bool = True,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Any = None,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveReport:
+        """Save model, optimizer, scheduler, loss scale and random state; commit; then rotate. All ranks must call it.
+
+        Args:
+            model: A prepared model.
+            save_dir: The root of the run's checkpoints: a path or a URL.
+            tag: The checkpoint's name; None: its step.
+            max_num: Keep this many, None: all. Only committed checkpoints of ckptkit count, and are ever deleted.
+            max_mem: Keep their sum below this: GiB, or "500GB". None: no limit.
+            client_state: Anything JSON can hold; `load_ckpt` returns it.
+            save_latest: Has no effect: what is latest follows from what is committed.
+            optimizer: Of `create_optimizer`, or any other.
+            scheduler: Anything with `state_dict`.
+            step: The step; None: the number that `tag` ends in, else the steps taken so far.
+            metrics: For the record, and for keeping the best.
+
+        Raises:
+            SaveError: A rank failed or the model has no values; nothing was published or deleted.
+        """
+        from ckptkit.fsdp import saving
+
+        del save_latest
+        self._join()
+        if any(self._micro_steps.values()):
+            logger.warning("Saving between two backward passes of one step: their gradients are not in a checkpoint.")
+        options = saving.CheckpointOptions(str(save_dir), self.config.state_dict_type, max_num, max_mem)
+        number = saving.step_of(tag, step, self.global_step)
+        state = self._training_state(model, optimizer, scheduler, number)
+        return saving.save_checkpoint(options, state, step=number, tag=tag, client_state=client_state, metrics=metrics)
+
+    def load_ckpt(
+        self,
+        model: nn.Module,
+        load_dir: str,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        which: str | int = "latest",
+    ) -> tuple[str | None, Any]:
+        """Load the newest committed checkpoint (or `which`) in place, at any number of ranks; all must call it.
+
+        Returns its URL and the client state, or (None, {}) where there is none. `last_load` is the full report. An
+        optimizer or scheduler that is given must be in the checkpoint, unless its flag says not to load it.
+
+        Raises:
+            CheckpointMismatchError: Lists everything that does not fit; nothing was changed.
+        """
+        from ckptkit.fsdp import saving
+
+        self._join()
+        options = saving.CheckpointOptions(str(load_dir))
+        state = self._training_state(model, optimizer, scheduler if load_lr_scheduler_states else None, 0)
+        if not load_optimizer_states:
+            state.grad_scaler = None
+        report = saving.load_checkpoint(
+            options, state, which=which, strict=load_module_strict, restore_optimizer=load_optimizer_states
+        )
+        self.last_load = report
+        if report is None:
+            return None, {}
+        self.global_step = state.step
+        self._micro_steps.clear()
+        return report.url, report.client_state
+
+    def save_model(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        output_dir: str,
+        *,
+        dtype: str = "keep",
+        max_shard_size: str | int = "5GB",
+        overwrite: bool = False,
+    ) -> None:
+        """Write the model as a Hugging Face directory, one tensor in memory at a time (see `hf_save`)."""
+        from ckptkit.fsdp.hf_save import save_hf
+
+        self._join()
+        save_hf(
+            unwrap_model(model),
+            str(output_dir),
+            tokenizer=tokenizer,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )
+
     # ------------------------------------------------------------------ inside
+
+    def _training_state(self, model: nn.Module, optimizer: Optimizer | None, scheduler: Any, step: int) -> TrainState:
+        scaler = self.grad_scaler(optimizer) if optimizer is not None else None
+        return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=scaler, step=step)
 
     def _step(self, optimizer: Optimizer) -> bool:
         if isinstance(optimizer, MasterWeightOptimizer):
@@ -319,30 +440,7 @@ class FSDPStrategy:
 
     def _is_prepared(self, model: nn.Module) -> bool:
         inner = getattr(model, "base_model", None)  # LightRFT's actors, and every transformers model
-        return isinstance(model, FSDPModule) or (isinstance(inner, FSDPModule) and inner is not model)
-
-    def _config_for(
-        self, model: nn.Module, is_training: bool, shard_size: int | str | None, reshard: bool | int | None
-    ) -> FSDPConfig:
-        changes: dict[str, Any] = {}
-        if reshard is not None:
-            changes["reshard_after_forward"] = reshard
-        if shard_size == "auto":
-            shard_size = auto_shard_size(sum(parameter.numel() for parameter in model.parameters()), is_training)
-        ranks = self._data_ranks()
-        if shard_size is not None and shard_size not in (-1, ranks):
-            if not isinstance(shard_size, int) or shard_size < 1 or ranks % shard_size:
-                raise UsageError(
-                    f"shard_size is {shard_size!r}; it must be -1, 'auto' or a divisor of the {ranks} "
-                    "data-parallel ranks."
-                )
-            kept = self.config.reshard if reshard is None else reshard
-            kind = ShardingStrategy.HYBRID_SHARD if kept else ShardingStrategy.HYBRID_SHARD_ZERO2
-            changes |= {"sharding_strategy": kind, "shard": shard_size, "replicate": "auto"}
-        elif shard_size == -1:
-            kind = ShardingStrategy.FULL_SHARD if self.config.reshard else ShardingStrategy.SHARD_GRAD_OP
-            changes |= {"sharding_strategy": kind, "shard": "auto", "replicate": 1}
-        return dataclasses.replace(self.config, **changes) if changes else self.config
+        return isinstance(model, FSDPModule) or (isinstance(inner, FSDPModule) and id(inner) != id(model))
 
     def _mesh_for(self, model: nn.Module, config: FSDPConfig) -> TrainingMesh:
         device_type = device_type_of(model, preferred=config.device)
@@ -351,35 +449,6 @@ class FSDPStrategy:
         if key not in self._mesh:  # every mesh makes process groups: models of one shape share theirs
             self._mesh[key] = make_mesh(plan, device_type)
         return self._mesh[key]
-
-
-def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: int) -> int:
-    """Return how many backward passes on each rank make one step.
-
-    Raises:
-        UsageError: The sizes don't divide without a rest.
-    """
-    if micro < 1:
-        raise UsageError(f"micro_train_batch_size is {micro}; it must be 1 or more.")
-    if train_batch_size is None:
-        return 1
-    if train_batch_size < 1 or train_batch_size % (micro * world_size):
-        raise UsageError(
-            f"train_batch_size {train_batch_size} is not a multiple of micro_train_batch_size {micro} x {world_size} "
-            f"data-parallel ranks = {micro * world_size}."
-        )
-    return train_batch_size // (micro * world_size)
-
-
-def set_seed(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators, on all devices."""
-    import random
-
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _fsdp_root(model: nn.Module) -> nn.Module:

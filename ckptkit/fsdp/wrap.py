@@ -70,8 +70,9 @@ def shard(
         UsageError: A parameter, a unit, a size or a plan can't work; the message names it.
     """
     config = config or FSDPConfig()
-    if not isinstance(model, nn.Module):
-        raise NotShardableError(f"shard() takes a torch.nn.Module, found {type(model).__name__}.")
+    if not isinstance(model, nn.Module):  # callers without a type checker
+        found = type(model).__name__  # type: ignore[unreachable]
+        raise NotShardableError(f"shard() takes a torch.nn.Module, found {found}.")
     if isinstance(model, FSDPModule):
         logger.warning("%s is sharded already; shard() left it as it is.", _class_name(model))
         return model
@@ -229,7 +230,7 @@ def _fully_shard(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPC
         if any(isinstance(member, FSDPModule) for member in members):
             continue
         fully_shard(
-            members[0] if len(members) == 1 else members,  # type: ignore[arg-type]
+            members[0] if len(members) == 1 else members,
             mesh=mesh,
             reshard_after_forward=False if kept in members else reshard,
             mp_policy=policy,
@@ -256,7 +257,7 @@ def _after(model: nn.Module, units: Units, config: FSDPConfig) -> None:
     for name in config.forward_methods:
         if callable(getattr(model, name, None)):
             register_fsdp_forward_method(model, name)
-    if config.mixed_modal:
+    if config.mixed_modal and isinstance(model, FSDPModule):
         fill_unused_gradients(model)
     logger.debug("FSDP units of %s:\n%s", _class_name(model), units)
 

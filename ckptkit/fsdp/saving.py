@@ -1,0 +1,126 @@
+"""The checkpoint verbs of FSDPStrategy, in terms of CheckpointManager."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.report import LoadReport, SaveReport
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.fsdp import meta
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+
+__all__ = ["CheckpointOptions", "save_checkpoint", "load_checkpoint"]
+
+logger = logging.getLogger(__name__)
+_STEP = re.compile(r"(\d+)$")
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Where and how a run's checkpoints are kept; `max_mem` as a bare number counts GiB, as LightRFT's does."""
+
+    url: str
+    state_dict_type: str = "SHARDED"
+    max_num: int | None = None
+    max_mem: int | float | str | None = None
+
+    def retention(self) -> RetentionPolicy:
+        """Return the policy that the limits mean."""
+        max_mem = self.max_mem
+        if isinstance(max_mem, (int, float)) and not isinstance(max_mem, bool):
+            max_mem = int(max_mem * _GIB)
+        return RetentionPolicy(max_num=self.max_num, max_mem=max_mem)
+
+
+def step_of(tag: str | None, step: int | None, fallback: int) -> int:
+    """Return the step to save under: `step`, else the number that `tag` ends in, else `fallback`."""
+    if step is not None:
+        return step
+    found = _STEP.search(tag or "")
+    return int(found[1]) if found else fallback
+
+
+def save_checkpoint(
+    options: CheckpointOptions,
+    state: TrainState,
+    *,
+    step: int,
+    tag: str | None,
+    client_state: Any = None,
+    metrics: Mapping[str, float] | None = None,
+) -> SaveReport:
+    """Save, commit, then rotate. A checkpoint of the same step is replaced once the new one is committed.
+
+    Raises:
+        SaveError: A part of the model has no values yet, or a rank failed. Nothing was published or deleted.
+    """
+    for model in state.parts("model").values():
+        meta.require_initialized(model)
+    with _manager(options) as manager:
+        return manager.save(step, state, tag=tag, client_state=client_state, metrics=metrics, overwrite=True)
+
+
+def load_checkpoint(
+    options: CheckpointOptions,
+    state: TrainState,
+    *,
+    which: str | int = "latest",
+    strict: bool = True,
+    restore_optimizer: bool = True,
+) -> LoadReport | None:
+    """Load a committed checkpoint of the run, or the foreign one that lies at the URL itself; None where is neither.
+
+    Models that had no values have them after this; masters follow weights that were loaded without an optimizer.
+    """
+    wanted = "restore" if restore_optimizer else "skip"
+    with _manager(options) as manager:
+        report = manager.load(state, which, strict=strict, optimizer=wanted)
+        if report is None:
+            with contextlib.suppress(CheckpointNotFoundError):
+                report = manager.load(state, _as_url(options.url), strict=strict, optimizer=wanted)
+    if report is None:
+        return None
+    for model in state.parts("model").values():
+        _note_values(model, report)
+    if not restore_optimizer:
+        for optimizer in state.parts("optimizer").values():
+            if isinstance(optimizer, MasterWeightOptimizer):
+                optimizer.masters_from_parameters()
+    return report
+
+
+@contextlib.contextmanager
+def _manager(options: CheckpointOptions) -> Iterator[CheckpointManager]:
+    if not options.url:
+        raise UsageError("save_ckpt and load_ckpt need a directory, found an empty string.")
+    with CheckpointManager(
+        options.url, retention=options.retention(), state_dict_type=options.state_dict_type
+    ) as manager:
+        yield manager
+
+
+def _as_url(url: str) -> str:
+    return url if "://" in url else str(Path(url).absolute())
+
+
+def _note_values(model: nn.Module, report: LoadReport) -> None:
+    """Note that everything but what the report calls missing or skipped has values now."""
+    absent = [*report.missing, *report.skipped]
+    left = {name for name in meta.uninitialized(model) if any(key.endswith(name) for key in absent)}
+    filled = meta.uninitialized(model) - left
+    buffers = meta.unsaved_buffers(model)
+    if filled - buffers:
+        meta.mark_initialized(model, *(filled - buffers))
+    meta.restore_buffers(model)

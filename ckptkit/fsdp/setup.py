@@ -1,0 +1,78 @@
+"""What is settled before the first step: batch sizes, random seeds, and the shard size of one model."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy
+from ckptkit.fsdp.mesh import auto_shard_size
+
+__all__ = ["accumulation_steps", "configured", "set_seed"]
+
+
+def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: int) -> int:
+    """Return how many backward passes on each rank make one step.
+
+    Raises:
+        UsageError: The sizes don't divide without a rest.
+    """
+    if micro < 1:
+        raise UsageError(f"micro_train_batch_size is {micro}; it must be 1 or more.")
+    if train_batch_size is None:
+        return 1
+    if train_batch_size < 1 or train_batch_size % (micro * world_size):
+        raise UsageError(
+            f"train_batch_size {train_batch_size} is not a multiple of micro_train_batch_size {micro} x {world_size} "
+            f"data-parallel ranks = {micro * world_size}."
+        )
+    return train_batch_size // (micro * world_size)
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators, on all devices."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def configured(
+    config: FSDPConfig,
+    model: nn.Module,
+    *,
+    data_ranks: int,
+    is_training: bool,
+    shard_size: int | str | None,
+    reshard_after_forward: bool | int | None,
+) -> FSDPConfig:
+    """Return `config` with what `prepare_model` was told about one model.
+
+    Raises:
+        UsageError: `shard_size` does not divide the data-parallel ranks.
+    """
+    changes: dict[str, Any] = {}
+    if reshard_after_forward is not None:
+        changes["reshard_after_forward"] = reshard_after_forward
+    if shard_size == "auto":
+        shard_size = auto_shard_size(sum(parameter.numel() for parameter in model.parameters()), is_training)
+    if shard_size is None:
+        return dataclasses.replace(config, **changes) if changes else config
+    keeps = config.reshard if reshard_after_forward is None else reshard_after_forward
+    if shard_size in (-1, data_ranks):
+        kind = ShardingStrategy.FULL_SHARD if keeps else ShardingStrategy.SHARD_GRAD_OP
+        changes |= {"sharding_strategy": kind, "shard": "auto", "replicate": 1}
+    elif not isinstance(shard_size, int) or shard_size < 1 or data_ranks % shard_size:
+        raise UsageError(
+            f"shard_size is {shard_size!r}; it must be -1, 'auto' or a divisor of the {data_ranks} data-parallel ranks."
+        )
+    else:
+        kind = ShardingStrategy.HYBRID_SHARD if keeps else ShardingStrategy.HYBRID_SHARD_ZERO2
+        changes |= {"sharding_strategy": kind, "shard": shard_size, "replicate": "auto"}
+    return dataclasses.replace(config, **changes)
