@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,21 +19,14 @@ import numpy.typing as npt
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
-from ckptkit.formats._restricted_pickle import loads
-from ckptkit.formats._torch_records import Storage, StoredTensor, TensorRebuilder
-from ckptkit.formats._torch_zip import (
-    LOCAL_HEADER,
-    Layout,
-    ShortTailError,
-    check_byteorder,
-    parse_directory,
-    read_archive,
-    storage_of,
-)
+from ckptkit.formats._torch_records import StoredTensor
+from ckptkit.formats._torch_zip import TorchArchive, read_archive
 from ckptkit.formats.dcp_frames import Frame, FramedItems
+from ckptkit.formats.dcp_items import FRONT_BYTES, TAIL_BYTES, ItemEnds, ItemParser
+from ckptkit.formats.objects import memory_store, zstd_chunks
 from ckptkit.formats.safetensors_dcp import saved_offsets
 from ckptkit.formats.safetensors_parse import SafetensorsHeader, read_header
-from ckptkit.storage.store import ReadInto, Store
+from ckptkit.storage.store import Store
 
 __all__ = ["Items", "LocatedSlices", "item_batches"]
 
@@ -43,9 +35,6 @@ Int32 = npt.NDArray[np.int32]
 
 _BATCH_ROWS = 1 << 16
 _BLOCK_ROWS = 1 << 13  # items whose ends are held at once
-_FRONT = 1024
-_TAIL = 1024
-_JOIN = 4096  # bytes between two ranges that are read rather than skipped
 _LAZY = frozenset(("starts", "nbytes", "algorithm", "digests", "digest_starts", "digest_nbytes", "strides", "codecs"))
 _ZIP = b"PK\x03\x04"
 _FEW = 16  # items for which numpy is worth its fixed cost
@@ -172,7 +161,7 @@ class _Locator:
         self.zstd = items.zstd[rows]
         self.bounds = np.cumsum([0, *(len(m) for m in members)])
         self.found = _Found.empty(len(rows))
-        self.parser = _ItemParser(self.store)
+        self.parser = ItemParser()
         self.frames: list[Frame] = []
         self.templates: list[StoredTensor] = []
 
@@ -236,7 +225,7 @@ class _Locator:
 
     def _zips(self, rows: Int64) -> None:
         """Locate items sorted by file and start: read their first and last kilobyte, and parse."""
-        ends = _Ends(self.store, self.paths, self.files[rows], self.starts[rows], self.lengths[rows])
+        ends = ItemEnds(self.store, self.paths, self.files[rows], self.starts[rows], self.lengths[rows])
         left = np.arange(len(rows))
         for frame in self.frames:
             left = self._framed(frame, ends, rows, left)
@@ -247,21 +236,25 @@ class _Locator:
                 self.frames.append(shared)
                 left = self._framed(shared, ends, rows, left)
 
-    def _alone(self, ends: _Ends, i: int, row: int) -> Frame | None:
+    def _alone(self, ends: ItemEnds, i: int, row: int) -> Frame | None:
         """Parse one item in full; the frame that others may share with it."""
         member, at = self._member(row)
         start, length = int(self.starts[row]), int(self.lengths[row])
         label = self._label(row)
         path = self.paths[int(self.files[row])]
-        tensor, frame = self.parser.parse(ends.front(i), ends.tail(i), path, start, length, label)
+
+        def whole() -> TorchArchive:
+            return read_archive(self.store, path, start, length)
+
+        tensor, frame = self.parser.parse(ends.front(i), ends.tail(i), path, start, length, label, whole)
         _check_tensor(tensor, member, at, label)
         self.found.put(row, tensor)
         return frame
 
-    def _framed(self, frame: Frame, ends: _Ends, rows: Int64, left: Int64) -> Int64:
+    def _framed(self, frame: Frame, ends: ItemEnds, rows: Int64, left: Int64) -> Int64:
         """Locate those items of `left` that fit the frame; return the others."""
         lengths = self.lengths[rows[left]]
-        long = lengths >= max(_FRONT, frame.nbytes)
+        long = lengths >= max(FRONT_BYTES, frame.nbytes)
         tried, others = left[long], left[~long]
         if not len(tried):
             return left
@@ -320,7 +313,12 @@ class _Locator:
         wanted = math.prod(member.sizes[at].tolist()) * dtype_of(member.dtype).itemsize
         packed = self.store.read(path, start, start + length)
         front, tail, size = decoded_ends(packed, wanted + _SLACK, file=label)
-        tensor, _ = self.parser.parse(front, tail, path, 0, size, label)
+
+        def whole() -> TorchArchive:
+            data = b"".join(zstd_chunks(packed, wanted + _SLACK, file=label))
+            return read_archive(memory_store(path, data), path, 0, size)
+
+        tensor, _ = self.parser.parse(front, tail, path, 0, size, label, whole)
         _check_tensor(tensor, member, at, label)
         self.found.put(row, tensor)
         self.found.codecs[row] = Codec("zstd", start, length)
@@ -387,127 +385,11 @@ def _check_tensor(tensor: StoredTensor, member: LocatedSlices, at: int, label: s
         )
 
 
-class _Ends:
-    """The first and last bytes of a block of items, read with few reads."""
-
-    def __init__(self, store: Store, paths: Sequence[str], files: Int32, starts: Int64, lengths: Int64) -> None:
-        fronts = np.minimum(lengths, _FRONT)
-        tails = np.minimum(lengths, _TAIL)
-        # Two ranges an item, in file order; near ones become one read.
-        low = np.stack([starts, starts + lengths - tails], axis=1).reshape(-1)
-        high = np.stack([starts + fronts, starts + lengths], axis=1).reshape(-1)
-        file = np.repeat(files, 2)
-        # The furthest byte so far, in each file for itself: files are laid end to end for the running maximum.
-        shift = np.cumsum(np.r_[False, file[1:] != file[:-1]]) * (int(high.max(initial=0)) + 1)
-        stops = np.maximum.accumulate(high + shift) - shift
-        breaks = np.r_[True, (file[1:] != file[:-1]) | (low[1:] - stops[:-1] > _JOIN) | (low[1:] < low[:-1])]
-        heads = np.flatnonzero(breaks)
-        lasts = np.r_[heads[1:], len(low)] - 1
-        span_low, span_high = low[heads], np.maximum.reduceat(high, heads)
-        self._span = np.cumsum(breaks) - 1
-        self._low, self._high, self._base = low, high, span_low
-        self._buffers = [memoryview(bytearray(int(n))) for n in span_high - span_low]
-        reads = [
-            ReadInto(paths[int(f)], int(start), buffer)
-            for f, start, buffer in zip(file[lasts], span_low, self._buffers, strict=True)
-        ]
-        store.read_many(reads)
-
-    def _range(self, i: int) -> memoryview:
-        span = int(self._span[i])
-        base = int(self._base[span])
-        return self._buffers[span][int(self._low[i]) - base : int(self._high[i]) - base]
-
-    def front(self, i: int) -> memoryview:
-        return self._range(2 * i)
-
-    def tail(self, i: int) -> memoryview:
-        return self._range(2 * i + 1)
-
-
-class _ItemParser:
-    """Parses items from their two ends. Equal pickles (same dtype, shape, strides) are parsed once."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self._pickles: dict[bytes, StoredTensor] = {}
-
-    def parse(
-        self, front: memoryview, tail: memoryview, path: str, start: int, length: int, label: str
-    ) -> tuple[StoredTensor, Frame | None]:
-        """Return the tensor, and the frame that other items may share; None where this one is unusual."""
-        try:
-            members, directory = parse_directory(bytes(tail), length, file=label)
-        except ShortTailError:
-            return self._whole(path, start, length, label), None
-        layout = Layout(members, directory, label)
-        pickled = self._member(layout, "data.pkl", front)
-        order = self._member(layout, "byteorder", front) if "byteorder" in layout.members else b"little"
-        if pickled is None or order is None:
-            return self._whole(path, start, length, label), None
-        check_byteorder(order, file=label)
-        template = self._parsed(pickled, label)
-        member = layout.members.get(f"data/{template.storage.key}")
-        if member is None or template.storage.nbytes > member.nbytes:
-            raise CorruptCheckpointError(
-                f"{label}: its storage holds {0 if member is None else member.nbytes} bytes, its tensor needs "
-                f"{template.storage.nbytes}."
-            )
-        header = bytes(front[member.header : member.header + LOCAL_HEADER.size + len(member.name.encode())])
-        if len(header) < LOCAL_HEADER.size + len(member.name.encode()):
-            return self._whole(path, start, length, label), None
-        begin = start + layout.start(member, header)
-        storage = Storage(path, template.storage.key, member.nbytes, template.storage.dtype, "", begin, member.crc32)
-        tensor = StoredTensor(storage, template.dtype, template.shape, template.strides, template.offset)
-        if template.storage.key != "0":
-            return tensor, None
-        return tensor, Frame.of(bytes(front), bytes(tail), layout.members, directory, length)
-
-    def _member(self, layout: Layout, name: str, front: memoryview) -> bytes | None:
-        """The bytes of a small member, None where they are not among the first of the item."""
-        member = layout.members[name]
-        header = bytes(front[member.header : member.header + LOCAL_HEADER.size + len(member.name.encode())])
-        if len(header) < LOCAL_HEADER.size + len(member.name.encode()):
-            return None
-        begin = layout.start(member, header)
-        data = bytes(front[begin : begin + member.nbytes])
-        if len(data) < member.nbytes:
-            return None
-        if zlib.crc32(data) != member.crc32:
-            raise CorruptCheckpointError(f"{layout.file}: member {member.name!r:.80} does not match its CRC-32.")
-        return data
-
-    def template(self, pickled: bytes, label: str) -> StoredTensor | None:
-        """The tensor a pickle describes, its storage without a place; None where it needs a look of its own."""
-        found = self._parsed(pickled, label)
-        return found if found.storage.key == "0" else None
-
-    def _parsed(self, pickled: bytes, label: str) -> StoredTensor:
-        found = self._pickles.get(pickled)
-        if found is None:
-            value = loads(
-                pickled,
-                file=label,
-                functions=TensorRebuilder().functions,
-                persistent_load=lambda identity: storage_of(identity, None, ""),
-            )
-            found = self._pickles[pickled] = _one_tensor(value, label)
-        return found
-
-    def _whole(self, path: str, start: int, length: int, label: str) -> StoredTensor:
-        """An item whose pickle or directory is longer than usual."""
-        return _one_tensor(read_archive(self.store, path, start, length).value, label)
-
-
-def _one_tensor(value: Any, label: str) -> StoredTensor:
-    if not isinstance(value, StoredTensor):
-        raise CorruptCheckpointError(f"{label} holds a {type(value).__name__}, where .metadata says a tensor.")
-    return value
-
-
 def decoded_ends(packed: bytes, limit: int, *, file: str) -> tuple[memoryview, memoryview, int]:
     """Return the first and last bytes of what zstd decodes to, and its length; at most `limit`."""
-    from ckptkit.formats.objects import decode_zstd
-
-    data = memoryview(decode_zstd(packed, limit, file=file))
-    return data[:_FRONT], data[-_TAIL:], len(data)
+    front, tail, size = bytearray(), b"", 0
+    for chunk in zstd_chunks(packed, limit, file=file):
+        front += chunk[: max(0, FRONT_BYTES - len(front))]
+        tail = (tail + chunk)[-TAIL_BYTES:]
+        size += len(chunk)
+    return memoryview(bytes(front)), memoryview(tail), size

@@ -28,6 +28,8 @@ _OTHER_KEYS = frozenset(
 )  # fmt: skip
 _MASTER_STATES = frozenset(("master", "master_param", "master_weight", "fp32_master", "fp32_param", "fp32"))
 _PARAM_GROUPS = "param_groups"
+_PARTS = ("state", "master", _PARAM_GROUPS)
+_STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step", "square_avg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,9 @@ class RoleTable:
         self._bare_optimizer = bool(tops) and tops <= {"state", _PARAM_GROUPS} and "state" in tops
         wrappers = {key: _model_wrapper(paths.get(key) or (key,)) for key in tensors}
         named = {wrapper for wrapper in wrappers.values() if wrapper}
-        known = {wrapper for wrapper in named if wrapper[-1] in _MODEL_KEYS}
+        known = {wrapper for wrapper in named if set(wrapper) & _MODEL_KEYS}
+        if len(known) > 1 and _collide(paths, wrappers, known):
+            known = set()
         bare = any(wrapper == () for wrapper in wrappers.values())
         # Weights at the top, or below a key that says so; below a key of the user's own only where it is the only one.
         self._wrappers = known or (set() if bare else named if len(named) == 1 else set())
@@ -89,9 +93,16 @@ class RoleTable:
         only = path[0]
         if len(path) == 1 and isinstance(only, str):
             head, _, rest = only.partition(".")
-            if rest.startswith(("state.", "param_groups.")) and _OPTIMIZER_KEY.fullmatch(head):
+            if rest.startswith(("state.", "param_groups.", "master.")) and _OPTIMIZER_KEY.fullmatch(head):
                 return optimizer_role((rest,))
         return None
+
+
+def _collide(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None], known: Iterable[Path]) -> bool:
+    """Whether two models below different keys have a parameter of the same name."""
+    chosen = set(known)
+    names = [(paths.get(key) or (key,))[len(w) :] for key, w in wrappers.items() if w is not None and w in chosen]
+    return len(set(names)) < len(names)
 
 
 def optimizer_role(path: Path) -> EntryRole:
@@ -100,8 +111,8 @@ def optimizer_role(path: Path) -> EntryRole:
     torch's `flatten_optimizer_state_dict` joins the three with dots; state names have none. Optimizers in a list
     or dict put a key in front.
     """
-    while path and (isinstance(path[0], int) or (len(path) > 1 and _OPTIMIZER_KEY.fullmatch(path[0]))):
-        path = path[1:]
+    while len(path) > 1 and path[0] not in _PARTS and not (isinstance(path[0], str) and path[0].startswith("state.")):
+        path = path[1:]  # the number or the name of one optimizer of several
     head = path[0] if path else ""
     if head == "master" and len(path) > 1:
         return EntryRole(Role.MASTER, _joined(path[1:]))
@@ -110,6 +121,9 @@ def optimizer_role(path: Path) -> EntryRole:
     if len(path) == 1 and isinstance(head, str):
         kind, _, rest = head.partition(".")
         if kind == "state" and "." in rest:
+            first, _, after = rest.partition(".")
+            if first in _STATES:  # Megatron puts the state's name first
+                return _state(after, first)
             fqn, _, state = rest.rpartition(".")
             return _state(fqn, state)
         if kind == "master" and rest:

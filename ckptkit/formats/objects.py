@@ -7,13 +7,13 @@ import io
 import json
 import posixpath
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 
-from ckptkit.catalog.entry import ObjectEntry
+from ckptkit.catalog.entry import Codec, ObjectEntry
 from ckptkit.errors import (
     CorruptCheckpointError,
     LoadError,
@@ -28,7 +28,18 @@ from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, S
 from ckptkit.formats._torch_zip import read_archive
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
-__all__ = ["Inert", "TensorValue", "decode_zstd", "load_object_torch", "plain", "read_object", "read_tensor"]
+__all__ = [
+    "Inert",
+    "TensorValue",
+    "decode_record",
+    "decode_zstd",
+    "load_object_torch",
+    "memory_store",
+    "plain",
+    "read_object",
+    "read_tensor",
+    "zstd_chunks",
+]
 
 _MAX_OBJECT_BYTES = 4 << 30
 _MAX_DEPTH = 100
@@ -83,8 +94,8 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
         return _read_json(store, entry)
     label = f"{entry.path} ({entry.name})" if entry.name else entry.path
     if entry.codec is not None:
-        data = _decoded(store, entry)
-        store = cast(Store, _Memory(entry.path, data))
+        data = _decoded(store, entry, entry.codec)
+        store = memory_store(entry.path, data)
         start, nbytes = entry.start, entry.nbytes or len(data) - entry.start
     else:
         start, nbytes = entry.start, entry.nbytes or _file_size(store, entry)
@@ -126,7 +137,7 @@ def load_object_torch(store: Store, entry: ObjectEntry, *, allow_pickle: bool = 
     import torch
 
     if entry.codec:
-        data = _decoded(store, entry)
+        data = _decoded(store, entry, entry.codec)
     else:
         data = store.read(entry.path, entry.start, entry.start + entry.nbytes if entry.nbytes else None)
     try:
@@ -151,33 +162,53 @@ def _read_json(store: Store, entry: ObjectEntry) -> Any:
         raise CorruptCheckpointError(f"{entry.path} ({entry.name}): it is no JSON: {error}.") from None
 
 
-def _decoded(store: Store, entry: ObjectEntry) -> bytes:
-    codec = entry.codec
-    if codec is None or codec.name != "zstd":
-        raise UnsupportedFormatError(f"{entry.path} ({entry.name}): the codec {codec and codec.name!r} is unknown.")
-    packed = store.read(entry.path, codec.start, codec.start + codec.nbytes)
-    limit = entry.start + entry.nbytes if entry.nbytes else min(_MAX_OBJECT_BYTES, max(64 << 20, 64 * len(packed)))
-    return decode_zstd(packed, limit, file=f"{entry.path} ({entry.name})")
+def _decoded(store: Store, entry: ObjectEntry, codec: Codec) -> bytes:
+    return decode_record(store, entry.path, codec, limit=entry.start + entry.nbytes if entry.nbytes else None)
 
 
 def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
     """Return the decoded bytes; an error where they are more than `limit`, before they are held."""
+    return b"".join(zstd_chunks(packed, limit, file=file))
+
+
+def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = None) -> bytes:
+    """Return a compressed record decoded, all of it in memory.
+
+    Args:
+        limit: What it may be at most; by default 4 GiB, or 64 times what is stored where that is less.
+    """
+    if codec.name != "zstd":
+        raise UnsupportedFormatError(f"{path}: the codec {codec.name!r} is unknown.")
+    if limit is None:
+        limit = min(_MAX_OBJECT_BYTES, max(64 << 20, 64 * codec.nbytes))
+    packed = store.read(path, codec.start, codec.start + codec.nbytes)
+    return decode_zstd(packed, limit, file=f"{path} at byte {codec.start}")
+
+
+def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
+    """Yield the decoded bytes, a megabyte at a time; an error where they become more than `limit`."""
+    done = 0
     try:
         import zstandard
     except ImportError:
         raise MissingExtraError(
             f"{file} is compressed with zstd. Install the extra 'zstd' of ckptkit, or the package zstandard."
         ) from None
-    out = bytearray()
     try:
+        # The window bounds what a hostile frame makes the decoder allocate.
         reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(packed, read_across_frames=True)
         while chunk := reader.read(1 << 20):
-            out += chunk
-            if len(out) > limit:
+            done += len(chunk)
+            if done > limit:
                 raise CorruptCheckpointError(f"{file}: it decodes to more than the {limit} bytes it should have.")
+            yield chunk
     except zstandard.ZstdError as error:
         raise CorruptCheckpointError(f"{file}: its zstd data are damaged: {error}.") from None
-    return bytes(out)
+
+
+def memory_store(path: str, data: bytes) -> Store:
+    """Return bytes in memory as the one file of a store, for the readers of archives."""
+    return cast(Store, _Memory(path, data))
 
 
 class _Memory:
