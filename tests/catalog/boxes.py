@@ -1,0 +1,48 @@
+"""Hypothesis strategies: shapes, boxes, and ways to cut a tensor into parts that cover it once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ckptkit.catalog.box import Box, flat_range_boxes
+
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """A box inside the shape, possibly empty."""
+    pairs = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return Box(tuple(a for a, _ in pairs), tuple(b - a for a, b in pairs))
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes that cover the shape once: a grid, or the boxes of flat ranges (FSDP1, ZeRO)."""
+    numel = math.prod(shape)
+    if shape and draw(st.booleans()):
+        cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=3))})
+        return [box for a, b in itertools.pairwise(cuts) for box in flat_range_boxes(shape, a, b)]
+    grid = [Box((), ())]
+    for n in shape:
+        edges = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))})
+        steps = list(itertools.pairwise(edges))
+        grid = [Box((*b.offsets, a), (*b.sizes, z - a)) for b in grid for a, z in steps]
+    return grid
+
+
+def index(box: Box) -> tuple[slice, ...]:
+    """The numpy index of a box."""
+    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+
+
+def columns(boxes: Sequence[Box], ndim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and sizes of boxes, [n, ndim] each."""
+    shape = (len(boxes), ndim)
+    offsets = np.array([box.offsets for box in boxes], np.int64).reshape(shape)
+    return offsets, np.array([box.sizes for box in boxes], np.int64).reshape(shape)

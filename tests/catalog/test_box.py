@@ -1,0 +1,99 @@
+"""Boxes against numpy: what they cover, whether it is one run, how they are cut."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.catalog.box import Box, chunk_box, flat_range_boxes, row_major_strides
+from tests.catalog.boxes import boxes_in, index, shapes
+
+with_box = shapes.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape)))
+with_two = shapes.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape), boxes_in(shape)))
+with_range = shapes.flatmap(
+    lambda shape: st.tuples(st.just(shape), st.lists(st.integers(0, math.prod(shape)), min_size=2, max_size=2))
+)
+
+
+def numbered(shape: tuple[int, ...]) -> np.ndarray:
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+@given(with_two)
+def test_an_intersection_is_the_elements_that_both_boxes_hold(case):
+    shape, a, b = case
+    both = set(numbered(shape)[index(a)].ravel().tolist()) & set(numbered(shape)[index(b)].ravel().tolist())
+    shared = a.intersect(b)
+    assert both == (set() if shared is None else set(numbered(shape)[index(shared)].ravel().tolist()))
+
+
+@given(with_box)
+def test_a_box_is_contiguous_exactly_when_its_elements_follow_one_another(case):
+    shape, box = case
+    flat = numbered(shape)[index(box)].ravel()
+    assert box.is_contiguous_in(shape) == bool((np.diff(flat) == 1).all())
+
+
+@given(with_box)
+def test_flat_start_is_the_row_major_index_of_the_first_element(case):
+    shape, box = case
+    if box.numel:
+        assert box.flat_start(shape) == numbered(shape)[index(box)].ravel()[0]
+
+
+@given(with_box, st.integers(1, 40))
+def test_tiles_cover_a_box_in_row_major_order_once(case, max_numel):
+    shape, box = case
+    tiles = list(box.tiles(max_numel))
+    elements = [numbered(shape)[index(tile)].ravel() for tile in tiles]
+    assert np.concatenate([np.zeros(0, int), *elements]).tolist() == numbered(shape)[index(box)].ravel().tolist()
+
+
+@given(with_box, st.integers(1, 40))
+def test_no_tile_is_larger_than_asked_for(case, max_numel):
+    assert all(0 < tile.numel <= max_numel for tile in case[1].tiles(max_numel))
+
+
+@given(with_box, st.integers(1, 40))
+def test_a_tile_is_one_run_of_its_box(case, max_numel):
+    _, box = case
+    assert all(tile.relative_to(box).is_contiguous_in(box.sizes) for tile in box.tiles(max_numel))
+
+
+@given(with_range)
+def test_a_flat_range_is_its_boxes_in_order(case):
+    shape, (a, b) = case
+    start, stop = min(a, b), max(a, b)
+    elements = [numbered(shape)[index(box)].ravel() for box in flat_range_boxes(shape, start, stop)]
+    assert np.concatenate([np.zeros(0, int), *elements]).tolist() == list(range(start, stop))
+
+
+@given(with_range)
+def test_a_flat_range_falls_into_few_boxes_each_one_run(case):
+    shape, (a, b) = case
+    boxes = flat_range_boxes(shape, min(a, b), max(a, b))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert all(box.is_contiguous_in(shape) for box in boxes)
+
+
+@given(st.integers(0, 20), st.integers(1, 8))
+def test_chunks_are_those_of_torch_chunk(rows, parts):
+    expected = [len(chunk) for chunk in torch.chunk(torch.empty(rows, 2), parts)] if rows else []
+    boxes = [chunk_box((rows, 2), 0, parts, i) for i in range(parts)]
+    assert [box.sizes[0] for box in boxes if box.numel] == expected
+    assert [box.offsets[0] for box in boxes] == [min(i * -(-rows // parts), rows) for i in range(parts)]
+
+
+@given(shapes)
+def test_row_major_strides_are_those_of_a_contiguous_tensor(shape):
+    assert row_major_strides(shape) == torch.empty(shape).stride()
+
+
+@pytest.mark.parametrize("box", [Box((-1,), (1,)), Box((3,), (2,)), Box((0,), (-1,)), Box((0, 0), (1, 1))])
+def test_a_box_that_leaves_the_shape_is_not_within(box):
+    assert not box.within((4,))

@@ -1,0 +1,128 @@
+"""Checkpoints made by hand for the engine: slices in files of a folder, with digests, and what they hold."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+import zstandard
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, Codec, Digest, SliceArray, TensorEntry, TensorSlice
+from ckptkit.offline.plan import Literal, OutputFile, OutputTensor, Placement, Plan
+from tests.catalog.boxes import index
+
+UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+GAP = b"between"
+
+
+@dataclass
+class Made:
+    """A source folder with its catalog, and the bits of every tensor."""
+
+    folder: Path
+    catalog: Catalog
+    arrays: dict[str, np.ndarray]
+
+
+def bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Random bits of a dtype; floats are finite, so that casts can be compared."""
+    rng = np.random.default_rng(seed)
+    if dtype in ("float64", "float32", "float16"):
+        values = rng.standard_normal(shape).astype(dtype)
+        return np.asarray(values).view(UNITS[dtype_of(dtype).itemsize])
+    if dtype == "bfloat16":
+        values = np.asarray(rng.standard_normal(shape).astype(np.float32))
+        return np.asarray((values.view(np.uint32) >> 16).astype(np.uint16))
+    size = dtype_of(dtype).itemsize
+    return rng.integers(0, 256, (*shape, size), np.uint8).view(UNITS[size]).reshape(shape)
+
+
+def make_source(
+    folder: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[Box]]],
+    *,
+    digest: str | None = "crc32",
+    files: int = 2,
+    codec: bool = False,
+    transposed: bool = False,
+) -> Made:
+    """Write tensors, name -> (dtype, shape, slices), into `files` files; slices take turns."""
+    folder.mkdir()
+    blobs = [bytearray(b"head") for _ in range(files)]
+    arrays: dict[str, np.ndarray] = {}
+    entries: dict[str, TensorEntry] = {}
+    turn = 0
+    for seed, (name, (dtype, shape, boxes)) in enumerate(tensors.items()):
+        arrays[name] = bits(dtype, shape, seed)
+        slices = []
+        for box in boxes:
+            file = turn % files
+            turn += 1
+            slices.append(
+                _append(blobs[file], f"data-{file}", arrays[name][index(box)], box, digest, codec, transposed)
+            )
+        entries[name] = TensorEntry(name, dtype, shape, SliceArray.of(slices, len(shape)), fqn=name)
+    for i, blob in enumerate(blobs):
+        (folder / f"data-{i}").write_bytes(blob)
+    return Made(folder, Catalog(entries), arrays)
+
+
+def _append(
+    blob: bytearray, path: str, part: np.ndarray, box: Box, digest: str | None, codec: bool, transposed: bool
+) -> TensorSlice:
+    strides = None
+    if transposed and part.ndim == 2:
+        strides = (1, part.shape[0])
+        part = part.T
+    data = np.ascontiguousarray(part).tobytes()
+    blob += GAP
+    start = len(blob)
+    packed = None
+    if codec:
+        record = zstandard.compress(b"decoded" + data)
+        packed, start = Codec("zstd", len(blob), len(record)), 7
+        blob += record
+    else:
+        blob += data
+    return TensorSlice(box, path, start, len(data), strides, digest_of(digest, data, start), packed)
+
+
+def digest_of(algorithm: str | None, data: bytes, start: int) -> Digest | None:
+    if algorithm is None:
+        return None
+    value = zlib.crc32(data) if algorithm == "crc32" else xxhash.xxh3_64_intdigest(data)
+    return Digest(algorithm, value, start, len(data))
+
+
+def plan_whole(catalog: Catalog, tensors: Sequence[OutputTensor], *, path: str = "out") -> Plan:
+    """Lay tensors one after the other in one file, a literal in front of each."""
+    at, literals, placements = 0, [], []
+    for tensor in tensors:
+        literals.append(Literal(at, GAP))
+        placements.append(Placement.whole(tensor, 0, at + len(GAP)))
+        at += len(GAP) + math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
+    return Plan(catalog, (OutputFile(path, at, tuple(literals)),), tuple(placements))
+
+
+def read_placed(folder: Path, plan: Plan) -> dict[str, np.ndarray]:
+    """Put the boxes that lie in the files of a result together again."""
+    found = {}
+    for placement in plan.placements:
+        tensor = placement.tensor
+        unit = UNITS[dtype_of(tensor.dtype).itemsize]
+        whole = np.zeros(tensor.shape, unit)
+        for row in range(len(placement)):
+            box = placement.box(row)
+            data = (folder / plan.files[int(placement.files[row])].path).read_bytes()
+            start = int(placement.starts[row])
+            part = np.frombuffer(data, unit, box.numel, start).reshape(box.sizes)
+            whole[index(box)] = part
+        found[tensor.name] = whole
+    return found
