@@ -121,6 +121,11 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
         raise UsageError(
             "the adapter config does not say lora_alpha; it is not made up. Add the value of the training."
         )
+    if given["lora_alpha"] <= 0:
+        raise UsageError(
+            f"the adapter config says lora_alpha {given['lora_alpha']}: some tools write 0 where they do not know it. "
+            "Put in the value of the training."
+        )
     if given.get("peft_type", "LORA") != "LORA":
         raise UnsupportedFormatError(f"the adapter is of type {given['peft_type']!r}; only LORA is supported.")
     made = {"peft_type": "LORA", **given}

@@ -269,12 +269,13 @@ def _read_link(store: Store, path: str) -> bytes | None:
 
 
 def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
-    """PEFT's config that lies in the checkpoint, in verl's lora_adapter/, or in the folder above it."""
+    """PEFT's config that lies in the checkpoint, in verl's lora_adapter/, or in the folder above it; else what
+    verl records of it (rank, alpha, task)."""
     places = [(store, ""), (store, "lora_adapter/")]
     if store.local_root is not None:
         places.append((open_store(os.path.dirname(os.path.abspath(store.local_root))), ""))
     for place, folder in places:
-        for name in ("adapter_config.json", "peft_config.json"):
+        for name in ("adapter_config.json", "peft_config.json", "lora_train_meta.json"):
             data = _read_regular(place, folder + name, [])
             if data is not None:
                 notes.append(f"adapter config: {place.url.rstrip('/').rpartition('/')[2]}/{folder}{name}")

@@ -23,7 +23,7 @@ from ckptkit.offline.adapters import AdapterSplit, adapter_config, export_adapte
 from ckptkit.offline.hf_base import BaseModel, beside_source, export_config
 from ckptkit.offline.hf_compare import compare_with_base, unexpected_buffers
 from ckptkit.offline.hf_options import ExportOptions
-from ckptkit.offline.hf_weights import select_targets
+from ckptkit.offline.hf_weights import matches, select_targets
 from ckptkit.offline.model_card import CardFacts, model_card
 from ckptkit.offline.plan import OutputFile, OutputTensor
 from ckptkit.offline.tied import restore_embedding, same_values, settle_tied
@@ -224,7 +224,7 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
 def _compared_with(draft: _Draft) -> str:
     if not draft.base.wanted:
         return ""
-    return draft.base.where + (f" (but for {len(draft.extra)} buffers of its own)" if draft.extra else "")
+    return draft.base.where + (f" (but for {len(draft.extra)} tensors of its own)" if draft.extra else "")
 
 
 # --- rules
@@ -266,19 +266,30 @@ def _compare(draft: _Draft) -> None:
         return
     result = compare_with_base(draft.targets, draft.base, untied=draft.untied)
     draft.notes += result.notes
-    chosen = bool(draft.options.include or draft.options.exclude)
     draft.missing = list(result.missing)
-    if result.missing and chosen:
-        draft.notes.append(f"{len(result.missing)} tensors of the base were left out by --include and --exclude")
-    elif result.missing:
-        draft.faults += [f"missing: {name}" for name in result.missing]
-    floats = [name for name in result.unexpected if dtype_of(draft.targets[name].dtype).kind in ("float", "float8")]
-    draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in floats]
-    # Integers are state that somebody registered: without them something is lost, with them nothing breaks.
-    draft.extra = [name for name in result.unexpected if name not in floats]
-    if draft.extra:
-        draft.notes.append(f"kept, though the base has no such buffers: {', '.join(draft.extra)}")
+    left_out = {name for name in result.missing if _left_out(draft, name)}
+    if left_out:
+        draft.notes.append(f"{len(left_out)} tensors of the base were left out by --include and --exclude")
+    draft.faults += [f"missing: {name}" for name in result.missing if name not in left_out]
+    if draft.faults or result.shapes:
+        draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]
+    elif result.unexpected:
+        # All that the base has is there: this is state that somebody added, and to leave it out would lose it.
+        draft.extra = list(result.unexpected)
+        draft.notes.append(
+            f"kept, though the base has no such tensors: {', '.join(draft.extra)}. Some loaders refuse them: --exclude "
+            "leaves them out"
+        )
     draft.faults += result.shapes
+
+
+def _left_out(draft: _Draft, name: str) -> bool:
+    """Whether the globs explain that a name is missing. They are over names before the key map: where one was
+    applied, any choice explains it."""
+    options = draft.options
+    if draft.key_map != "hf":
+        return bool(options.include or options.exclude)
+    return matches(options.exclude, name) or (bool(options.include) and not matches(options.include, name))
 
 
 def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:

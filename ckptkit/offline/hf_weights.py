@@ -13,7 +13,7 @@ from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from ckptkit.offline.hf_options import ExportOptions
 
-__all__ = ["Selection", "Weights", "choose_weights", "select_targets"]
+__all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets"]
 
 
 @dataclass(slots=True)
@@ -57,9 +57,9 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
         names = _without_wrapper(names, frozenset(wanted), found)
     for name, short in names.items():
         entry = chosen.entries[name]
-        if options.include and not _globs(options.include, short, entry.name):
+        if options.include and not matches(options.include, short, entry.name):
             found.dropped[entry.name] = "not included"
-        elif _globs(options.exclude, short, entry.name):
+        elif matches(options.exclude, short, entry.name):
             found.dropped[entry.name] = "excluded"
         else:
             found.targets[short] = Target.of(entry, short)
@@ -84,7 +84,8 @@ def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selec
     return names
 
 
-def _globs(patterns: tuple[str, ...], *names: str) -> bool:
+def matches(patterns: tuple[str, ...], *names: str) -> bool:
+    """Tell whether one of the names matches one of the globs."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 

@@ -99,6 +99,23 @@ def test_a_config_above_the_checkpoint_is_found_and_named(zoo: Path) -> None:
     assert "adapter config: peft_lora_dcp_full_w2/peft_config.json" in export.notes
 
 
+def test_what_verl_records_of_an_adapter_is_enough(zoo: Path, tmp_path: Path) -> None:
+    shutil.copytree(zoo / "peft_lora_dcp_full_w2" / "ckpt", tmp_path / "ckpt")
+    meta = {"r": 4, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
+    (tmp_path / "ckpt" / "lora_train_meta.json").write_text(json.dumps(meta))
+    store = open_store(str(tmp_path / "ckpt"))
+    config = json.loads(small_files(plan_export(store, dcp.open_catalog(store)))["adapter_config.json"])
+    assert config["target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 16, "CAUSAL_LM")
+
+
+def test_an_alpha_of_0_is_taken_for_an_unknown_one() -> None:
+    split = split_adapter(lora())
+    assert split is not None
+    with pytest.raises(UsageError, match="lora_alpha 0: some tools write 0"):
+        adapter_config({"r": 2, "lora_alpha": 0}, split, base=None)
+
+
 def test_alpha_is_never_made_up(zoo: Path, tmp_path: Path) -> None:
     shutil.copytree(zoo / "peft_lora_dcp_full_w2" / "ckpt", tmp_path / "ckpt")
     store = open_store(str(tmp_path / "ckpt"))

@@ -126,6 +126,15 @@ def test_include_and_exclude_choose_by_glob(tmp_path: Path) -> None:
     assert dict(export.leftovers) == {"a.y": "excluded", "b.x": "not included"}
 
 
+def test_what_globs_leave_out_is_not_missing_and_the_rest_still_is(tmp_path: Path) -> None:
+    write(tmp_path / "src", ones("a", "b"))
+    base = write(tmp_path / "base", ones("a", "b", "c"))
+    with pytest.raises(CheckpointMismatchError, match="missing: c") as caught:
+        plan(tmp_path / "src", base, exclude=("b",))
+    assert "missing: b" not in str(caught.value)
+    assert [t.name for t in plan(tmp_path / "src", base, exclude=("b", "c")).tensors] == ["a"]
+
+
 def test_nothing_left_to_export_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, ones("a"))
     with pytest.raises(UsageError, match="nothing to export"):
@@ -175,13 +184,13 @@ def test_a_missing_head_of_a_tied_model_is_fine_though_the_base_stores_it(tmp_pa
     assert [t.name for t in plan(tmp_path / "src", base).tensors] == ["model.embed_tokens.weight"]
 
 
-def test_integer_buffers_the_base_lacks_are_kept_and_named(tmp_path: Path) -> None:
+def test_what_was_added_to_the_model_is_kept_and_named(tmp_path: Path) -> None:
     write(tmp_path / "src", {**ones("a"), "probe": np.ones(3, np.int64)})
     base = write(tmp_path / "base", ones("a"))
     export = plan(tmp_path / "src", base)
     assert {t.name for t in export.tensors} == {"a", "probe"}
-    assert "kept, though the base has no such buffers: probe" in export.notes
-    assert export.checked.endswith("(but for 1 buffers of its own)")
+    assert any("kept, though the base has no such tensors: probe." in note for note in export.notes)
+    assert export.checked.endswith("(but for 1 tensors of its own)")
 
 
 def test_buffers_that_are_computed_on_load_are_left_out(tmp_path: Path) -> None:
