@@ -20,13 +20,14 @@ from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats.deepspeed_files import ModelStates, OptimStates, read_model_states, read_optim_states
 from ckptkit.formats.deepspeed_layout import Shape, Zero3Group, Zero12Group, flat_states
 from ckptkit.formats.flat import FlatVector, range_slices
+from ckptkit.formats.master_check import MasterSampler
 from ckptkit.formats.optimizer_files import OptimizerState, group_objects
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.rank_files import Joined
 from ckptkit.formats.side_files import file_names, find_side_files
 from ckptkit.storage import Store
 
-__all__ = ["MODEL_FILE", "OPTIM_FILE", "open_catalog", "weight_entries"]
+__all__ = ["MODEL_FILE", "OPTIM_FILE", "frozen_weights", "open_catalog", "weight_entries"]
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -51,8 +52,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     optimizer = OptimizerState(notes=list(models.notes))
     groups = _groups(models, optims)
     masters = {name: joined for group in groups for name, joined in group.cut("")}
+    _check_layout(store, models, groups, masters)
     weights.update(masters)
-    weights.update(_frozen(models))
+    weights.update(frozen_weights(models))
     if optims is not None:
         for group in groups:
             _add_moments(optimizer, group)
@@ -137,7 +139,26 @@ def _zero3(models: ModelStates, optims: OptimStates) -> Zero3Group:
     return Zero3Group(params, vectors, scalars)
 
 
-def _frozen(models: ModelStates) -> dict[str, Joined]:
+def _check_layout(store: Store, models: ModelStates, groups: _Groups, masters: Mapping[str, Joined]) -> None:
+    """Where the ranks recorded other places than the shapes give, let the model file's own copies decide.
+
+    Reads a few kilobytes a parameter.
+    """
+    doubtful = [group for group in groups if isinstance(group, Zero12Group) and not group.agrees()]
+    if not doubtful:
+        return
+    whole = models.whole(elsewhere=frozenset())
+    weights = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in whole.items()}
+    sampler = MasterSampler(store, weights)
+    for name in (name for group in doubtful for name in group.params if name in weights):
+        if not sampler.fits(masters[name].entry(name, Role.MASTER, fqn=name), name):
+            raise CorruptCheckpointError(
+                f"parameter {name!r}: neither the places that the ranks recorded nor the weights in the model file "
+                "agree with the order of the parameters' shapes. Are the files of one save?"
+            )
+
+
+def frozen_weights(models: ModelStates) -> dict[str, Joined]:
     """Parameters that were not trained. ZeRO-3 keeps a part of each in every rank's model file."""
     if not models.stage3:
         return {}

@@ -16,8 +16,8 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, SliceArray
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats._torch_zip import read_archive
-from ckptkit.formats.deepspeed import MODEL_FILE, weight_entries
-from ckptkit.formats.deepspeed_files import ModelStates, read_model_states
+from ckptkit.formats.deepspeed import MODEL_FILE, frozen_weights, weight_entries
+from ckptkit.formats.deepspeed_files import read_model_states
 from ckptkit.formats.deepspeed_layout import Shape
 from ckptkit.formats.optimizer_files import OptimizerState
 from ckptkit.formats.options import ReadOptions
@@ -58,13 +58,12 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     missing = sorted(shapes.keys() - masters.keys())
     if missing:
         raise IncompleteCheckpointError(f"{_ROOT}/{missing[0]}/{_WEIGHT}.pt is missing ({len(missing)} in all).")
-    weights = {**models.whole(elsewhere=models.trained | masters.keys()), **masters}
+    weights = {**models.whole(elsewhere=models.trained | masters.keys()), **frozen_weights(models), **masters}
     info = CatalogInfo(
         "deepspeed-universal",
         producer=f"deepspeed {models.version}".strip(),
         step=models.step,
         files=files,
-        notes=_frozen_note(models, weights),
     )
     tensors = weight_entries(weights, masters, models.shared)
     return Catalog({**tensors, **optimizer.tensors}, {**models.objects(), **optimizer.objects}, info)
@@ -97,8 +96,3 @@ def _joined(value: Any, shape: Shape | None, file: str, state: str) -> Joined:
             raise CorruptCheckpointError(f"{file} has shape {list(tensor.shape)}, the model file says {list(shape)}.")
         tensor = replace(tensor, shape=shape, strides=row_major_strides(shape))
     return Joined(tensor.dtype, tensor.shape, SliceArray.of([tensor.slice()], len(tensor.shape)))
-
-
-def _frozen_note(models: ModelStates, weights: Mapping[str, Joined]) -> tuple[str, ...]:
-    left = [name for name in models.frozen if name not in weights]
-    return (f"{len(left)} frozen parameters are not in the checkpoint: {', '.join(left[:4])}.",) if left else ()

@@ -6,21 +6,18 @@ rank: fp32 masters and moments as DTensors, in the order of the model's paramete
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry, TensorSlice
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats import dcp
 from ckptkit.formats._pickle_bulk import load_metadata
 from ckptkit.formats._pickle_stubs import Record
 from ckptkit.formats._torch_records import DTensorRecord
+from ckptkit.formats.master_check import MasterSampler, check_masters
 from ckptkit.formats.merge import as_optimizer, file_objects, merged, open_part
 from ckptkit.formats.optimizer_files import OptimizerState, plain_value, read_optimizer
 from ckptkit.formats.options import ReadOptions
@@ -32,7 +29,6 @@ __all__ = ["check_masters", "is_lightrft", "open_catalog"]
 
 OPTIMIZER_DIRECTORY = "optim_states"
 _RANK_FILE = re.compile(r"_rank(\d+)")
-_SAMPLE = 4096  # elements that are compared to tell parameters of one shape apart
 _PATTERN = f"{OPTIMIZER_DIRECTORY}/_rank{{rank}}"
 _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"}
 
@@ -68,25 +64,6 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     return merged(parts, info)
 
 
-def check_masters(store: Store, catalog: Catalog) -> list[str]:
-    """Return the parameters whose fp32 master, cast to the weight's dtype, is not the weight, bit for bit.
-
-    It proves the names that the masters were given. Reads both; holds one parameter in memory.
-    """
-    model = catalog.by_role(Role.MODEL)
-    wrong = []
-    for fqn, master in catalog.by_role(Role.MASTER).items():
-        weight = model.get(fqn)
-        same = weight is not None and weight.shape == master.shape
-        if (
-            weight is None
-            or not same
-            or not np.array_equal(_cast(_read(store, master), weight.dtype), _read(store, weight))
-        ):
-            wrong.append(fqn)
-    return wrong
-
-
 # --- one file a rank
 
 
@@ -104,7 +81,9 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
             raise CorruptCheckpointError(
                 f"{_PATTERN.format(rank=rank)} has no base_optim_states and flat_fp32_weights."
             )
-    optimizer = _optimizer(values, _params(model, _state_dict_order(store)), _Sampler(store, model.by_role(Role.MODEL)))
+    optimizer = _optimizer(
+        values, _params(model, _state_dict_order(store)), MasterSampler(store, model.by_role(Role.MODEL))
+    )
     info = CatalogInfo(
         "lightrft",
         world_size=world_size,
@@ -137,34 +116,7 @@ def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
     return found
 
 
-class _Sampler:
-    """Tells whether a master may be a parameter's: the first elements of a part, cast, are the weight's.
-
-    For frozen parameters that leave more than one assignment by shapes. Reads a few kilobytes a question.
-    """
-
-    def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:
-        self.store = store
-        self.weights = weights
-        self._read = functools.cache(self._first)
-
-    def fits(self, master: TensorEntry, fqn: str) -> bool:
-        weight = self.weights[fqn]
-        mine = {part.box: part for part in master.slices if part.box.numel and part.strides is None}
-        for part in weight.slices:
-            other = mine.get(part.box)
-            if other is not None and part.strides is None:
-                count = min(part.box.numel, _SAMPLE)
-                cast = _cast(self._read(other, "float32", count), weight.dtype)
-                return np.array_equal(cast, self._read(part, weight.dtype, count))
-        return True
-
-    def _first(self, part: TensorSlice, dtype: str, count: int) -> npt.NDArray[Any]:
-        itemsize = dtype_of(dtype).itemsize
-        return np.frombuffer(self.store.read(part.path, part.start, part.start + count * itemsize), f"<u{itemsize}")
-
-
-def _optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param], sampler: _Sampler) -> OptimizerState:
+def _optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param], sampler: MasterSampler) -> OptimizerState:
     masters = join([dict(_indexed(value["flat_fp32_weights"])) for value in values], what=_PATTERN)
     base = [value["base_optim_states"] for value in values]
     settings = base[0].get("param_groups") or []
@@ -220,37 +172,3 @@ def _mesh_size(value: Any) -> int:
     groups = value.get("flat_fp32_weights") if isinstance(value, dict) else None
     tensors = [t for group in (groups or {}).values() for t in group if isinstance(t, DTensorRecord)]
     return max((int(t.mesh.ranks.max()) + 1 for t in tensors if t.mesh.ranks.size), default=1)
-
-
-# --- the check
-
-
-def _read(store: Store, entry: TensorEntry) -> npt.NDArray[Any]:
-    """The whole tensor as unsigned integers of its item size."""
-    kind = np.dtype(f"<u{dtype_of(entry.dtype).itemsize}")
-    whole = np.empty(entry.shape, kind)
-    for part in entry.slices:
-        if part.box.numel == 0:
-            continue
-        raw = np.frombuffer(store.read(part.path, part.start, part.start + part.nbytes), kind)
-        strides = None if part.strides is None else [step * kind.itemsize for step in part.strides]
-        view = (
-            raw.reshape(part.box.sizes)
-            if strides is None
-            else np.lib.stride_tricks.as_strided(raw, part.box.sizes, strides)
-        )
-        whole[tuple(slice(a, b) for a, b in zip(part.box.offsets, part.box.stops, strict=True))] = view
-    return whole
-
-
-def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """fp32 bits rounded to `dtype` as torch does it: to the nearest, ties to even."""
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return bits.view("<f4").astype("<f2").view("<u2")
-    if dtype == "bfloat16":
-        wide = bits.astype(np.uint64)
-        rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-        nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        return np.where(nan, 0x7FC0, rounded).astype("<u2")
-    return bits

@@ -1,0 +1,105 @@
+"""Whether fp32 masters are those of the weights they are said to belong to: a weight is its master, cast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry, TensorSlice
+from ckptkit.storage import Store
+
+__all__ = ["MasterSampler", "check_masters"]
+
+_SAMPLE = 4096  # elements that are compared to tell parameters of one shape apart
+
+
+def check_masters(store: Store, catalog: Catalog) -> list[str]:
+    """Return the parameters whose fp32 master, cast to the weight's dtype, is not the weight, bit for bit.
+
+    It proves the names that the masters were given. Reads both; holds one parameter in memory.
+    """
+    model = catalog.by_role(Role.MODEL)
+    wrong = []
+    for fqn, master in catalog.by_role(Role.MASTER).items():
+        weight = model.get(fqn)
+        same = weight is not None and weight.shape == master.shape
+        if (
+            weight is None
+            or not same
+            or not np.array_equal(_cast(_read(store, master), weight.dtype), _read(store, weight))
+        ):
+            wrong.append(fqn)
+    return wrong
+
+
+class MasterSampler:
+    """Tells whether a master may be a parameter's: the first elements of a part, cast, are the weight's.
+
+    For frozen parameters that leave more than one assignment by shapes. Reads a few kilobytes a question.
+    """
+
+    def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:
+        self.store = store
+        self.weights = weights
+        self._read = functools.cache(self._first)
+
+    def fits(self, master: TensorEntry, fqn: str) -> bool:
+        """Compare the beginning of the first part of `master` that lies as plain in a part of the weight."""
+        weight = self.weights[fqn]
+        itemsize = dtype_of(weight.dtype).itemsize
+        for mine in master.slices:
+            for part in weight.slices:
+                start = _start_in(part, mine.box)
+                if start is not None and mine.strides is None and mine.box.is_contiguous_in(part.box.sizes):
+                    count = min(mine.box.numel, _SAMPLE)
+                    cast = _cast(self._read(mine.path, mine.start, master.dtype, count), weight.dtype)
+                    other = self._read(part.path, part.start + start * itemsize, weight.dtype, count)
+                    return np.array_equal(cast, other)
+        return True
+
+    def _first(self, path: str, start: int, dtype: str, count: int) -> npt.NDArray[Any]:
+        itemsize = dtype_of(dtype).itemsize
+        return np.frombuffer(self.store.read(path, start, start + count * itemsize), f"<u{itemsize}")
+
+
+def _read(store: Store, entry: TensorEntry) -> npt.NDArray[Any]:
+    """The whole tensor as unsigned integers of its item size."""
+    kind = np.dtype(f"<u{dtype_of(entry.dtype).itemsize}")
+    whole = np.empty(entry.shape, kind)
+    for part in entry.slices:
+        if part.box.numel == 0:
+            continue
+        raw = np.frombuffer(store.read(part.path, part.start, part.start + part.nbytes), kind)
+        strides = None if part.strides is None else [step * kind.itemsize for step in part.strides]
+        view = (
+            raw.reshape(part.box.sizes)
+            if strides is None
+            else np.lib.stride_tricks.as_strided(raw, part.box.sizes, strides)
+        )
+        whole[tuple(slice(a, b) for a, b in zip(part.box.offsets, part.box.stops, strict=True))] = view
+    return whole
+
+
+def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """fp32 bits rounded to `dtype` as torch does it: to the nearest, ties to even."""
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return bits.view("<f4").astype("<f2").view("<u2")
+    if dtype == "bfloat16":
+        wide = bits.astype(np.uint64)
+        rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        return np.where(nan, 0x7FC0, rounded).astype("<u2")
+    return bits
+
+
+def _start_in(part: TensorSlice, box: Box) -> int | None:
+    """Elements from the start of a row-major part to the first one of `box`; None where it does not hold the box."""
+    inside = box.numel and part.strides is None and part.codec is None and part.box.intersect(box) == box
+    return box.relative_to(part.box).flat_start(part.box.sizes) if inside else None

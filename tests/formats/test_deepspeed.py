@@ -1,0 +1,126 @@
+"""DeepSpeed checkpoints, written by DeepSpeed 0.19.8 on the CPU; what it holds in memory is the answer beside them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.safetensors import open_file
+from ckptkit.storage import open_store
+from tests.formats.tensors import contents
+
+FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
+# round_robin: DeepSpeed's own accessor returns other parameters' values; the bf16 copies of the module are right.
+EXACT = [path.name for path in sorted(FIXTURES.iterdir()) if "round_robin" not in path.name]
+
+
+def _expected(name: str, file: str = "EXPECTED.safetensors"):
+    store = open_store(str(FIXTURES / name))
+    return contents(store, open_file(store, file).by_role(Role.MODEL))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_weights_are_those_the_job_held(name):
+    source = open_source(str(FIXTURES / name / "ckpt"))
+    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == _expected(name)
+
+
+@pytest.mark.parametrize("name", [n for n in EXACT if (FIXTURES / n / "EXPECTED_exp_avg.safetensors").exists()])
+def test_moments_are_those_the_job_held(name):
+    source = open_source(str(FIXTURES / name / "ckpt"))
+    entries = source.catalog.by_role(Role.OPTIMIZER).values()
+    found = contents(source.store, {entry.fqn: entry for entry in entries if entry.state == "exp_avg"})
+    assert found == _expected(name, "EXPECTED_exp_avg.safetensors")
+
+
+def test_round_robin_groups_are_laid_out_by_the_shapes_not_by_the_recorded_fragments():
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    from tests.formats.tensors import entry_bytes
+
+    folder = FIXTURES / "zero2_round_robin_tied_w3"
+    source = open_source(str(folder / "ckpt"))
+    for name, weight in load_file(folder / "EXPECTED.safetensors").items():
+        entry = source.catalog.by_role(Role.MODEL)[name]
+        master = torch.frombuffer(bytearray(entry_bytes(source.store, entry)), dtype=getattr(torch, entry.dtype))
+        assert torch.equal(master.reshape(entry.shape).to(weight.dtype), weight), name
+
+
+def test_frozen_parameters_keep_their_dtype_and_have_no_master():
+    catalog = open_source(str(FIXTURES / "zero3_subgroups_frozen_w2" / "ckpt")).catalog
+    assert catalog.by_role(Role.MODEL)["frozen.weight"].dtype == "bfloat16"
+    assert "frozen.weight" not in catalog.by_role(Role.MASTER)
+
+
+def test_a_tied_name_has_the_bytes_of_the_name_it_is_stored_under():
+    catalog = open_source(str(FIXTURES / "zero3_fp32_tied_w3" / "ckpt")).catalog
+    model = catalog.by_role(Role.MODEL)
+    assert list(model["head.weight"].slices) == list(model["emb.weight"].slices)
+
+
+def test_parameter_groups_name_their_parameters():
+    catalog = open_source(str(FIXTURES / "zero1_frozen_w2" / "ckpt")).catalog
+    assert "emb.weight" in catalog.objects["optimizer.param_groups.0.params"].value
+    assert catalog.objects["optimizer.param_groups.1.weight_decay"].value == 0.0
+    assert catalog.objects["consumed"].value == 5  # client state
+    assert catalog.info.step == 2
+
+
+def _copy(tmp_path: Path, name: str) -> Path:
+    shutil.copytree(FIXTURES / name / "ckpt" / "global_step2", tmp_path / "x")
+    return tmp_path / "x"
+
+
+@pytest.mark.parametrize("name", ["zero1_frozen_w2", "zero3_subgroups_frozen_w2"])
+def test_a_missing_optimizer_file_is_named(tmp_path, name):
+    folder = _copy(tmp_path, name)
+    (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="zero_pp_rank_1_mp_rank_00_optim_states"):
+        open_source(str(folder))
+
+
+def test_zero3_without_optimizer_files_has_no_weights(tmp_path):
+    folder = _copy(tmp_path, "zero3_subgroups_frozen_w2")
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"optim_states\.pt files are missing"):
+        open_source(str(folder))
+
+
+def test_zero2_without_optimizer_files_gives_the_weights_of_the_model_file(tmp_path):
+    folder = _copy(tmp_path, "zero2_elastic_w2")
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    catalog = open_source(str(folder)).catalog
+    assert catalog.by_role(Role.MODEL)["emb.weight"].dtype == "bfloat16"
+    assert any("no *_optim_states.pt" in note for note in catalog.info.notes)
+
+
+def test_files_of_two_world_sizes_are_refused(tmp_path):
+    folder = _copy(tmp_path, "zero1_frozen_w2")
+    name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    shutil.copy(folder / name.format(1), folder / name.format(2))
+    with pytest.raises(CorruptCheckpointError, match="Two saves"):
+        open_source(str(folder))
+
+
+def test_optimizer_files_of_another_model_are_refused(tmp_path):
+    folder = _copy(tmp_path, "zero2_round_robin_tied_w3")
+    other = FIXTURES / "zero1_frozen_w2" / "ckpt" / "global_step2" / "mp_rank_00_model_states.pt"
+    shutil.copy(other, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CorruptCheckpointError):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("extra", ["mp_rank_01_model_states.pt", "layer_03-model_00-model_states.pt"])
+def test_tensor_and_pipeline_parallel_checkpoints_are_refused_with_advice(tmp_path, extra):
+    folder = _copy(tmp_path, "zero1_frozen_w2")
+    (folder / extra).write_bytes(b"PK")
+    with pytest.raises(UnsupportedFormatError, match="ds_to_universal"):
+        open_source(str(folder))
