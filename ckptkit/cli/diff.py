@@ -1,0 +1,75 @@
+"""`ckptkit diff`: which tensors of two checkpoints differ, and by how much."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptkit.cli.frame import command_frame, print_json, progress_bar, storage_option, with_storage_options
+
+if TYPE_CHECKING:
+    from ckptkit.offline.diff import DiffReport
+
+
+@click.command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option("--include", multiple=True, metavar="GLOB", help="Only these names; may be given several times.")
+@click.option("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Tensor bytes held at once.")
+@click.option("--html", metavar="OUT.html", help="Write a page with a heat map of the change by layer.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@storage_option
+@command_frame
+def command(
+    a: str,
+    b: str,
+    *,
+    include: tuple[str, ...],
+    max_memory: str,
+    html: str | None,
+    as_json: bool,
+    storage_options: tuple[str, ...],
+) -> None:
+    """Compare the checkpoints at A and B, of any formats and shardings. Exit code 1 where they differ."""
+    from ckptkit.offline.diff import diff
+
+    options = with_storage_options(storage_options)
+    with progress_bar("diff") as progress:
+        report = diff(a, b, include=include, max_memory=max_memory, storage_options=options, progress=progress)
+    if html:
+        from ckptkit.offline.pictures.pages import write_diff_page
+
+        facts = [("B", report.b), ("equal tensors", str(report.same)), ("different", str(len(report.different)))]
+        write_diff_page(report.a, report.changes, facts, html)
+        click.echo(f"wrote {html}", err=True)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        click.echo("\n".join(_lines(report)))
+    if not report.equal:
+        raise SystemExit(1)
+
+
+def _lines(report: DiffReport) -> list[str]:
+    lines = [f"A {report.a}", f"B {report.b}"]
+    lines += [f"only in A: {name}" for name in report.only_a]
+    lines += [f"only in B: {name}" for name in report.only_b]
+    lines += [f"shape: {name}: {list(x)} in A, {list(y)} in B" for name, (x, y) in report.shapes.items()]
+    lines += [f"dtype: {name}: {x} in A, {y} in B" for name, (x, y) in report.dtypes.items()]
+    if report.different:
+        width = max(len(item.name) for item in report.different)
+        lines.append(f"{'differs':<{width}}  {'elements':>10}  {'max abs':>9}  {'max rel':>9}  {'cosine':>10}")
+        for d in report.different:
+            numbers = f"{_shown(d.max_abs):>9}  {_shown(d.max_rel):>9}  {_shown(d.cosine, 8):>10}"
+            lines.append(f"{d.name:<{width}}  {d.elements:>10}  {numbers}")
+        layers = report.layers()
+        if len(layers) > 1:
+            worst = sorted(layers.items(), key=lambda item: -item[1])[:5]
+            lines.append("most changed: " + ", ".join(f"{name} ({_shown(value)})" for name, value in worst))
+    lines.append(report.summary())
+    return lines
+
+
+def _shown(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
