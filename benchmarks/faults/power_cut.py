@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -54,7 +55,11 @@ def make(image: Path, filesystem: str) -> bool:
     with open(image, "wb") as file:
         file.truncate(320 << 20)
     options = ["-q", "-F"] if filesystem == "ext4" else ["-q", "-f"]
-    return os.geteuid() == 0 and sh(f"mkfs.{filesystem}", *options, str(image))
+    return (
+        os.geteuid() == 0
+        and shutil.which(f"mkfs.{filesystem}") is not None
+        and sh(f"mkfs.{filesystem}", *options, str(image))
+    )
 
 
 def run(root: str, keep: int, nbytes: int, said: int) -> None:

@@ -100,7 +100,7 @@ def begin_save(
         request = Outcome.of(lambda: _request(step, tag, overwrite, planned_bytes, message))
         start: _Start = coordinator.settle(request, what, then=opening.open)
         # 2. Invariant: every rank sees the place that rank 0 made; on another disk it would write for nobody.
-        place = place_of(root, checkpoint_name(step, tag), start.save_id)
+        place = opening.place or place_of(root, checkpoint_name(step, tag), start.save_id)
         coordinator.all_ok(place.look, what)
     except BaseException:
         opening.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Sequence
@@ -156,18 +155,20 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
 
 def _look_inside(root: Store, name: str) -> _Look:
     """Return the attempts whose files lie under `name` on an object store, without or beside the committed one."""
+    looks = []
+    for path in _attempt_folders(root.list(name)):
+        stated = read_owner(root, owner_path(path))
+        looks.append((Attempt(path, name, stated.owner if stated else None), is_dead(root, owner_path(path))))
     found = _Look([], [])
-    data = None
-    with contextlib.suppress(CkptkitError, OSError):
-        record = find_record(root, record_path(name))
-        data = record.data if record else None
-    for item in _attempt_folders(root.list(name)):
-        nonce = item.rpartition("/")[2]
-        if nonce == data:
-            continue
-        stated = read_owner(root, owner_path(item))
-        attempt = Attempt(item, name, stated.owner if stated else None)
-        (found.abandoned if is_dead(root, owner_path(item)) else found.running).append(attempt)
+    if looks:
+        # The record last: a writer puts it before it takes back its statement, so what has neither is nobody's.
+        try:
+            record = find_record(root, record_path(name))
+        except (CkptkitError, OSError):
+            return found  # whose files these are is in a record that can't be read: they are not judged
+        for attempt, dead in looks:
+            if record is None or attempt.path != f"{name}/{record.data}":
+                (found.abandoned if dead else found.running).append(attempt)
     return found
 
 

@@ -208,10 +208,12 @@ class RemotePlace:
         old = find_record(self.root, record_path(self.name)) if overwrite else None
         try:
             self.root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
-        except FileExistsError as error:
-            # A request may be repeated after its answer was lost: then the record is ours.
+        except OSError as error:
+            # The answer may have been lost, or the request repeated after that: then the record is ours.
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
+                if not isinstance(error, FileExistsError):
+                    raise
                 raise CheckpointExistsError(
                     f"{self.root.url}/{self.name} was committed by another writer first; nothing was published."
                 ) from error

@@ -48,6 +48,7 @@ RECORD_NAME = "checkpoint.json"
 MANIFEST_NAME = "manifest.safetensors"
 LATEST_HINT = "latest"
 MAX_RECORD_BYTES = 256 << 20  # 4096 ranks with 8 files each need about 4 MB
+_FIRST_READ = 1 << 20
 
 _FORMAT = re.compile(r"ckptkit/([0-9]{1,6})")
 _STEP = re.compile(r"step_([0-9]{8,18})")
@@ -382,14 +383,32 @@ def record_path(name: str) -> str:
 def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
     """Return the commit record at `path`, None where there is none. Raises CorruptCheckpointError."""
     place = f"{store.url}/{path}"
+    if store.local_root is None:
+        return _find_remote(store, path, place)
     found = store.info(path)
     if found is None:
         return None
     if found.kind != "file":
         raise UnsafePathError(f"{place} is a {found.kind}, not a regular file; it is not read.")
-    if found.size > MAX_RECORD_BYTES:
-        raise CorruptCheckpointError(f"{place} has {found.size} bytes; no commit record is larger than 256 MiB.")
+    _check_size(found.size, place)
     return CommitRecord.from_json(store.read(path), file=place)
+
+
+def _find_remote(store: Store, path: str, place: str) -> CommitRecord | None:
+    try:
+        data = store.read(path, 0, _FIRST_READ)  # one request, where asking for the size first makes three
+    except FileNotFoundError:
+        return None
+    if len(data) == _FIRST_READ:
+        found = store.info(path)
+        _check_size(0 if found is None else found.size, place)
+        data = store.read(path)
+    return CommitRecord.from_json(data, file=place)
+
+
+def _check_size(nbytes: int, place: str) -> None:
+    if nbytes > MAX_RECORD_BYTES:
+        raise CorruptCheckpointError(f"{place} has {nbytes} bytes; no commit record is larger than 256 MiB.")
 
 
 def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:

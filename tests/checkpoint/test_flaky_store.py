@@ -1,0 +1,106 @@
+"""A store whose Nth call fails, before or after it took effect: what is listed is whole, and was reported."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.delete import rotate
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.errors import CkptkitError, StorageError
+from ckptkit.storage.store import Store, open_store
+from tests.checkpoint.saving import check, save
+
+_CALLS = ("info", "list", "read", "write", "delete", "delete_tree")
+_numbers = itertools.count()
+
+
+class Flaky:
+    """A Store whose calls fail as `fails(n)` says for the nth: "before" or "after" it took effect."""
+
+    def __init__(self, inner: Store, fails: Callable[[int], str], count: Iterator[int] | None = None) -> None:
+        self.inner, self.fails, self.count = inner, fails, count or itertools.count(1)
+        self.url, self.local_root = inner.url, inner.local_root
+
+    def child(self, path: str) -> Flaky:
+        return Flaky(self.inner.child(path), self.fails, self.count)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.inner, name)
+        if name not in _CALLS:
+            return method
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            when = self.fails(next(self.count))
+            if when == "before":
+                raise StorageError(5, f"503 Slow Down ({name})")
+            result = method(*args, **kwargs)
+            if when == "after":
+                raise StorageError(5, f"the connection broke ({name})")
+            return result
+
+        return call
+
+
+def fresh() -> Store:
+    return open_store(f"memory://flaky-{next(_numbers)}")
+
+
+def outcome(store: Any, step: int) -> str:
+    try:
+        save(store, step)
+    except (CkptkitError, OSError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_one_failing_call_of_a_save_is_a_whole_checkpoint_or_none(when: str) -> None:
+    seen = set()
+    for nth in range(1, 200):
+        store = fresh()
+        save(store, 1)
+        flaky = Flaky(store, lambda n, nth=nth: when if n == nth else "")  # type: ignore[misc]
+        error = outcome(flaky, 2)
+        assert check(store) == ([1] if error else [1, 2]), f"call {nth}: {error}"
+        save(store, 3)
+        assert check(store)[-1] == 3 and list_checkpoints(store).abandoned == (), f"call {nth}"
+        seen.add(bool(error))
+        if next(flaky.count) <= nth:
+            break
+    assert nth > 15 and seen == {True, False}
+
+
+@pytest.mark.parametrize("every", [3, 7])
+def test_a_store_that_fails_all_the_time_never_shows_a_half_made_checkpoint(every: int) -> None:
+    store = fresh()
+    flaky = Flaky(store, lambda n: ("before", "after")[n % 2] if n % every == 0 else "")
+    saved = [step for step in range(1, 25) if not outcome(flaky, step)]
+    listed = check(store)
+    assert set(saved) <= set(listed)
+    save(store, 99)
+    assert check(store)[-1] == 99 and list_checkpoints(store).abandoned == ()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_one_failing_call_of_a_rotation_is_no_half_deleted_checkpoint(when: str) -> None:
+    for nth in range(1, 100):
+        store = fresh()
+        for step in (1, 2, 3):
+            save(store, step)
+        flaky = Flaky(store, lambda n, nth=nth: when if n == nth else "")  # type: ignore[misc]
+        with contextlib.suppress(OSError):  # it may not even be able to list
+            rotate(flaky, RetentionPolicy(max_num=1))  # type: ignore[arg-type]
+        assert check(store)[-1] == 3, f"call {nth}"
+        rotate(store, RetentionPolicy(max_num=1), clean=True)
+        assert check(store) == [3], f"call {nth}"
+        names = {item.path.split("/")[0] for item in store.list(recursive=True)}
+        assert names == {".ckptkit", "latest", "step_00000003"}, f"call {nth}"
+        if next(flaky.count) <= nth:
+            break
+    assert nth > 10

@@ -1,0 +1,226 @@
+"""The same protocol on an object store: private keys, one record put last, no renames."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.cleaning import clean_leftovers
+from ckptkit.checkpoint.commit import begin_save
+from ckptkit.checkpoint.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.inventory import list_checkpoints, resolve
+from ckptkit.checkpoint.lease import acquire_lease
+from ckptkit.checkpoint.pins import pin_while_reading
+from ckptkit.checkpoint.publish import RemotePlace
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.errors import CheckpointExistsError, LeaseHeldError, RankFailedError, SaveError
+from ckptkit.formats.layout import CommitRecord, data_store
+from ckptkit.storage.staging import stage
+from ckptkit.storage.store import Store, open_store
+from tests.checkpoint.saving import check, content, fork, save
+from tests.storage.servers import moto
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[dict[str, Any]]:
+    import s3fs
+
+    with moto() as found:
+        s3fs.S3FileSystem(**found, skip_instance_cache=True).mkdir("bucket")
+        yield dict(found)
+
+
+@pytest.fixture
+def root(options: dict[str, Any], request: pytest.FixtureRequest) -> Store:
+    return open_store(f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}", storage_options=options)
+
+
+def keys(root: Store) -> list[str]:
+    return [item.path for item in root.list(recursive=True) if not item.path.startswith(".ckptkit/")]
+
+
+def test_a_save_is_a_record_and_files_under_its_own_id(root: Store) -> None:
+    record = save(root, 7)
+    assert record.data == record.save_id
+    base = f"step_00000007/{record.save_id}"
+    assert keys(root) == sorted(["latest", f"{base}/index", f"{base}/shards/0.bin", "step_00000007/checkpoint.json"])
+    assert check(root) == [7]
+
+
+def test_saving_again_is_refused_and_overwrite_is_one_put(root: Store) -> None:
+    first = save(root, 7)
+    with pytest.raises(CheckpointExistsError):
+        save(root, 7)
+    second = save(root, 7, overwrite=True, nbytes=10)
+    assert check(root) == [7] and not any(first.save_id in key for key in keys(root))
+    assert resolve(root, "7").record.save_id == second.save_id
+
+
+def test_a_failed_save_leaves_no_object(root: Store) -> None:
+    def fail(store: Store) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(RankFailedError):
+        save(root, 7, before=fail)
+    assert keys(root) == []
+
+
+def _killed(say: Any, url: str, options: dict[str, Any]) -> None:
+    def die(store: Store) -> None:
+        say(b"dying")
+        os.kill(os.getpid(), 9)
+
+    save(open_store(url, storage_options=options), 8, before=die)
+
+
+def test_what_a_dead_save_uploaded_is_listed_as_abandoned_and_cleaned_by_the_next(
+    root: Store, options: dict[str, Any]
+) -> None:
+    save(root, 7)
+    assert fork(_killed, root.url, options) == (-9, b"dying")
+    found = list_checkpoints(root)
+    assert [item.step for item in found.committed] == [7]
+    assert [item.name for item in found.abandoned] == ["step_00000008"] and found.foreign == found.skipped == ()
+    save(root, 9)
+    assert check(root) == [7, 9] and not any("step_00000008" in key for key in keys(root))
+
+
+def test_an_upload_of_a_living_writer_is_left_alone(root: Store) -> None:
+    seen: list[Any] = []
+
+    def look(store: Store) -> None:
+        seen.append((clean_leftovers(root), [item.name for item in list_checkpoints(root).in_progress]))
+
+    save(root, 7, before=look)
+    assert seen == [([], ["step_00000007"])] and check(root) == [7]
+
+
+def test_of_two_writers_of_one_step_one_wins_and_the_other_leaves_nothing(root: Store) -> None:
+    places = [RemotePlace(root, "step_00000007", nonce * 16) for nonce in "ab"]
+    for place in places:
+        place.open()
+        place.store.write("x", b"1")
+    wins: list[str] = []
+
+    def publish(place: RemotePlace) -> None:
+        try:
+            place.publish(_record(place.save_id), overwrite=False)
+            wins.append(place.save_id)
+        except CheckpointExistsError:
+            pass
+        place.close()
+
+    threads = [threading.Thread(target=publish, args=(place,)) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wins) == 1 and resolve(root).record.save_id == wins[0]
+    assert keys(root) == [f"step_00000007/{wins[0]}/x", "step_00000007/checkpoint.json"]
+
+
+def _record(save_id: str) -> bytes:
+    return CommitRecord(step=7, save_id=save_id, data=save_id, state_dict_type="sharded", files={}).to_json()
+
+
+def test_a_second_job_is_refused_and_told_who_writes(root: Store) -> None:
+    lease = acquire_lease(root)
+    with pytest.raises(LeaseHeldError, match=str(os.getpid())):
+        save(root, 7)
+    save(root, 7, lease=lease)
+    lease.release()
+    save(root, 8)
+    assert check(root) == [7, 8]
+
+
+def test_rotation_removes_the_record_first_and_all_of_the_rest(root: Store) -> None:
+    for step in (1, 2, 3):
+        save(root, step)
+    rotate(root, RetentionPolicy(max_num=1))
+    assert check(root) == [3] and {key.split("/")[0] for key in keys(root)} == {"latest", "step_00000003"}
+
+
+def test_a_deletion_that_was_killed_half_way_is_no_checkpoint_and_is_cleaned(root: Store) -> None:
+    record = save(root, 1)
+    save(root, 2)
+    root.delete(["step_00000001/checkpoint.json"])
+    assert [item.path for item in list_checkpoints(root).abandoned] == [f"step_00000001/{record.save_id}"]
+    clean_leftovers(root)
+    assert check(root) == [2] and not any("step_00000001" in key for key in keys(root))
+
+
+def test_a_reader_pins_on_an_object_store_too(root: Store) -> None:
+    save(root, 1)
+    with pin_while_reading(root, "step_00000001"):
+        assert delete_checkpoint(root, "step_00000001", reason="test") is False
+    assert delete_checkpoint(root, "step_00000001", reason="test") and keys(root) == ["latest"]
+
+
+def test_hints_for_other_programs_lie_beside_the_record(root: Store) -> None:
+    attempt = begin_save(root, 3)
+    attempt.commit({}, {"state_dict_type": "sharded"}, hints={".metadata": attempt.data.encode()})
+    assert root.read("step_00000003/.metadata").decode() == attempt.save_id
+    delete_checkpoint(root, "step_00000003", reason="test")
+    assert keys(root) == ["latest"]
+
+
+def test_an_object_that_is_shorter_than_reported_is_not_published(root: Store) -> None:
+    def spoil(store: Store) -> None:
+        store.write("shards/0.bin", b"short", overwrite=True)
+
+    with pytest.raises(SaveError, match="has 5 bytes"):
+        save(root, 3, before=spoil)
+    assert keys(root) == []
+
+
+def test_the_data_are_found_through_the_record(root: Store) -> None:
+    save(root, 5)
+    item = resolve(root)
+    assert data_store(root.child(item.path), item.record).read("shards/0.bin") == content(5, 0)
+
+
+# --- stage
+
+
+def test_the_names_that_readers_look_for_come_last(root: Store) -> None:
+    with stage(root.url, last=["index.json"], storage_options=root.storage_options) as store:  # type: ignore[attr-defined]
+        store.write("index.json", b"{}")
+        store.child("sub").write("a", b"1")
+        with store.writer("b") as file:
+            file.write(b"2")
+        assert store.read("index.json") == b"{}"
+        assert keys(root) == [".ckptkit-owner.json", "b", "sub/a"]
+    assert keys(root) == ["b", "index.json", "sub/a"]
+
+
+def test_a_failed_stage_leaves_no_object_and_an_existing_one_is_refused(root: Store) -> None:
+    options = root.storage_options  # type: ignore[attr-defined]
+    with pytest.raises(ValueError), stage(root.url, storage_options=options) as store:
+        store.write("a", b"1")
+        raise ValueError
+    assert keys(root) == []
+    with stage(root.url, storage_options=options) as store:
+        store.write("a", b"1")
+    with pytest.raises(CheckpointExistsError), stage(root.url, storage_options=options):
+        pass
+    with stage(root.url, overwrite=True, storage_options=options) as store:
+        store.write("b", b"2")
+    assert keys(root) == ["b"]
+
+
+def _killed_stage(say: Any, url: str, options: dict[str, Any]) -> None:
+    with stage(url, storage_options=options) as store:
+        store.write("half", b"1")
+        os.kill(os.getpid(), 9)
+
+
+def test_a_stage_that_was_killed_is_cleaned_by_the_next(root: Store, options: dict[str, Any]) -> None:
+    assert fork(_killed_stage, root.url, options)[0] == -9
+    assert "half" in keys(root)
+    with stage(root.url, storage_options=options) as store:
+        store.write("a", b"1")
+    assert keys(root) == ["a"]
