@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PIECE", "HostBytes", "host_view", "is_dense"]
+__all__ = ["PIECE", "HostBytes", "host_view", "is_dense", "settle_device"]
 
 PIECE = 1 << 20  # digests, CRC and write of a piece run while it is in the cache
 _STAGE = 16 << 20
@@ -96,6 +96,14 @@ class HostBytes:
             pin = device.type == "cuda"
             self._stages[device] = [torch.empty(_STAGE, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         return self._stages[device]
+
+
+def settle_device() -> None:
+    """Wait for what this thread has queued on the accelerator: other threads read the memory next."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
 
 
 def row_major(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,9 @@ def write_records(
         frames, tensors: The tensors and what goes around their bytes.
         records: Objects, already framed.
     """
+    from ckptkit.formats.dcp_bytes import settle_device
+
+    settle_device()
     started = time.perf_counter()
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
     bins = _bins(lengths, min(workers or default_workers(store), 1 + sum(lengths) // _FILE))

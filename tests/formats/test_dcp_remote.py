@@ -1,0 +1,114 @@
+"""Sharded states on a real S3 server, both of our ways and torch's planner; and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckptkit.errors import CheckpointExistsError, StorageError
+from ckptkit.formats.ckptkit import open_manifest
+from ckptkit.formats.dcp_read import read_sharded
+from ckptkit.formats.dcp_storage import DCPReader, DCPWriter
+from ckptkit.formats.dcp_write import write_sharded
+from ckptkit.storage import Store, open_store
+from tests.formats.dcp_states import differences, state
+from tests.storage import servers
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[Mapping[str, Any]]:
+    with servers.moto() as found:
+        open_store("s3://bucket", storage_options=found).fs.mkdir("bucket")
+        yield found
+
+
+def save_here(made: dict[str, Any], store: Store) -> None:
+    write_sharded(made, store, gather=lambda b: [b], all_gather=lambda b: [b], workers=2)
+
+
+def load_here(target: dict[str, Any], store: Store) -> None:
+    catalog = open_manifest(store)
+    assert catalog is not None
+    read_sharded(catalog, store, target)
+
+
+def large() -> dict[str, Any]:
+    made = state("plain@1")
+    made["model"]["larger"] = torch.randn(5 << 20)
+    return made
+
+
+def test_a_state_goes_to_an_object_store_and_back(options):
+    store = open_store("s3://bucket/sharded", storage_options=options)
+    made = large()
+    save_here(made, store)
+    target = state("plain@1", zeros=True)
+    target["model"]["larger"] = torch.zeros(5 << 20)
+    load_here(target, store)
+    assert differences(target, made) == []
+
+
+def test_dcp_save_and_load_go_to_an_object_store_and_back(options):
+    url, made = "s3://bucket/dcp", large()
+    dcp.save(made, storage_writer=DCPWriter(url, storage_options=options), no_dist=True)
+    target = state("plain@1", zeros=True)
+    target["model"]["larger"] = torch.zeros(5 << 20)
+    dcp.load(target, storage_reader=DCPReader(url, storage_options=options), no_dist=True)
+    assert differences(target, made) == []
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        dcp.save(made, storage_writer=DCPWriter(url, storage_options=options), no_dist=True)
+    assert isinstance(next(iter(error.value.failures.values()))[0], CheckpointExistsError)
+
+
+class Failing:
+    """A store whose writers fail after some bytes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def writer(self, path: str, *, sync: bool = True) -> Any:
+        import contextlib
+
+        @contextlib.contextmanager
+        def opened() -> Iterator[Any]:
+            with self._store.writer(path, sync=sync) as writer:
+                writer.write(b"some")
+                raise StorageError(5, "the connection broke")
+                yield writer
+
+        return opened()
+
+
+def test_a_broken_upload_leaves_no_object(options):
+    store = open_store("s3://bucket/broken", storage_options=options)
+    with pytest.raises(StorageError, match="broke"):
+        save_here(large(), Failing(store))  # type: ignore[arg-type]
+    assert store.list() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_state_on_a_gpu_goes_to_disk_and_back(tmp_path):
+    made = {
+        "large": torch.randn(40 << 20, device="cuda"),
+        "columns": torch.randn(300, 5000, device="cuda").T,
+        "bf16": torch.randn(1000, 1000, device="cuda").bfloat16(),
+        "small": torch.arange(5, device="cuda"),
+        "scalar": torch.tensor(2.5, device="cuda"),
+        "host": torch.randn(1000),
+    }
+    made["large"].mul_(2)  # still running on the device when the save begins
+    store = open_store(str(tmp_path))
+    save_here(made, store)
+    target = {name: torch.zeros_like(value) for name, value in made.items()}
+    load_here(target, store)
+    assert all(torch.equal(target[name], made[name]) for name in made)
