@@ -241,12 +241,23 @@ def choose_map(
 
 
 def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
-    """The candidate with the fewest names missing; a map must beat names as they are to be taken."""
-    best, fewest = as_is, len(wanted - set(targets))
-    if fewest == 0:
-        return best
+    """The candidate with the fewest names missing, and another one after it where that helps (experts of a model
+    with images). A map must beat names as they are to be taken."""
+    first = _better(targets, wanted, config, as_is)
+    lost = wanted - set(first.mapped.targets)
+    if first is as_is or not lost:
+        return first
+    second = _better(first.mapped.targets, wanted, config, first)
+    if second is first:
+        return first
+    both = first.key_map.then(second.key_map)
+    return Choice(both, Mapped(second.mapped.targets, {**first.mapped.dropped, **second.mapped.dropped}), second.why)
+
+
+def _better(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], best: Choice) -> Choice:
     lost = [name for name in wanted if name not in targets]
-    for key_map in _candidates(config):
+    fewest = len(lost)
+    for key_map in _candidates(config) if lost else []:
         if not _may_give(key_map, lost):
             continue
         try:
@@ -255,7 +266,8 @@ def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapp
             continue
         missing = len(wanted - set(mapped.targets))
         if missing < fewest:
-            why = f"{len(wanted) - missing} of {len(wanted)} names of the base model, {len(wanted) - fewest} without"
+            fit, before = len(wanted) - missing, len(wanted) - len(lost)
+            why = f"{fit} of {len(wanted)} names are the base model's, {before} without it"
             best, fewest = Choice(key_map, mapped, why), missing
         if fewest == 0:
             break

@@ -82,7 +82,8 @@ def names_of_config(store: Store) -> tuple[dict[str, WantedTensor], dict[str, An
     config = json.loads(store.read("config.json"))
     names = config.get("architectures") or []
     kind = getattr(transformers, str(names[0]), None) if names else None
-    if kind is None or "model_type" not in config:
+    # Names in a config are anybody's: only classes of models are called.
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)) or "model_type" not in config:
         return {}, config
     settings = {key: value for key, value in config.items() if key != "quantization_config"}
     parsed = transformers.AutoConfig.for_model(**settings)

@@ -196,6 +196,15 @@ def test_names_that_fit_the_base_are_never_mapped() -> None:
     assert chosen.key_map.name == "hf"
 
 
+def test_two_maps_are_found_where_one_is_not_enough() -> None:
+    memory = {"model.language_model.layers.0.mlp.experts.gate_up_proj": np.arange(24.0).reshape(2, 4, 3),
+              "model.visual.w": np.ones(1), "lm_head.weight": np.ones(1)}  # fmt: skip
+    up_and_gate = [f"model.layers.0.mlp.experts.{i}.{x}_proj.weight" for i in range(2) for x in ("gate", "up")]
+    chosen = choose_map(targets_of(memory), wanted=[*up_and_gate, "visual.w", "lm_head.weight"])
+    assert set(chosen.mapped.targets) == {*up_and_gate, "visual.w", "lm_head.weight"}
+    assert sorted(chosen.key_map.name.split(", then ")) == ["hf5-experts", "vlm-qwen2"]
+
+
 def test_unknown_maps_are_refused_with_the_list() -> None:
     with pytest.raises(UsageError, match="there is no key map 'hf6'") as caught:
         builtin_map("hf6")

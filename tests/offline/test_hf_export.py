@@ -534,3 +534,12 @@ def test_a_left_over_prefix_does_not_pass_the_config(zoo: Path, tmp_path: Path) 
     with pytest.raises(CheckpointMismatchError, match=r"missing: model\.norm\.weight") as caught:
         check(tmp_path, use_config=True)
     assert "unexpected: _orig_mod.model.norm.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "AutoModel", "NoSuchModel", "__class__"])
+def test_only_classes_of_models_are_taken_from_a_config(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
+    from ckptkit.offline.hf_check import names_of_config
+
+    write(tmp_path, ones("a"), {"architectures": [name], "model_type": "llama"})
+    assert names_of_config(open_store(str(tmp_path)))[0] == {}
