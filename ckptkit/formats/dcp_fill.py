@@ -252,7 +252,7 @@ class Filler:
         codec = fill.codec
         assert codec is not None
         packed = self.store.read(fill.path, codec.start, codec.start + codec.nbytes)
-        raw = decode_zstd(packed, max(fill.start + fill.nbytes, 64 << 20), file=f"{fill.path} ({fill.name})")
+        raw = decode_zstd(packed, fill.start + fill.nbytes + (64 << 20), file=f"{fill.path} ({fill.name})")
         if len(raw) < fill.start + fill.nbytes:
             raise IncompleteCheckpointError(
                 f"{fill.path}: the record of tensor {fill.name!r} decodes to too few bytes."

@@ -15,6 +15,8 @@ PAST = [  # (target, seed) of inputs that once were findings
     ("archives_of_items", 652),
     ("archives_of_items", 2705),
     ("archives_of_items", 6321),
+    ("torch_files", 112064),  # a member said to be on another disk: torch returns memory nobody wrote
+    ("torch_files", 122315),
 ]
 
 
