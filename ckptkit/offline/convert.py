@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import UsageError
 from ckptkit.formats.options import ReadOptions
-from ckptkit.offline.copy import Progress, execute
+from ckptkit.offline.copy import CopyReport, Progress, execute
 from ckptkit.offline.coverage import check_plan
+from ckptkit.offline.hf_files import check_headers
 from ckptkit.offline.plan import OutputFile, OutputTensor, Plan
 from ckptkit.offline.publish import open_target
 from ckptkit.offline.report import ConvertReport, peak_memory
@@ -114,15 +115,25 @@ def convert(  # noqa: PLR0913 - one argument an option
     if dry_run:
         check_plan(plan)
         return report
-    with target.stage(plan.last) as (store, share):
-        done = execute(
-            plan, source.store, store, workers=workers, max_memory=memory, check=check, progress=progress, only=share
-        )
-        verified = None
-        if verify:
+    verified = None
+    with target.stage(plan) as session:
+
+        def copied() -> CopyReport:
+            return execute(
+                plan, source.store, session.store, workers=workers, max_memory=memory, check=check,
+                progress=progress, only=session.only,
+            )  # fmt: skip
+
+        def proved() -> int:
             from ckptkit.offline.prove import prove_equal
 
-            verified = prove_equal(plan, source.store, store, max_memory=memory, workers=workers)
+            return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers)
+
+        done = session.everyone(copied)
+        if to == "hf":
+            session.one(lambda: check_headers(plan, session.store))
+        if verify:
+            verified = session.one(proved)
     return replace(
         report,
         nbytes_read=done.nbytes_read,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
+from ckptkit.errors import IntegrityError
 from ckptkit.formats.safetensors_header import (
     INDEX,
     HeaderTensor,
@@ -14,9 +17,13 @@ from ckptkit.formats.safetensors_header import (
     shard_names,
     split_into_shards,
 )
-from ckptkit.offline.plan import Literal, OutputFile, OutputTensor, Placement
+from ckptkit.formats.safetensors_parse import read_header
+from ckptkit.offline.plan import Literal, OutputFile, OutputTensor, Placement, Plan
+from ckptkit.storage.store import Store
 
-__all__ = ["adapter_files", "hf_files", "in_disk_order"]
+__all__ = ["adapter_files", "check_headers", "hf_files", "in_disk_order"]
+
+Placed: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, byte offset in the file
 
 METADATA = {"format": "pt"}
 ADAPTER = "adapter_model.safetensors"
@@ -69,3 +76,26 @@ def adapter_files(
     file = OutputFile(ADAPTER, layout.nbytes, (Literal(0, layout.header),))
     placements = [Placement.whole(tensor, 0, start) for tensor, start in zip(ordered, layout.starts, strict=True)]
     return [file], placements, (ADAPTER,)
+
+
+def check_headers(plan: Plan, store: Store) -> None:
+    """Read the headers and the index of a result again, and compare them with the plan, name by name.
+
+    Raises:
+        IntegrityError: A reader would see another tensor, or another place of it, than was planned.
+    """
+    planned: dict[str, dict[str, Placed]] = {file.path: {} for file in plan.files if file.path.endswith(".safetensors")}
+    for item in plan.placements:
+        path = plan.files[int(item.files[0])].path
+        planned[path][item.tensor.name] = (item.tensor.dtype, tuple(item.tensor.shape), int(item.starts[0]))
+    for path, tensors in planned.items():
+        header = read_header(store, path)
+        found = {name: (t.dtype, tuple(t.shape), t.start) for name, t in header.tensors.items()}
+        if found != tensors or dict(header.metadata) != METADATA:
+            raise IntegrityError(f"{path}: its header does not say what was planned. This is a bug, or a faulty disk.")
+    if INDEX in plan.last:
+        weight_map = json.loads(store.read(INDEX))["weight_map"]
+        if weight_map != {name: path for path, tensors in planned.items() for name in tensors}:
+            raise IntegrityError(
+                f"{INDEX}: it does not name the tensors of the files. This is a bug, or a faulty disk."
+            )

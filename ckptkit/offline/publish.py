@@ -1,22 +1,55 @@
-"""Where a result goes: a directory or a single file, staged and published whole."""
+"""Where a result goes: a directory or a single file, staged and published whole, by one process or by many ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ckptkit.errors import CheckpointExistsError
+from ckptkit.offline.plan import Plan
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import new_nonce, stage
 from ckptkit.storage.store import Store, open_store
 
-__all__ = ["OutputPlace", "open_target"]
+__all__ = ["OutputPlace", "Session", "open_target"]
 
+T = TypeVar("T")
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
-Share = Callable[[int], bool]
+
+
+class Session(Protocol):
+    """A place that is being written.
+
+    Attributes:
+        store: Where this process writes.
+        only: Which files of the plan are its own, by index; None for all.
+    """
+
+    store: Store
+    only: Callable[[int], bool] | None
+
+    def everyone(self, fn: Callable[[], T]) -> T:
+        """Run `fn` on every rank; raises on all where it failed on any."""
+
+    def one(self, fn: Callable[[], T]) -> T:
+        """Run `fn` on one rank; its result, or error, is everybody's."""
+
+
+class _Alone:
+    """The session of a process that does all by itself."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.only: Callable[[int], bool] | None = None
+
+    def everyone(self, fn: Callable[[], T]) -> T:
+        return fn()
+
+    def one(self, fn: Callable[[], T]) -> T:
+        return fn()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +68,24 @@ class OutputPlace:
     storage_options: Mapping[str, Any] | None
 
     @contextlib.contextmanager
-    def stage(self, last: Sequence[str] = ()) -> Iterator[tuple[Store, Share | None]]:
-        """Yield a store to write into, and which of the plan's files are this process's (None: all)."""
-        if self.is_file:
-            with self._stage_file() as store:
-                yield store, None
+    def stage(self, plan: Plan) -> Iterator[Session]:
+        """Yield where to write the plan; it is published when the block ends well, and gone when it doesn't."""
+        if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1 and "RANK" in os.environ:
+            from ckptkit.offline.team import staged_together
+
+            with staged_together(self, plan) as session:
+                yield session
             return
+        with self.open(plan) as store:
+            yield _Alone(store)
+
+    def open(self, plan: Plan) -> contextlib.AbstractContextManager[Store]:
+        """Return the staging store of this place, as a context that publishes; for one process."""
+        if self.is_file:
+            return self._stage_file()
         # A shard is never held back: stores keep what comes last in memory.
-        small = [name for name in last if not name.endswith(".safetensors")]
-        with stage(self.url, overwrite=self.overwrite, last=small, storage_options=self.storage_options) as store:
-            yield store, None
+        small = [name for name in plan.last if not name.endswith(".safetensors")]
+        return stage(self.url, overwrite=self.overwrite, last=small, storage_options=self.storage_options)
 
     @contextlib.contextmanager
     def _stage_file(self) -> Iterator[Store]:
@@ -52,7 +93,8 @@ class OutputPlace:
         found = store.info(self.file_name)
         if found is not None and not self.overwrite:
             raise CheckpointExistsError(
-                f"{self.url}/{self.file_name} exists already; nothing was written. Use --overwrite."
+                f"{self.url}/{self.file_name} exists already; nothing was written. Choose another place, or use "
+                "overwrite=True (--overwrite)."
             )
         if not isinstance(store, LocalStore):
             if found is not None:
@@ -64,8 +106,7 @@ class OutputPlace:
         try:
             inner = store.child(staging)
             yield inner
-            with contextlib.closing(_Descriptor(inner.path_of(self.file_name))) as file:
-                os.fsync(file.fd)
+            _sync_file(inner.path_of(self.file_name))
             if self.overwrite:
                 os.replace(inner.path_of(self.file_name), store.path_of(self.file_name))
             else:
@@ -75,12 +116,12 @@ class OutputPlace:
             store.delete_tree(staging)
 
 
-class _Descriptor:
-    def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-
-    def close(self) -> None:
-        os.close(self.fd)
+def _sync_file(path: str) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def open_target(

@@ -1,0 +1,96 @@
+"""Several processes, started by torchrun, that write one result: files shared out, published once, failing together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from ckptkit.checkpoint.coordinator import Coordinator, Outcome
+from ckptkit.offline.plan import Plan
+from ckptkit.offline.publish import OutputPlace, Session
+from ckptkit.storage.store import Store, open_store
+
+__all__ = ["share_out", "staged_together"]
+
+T = TypeVar("T")
+
+
+def share_out(plan: Plan, world_size: int) -> list[int]:
+    """Return the rank that writes each file: the largest files first, each to who has least.
+
+    What is published last goes to rank 0, which publishes.
+    """
+    late = set(plan.last)
+    owners = [0] * len(plan.files)
+    loads = [0] * world_size
+    for index in sorted(range(len(plan.files)), key=lambda i: -plan.files[i].nbytes):
+        if plan.files[index].path in late and not plan.files[index].path.endswith(".safetensors"):
+            continue
+        rank = loads.index(min(loads))
+        owners[index] = rank
+        loads[rank] += plan.files[index].nbytes
+    return owners
+
+
+class _Together:
+    """The session of one rank among several."""
+
+    def __init__(self, store: Store, coordinator: Coordinator, plan: Plan) -> None:
+        self.store = store
+        self._coordinator = coordinator
+        owners = share_out(plan, coordinator.world_size)
+        self.only: Callable[[int], bool] | None = lambda index: owners[index] == coordinator.rank
+        self.own_paths = [plan.files[i].path for i, rank in enumerate(owners) if rank == coordinator.rank]
+
+    def everyone(self, fn: Callable[[], T]) -> T:
+        outcome = Outcome.of(fn)
+        try:
+            self._coordinator.settle(outcome, "writing the files")
+        except BaseException:
+            if not self._coordinator.is_main and self.store.local_root is None:
+                # Rank 0 clears away what it staged; on an object store it does not know of these.
+                with contextlib.suppress(OSError):
+                    self.store.delete(self.own_paths)
+            raise
+        result: T = outcome.value
+        return result
+
+    def one(self, fn: Callable[[], T]) -> T:
+        return self._coordinator.decide(fn, "checking the result")
+
+
+@contextlib.contextmanager
+def staged_together(place: OutputPlace, plan: Plan) -> Iterator[Session]:
+    """Yield the session of this rank. Every rank must come here, and leave together.
+
+    Makes a gloo group from torchrun's environment where the process has none.
+
+    Raises:
+        RankFailedError: Some rank failed; nothing was published.
+    """
+    with _process_group(), contextlib.closing(Coordinator()) as coordinator, contextlib.ExitStack() as stack:
+        staged: list[Store] = []
+
+        def open_staging() -> str:
+            staged.append(stack.enter_context(place.open(plan)))
+            return staged[0].url
+
+        url = coordinator.decide(open_staging, "making room for the result")
+        store = staged[0] if staged else open_store(url, storage_options=place.storage_options)
+        yield _Together(store, coordinator, plan)
+        coordinator.decide(stack.close, "publishing the result")
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
