@@ -37,6 +37,7 @@ _END_BYTES = _END64.size + _LOCATOR64.size + _END.size
 _MAX_DIRECTORY_BYTES = 256 << 20
 _MAX_NAME_BYTES = 1024
 _NONE16, _NONE32 = 0xFFFF, 0xFFFFFFFF
+_DOS_DIRECTORY = 0x10
 _ENCRYPTED = 0x1 | 0x40
 
 
@@ -169,12 +170,13 @@ def _find_directory(tail: bytes, nbytes: int, file: str) -> tuple[int, int, int]
 def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
     if pos + _CENTRAL_HEADER.size > stop:
         raise CorruptCheckpointError(f"{file}: its zip directory is cut short.")
-    (magic, _, _, flags, method, _, _, crc, packed, size, name_n, extra_n, comment_n, disk, _, _, header) = (
+    (magic, _, _, flags, method, _, _, crc, packed, size, name_n, extra_n, comment_n, disk, _, attributes, header) = (
         _CENTRAL_HEADER.unpack_from(tail, pos)
     )
     pos += _CENTRAL_HEADER.size
     end = pos + name_n + extra_n + comment_n
-    if magic != b"PK\x01\x02" or disk or end > stop or name_n > _MAX_NAME_BYTES:
+    # A member marked as a directory: torch's reader gives memory that nobody wrote.
+    if magic != b"PK\x01\x02" or disk or attributes & _DOS_DIRECTORY or end > stop or name_n > _MAX_NAME_BYTES:
         raise CorruptCheckpointError(f"{file}: its zip directory is damaged.")
     name = _checked_name(tail[pos : pos + name_n], file)
     if _NONE32 in (packed, size, header):

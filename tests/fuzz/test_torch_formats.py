@@ -15,8 +15,11 @@ PAST = [  # (target, seed) of inputs that once were findings
     ("archives_of_items", 652),
     ("archives_of_items", 2705),
     ("archives_of_items", 6321),
-    ("torch_files", 112064),  # a member said to be on another disk: torch returns memory nobody wrote
+    ("torch_files", 112064),  # a storage marked as a directory: torch returns memory nobody wrote
     ("torch_files", 122315),
+    ("torch_files", 134130),
+    ("torch_files", 146601),
+    ("torch_files", 148720),
 ]
 
 
