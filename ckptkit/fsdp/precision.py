@@ -28,7 +28,8 @@ def mixed_precision_policy(
     if not is_training:
         return MixedPrecisionPolicy(output_dtype=output)
     reduce = _TORCH[config.reduce_dtype] if config.reduce_dtype else None
-    compute = _TORCH[config.mixed_precision] if config.mixed_precision and config.precision == "mixed" else None
+    # With "master" too: trainable parameters are stored in this dtype, frozen ones are cast as they are gathered.
+    compute = _TORCH[config.mixed_precision] if config.mixed_precision else None
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, output_dtype=output)
 
 

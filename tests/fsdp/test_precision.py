@@ -21,7 +21,7 @@ from tests.fsdp import models
         ({}, True, None, torch.float32, None),
         ({"mixed_precision": "bf16"}, True, torch.bfloat16, torch.float32, torch.float32),
         ({"mixed_precision": "fp16", "reduce_dtype": None}, True, torch.float16, None, torch.float32),
-        ({"mixed_precision": "bf16", "precision": "master"}, True, None, torch.float32, torch.bfloat16),
+        ({"mixed_precision": "bf16", "precision": "master"}, True, torch.bfloat16, torch.float32, torch.bfloat16),
         ({"mixed_precision": "bf16"}, False, None, None, torch.float32),
     ],
 )

@@ -257,6 +257,8 @@ def session(config, build):
     model = strategy.prepare_model(models.made(build, seed=8))
     optimizer = strategy.create_optimizer(model, lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.8**epoch)
+    if (scaler := strategy.grad_scaler(optimizer)) is not None:
+        scaler.load_state_dict({"scale": 128.0})  # the default overflows in the first step, as it may
     return strategy, model, optimizer, scheduler
 
 
