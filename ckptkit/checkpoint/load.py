@@ -373,7 +373,7 @@ def _follow_weights(plan: OptimizerPlan) -> None:
             parameter = plan.parameters[fqn]
             master = plan.optimizer.state.get(parameter, {}).get(plan.master_name)
             if entry is None and master is not None:
-                part_view(fqn, master, 0).local.copy_(part_view(fqn, parameter, 0).local)
+                master.copy_(parameter)  # placed alike: no communication
 
 
 def _apply_rng(plan: LoadPlan, refs: Mapping[str, Any], report: LoadReport, rank: int) -> None:
