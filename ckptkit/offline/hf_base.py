@@ -197,12 +197,15 @@ def _index_names(store: Store) -> list[str]:
 
 def _from_hub(base: str) -> BaseModel:
     from huggingface_hub import get_safetensors_metadata, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
+    # The base class of the hub's HTTP error is that of the HTTP library it came with (requests, httpx): its
+    # failures to connect are no OSErrors.
+    unreachable = (OSError, ValueError, KeyError, HfHubHTTPError.__mro__[1])
     repo, _, revision = base.partition("@")
     try:
         folder = snapshot_download(repo, revision=revision or None, allow_patterns=list(_REPO_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except unreachable as error:
         raise CheckpointNotFoundError(
             f"--base {base!r} is no directory here, and as a repo of the hub it can't be read: {_first_line(error)}"
         ) from error
@@ -211,10 +214,10 @@ def _from_hub(base: str) -> BaseModel:
         return found
     try:
         metadata = get_safetensors_metadata(repo, revision=revision or None)
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError, KeyError):
-        note = f"shapes of {repo} could not be read from the hub; only names are checked" if found.wanted else ""
-    except Exception as error:  # noqa: BLE001  # huggingface_hub's own NotASafetensorsRepoError is a bare Exception
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         note = f"the tensors of {repo} are not known: {_first_line(error)}"
+    except unreachable:
+        note = f"shapes of {repo} could not be read from the hub; only names are checked" if found.wanted else ""
     else:
         from ckptkit.catalog.dtypes import from_safetensors
 
