@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from ckptkit.storage.store import Store
 __all__ = ["ReadReport", "Verify", "add_box", "load_object", "read_sharded"]
 
 _LISTED = 20
+_FEW = 16  # slices, up to which a loop is cheaper than numpy
 Report = Callable[[str, float, int], None]
 
 
@@ -78,16 +79,15 @@ def read_sharded(
     flat, paths = flatten_state_dict(state_dict)
     found, missing = _matched(catalog, flat, cast=cast, strict=strict)
     filler = Filler(store, verify=verify, workers=workers, cast=cast)
-    for name in found:
-        entry = catalog.tensors.get(name)
+    for name, entry in found.items():
         if entry is not None:
             for box, target in local_boxes(flat[name]):
                 add_box(filler, entry, box, target)
     planned = time.perf_counter()
     filler.run()
     read = time.perf_counter()
-    for name in found:
-        if name not in catalog.tensors:
+    for name, entry in found.items():
+        if entry is None:
             set_element(state_dict, paths[name], load_object(store, catalog.objects[name]))
     finished = time.perf_counter()
     if report is not None:
@@ -98,25 +98,25 @@ def read_sharded(
     return ReadReport(missing, [n for n in names if n not in flat], filler.nbytes, finished - started)
 
 
-def _matched(catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool) -> tuple[list[str], list[str]]:
-    """Return (keys to load, keys that are missing); raise one error with all that does not fit."""
-    found, missing, wrong = [], [], []
+def _matched(
+    catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
+) -> tuple[dict[str, TensorEntry | None], list[str]]:
+    """Return (keys to load, with their tensors; keys that are missing); raise one error with all that does not fit."""
+    found: dict[str, TensorEntry | None] = {}
+    missing, wrong = [], []
     for name, value in flat.items():
-        tensor, known = isinstance(value, (torch.Tensor, ShardedTensor)), name in catalog.tensors
-        if not known and name not in catalog.objects:
+        tensor, entry = isinstance(value, (torch.Tensor, ShardedTensor)), catalog.tensors.get(name)
+        if entry is None and name not in catalog.objects:
             missing.append(name)
-        elif tensor != known:
-            kinds = ("a tensor", "no tensor")
-            if not (tensor and name in catalog.objects):  # what torch.save framed whole comes back as a tensor
-                wrong.append(f"{name}: the checkpoint has {kinds[not known]}, the state has {kinds[not tensor]}")
-            else:
-                found.append(name)
+        elif entry is None:
+            found[name] = None  # a tensor among the objects is one that torch.save framed whole
+        elif not tensor:
+            wrong.append(f"{name}: the checkpoint has a tensor, the state has {type(value).__name__}")
         else:
-            problem = _difference(catalog.tensors[name], value, cast) if known else None
+            problem = _difference(entry, value, cast)
             if problem:
                 wrong.append(f"{name}: {problem}")
-            else:
-                found.append(name)
+            found[name] = entry
     if wrong or (missing and strict):
         lines = wrong + [f"{name}: not in the checkpoint" for name in (missing if strict else [])]
         listed = lines[:_LISTED] + ([f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else [])
@@ -144,33 +144,37 @@ def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) 
     """
     if not target.numel():
         return
-    slices = entry.slices
-    if len(slices) == 1 and box.sizes == tuple(slices.sizes[0].tolist()) == entry.shape:
-        filler.add(entry, 0, (0,) * len(entry.shape), target)
-        return
-    begin, size = np.array(box.offsets, np.int64), np.array(box.sizes, np.int64)
-    low = np.maximum(slices.offsets, begin)
-    high = np.minimum(slices.offsets + slices.sizes, begin + size)
-    rows = np.flatnonzero((high > low).all(axis=1))
     seen: set[tuple[int, ...]] = set()
     covered = 0
-    for row in rows.tolist():
-        first, last = low[row], high[row]
-        key = (*first.tolist(), *last.tolist())
-        if key in seen:
-            continue  # a replica
-        seen.add(key)
-        covered += int(np.prod(last - first))
+    for row, offset, size in _overlapping(entry, box):
+        shared = Box(offset, size).intersect(box)
+        if shared is None or (*shared.offsets, *shared.sizes) in seen:
+            continue  # beside it, or a replica
+        seen.add((*shared.offsets, *shared.sizes))
+        covered += shared.numel
         part = target
-        for dim, (start, length) in enumerate(zip((first - begin).tolist(), (last - first).tolist(), strict=True)):
+        for dim, (start, length) in enumerate(zip(shared.relative_to(box).offsets, shared.sizes, strict=True)):
             if length != part.shape[dim]:
                 part = part.narrow(dim, start, length)
-        filler.add(entry, row, tuple((first - slices.offsets[row]).tolist()), part)
+        filler.add(entry, row, tuple(a - b for a, b in zip(shared.offsets, offset, strict=True)), part)
     if covered != target.numel():
         raise IncompleteCheckpointError(
             f"tensor {entry.name!r}: the checkpoint holds {covered} of the {target.numel()} elements at "
             f"{list(box.offsets)}, sizes {list(box.sizes)}."
         )
+
+
+def _overlapping(entry: TensorEntry, box: Box) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield (row, offsets, sizes) of the slices that may share elements with a box."""
+    offsets, sizes = entry.slices.offsets, entry.slices.sizes
+    rows = range(len(offsets))
+    if len(offsets) > _FEW:
+        low = np.maximum(offsets, box.offsets)
+        high = np.minimum(offsets + sizes, box.stops)
+        found = np.flatnonzero((high > low).all(axis=1))
+        rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]
+    for row, offset, size in zip(rows, offsets.tolist(), sizes.tolist(), strict=True):
+        yield row, tuple(offset), tuple(size)
 
 
 def load_object(store: Store, entry: ObjectEntry) -> Any:
