@@ -12,7 +12,7 @@ from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats.param_order import Param, assign
 from ckptkit.formats.rank_files import Joined, is_tensor, join
 
-__all__ = ["OptimizerState", "group_objects", "plain_value", "read_optimizer", "state_name"]
+__all__ = ["OptimizerState", "group_objects", "is_state_dicts", "plain_value", "read_optimizer", "state_name"]
 
 PREFIX = "optimizer"
 
@@ -56,7 +56,7 @@ def read_optimizer(
         names: The parameter of each index, where it is known.
     """
     found = OptimizerState()
-    if not values or not all(_is_state_dict(value) for value in values):
+    if not is_state_dicts(values):
         found.notes.append(f"{what.format(rank=0)} holds no Optimizer.state_dict(); the optimizer was skipped.")
         return found
     names = _names(values, params) if names is None else names
@@ -96,6 +96,11 @@ def plain_value(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and plain_value(item) for key, item in value.items())
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def is_state_dicts(values: Sequence[Any]) -> bool:
+    """Tell whether every rank saved an `Optimizer.state_dict()`."""
+    return bool(values) and all(_is_state_dict(value) for value in values)
 
 
 def _is_state_dict(value: Any) -> bool:

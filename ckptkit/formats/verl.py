@@ -14,7 +14,8 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, Tenso
 from ckptkit.catalog.names import strip_infixes
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, StoredTensor
-from ckptkit.formats.optimizer_files import OptimizerState, read_optimizer
+from ckptkit.formats.flat_optimizer import read_flat_optimizer
+from ckptkit.formats.optimizer_files import OptimizerState, is_state_dicts, read_optimizer
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.param_order import Param
 from ckptkit.formats.rank_files import Joined, is_tensor, join, missing_ranks, read_archives
@@ -134,7 +135,11 @@ def _optimizer(store: Store, files: Sequence[str], world_size: int, params: Sequ
     if len(there) < world_size:
         gone = [name for name in names if name not in files]
         return OptimizerState(notes=[f"{len(there)} optimizer files were skipped: {', '.join(gone[:4])} is missing."])
-    return read_optimizer(read_archives(store, names), params, what=pattern)
+    values = read_archives(store, names)
+    found = read_optimizer(values, params, what=pattern)
+    if found.tensors or found.objects:
+        return found
+    return (read_flat_optimizer(values, params) if is_state_dicts(values) else None) or found
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:

@@ -195,6 +195,75 @@ def write_dcp(out: str, layout: str) -> dict[str, Any]:
     return {"model": whole(state), "moments": moments(model, optimizer)}
 
 
+def _gathered_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, Any]) -> dict[str, Any]:
+    """First moments of FSDP1 with use_orig_params, put together from what each rank holds of each parameter."""
+    mine = {
+        name.replace("_fsdp_wrapped_module.", ""): optimizer.state[p]["exp_avg"].flatten().tolist()
+        for name, p in model.named_parameters()
+        if p in optimizer.state
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    names = dict.fromkeys(name for part in ranks for name in part)
+    whole_ = {name: [x for part in ranks for x in part.get(name, [])] for name in names}
+    return {name: {"exp_avg": torch.tensor(x).reshape(shapes[name].shape)} for name, x in whole_.items()}
+
+
+def write_verl_fsdp1(out: str, use_orig_params: bool) -> dict[str, Any]:
+    """verl under FSDP1: ShardedTensors, and an optimizer whose state is each rank's part of flat parameters."""
+    import warnings
+
+    from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    warnings.simplefilter("ignore")
+    options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    model = net()
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = FSDP(layer, **options)
+    wrapped = FSDP(model, **options)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=False)
+    train(wrapped, optimizer)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        expected = whole(wrapped.state_dict())
+        if use_orig_params:
+            # Not full_optim_state_dict: with use_orig_params torch 2.13 gives exp_avg_sq under the name exp_avg.
+            full = _gathered_pieces(wrapped, optimizer, expected)
+        else:
+            full = FSDP.full_optim_state_dict(wrapped, optimizer, rank0_only=False)["state"]
+    with FSDP.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
+        torch.save(wrapped.state_dict(), f"{out}/model_world_size_{world}_rank_{rank}.pt")
+        torch.save(optimizer.state_dict(), f"{out}/optim_world_size_{world}_rank_{rank}.pt")
+    return {"model": expected, "moments": {name: state["exp_avg"].clone() for name, state in full.items()}}
+
+
+def write_accelerate(out: str, kind: str) -> dict[str, Any]:
+    """FULL files, or rank files, of two models as accelerate names them."""
+    result = {}
+    for index in range(2):
+        model = sharded("1d", tied=index == 1)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        train(model, optimizer)
+        rank = dist.get_rank()
+        if kind == "full":
+            from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+            options = StateDictOptions(full_state_dict=True)
+            state = get_model_state_dict(model, options=options)
+            optim = get_optimizer_state_dict(model, optimizer, options=options)
+            suffix = f"_{index}" if index else ""
+            if rank == 0:
+                torch.save(state, f"{out}/pytorch_model_fsdp{suffix}.bin")
+                torch.save(optim, f"{out}/optimizer{suffix}.bin")
+        else:
+            state = get_model_state_dict(model)
+            torch.save(state, f"{out}/pytorch_model_fsdp_{index}_rank{rank}.bin")
+            torch.save(get_optimizer_state_dict(model, optimizer), f"{out}/optimizer_{index}_rank{rank}.bin")
+        result[index] = {"model": whole(state), "moments": moments(model, optimizer)}
+    return result
+
+
 def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool) -> dict[str, Any]:
     """FSDP1 LOCAL_STATE_DICT as accelerate saves it, the optimizer's DCP beside it."""
     import warnings

@@ -139,3 +139,27 @@ def test_fsdp1_local_state_alone_is_refused_with_advice(ranks, tmp_path, use_ori
     ranks.run(rank_writers.write_fsdp1_local, 2, str(tmp_path), use_orig_params, False)
     with pytest.raises(UnsupportedFormatError, match="Give a layout"):
         open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_fsdp1_optimizer_state_is_cut_out_of_its_flat_parameters(ranks, tmp_path, use_orig_params, world):
+    expected = ranks.run(rank_writers.write_verl_fsdp1, world, str(tmp_path), use_orig_params)[0]
+    source = open_source(str(tmp_path))
+    assert _model(source) == state_dict_contents(expected["model"])
+    assert _moments(source) == state_dict_contents(expected["moments"])
+
+
+@pytest.mark.parametrize("kind", ["full", "ranks"])
+def test_every_model_of_an_accelerate_checkpoint_is_listed(ranks, tmp_path, kind):
+    expected = ranks.run(rank_writers.write_accelerate, 2, str(tmp_path), kind)[0]
+    source = open_source(str(tmp_path))
+    catalog = source.catalog
+    for index in range(2):
+        prefix = "model_1." if index else ""
+        mine = {
+            entry.fqn.removeprefix(prefix): entry
+            for entry in catalog.tensors.values()
+            if entry.role is Role.MODEL and entry.name.startswith("model_1.") == bool(index)
+        }
+        assert contents(source.store, mine) == state_dict_contents(expected[index]["model"])
