@@ -201,7 +201,7 @@ def _from_hub(base: str) -> BaseModel:
 
     # The base class of the hub's HTTP error is that of the HTTP library it came with (requests, httpx): its
     # failures to connect are no OSErrors.
-    unreachable = (OSError, ValueError, KeyError, HfHubHTTPError.__mro__[1])
+    unreachable: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, *HfHubHTTPError.__bases__)
     repo, _, revision = base.partition("@")
     try:
         folder = snapshot_download(repo, revision=revision or None, allow_patterns=list(_REPO_FILES))
