@@ -337,7 +337,7 @@ class SaveAttempt:
                 with contextlib.suppress(OSError):
                     self.root.write(f"{self.name}/{path}", data, overwrite=True)
         write_hint(self.root, self.name)
-        logger.info(
+        logger.debug(  # the manager has the line for people
             "saved %s/%s: %s in %.1f s",
             self.root.url,
             record.name,

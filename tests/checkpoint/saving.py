@@ -34,14 +34,20 @@ def save(
     fields: dict[str, Any] | None = None,
     nbytes: int = 3000,
     before: Callable[[Store], None] | None = None,
+    sync: bool = True,
     **options: Any,
 ) -> CommitRecord:
-    """Save what `content` says; `before` runs on every rank once the files are written."""
+    """Save what `content` says; `before` runs on every rank once the files are written.
+
+    With `sync=False` no rank makes its files durable: the commit has to.
+    """
     coordinator = coordinator or Coordinator()
     store = root if not isinstance(root, (str, Path)) else open_store(str(root))
     attempt = begin_save(store, step, coordinator=coordinator, **options)
     try:
-        files = write(attempt.store, f"shards/{coordinator.rank}.bin", content(step, coordinator.rank, nbytes))
+        files = write(
+            attempt.store, f"shards/{coordinator.rank}.bin", content(step, coordinator.rank, nbytes), sync=sync
+        )
         if before is not None:
             before(attempt.store)
     except BaseException as error:
@@ -50,7 +56,7 @@ def save(
         files,
         {"state_dict_type": "sharded", **(fields or {})},
         payload=len(files),
-        complete=lambda payloads: write(attempt.store, "index", repr(payloads).encode()),
+        complete=lambda payloads: write(attempt.store, "index", repr(payloads).encode(), sync=sync),
     )
 
 

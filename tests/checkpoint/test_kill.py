@@ -75,6 +75,7 @@ def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) ->
             assert steps and steps[-1] >= returned[-1], where
         save(root, 9)  # the next job goes on, and cleans up
         assert check(root)[-1] == 9 and leftovers(root) == [], where
+        assert len(os.listdir(root)) == len(check(root)) + 2, where  # and .ckptkit, latest
         if code == 0:
             return kills
     raise AssertionError("the scenario never ends")
