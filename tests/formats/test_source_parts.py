@@ -1,0 +1,212 @@
+"""The small rules behind the sources: which prefix is a module's, whose an index is, where a flat element lies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.formats.detect import identify, open_source
+from ckptkit.formats.fsdp1_local import parse_layout
+from ckptkit.formats.lightning import module_prefix
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.param_order import Param, assign
+from ckptkit.storage import open_store
+from tests.formats.tensors import contents
+
+# --- the attribute of a LightningModule
+
+
+@pytest.mark.parametrize(
+    ("names", "prefix"),
+    [
+        (["model.model.layers.0.w", "model.lm_head.weight"], "model."),
+        (["actor.net.model.norm.weight", "actor.net.lm_head.weight"], "actor.net."),
+        (["model.model.layers.0.w", "model.model.norm.weight"], "model."),
+        (["model.base_model.model.layers.0.w", "model.base_model.model.norm.weight"], "model."),
+        (["net.0.weight", "net.0.bias"], "net."),
+        (["encoder.weight", "decoder.weight"], ""),
+        (["weight", "bias"], ""),
+        ([], ""),
+    ],
+)
+def test_a_module_prefix_is_what_all_names_share_and_no_more(names, prefix):
+    assert module_prefix(names) == prefix
+
+
+def test_a_prefix_that_the_user_names_is_left_to_the_user(zoo):
+    url = str(zoo / "lightning_real_mp_w2" / "last.ckpt")
+    model = open_source(url, options=ReadOptions(strip_prefix="model.")).catalog.by_role(Role.MODEL)
+    assert "model.lm_head.weight" in model
+    assert "lm_head.weight" in open_source(url).catalog.by_role(Role.MODEL)
+
+
+# --- integer keys of optimizers
+
+PARAMS = [Param("a.weight", (4, 2)), Param("a.bias", (4,)), Param("b.weight", (4, 2)), Param("b.bias", (4,))]
+
+
+def test_one_group_is_in_module_order():
+    assert assign(PARAMS, [[(4, 2), (4,), (4, 2), (4,)]]) == [["a.weight", "a.bias", "b.weight", "b.bias"]]
+
+
+def test_groups_are_told_apart_by_shape():
+    assert assign(PARAMS, [[(4, 2), (4, 2)], [(4,), (4,)]]) == [["a.weight", "b.weight"], ["a.bias", "b.bias"]]
+
+
+def test_groups_of_equal_shapes_are_told_apart_by_weight_decay():
+    params = [Param("a.norm.weight", (4,)), Param("a.scale", (4,)), Param("a.bias", (4,))]
+    assert assign(params, [[(4,)], [(4,), (4,)]], [False, True]) == [["a.scale"], ["a.norm.weight", "a.bias"]]
+    assert assign(params, [[(4,)], [(4,), (4,)]]) is None
+
+
+def test_frozen_parameters_are_passed_over_where_only_one_way_is_left():
+    params = [Param("vision.w", (9, 9)), *PARAMS]
+    assert assign(params, [[(4, 2), (4,), (4, 2), (4,)]]) == [["a.weight", "a.bias", "b.weight", "b.bias"]]
+
+
+def test_more_than_one_way_is_no_proof():
+    assert assign(PARAMS, [[(4, 2), (4,)]]) is None
+
+
+def test_contents_decide_where_shapes_do_not():
+    def fits(group, index, fqn):
+        return fqn.startswith("b.")
+
+    assert assign(PARAMS, [[(4, 2), (4,)]], fits=fits) == [["b.weight", "b.bias"]]
+
+
+def test_adapters_alone_may_be_trained():
+    params = [
+        Param("a.base", (4, 4)),
+        Param("a.lora_A.weight", (4, 4)),
+        Param("b.base", (4, 4)),
+        Param("b.lora_A.weight", (4, 4)),
+    ]
+    assert assign(params, [[(4, 4), (4, 4)]]) == [["a.lora_A.weight", "b.lora_A.weight"]]
+
+
+def test_other_shapes_are_refused():
+    assert assign(PARAMS, [[(4, 2), (4,), (4, 3), (4,)]]) is None
+
+
+# --- layouts of flat parameters
+
+
+@pytest.fixture
+def local(zoo):
+    return zoo / "fsdp1_local_state_dict_nomesh_w2"
+
+
+def _layout(local) -> dict:
+    return json.loads((local / "flat_param_layout_NOT_ON_DISK_NORMALLY.json").read_text())
+
+
+def test_shapes_in_module_order_do_instead_of_a_layout(local, tmp_path):
+    shapes = {}
+    for unit, body in _layout(local).items():
+        prefix = unit.removesuffix("_flat_param")
+        shapes.update({prefix + fqn: shape for fqn, shape in zip(body["fqns"], body["shapes"], strict=True)})
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    source = open_source(str(local), options=ReadOptions(shapes=str(tmp_path / "shapes.json")))
+    expected = open_store(str(local))
+    from ckptkit.formats.safetensors import open_file
+
+    whole = open_file(expected, "EXPECTED.safetensors").by_role(Role.MODEL)
+    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents(expected, whole)
+
+
+def test_without_a_layout_the_advice_is_given(local):
+    with pytest.raises(UnsupportedFormatError, match="Give a layout"):
+        open_source(str(local))
+
+
+def test_a_layout_of_another_model_is_refused(local, tmp_path):
+    layout = _layout(local)
+    layout["_flat_param"]["shapes"][0] = [64, 32]
+    layout["_flat_param"].pop("numels")
+    (tmp_path / "layout.json").write_text(json.dumps(layout))
+    with pytest.raises(CorruptCheckpointError, match="another model"):
+        open_source(str(local), options=ReadOptions(layout=str(tmp_path / "layout.json")))
+
+
+@pytest.mark.parametrize("content", ["[]", '{"_flat_param": {"fqns": ["a"], "shapes": []}}', "{", '{"x": 1}'])
+def test_what_is_no_layout_is_a_usage_error(local, tmp_path, content):
+    (tmp_path / "layout.json").write_text(content)
+    with pytest.raises(UsageError, match=r"layout\.json"):
+        open_source(str(local), options=ReadOptions(layout=str(tmp_path / "layout.json")))
+
+
+def test_padding_between_parameters_is_skipped():
+    body = {"fqns": ["a", "b"], "shapes": [[5, 6], [5]], "numels": [30, 2, 5], "pad_mask": [False, True, False]}
+    layout = parse_layout({"block._flat_param": body}, "layout")
+    assert layout["block._flat_param"].params == (("block.a", (5, 6), 0), ("block.b", (5,), 32))
+
+
+def test_a_missing_rank_of_local_state_is_named(local, tmp_path):
+    shutil.copytree(local, tmp_path / "x")
+    (tmp_path / "x" / "pytorch_model_fsdp_rank1.bin").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"pytorch_model_fsdp_rank1\.bin"):
+        open_source(str(tmp_path / "x"))
+
+
+# --- systems that keep parts in directories
+
+
+def test_nemo_and_automodel_directories_are_read(tmp_path, zoo):
+    nemo = tmp_path / "name--step=10"
+    shutil.copytree(zoo / "hf_ref_llama_untied", nemo / "hf_weights")
+    source = open_source(str(nemo))
+    assert source.catalog.info.format == "nemo"
+    assert source.catalog.info.step == 10
+    assert "hf_weights/config.json" in source.catalog.info.side_files
+    auto = tmp_path / "epoch_0_step_5"
+    shutil.copytree(zoo / "hf_dcp_sharded_w2" / "ckpt", auto / "model")
+    shutil.copytree(zoo / "lightrft_naive_optim_w2" / "global_step6" / "optim_states", auto / "optim")
+    (auto / "model" / ".hf_metadata").mkdir()
+    (auto / "model" / ".hf_metadata" / "config.json").write_text('{"tie_word_embeddings": true}')
+    catalog = open_source(str(auto)).catalog
+    assert catalog.info.format == "automodel"
+    assert catalog.info.extra["config"] == {"tie_word_embeddings": True}
+    assert "optimizer.state.gain.exp_avg" in catalog.tensors
+    assert catalog.tensors["embed.weight"].slices[0].path.startswith("model/shard-")
+
+
+def test_errors_in_a_part_name_its_directory(tmp_path, zoo):
+    shutil.copytree(zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint", tmp_path / "x")
+    (tmp_path / "x" / "optimizer_0" / "__1_0.distcp").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"optimizer_0/: __1_0\.distcp"):
+        open_source(str(tmp_path / "x"))
+
+
+def test_megatron_of_another_backend_is_refused(tmp_path, zoo):
+    shutil.copytree(zoo / "megatron_torch_dist_emulated" / "iter_0000010", tmp_path / "iter_0000010")
+    (tmp_path / "iter_0000010" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(UnsupportedFormatError, match="zarr"):
+        open_source(str(tmp_path))
+
+
+def test_a_foreign_metadata_json_does_not_make_a_dcp_megatrons(tmp_path, zoo):
+    shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", tmp_path / "x")
+    (tmp_path / "x" / "metadata.json").write_text('{"author": "me"}')
+    assert identify(open_store(str(tmp_path / "x"))) == "dcp"
+
+
+def test_rank_files_of_no_known_system_are_joined(tmp_path, zoo):
+    actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
+    for rank in range(2):
+        shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / f"weights_rank{rank}.pt")
+    source = open_source(str(tmp_path))
+    assert source.catalog.info.format == "rank-files"
+    assert source.catalog.by_role(Role.MODEL)["model.embed_tokens.weight"].shape == (128, 32)
+
+
+def test_a_model_beside_steps_wins_over_none_of_them(tmp_path):
+    save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "checkpoint-1").mkdir()
+    assert open_source(str(tmp_path)).url == str(tmp_path)
