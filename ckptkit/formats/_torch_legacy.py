@@ -20,7 +20,7 @@ from ckptkit.formats._torch_records import (
     read_storage_type,
     stored,
 )
-from ckptkit.formats._torch_zip import TorchArchive
+from ckptkit.formats._torch_zip import TorchArchive, file_size
 from ckptkit.storage.store import Store
 
 __all__ = ["is_legacy", "is_tar", "read_legacy", "read_tar"]
@@ -50,7 +50,7 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Torc
         UnsafePickleError: Its pickle asks for a global that is not allowed.
         UnsupportedFormatError: Big-endian, or holds tensors that are not dense.
     """
-    nbytes = _size(store, path)
+    nbytes = file_size(store, path)
     window = 1 << 20
     while True:
         head = store.read(path, 0, min(window, nbytes))
@@ -61,13 +61,6 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Torc
             if len(head) >= min(nbytes, MAX_PICKLE_BYTES):
                 raise
             window *= 8
-
-
-def _size(store: Store, path: str) -> int:
-    info = store.info(path)
-    if info is None:
-        raise FileNotFoundError(f"{path} does not exist")
-    return info.size
 
 
 class _Legacy:
@@ -151,7 +144,7 @@ def read_tar(store: Store, path: str, *, unknown: Unknown = "refuse") -> TorchAr
 def _tar_members(store: Store, path: str) -> dict[str, tuple[int, int]]:
     """Name -> (start, nbytes) of the four members; anything else in the tar is refused."""
     found: dict[str, tuple[int, int]] = {}
-    nbytes, pos = _size(store, path), 0
+    nbytes, pos = file_size(store, path), 0
     while pos + _TAR_BLOCK <= nbytes:
         header = store.read(path, pos, pos + _TAR_BLOCK)
         if not header.strip(b"\0"):

@@ -26,7 +26,7 @@ from ckptkit.formats._torch_records import (
 )
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["LOCAL_HEADER", "Member", "TorchArchive", "parse_directory", "read_archive"]
+__all__ = ["LOCAL_HEADER", "Member", "TorchArchive", "file_size", "parse_directory", "read_archive"]
 
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # APPNOTE.TXT 4.3.7
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # 4.3.12
@@ -80,14 +80,18 @@ def read_archive(
         UnsupportedFormatError: Big-endian, or holds tensors that are not dense.
     """
     if nbytes is None:
-        info = store.info(path)
-        if info is None:
-            raise FileNotFoundError(f"{path} does not exist")
-        size = info.size
-        if info.kind == "symlink":  # of a hub cache: the store checks where it leads
-            size = _size_by_reading(store, path)
-        nbytes = size - start
+        nbytes = file_size(store, path) - start
     return _Reader(store, path, start, nbytes).archive(unknown)
+
+
+def file_size(store: Store, path: str) -> int:
+    """Return the bytes of a file, also behind a symlink of a hub cache: the store checks where it leads."""
+    info = store.info(path)
+    if info is None:
+        raise FileNotFoundError(f"{path} does not exist")
+    if info.kind not in ("file", "symlink"):
+        raise CorruptCheckpointError(f"{path}: it is no regular file.")
+    return _size_by_reading(store, path) if info.kind == "symlink" else info.size
 
 
 def _size_by_reading(store: Store, path: str) -> int:

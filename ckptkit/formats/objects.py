@@ -25,7 +25,7 @@ from ckptkit.formats._pickle_stubs import NDArray, Record, Stub, TorchDType, Unk
 from ckptkit.formats._restricted_pickle import Unknown, guarded, loads
 from ckptkit.formats._torch_legacy import is_legacy, is_tar, read_legacy, read_tar
 from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, Storage, StoredTensor
-from ckptkit.formats._torch_zip import read_archive
+from ckptkit.formats._torch_zip import file_size, read_archive
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
 __all__ = [
@@ -98,7 +98,7 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
         store = memory_store(entry.path, data)
         start, nbytes = entry.start, entry.nbytes or len(data) - entry.start
     else:
-        start, nbytes = entry.start, entry.nbytes or _file_size(store, entry)
+        start, nbytes = entry.start, entry.nbytes or file_size(store, entry.path) - entry.start
     if nbytes > _MAX_OBJECT_BYTES:
         raise CorruptCheckpointError(f"{label}: an object of {nbytes} bytes is larger than any checkpoint needs.")
     unknown: Unknown = "record" if allow_pickle else "refuse"
@@ -112,13 +112,6 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
     else:
         value = loads(store.read(entry.path, start, start + nbytes), file=label, unknown=unknown)
     return plain(value, file=label, read=lambda tensor: read_tensor(store, tensor))
-
-
-def _file_size(store: Store, entry: ObjectEntry) -> int:
-    info = store.info(entry.path)
-    if info is None:
-        raise FileNotFoundError(f"{entry.path} does not exist")
-    return info.size - entry.start
 
 
 def load_object_torch(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False) -> Any:

@@ -342,3 +342,40 @@ def test_a_part_that_torch_lost_in_a_safetensors_blob_is_missed(zoo: Path, tmp_p
     found = refusal(tmp_path / "c")
     assert isinstance(found, IncompleteCheckpointError)
     assert "experts" in str(found)
+
+
+def test_zstd_items_without_the_package_name_the_extra(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from ckptkit.errors import MissingExtraError
+
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    catalog = open_catalog(LocalStore(zoo / "dcp_zstd_w2/ckpt"))
+    with pytest.raises(MissingExtraError, match="zstd"):
+        _ = catalog.tensors["model.gain"].slices.starts
+
+
+def test_a_zstd_item_that_decodes_to_more_than_its_tensor_is_refused(zoo: Path, tmp_path: Path) -> None:
+    import zstandard
+
+    shutil.copytree(zoo / "dcp_zstd_w2/ckpt", tmp_path / "c")
+    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
+    file = tmp_path / "c" / "__0_0.distcp"
+    raw = file.read_bytes()
+    entry = open_catalog(LocalStore(tmp_path / "c")).tensors["model.embed.weight"]
+    codec = next(s.codec for s in entry.slices if s.path == file.name)
+    assert codec is not None
+    file.write_bytes(raw[: codec.start] + bomb + raw[codec.start :])
+    change(tmp_path / "c", lambda m: lengthen(m, codec.start, len(bomb)))
+    found = refusal(tmp_path / "c")
+    assert isinstance(found, CorruptCheckpointError)
+    assert "decodes to more" in str(found)
+
+
+def lengthen(m: Any, start: int, by: int) -> None:
+    for info in m.storage_data.values():
+        if info.relative_path == "__0_0.distcp":
+            if info.offset == start:
+                info.length = by
+            elif info.offset > start:
+                info.offset += by

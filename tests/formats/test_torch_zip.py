@@ -139,3 +139,64 @@ def test_a_truncated_archive_is_refused(saved: Path, keep: int) -> None:
     saved.write_bytes(saved.read_bytes()[:keep])
     with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
         read_archive(LocalStore(saved.parent), "x.pt")
+
+
+def test_an_archive_behind_a_symlink_of_a_hub_cache_is_read(saved: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models/blobs", tmp_path / "models/snapshots/abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    saved.rename(blobs / "1234")
+    (snapshot / "x.pt").symlink_to("../../blobs/1234")
+    assert read_archive(LocalStore(snapshot), "x.pt").value["w"].shape == (6,)
+
+
+def patched(raw: bytes, magic: bytes, offset: int, value: bytes) -> bytes:
+    """Overwrite a field of the first record with this magic number in the directory at the end."""
+    at = raw.index(magic, raw.index(b"PK\x01\x02")) + offset
+    return raw[:at] + value + raw[at + len(value) :]
+
+
+ZIP_FAULTS = {
+    "a directory of a billion members": (b"PK\x06\x06", 24, b"\xff" * 16),
+    "a directory of exabytes": (b"PK\x06\x06", 40, b"\xff" * 8),
+    "a directory beyond the end": (b"PK\x06\x06", 48, b"\xff\xff\xff\xff\xff\xff\xff\x7f"),
+    "an end record elsewhere": (b"PK\x06\x07", 8, b"\x00" * 8),
+    "two end records that differ": (b"PK\x05\x06", 8, b"\x01\x00\x01\x00"),
+    "a comment": (b"PK\x05\x06", 20, b"\x05\x00"),
+    "an encrypted member": (b"PK\x01\x02", 8, b"\x01\x00"),
+    "a member beyond the directory": (b"PK\x01\x02", 42, b"\xf0\xff\xff\x0f"),
+    "a member of gigabytes": (b"PK\x01\x02", 20, b"\xf0\xff\xff\x7f" * 2),
+    "a member compressed a thousandfold": (b"PK\x01\x02", 24, b"\xf0\xff\xff\x7f"),
+    "a member with a name of 64 kB": (b"PK\x01\x02", 28, b"\xff\xff"),
+    "a member on another disk": (b"PK\x01\x02", 34, b"\x01\x00"),
+    "a member that is a directory": (b"PK\x01\x02", 38, b"\x10\x00"),
+    "a pickle that is not the one checked": (b"PK\x01\x02", 16, b"\x00\x00\x00\x00"),
+}
+
+
+@pytest.mark.parametrize("fault", ZIP_FAULTS)
+def test_a_directory_that_lies_is_refused(saved: Path, fault: str) -> None:
+    saved.write_bytes(patched(saved.read_bytes(), *ZIP_FAULTS[fault]))
+    with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
+        read_archive(LocalStore(saved.parent), "x.pt")
+
+
+def test_the_directory_rewritten_unchanged_is_accepted(saved: Path) -> None:
+    raw = saved.read_bytes()
+    at = raw.index(b"PK\x01\x02")
+    saved.write_bytes(patched(raw, b"PK\x01\x02", 16, raw[at + 16 : at + 20]))
+    assert read_archive(LocalStore(saved.parent), "x.pt").value["w"].shape == (6,)
+
+
+def test_storages_that_overlap_are_refused(tmp_path: Path) -> None:
+    import torch
+
+    torch.save([torch.arange(6.0), torch.arange(6.0) + 6], tmp_path / "x.pt")
+    raw = (tmp_path / "x.pt").read_bytes()
+    entries = [i for i in range(len(raw)) if raw[i : i + 4] == b"PK\x01\x02"]
+    named = {raw[i + 46 : i + 46 + raw[i + 28]].decode(): i for i in entries}
+    first, second = named["x/data/0"], named["x/data/1"]
+    raw = raw[: second + 42] + raw[first + 42 : first + 46] + raw[second + 46 :]
+    (tmp_path / "x.pt").write_bytes(raw)
+    with pytest.raises(CorruptCheckpointError, match="overlaps"):
+        read_archive(LocalStore(tmp_path), "x.pt")
