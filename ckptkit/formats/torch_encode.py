@@ -19,8 +19,9 @@ from ckptkit.formats.torch_pickle import pickle_state_dict
 __all__ = ["TorchFile", "encode_torch_file"]
 
 _ROOT = b"archive/"
-_MAX32 = 0xFFFFFFFF
-_MAX16 = 0xFFFF
+_WIDE = 0xFFFFFFFF  # from here on a number stands in a ZIP64 field, and this in its place
+_MARK = 0xFFFFFFFF
+_MANY = 0xFFFF
 _DATE = 0x21  # 1980-01-01
 _PADDING_ID = 0x4246
 
@@ -80,32 +81,36 @@ def encode_torch_file(tensors: Sequence[HeaderTensor]) -> TorchFile:
 
 def _local(name: bytes, crc: int, nbytes: int, *, aligned_from: int | None = None) -> bytes:
     """A local header; with `aligned_from`, its own offset, it is padded so that the data behind it is aligned."""
-    wide = nbytes >= _MAX32
+    wide = nbytes >= _WIDE
     extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if wide else b""
     if aligned_from is not None:
         room = -(aligned_from + 30 + len(name) + len(extra) + 4) % ALIGNMENT
         extra += struct.pack("<HH", _PADDING_ID, room) + bytes(room)
-    size = min(nbytes, _MAX32)
+    size = _narrow(nbytes)
     version = 45 if wide else 20
     fields = (0x04034B50, version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra))
     return struct.pack("<IHHHHHIIIHH", *fields) + name + extra
 
 
 def _central(name: bytes, crc: int, nbytes: int, offset: int) -> bytes:
-    wide = [value for value in (nbytes, nbytes, offset) if value >= _MAX32]
+    wide = [value for value in (nbytes, nbytes, offset) if value >= _WIDE]
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    version, size = 45 if wide else 20, min(nbytes, _MAX32)
+    version, size = 45 if wide else 20, _narrow(nbytes)
     fields = (0x02014B50, version, version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra))
-    tail = struct.pack("<HHHII", 0, 0, 0, 0, min(offset, _MAX32))
+    tail = struct.pack("<HHHII", 0, 0, 0, 0, _narrow(offset))
     return struct.pack("<IHHHHHHIIIHH", *fields) + tail + name + extra
 
 
 def _end(entries: int, directory_size: int, directory_at: int) -> bytes:
     end = b""
-    if entries >= _MAX16 or directory_size >= _MAX32 or directory_at >= _MAX32:
+    if entries >= _MANY or directory_size >= _WIDE or directory_at >= _WIDE:
         fields = (0x06064B50, 44, 45, 45, 0, 0, entries, entries, directory_size, directory_at)
         end = struct.pack("<IQHHIIQQQQ", *fields)
         end += struct.pack("<IIQI", 0x07064B50, 0, directory_at + directory_size, 1)
-    count = min(entries, _MAX16)
-    size, at = min(directory_size, _MAX32), min(directory_at, _MAX32)
+    count = min(entries, _MANY)
+    size, at = _narrow(directory_size), _narrow(directory_at)
     return end + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, size, at, 0)
+
+
+def _narrow(value: int) -> int:
+    return _MARK if value >= _WIDE else value

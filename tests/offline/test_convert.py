@@ -1,0 +1,364 @@
+"""convert, end to end: every kind of source that the zoo holds, every target, and what is left after a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ckptkit.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    IntegrityError,
+    RankFailedError,
+    UnsafePathError,
+    UnsafePickleError,
+    UsageError,
+)
+from ckptkit.formats import torch_encode
+from ckptkit.formats.dcp_encode import STREAMED
+from ckptkit.offline.convert import convert
+
+ZOO = Path(__file__).parents[1] / "zoo"
+CASES = {case["name"]: case for case in json.loads((ZOO / "MANIFEST.json").read_text())}
+# What needs more than a source and a destination, or has an outcome of its own, is tested beside the export.
+ALONE = [
+    name
+    for name, case in CASES.items()
+    if case["outcome"] == "ok"
+    and (ZOO / name / "EXPECTED.safetensors").exists()
+    and not name.startswith(("torchtitan_llama3", "peft", "fsdp1_local"))
+    and name != "dcp_dtypes_w2"
+]
+UNEVEN = ZOO / "dcp_fsdp2_uneven_w4"
+
+
+def source_of(name: str) -> str:
+    return str(ZOO / name / CASES[name]["input"])
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
+    return found
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def raw(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
+
+
+def assert_expected(got: dict[str, torch.Tensor], name: str) -> None:
+    expected = load_file(ZOO / name / "EXPECTED.safetensors")
+    missing = {key for key in expected if key not in got}
+    assert missing <= {"lm_head.weight"}, missing
+    assert [key for key in expected if key not in missing and not same(got[key], expected[key])] == []
+    if missing:  # a tied head whose bytes are those of the embedding is written once
+        assert same(expected["lm_head.weight"], got["model.embed_tokens.weight"])
+
+
+# --- sources
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_every_source_of_the_zoo_becomes_hugging_face_bit_for_bit(name, tmp_path):
+    report = convert(source_of(name), str(tmp_path / "out"), verify=True)
+    assert_expected(tensors_in(tmp_path / "out"), name)
+    assert f"{report.tensors}/{report.tensors} tensors equal to the source" in report.proof()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("broken", "hostile"))])
+def test_a_bad_source_is_refused_and_nothing_is_left(name, tmp_path):
+    with pytest.raises((CorruptCheckpointError, UnsafePickleError, UnsafePathError)):
+        convert(source_of(name), str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- targets
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 7])
+def test_torch_itself_loads_what_dcp_gets(world_size, tmp_path):
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), to="dcp", world_size=world_size, verify=True)
+    expected = load_file(UNEVEN / "EXPECTED.safetensors")
+    state: dict[str, Any] = {"model": {key: torch.zeros_like(value) for key, value in expected.items()}}
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert all(same(state["model"][key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("rows", [5, STREAMED])  # a CRC before the payload, and one behind it
+def test_records_of_dcp_carry_the_crc_of_their_bytes(rows, tmp_path):
+    (tmp_path / "in").mkdir()
+    save_file({"w": torch.arange(rows * 2, dtype=torch.float32)}, tmp_path / "in" / "model.safetensors")
+    convert(str(tmp_path / "in"), str(tmp_path / "out"), to="dcp", world_size=2)
+    report = convert(str(tmp_path / "out"), str(tmp_path / "back"))
+    assert report.checked == 2
+
+
+def test_hugging_face_to_dcp_and_back_is_the_identity(tmp_path):
+    name = "hf_ref_qwen3moe"
+    convert(source_of(name), str(tmp_path / "dcp"), to="dcp", world_size=3)
+    convert(str(tmp_path / "dcp"), str(tmp_path / "back"))
+    before, after = tensors_in(Path(source_of(name))), tensors_in(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(same(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_loads_the_one_file_without_running_anything(mmap, tmp_path):
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch", verify=True)
+    state = torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap)
+    expected = load_file(UNEVEN / "EXPECTED.safetensors")
+    assert state.keys() == expected.keys()
+    assert all(same(state[key], expected[key]) for key in expected)
+    assert [item.name for item in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_the_one_file_is_a_sound_zip(tmp_path):
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch")
+    assert zipfile.ZipFile(tmp_path / "model.pt").testzip() is None
+
+
+def test_offsets_and_sizes_past_4_gib_use_zip64(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch_encode, "_WIDE", 200)  # every field that could overflow does
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    expected = load_file(UNEVEN / "EXPECTED.safetensors")
+    assert all(same(state[key], expected[key]) for key in expected)
+
+
+def test_every_dtype_goes_through_torch_save(tmp_path):
+    source = str(ZOO / "dcp_dtypes_w2" / CASES["dcp_dtypes_w2"]["input"])
+    convert(source, str(tmp_path / "model.pt"), to="torch", verify=True)
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    expected = load_file(ZOO / "dcp_dtypes_w2" / "EXPECTED.safetensors")
+    assert all(same(state[key], expected[key]) for key in expected)
+    assert state["c64"].dtype is torch.complex64
+
+
+def test_local_files_hold_what_each_rank_of_fsdp2_holds(tmp_path):
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), to="local", world_size=3)
+    expected = load_file(UNEVEN / "EXPECTED.safetensors")
+    for rank in range(3):
+        got = load_file(tmp_path / "out" / f"local_{rank:05d}.safetensors")
+        for key, value in expected.items():
+            chunks = torch.chunk(value, 3) if value.ndim else (value,) * 3
+            part = chunks[rank] if rank < len(chunks) else value[:0]
+            assert same(got[f"model.{key}"], part)
+
+
+# --- Hugging Face
+
+
+def test_a_small_limit_makes_shards_and_an_exact_index(tmp_path):
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), max_shard_size="3kB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    got = tensors_in(tmp_path / "out")
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in got.values())
+    assert index["metadata"]["total_parameters"] == sum(t.numel() for t in got.values())
+    for key, path in index["weight_map"].items():
+        with safe_open(tmp_path / "out" / path, "pt") as file:
+            assert key in file.keys()  # noqa: SIM118 - no mapping
+            assert file.metadata() == {"format": "pt"}
+    assert set(index["weight_map"]) == set(got)
+    assert len(set(index["weight_map"].values())) > 1
+
+
+def test_one_shard_has_no_index(tmp_path):
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+
+
+def test_modes_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_only_floats_are_cast_and_as_torch_casts(dtype, tmp_path):
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), dtype=dtype, verify=True)
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    got = tensors_in(tmp_path / "out")
+    for key, value in load_file(UNEVEN / "EXPECTED.safetensors").items():
+        assert same(got[key], value.to(wanted) if value.is_floating_point() else value)
+
+
+# --- what is published, and what not
+
+
+def test_a_place_that_is_taken_is_left_alone(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    with pytest.raises(CheckpointExistsError):
+        convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_file_that_is_taken_is_left_alone(tmp_path):
+    (tmp_path / "model.pt").write_text("mine")
+    with pytest.raises(CheckpointExistsError):
+        convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch")
+    assert (tmp_path / "model.pt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["out", "model.pt"])
+def test_overwrite_replaces_what_is_there(name, tmp_path):
+    to = "torch" if name.endswith(".pt") else "hf"
+    for _ in range(2):
+        convert(str(UNEVEN / "ckpt"), str(tmp_path / name), to=to, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_failed_overwrite_keeps_the_old(tmp_path):
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
+    with pytest.raises(IntegrityError):
+        convert(source_of("broken_bitflip_shard"), str(tmp_path / "out"), overwrite=True)
+    assert_expected(tensors_in(tmp_path / "out"), "dcp_fsdp2_uneven_w4")
+
+
+def test_a_dry_run_writes_nothing_and_names_every_tensor(tmp_path):
+    report = convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), dry_run=True)
+    assert list(tmp_path.iterdir()) == []
+    lines = report.plan_lines()
+    for key in load_file(UNEVEN / "EXPECTED.safetensors"):
+        assert any(f"-> {key} " in line for line in lines)
+    assert {t["name"] for t in report.to_json()["plan"]["tensors"]} == set(load_file(UNEVEN / "EXPECTED.safetensors"))
+
+
+def test_a_report_is_json(tmp_path):
+    report = convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
+    document = json.loads(json.dumps(report.to_json()))
+    assert document["files"]["model.safetensors"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    "options", [{"to": "onnx"}, {"max_memory": "1MB"}, {"world_size": 2}, {"to": "dcp", "merge_adapter": True}]
+)
+def test_options_that_make_no_sense_are_refused(options, tmp_path):
+    with pytest.raises(UsageError):
+        convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+BIG = """
+import sys
+from ckptkit import convert
+print("begun", flush=True)
+while True:
+    convert(sys.argv[1], sys.argv[2], overwrite=True, max_shard_size="2MB")
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_work_leaves_nothing_that_looks_finished_and_runs_again(kind, tmp_path):
+    (tmp_path / "in").mkdir()
+    tensors = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(40)}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    process = subprocess.Popen(
+        [sys.executable, "-c", BIG, str(tmp_path / "in"), str(tmp_path / "out")], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    time.sleep(0.35)
+    process.send_signal(kind)
+    process.wait(30)
+    process.stdout.close()
+    if (tmp_path / "out").exists():  # then it is a whole one
+        got = tensors_in(tmp_path / "out")
+        assert all(same(got[key], value) for key, value in tensors.items())
+    convert(str(tmp_path / "in"), str(tmp_path / "out"), overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+# --- without torch, and by several
+
+
+def test_a_conversion_without_a_cast_and_one_with_never_import_torch(tmp_path):
+    code = (
+        "import sys; from ckptkit import convert;"
+        "convert(sys.argv[1], sys.argv[2] + '/a', verify=True);"
+        "convert(sys.argv[1], sys.argv[2] + '/b', dtype='bf16');"
+        "convert(sys.argv[1], sys.argv[2] + '/c', to='dcp', world_size=3);"
+        "convert(sys.argv[1], sys.argv[2] + '/d.pt', to='torch');"
+        "heavy = {'torch', 'transformers', 'fsspec', 'safetensors', 'huggingface_hub'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(UNEVEN / "ckpt"), str(tmp_path)], check=True)
+
+
+def convert_on_a_rank(src: str, dst: str) -> int:
+    return convert(src, dst, max_shard_size="3kB", verify=True).verified or 0
+
+
+def test_ranks_share_the_files_out_and_publish_once(ranks, tmp_path):
+    verified = ranks.run(convert_on_a_rank, 3, str(UNEVEN / "ckpt"), str(tmp_path / "out"))
+    assert verified == [18] * 3
+    assert_expected(tensors_in(tmp_path / "out"), "dcp_fsdp2_uneven_w4")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def failure_on_a_rank(src: str, dst: str) -> str:
+    try:
+        convert(src, dst, max_shard_size="3kB")
+    except (RankFailedError, IntegrityError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_damage_that_one_rank_finds_stops_all(ranks, tmp_path):
+    errors = ranks.run(failure_on_a_rank, 2, source_of("broken_bitflip_shard"), str(tmp_path / "out"))
+    assert all("__1_0.distcp" in error for error in errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- object stores
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    pytest.importorskip("s3fs")
+    from tests.storage.servers import moto
+
+    with moto() as options:
+        import s3fs
+
+        s3fs.S3FileSystem(**options).mkdir("convert")
+        yield "s3://convert", options
+
+
+@pytest.mark.parametrize(("to", "back"), [("hf", "hf"), ("dcp", "hf"), ("torch", "hf")])
+def test_from_disk_to_s3_and_back_is_the_identity(to, back, bucket, tmp_path):
+    url, options = bucket
+    place = f"{url}/{to}.pt" if to == "torch" else f"{url}/{to}"
+    ranks = 2 if to == "dcp" else None
+    convert(str(UNEVEN / "ckpt"), place, to=to, world_size=ranks, verify=True, storage_options=options)
+    convert(place, str(tmp_path / "back"), to=back, storage_options=options)
+    assert_expected(tensors_in(tmp_path / "back"), "dcp_fsdp2_uneven_w4")
+
+
+def test_damage_leaves_nothing_on_s3(bucket):
+    url, options = bucket
+    with pytest.raises(IntegrityError):
+        convert(source_of("broken_bitflip_shard"), f"{url}/bad", storage_options=options)
+    import s3fs
+
+    assert not s3fs.S3FileSystem(**options, use_listings_cache=False).exists("convert/bad")
