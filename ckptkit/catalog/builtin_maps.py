@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.catalog.invert import inverse_rules
 from ckptkit.catalog.names import Mapped, NameMap
 from ckptkit.catalog.patterns import NamePattern
 from ckptkit.catalog.rules import Drop, Rename, RopePermute, Rule, Split, Unstack, written_templates
@@ -84,12 +85,11 @@ _PEFT: tuple[Rule, ...] = (
     ),
     Rename(NamePattern(regex=r"base_model\.model\.((?!.*\.lora_).+)"), "{1}"),
 )
-# torchtitan's names (its state_dict_adapter modules). The fused attention module came later: both are read,
-# and the way back writes the later one.
-_TITAN_DENSE: tuple[tuple[str, str], ...] = (
+# torchtitan's names (its state_dict_adapter modules): those of today, written on the way back, and older ones.
+_TITAN_DENSE = _rename(
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("norm.weight", "model.norm.weight"),
-    ("output.weight", "lm_head.weight"),
+    ("lm_head.weight", "lm_head.weight"),
     ("layers.{n:d}.attention.wo.weight", "model.layers.{n}.self_attn.o_proj.weight"),
     ("layers.{n:d}.attention_norm.weight", "model.layers.{n}.input_layernorm.weight"),
     ("layers.{n:d}.ffn_norm.weight", "model.layers.{n}.post_attention_layernorm.weight"),
@@ -97,34 +97,46 @@ _TITAN_DENSE: tuple[tuple[str, str], ...] = (
     ("layers.{n:d}.feed_forward.w2.weight", "model.layers.{n}.mlp.down_proj.weight"),
     ("layers.{n:d}.feed_forward.w3.weight", "model.layers.{n}.mlp.up_proj.weight"),
     *(
-        (f"layers.{{n:d}}.attention.{module}w{x}.weight", f"model.layers.{{n}}.self_attn.{x}_proj.weight")
+        (f"layers.{{n:d}}.attention.qkv_linear.w{x}.weight", f"model.layers.{{n}}.self_attn.{x}_proj.weight")
         for x in "qkv"
-        for module in ("", "qkv_linear.")
     ),
 )
-_TITAN_LLAMA3: tuple[Rule, ...] = (
-    *_rename(*_TITAN_DENSE, ("lm_head.weight", "lm_head.weight")),
+_TITAN_OLD = _rename(
+    ("output.weight", "lm_head.weight"),
+    *((f"layers.{{n:d}}.attention.w{x}.weight", f"model.layers.{{n}}.self_attn.{x}_proj.weight") for x in "qkv"),
+)
+_TITAN_ROPE = (
     RopePermute(_p("model.layers.{n:d}.self_attn.q_proj.weight"), "num_attention_heads"),
     RopePermute(_p("model.layers.{n:d}.self_attn.k_proj.weight"), "num_key_value_heads"),
-    Drop(_p("freqs_cis"), "rotary frequencies are recomputed"),
 )
-_TITAN_QWEN3: tuple[Rule, ...] = (
+_TITAN_QWEN3 = (
+    *_TITAN_DENSE,
     *_rename(
-        *_TITAN_DENSE,
-        ("lm_head.weight", "lm_head.weight"),
         ("layers.{n:d}.attention.q_norm.weight", "model.layers.{n}.self_attn.q_norm.weight"),
         ("layers.{n:d}.attention.k_norm.weight", "model.layers.{n}.self_attn.k_norm.weight"),
         ("layers.{n:d}.moe.router.gate.weight", "model.layers.{n}.mlp.gate.weight"),
     ),
-    *(
-        Unstack(_p(f"layers.{{n:d}}.moe.experts.{w}{dims}"), f"model.layers.{{n}}.mlp.experts.{{i}}.{to}_proj.weight")
-        for w, to, named in (("w1", "gate", "_EFD"), ("w2", "down", "_EDF"), ("w3", "up", "_EFD"))
-        for dims in ("", named)
-    ),
+)
+_TITAN_EXPERTS = tuple(
+    Unstack(_p(f"layers.{{n:d}}.moe.experts.{w}"), f"model.layers.{{n}}.mlp.experts.{{i}}.{to}_proj.weight")
+    for w, to in (("w1_EFD", "gate"), ("w2_EDF", "down"), ("w3_EFD", "up"))
+)
+_TITAN_OLD_EXPERTS = tuple(
+    Unstack(_p(f"layers.{{n:d}}.moe.experts.{w}"), f"model.layers.{{n}}.mlp.experts.{{i}}.{to}_proj.weight")
+    for w, to in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+)
+_TITAN_DROPS = (
     Drop(_p("{p:*}moe.expert_bias{rest:*}"), "load balancing state that qwen3 has no place for"),
     Drop(_p("{p:*}moe.tokens_per_expert{rest:*}"), "a counter of the training run"),
     Drop(_p("rope_cache"), "rotary frequencies are recomputed"),
+    Drop(_p("freqs_cis"), "rotary frequencies are recomputed"),
 )
+
+
+def _torchtitan_map(name: str, note: str, lasting: tuple[Rule, ...], old: tuple[Rule, ...]) -> NameMap:
+    """The old names come first, so that what the lasting rules do to HF's names reaches them too."""
+    return NameMap(name, (*old, *lasting, *_TITAN_DROPS), "refuse", note, inverse_rules(name, lasting))
+
 
 BUILTIN_MAPS: dict[str, NameMap] = {
     m.name: m
@@ -152,8 +164,18 @@ BUILTIN_MAPS: dict[str, NameMap] = {
         NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and its kin)"),
         NameMap("vlm-qwen2", _QWEN2_VL, note="model.language_model.* to model.*, model.visual.* to visual.*"),
         NameMap("peft", _PEFT, note="PEFT's names: adapters as in an adapter file, base weights without the wrapper"),
-        NameMap("torchtitan-llama3", _TITAN_LLAMA3, "refuse", "torchtitan llama3, with the rope permutation"),
-        NameMap("torchtitan-qwen3", _TITAN_QWEN3, "refuse", "torchtitan qwen3, dense and MoE"),
+        _torchtitan_map(
+            "torchtitan-llama3",
+            "torchtitan llama3, with the rope permutation",
+            (*_TITAN_DENSE, *_TITAN_ROPE),
+            _TITAN_OLD,
+        ),
+        _torchtitan_map(
+            "torchtitan-qwen3",
+            "torchtitan qwen3, dense and MoE",
+            (*_TITAN_QWEN3, *_TITAN_EXPERTS),
+            (*_TITAN_OLD, *_TITAN_OLD_EXPERTS),
+        ),
     )
 }
 _GATED_TYPES = (

@@ -48,12 +48,15 @@ class NameMap:
         rules: See `ckptkit.catalog.rules`.
         rest: What happens to tensors no rule has matched: "keep" their name, "drop", or "refuse".
         note: What it is for, in a sentence.
+        back: The rules of the way back, where they are not these rules turned round: a map that reads old
+            names and new ones writes the new ones.
     """
 
     name: str
     rules: tuple[Rule, ...] = ()
     rest: Literal["keep", "drop", "refuse"] = "keep"
     note: str = ""
+    back: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         for number, rule in enumerate(self.rules, start=1):
@@ -90,7 +93,8 @@ class NameMap:
 
     def inverse(self) -> NameMap:
         """Return the map that undoes this one. Raises UsageError where a rule can't be turned round."""
-        return NameMap(f"inverse of {self.name}", inverse_rules(self.name, self.rules), self.rest)
+        rules = self.back or inverse_rules(self.name, self.rules)
+        return NameMap(f"inverse of {self.name}", rules, self.rest)
 
     def then(self, other: NameMap) -> NameMap:
         """Return the map that does this one and then `other`, whose `rest` counts for what remains."""

@@ -114,9 +114,10 @@ def export_tensors(
     """Return the tensors that another target than `hf` gets: (by name, left out with the reason, notes).
 
     Roles, prefixes, globs, the key map that was asked for and casts apply; nothing is chosen, dropped as
-    tied or compared.
+    tied or compared. Without `config`, rules read what the checkpoint records of its own.
     """
-    draft = _draft(catalog, BaseModel("", config), options)
+    own = catalog.info.extra.get("config")
+    draft = _draft(catalog, BaseModel("", config or (own if isinstance(own, Mapping) else None)), options)
     if options.key_map is not None:
         _map_names(draft)
     return {n: _cast(t, options.dtype) for n, t in draft.targets.items()}, draft.dropped, tuple(draft.notes)

@@ -132,6 +132,20 @@ def test_stacked_experts_of_an_unknown_model_are_kept_in_doubt() -> None:
     assert "--key-map hf5-experts" in chosen.doubt
 
 
+def test_torchtitans_older_names_are_read_as_well(zoo: Path) -> None:
+    case = zoo / "torchtitan_llama3_names_w2"
+    native, hub = load_file(case / "EXPECTED.safetensors"), load_file(case / "EXPECTED_hf/model.safetensors")
+    config = json.loads((case / "EXPECTED_hf/config.json").read_text())
+    older = {n.replace("qkv_linear.", "").replace("lm_head", "output"): a for n, a in native.items()}
+    mapped = builtin_map("torchtitan-llama3").apply(targets_of(older), config=config)
+    assert_same(dict(mapped.targets), older, hub)
+
+
+@pytest.mark.parametrize("name", [name for name in BUILTIN_MAPS if name != "peft"])
+def test_every_map_of_layouts_has_a_way_back(name: str) -> None:
+    builtin_map(f"inverse:{name}")
+
+
 def test_torchtitan_leftovers_are_refused() -> None:
     native = {"norm.weight": np.zeros(2), "layers.0.attention.surprise": np.zeros(2)}
     with pytest.raises(CheckpointMismatchError, match=r"no rule matches 'layers\.0\.attention\.surprise' \[2\]"):

@@ -24,7 +24,7 @@ from ckptkit.errors import (
 from ckptkit.formats import dcp, safetensors
 from ckptkit.offline.hf_base import BaseModel, WantedTensor, open_base
 from ckptkit.offline.hf_check import check_export
-from ckptkit.offline.hf_export import ExportOptions, HFExport, plan_export
+from ckptkit.offline.hf_export import ExportOptions, HFExport, export_tensors, plan_export
 from ckptkit.offline.model_card import CardFacts, model_card
 from ckptkit.storage.store import open_store
 from tests.offline.exports import bits_of, carried_out, same_bits, small_files
@@ -63,6 +63,18 @@ def test_torchtitan_becomes_the_hf_model_bit_for_bit(zoo: Path) -> None:
     export = plan_export(store, catalog, base=open_base(str(case / "EXPECTED_hf")))
     same_bits(carried_out(store, catalog, export), bits_of(case / "EXPECTED_hf" / "model.safetensors"))
     assert export.key_map == "torchtitan-llama3"
+
+
+def test_a_hub_model_becomes_torchtitans_bit_for_bit(zoo: Path) -> None:
+    from tests.catalog.materialize import materialize
+
+    case = zoo / "torchtitan_llama3_names_w2"
+    catalog = safetensors.open_catalog(open_store(str(case / "EXPECTED_hf")))
+    options = ExportOptions(key_map=builtin_map("inverse:torchtitan-llama3"))
+    made, dropped, _ = export_tensors(catalog, options=options)
+    sources = bits_of(case / "EXPECTED_hf" / "model.safetensors")
+    same_bits({n: materialize(t, sources) for n, t in made.items()}, bits_of(case / "EXPECTED.safetensors"))
+    assert dropped == {}
 
 
 def test_stacked_experts_become_what_the_base_has_bit_for_bit(zoo: Path) -> None:
