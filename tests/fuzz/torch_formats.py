@@ -130,6 +130,7 @@ def archives_of_items(rng: random.Random, folder: Path) -> None:
         return
     from ckptkit.formats._torch_zip import Layout, parse_directory
     from ckptkit.formats.dcp_frames import Frame
+    from ckptkit.formats.dcp_items import ItemParser
 
     members, directory = parse_directory(item[-1024:], len(item), file="f")
     frame = Frame.of(item[:1024], item[-1024:], Layout(members, directory, "f").members, directory, len(item))
