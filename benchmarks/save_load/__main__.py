@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +34,32 @@ def main() -> int:
     options = parser.parse_args()
     rows = []
     for where in options.where:
+        dd = dd_seconds(where, options.gigabytes, options.repeat)
+        print(f"\n{where}  dd with fsync, {options.gigabytes} GiB: {dd:.3f} s")
         for ranks in options.ranks:
             for kind in options.kinds:
                 root = f"{where}/ckptkit-benchmark"
                 arguments = (kind, options.gigabytes, options.tensors, root, not options.no_sync, options.repeat)
                 found = run_ranks(rank_main, ranks, *arguments, timeout=1800)[0]
-                rows.append({"where": where, "ranks": ranks, "kind": kind, "best": found})
+                rows.append({"where": where, "ranks": ranks, "kind": kind, "dd": dd, "best": found})
                 show(rows[-1])
                 shutil.rmtree(root, ignore_errors=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     return 0
+
+
+def dd_seconds(where: str, gigabytes: float, repeat: int) -> float:
+    """Seconds that `dd` takes to write as many bytes and fsync them: the floor of a save."""
+    path = Path(where) / "ckptkit-benchmark.dd"
+    best = float("inf")
+    for _ in range(repeat):
+        command = ["dd", "if=/dev/zero", f"of={path}", "bs=4M", f"count={int(gigabytes * 256)}", "conv=fsync"]
+        before = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        best = min(best, time.perf_counter() - before)
+        path.unlink()
+    return best
 
 
 def show(row: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -148,14 +148,21 @@ class Filler:
         """
         started = time.perf_counter()
         small: list[tuple[_Fill, int]] = []
+        aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         jobs: list[tuple[int, Callable[[], int]]] = []
         for fill in self._fills:
-            at = _direct_start(fill)
+            at = _start_in_file(fill)
+            direct = (
+                fill.dtype is fill.target.dtype and fill.target.is_contiguous() and fill.target.device.type == "cpu"
+            )
             full = self.verify is Verify.FULL and not fill.whole and fill.digest is not None
-            if at is None or full or fill.target.device.type != "cpu":
-                jobs.append((fill.needed, lambda fill=fill, full=full: self._through_buffer(fill, full)))  # type: ignore[misc]
-            elif fill.needed < _SMALL:
+            if at is not None and not full and fill.needed < _SMALL:
+                if not direct:  # a cast, a device, a stride: joined with the others all the same
+                    aside.append((fill.target, torch.empty(fill.sizes, dtype=fill.dtype)))
+                    fill = replace(fill, target=aside[-1][1])  # noqa: PLW2901
                 small.append((fill, at))
+            elif at is None or full or not direct:
+                jobs.append((fill.needed, lambda fill=fill, full=full: self._through_buffer(fill, full)))  # type: ignore[misc]
             else:
                 jobs.append((fill.needed, lambda fill=fill, at=at: self._direct(fill, at)))  # type: ignore[misc]
         for batch in _batches(small):
@@ -163,6 +170,8 @@ class Filler:
         self._fills = []
         jobs.sort(key=lambda job: -job[0])
         self.nbytes += sum(self._all([call for _, call in jobs]))
+        for target, read in aside:
+            _copy(target, read)
         return time.perf_counter() - started
 
     def _all(self, calls: Sequence[Callable[[], int]]) -> list[int]:
@@ -300,11 +309,9 @@ class Filler:
         return buffer.numel()
 
 
-def _direct_start(fill: _Fill) -> int | None:
-    """Where in the file the region starts, if its bytes can be read as they are into the target's memory."""
-    if fill.codec is not None or fill.strides is not None or fill.dtype is not fill.target.dtype:
-        return None
-    if not fill.target.is_contiguous():
+def _start_in_file(fill: _Fill) -> int | None:
+    """Where in the file the region starts, if its bytes lie there row-major and without a gap."""
+    if fill.codec is not None or fill.strides is not None:
         return None
     if fill.whole:
         return fill.start

@@ -25,6 +25,7 @@ tensor was placed: LOCAL checkpoints are resharded by it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -324,11 +325,14 @@ class _Entries(Mapping[str, TensorEntry]):
             ranks=slices.ranks[rows],
             algorithm=None if digests is None else DIGEST,
             digests=None if digests is None else digests[rows],
-            strides={row - start: slices.strides[row] for row in self._strided if start <= row < stop},
+            strides={row - start: slices.strides[row] for row in self._strided_rows(start, stop)},
         )
         return TensorEntry(
             name, tensors.dtypes[i], shape, array, tensors.roles[i], tensors.fqns[i], tensors.states[i], tensors.keys[i]
         )
+
+    def _strided_rows(self, start: int, stop: int) -> list[int]:
+        return self._strided[bisect.bisect_left(self._strided, start) : bisect.bisect_left(self._strided, stop)]
 
 
 class _Placements(Mapping[str, "list[Any]"]):
