@@ -91,8 +91,8 @@ class _Format:
     path: str = ""
 
     def open(self, store: Store, options: ReadOptions) -> Catalog:
-        if self.path:
-            return _open_torch_file(store, self.path, options)
+        if self.reader == "torch_save":
+            return _open_torch(store, self.path or None, options)
         catalog: Catalog = _reader(self.reader).open_catalog(store, options=options)
         return catalog
 
@@ -115,6 +115,13 @@ _FORMATS: tuple[_Format, ...] = (
         "deepspeed_universal",
     ),
     _Format("deepspeed", lambda p: p.any_file(_DEEPSPEED), "deepspeed"),
+    _Format(
+        "deepspeed",
+        lambda p: (
+            _reader("deepspeed_trainer").is_trainer_directory(p.files, p.directories) and not p.any_file(_SAFETENSORS)
+        ),
+        "deepspeed_trainer",
+    ),
     _Format("verl", lambda p: p.any_file(r"model_world_size_\d+_rank_\d+\.pt"), "verl"),
     _Format("megatron", lambda p: _reader("megatron").is_megatron(p.store, p.files), "megatron"),
     _Format("lightning", lambda p: "meta.pt" in p.files and ".metadata" in p.files, "lightning"),
@@ -218,11 +225,11 @@ def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Sourc
             return Source(store, form.open(store, options), parent, f"{name} is a part of the checkpoint in {parent}.")
     if name.endswith(".safetensors"):
         return Source(store, _reader("safetensors").open_file(store, name), url)
-    return Source(store, _open_torch_file(store, name, options), url)
+    return Source(store, _open_torch(store, name, options), url)
 
 
-def _open_torch_file(store: Store, name: str, options: ReadOptions) -> Catalog:
-    """Open one file. Names of a LightningModule in it lose the module's attribute, as in a sharded checkpoint."""
+def _open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
+    """Open one file, or what lies at the root. Names of a LightningModule lose its attribute, as in a sharded one."""
     catalog: Catalog = _reader("torch_save").open_catalog(store, path=name, options=options)
     if not catalog.info.producer.startswith("lightning") or options.strip_prefix is not None:
         return catalog

@@ -124,3 +124,14 @@ def test_tensor_and_pipeline_parallel_checkpoints_are_refused_with_advice(tmp_pa
     (folder / extra).write_bytes(b"PK")
     with pytest.raises(UnsupportedFormatError, match="ds_to_universal"):
         open_source(str(folder))
+
+
+def test_a_trainers_checkpoint_carries_the_config_beside_the_tag(tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(FIXTURES / "zero1_frozen_w2" / "ckpt", folder)
+    (folder / "config.json").write_text('{"tie_word_embeddings": false}')
+    (folder / "trainer_state.json").write_text('{"global_step": 2}')
+    source = open_source(str(tmp_path))
+    assert source.url.endswith("checkpoint-2")
+    assert source.catalog.info.side_files == ("config.json",)
+    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == _expected("zero1_frozen_w2")
