@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from ckptkit.fsdp.gradients import clip_grad_norm, inspect_gradients, scale_grad
 __all__ = ["MasterWeightOptimizer"]
 
 MASTER = "master"
+# Each element of a parameter is stepped by itself, so a shard can be stepped without knowing of the whole. Exact types:
+# a subclass may do more.
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
 
 
 class MasterWeightOptimizer(Optimizer):
@@ -104,7 +111,7 @@ class MasterWeightOptimizer(Optimizer):
         """Step without looking at the gradients: `factor` times them, masters, rounding. No collective runs here."""
         with _Lent(self, factor) as lent:
             self.base.step()
-        _foreach_copy(lent.parameters, lent.masters)
+        lent.round()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model's parameters."""
@@ -195,14 +202,26 @@ class MasterWeightOptimizer(Optimizer):
         return pairs
 
 
+@dataclass(slots=True)
+class _Loan:
+    """One parameter while `base` steps it: what the base sees as the parameter and as its state."""
+
+    parameter: torch.Tensor
+    master: torch.Tensor | None
+    stepped: torch.Tensor
+    seen: dict[str, Any]
+
+
 class _Lent:
-    """While open, `base` holds the masters and their state; closed, everything is back in the wrapper."""
+    """While open, `base` holds the masters and their state; closed, everything is back in the wrapper.
+
+    An elementwise base gets the local tensors instead of DTensors: it computes the same, without a dispatch for each.
+    """
 
     def __init__(self, optimizer: MasterWeightOptimizer, factor: float) -> None:
         self.optimizer, self.factor = optimizer, factor
-        self.parameters: list[torch.Tensor] = []
-        self.masters: list[torch.Tensor] = []
-        self.gradients: list[torch.Tensor] = []
+        self.is_local = type(optimizer.base) in _ELEMENTWISE
+        self.loans: list[_Loan] = []
 
     def __enter__(self) -> _Lent:
         base = self.optimizer.base
@@ -212,19 +231,25 @@ class _Lent:
             for group in self.optimizer.param_groups:
                 stepped = [self._lend(parameter) for parameter in group["params"]]
                 base.param_groups.append({**group, "params": stepped})
-            self._widen_gradients()
+            self._lend_gradients()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = None
-            self.optimizer.state[parameter][MASTER] = master
+        for loan in self.loans:
+            if loan.stepped is not loan.parameter:
+                loan.stepped.grad = None
+            self._take_back(loan)
         for group, lent in zip(self.optimizer.param_groups, self.optimizer.base.param_groups, strict=False):
             # what the base writes into its group (a step count, say) belongs to ours
             group.update({key: value for key, value in lent.items() if key != "params"})
+
+    def round(self) -> None:
+        """Copy the masters into their parameters, in one kernel."""
+        held = [loan for loan in self.loans if loan.master is not None]
+        _foreach_copy([loan.parameter for loan in held], [loan.master for loan in held])
 
     def _lend(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.optimizer.state[parameter]
@@ -233,31 +258,48 @@ class _Lent:
         if master is None and _needs_master(parameter):  # the state was cleared: start again from the parameter
             master = parameter.detach().to(torch.float32)
         stepped: torch.Tensor = parameter if master is None else master
-        self.optimizer.base.state[stepped] = state
-        if master is not None:
-            self.parameters.append(parameter)
-            self.masters.append(master)
+        seen = state
+        if self.is_local:
+            stepped = _local(stepped)
+            seen = {key: _local(value) for key, value in state.items()}
+        self.optimizer.base.state[stepped] = seen
+        self.loans.append(_Loan(parameter, master, stepped, seen))
         return stepped
 
-    def _widen_gradients(self) -> None:
+    def _take_back(self, loan: _Loan) -> None:
+        state = self.optimizer.state[loan.parameter]
+        if loan.seen is not state:
+            for key, value in loan.seen.items():
+                if key not in state or _local(state[key]) is not value:  # the base made it, or put another in its place
+                    state[key] = _placed(value, loan)
+        if loan.master is not None:
+            state[MASTER] = loan.master
+
+    def _lend_gradients(self) -> None:
         """Give each master its gradient in fp32: one buffer, one kernel for all."""
-        have = [
-            (parameter, master)
-            for parameter, master in zip(self.parameters, self.masters, strict=True)
-            if parameter.grad is not None
-        ]
+        have = [loan for loan in self.loans if loan.parameter.grad is not None]
+        for loan in have:
+            if loan.master is None and loan.stepped is not loan.parameter:
+                loan.stepped.grad = _local(loan.parameter.grad)
+        have = [loan for loan in have if loan.master is not None]
         if not have:
             return
-        narrow = [_local(parameter.grad) for parameter, _ in have]
+        narrow = [_local(loan.parameter.grad) for loan in have]
         flat = torch.empty(sum(local.numel() for local in narrow), dtype=torch.float32, device=narrow[0].device)
-        wide = [
-            part.view(local.shape) for part, local in zip(flat.split([n.numel() for n in narrow]), narrow, strict=True)
-        ]
+        parts = torch.split(flat, [local.numel() for local in narrow])
+        wide = [part.view(local.shape) for part, local in zip(parts, narrow, strict=True)]
         torch._foreach_copy_(wide, narrow)
         if self.factor != 1.0:
             flat.mul_(self.factor)
-        for (parameter, master), local in zip(have, wide, strict=True):
-            master.grad = _like(local, parameter.grad)
+        for loan, local in zip(have, wide, strict=True):
+            loan.stepped.grad = local if self.is_local else _like(local, loan.parameter.grad)
+
+
+def _placed(value: Any, loan: _Loan) -> Any:
+    """Return a state that the base made for a local tensor as what it is of the whole: placed like the parameter."""
+    if isinstance(value, torch.Tensor) and value.shape == loan.stepped.shape:
+        return _like(value, loan.parameter)
+    return value
 
 
 def _needs_master(parameter: torch.Tensor) -> bool:
@@ -277,7 +319,7 @@ def _like(local: torch.Tensor, tensor: Any) -> torch.Tensor:
     )
 
 
-def _foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def _foreach_copy(targets: Sequence[Any], sources: Sequence[Any]) -> None:
     if targets:
         torch._foreach_copy_([_local(target) for target in targets], [_local(source) for source in sources])
 

@@ -17,6 +17,12 @@ from ckptkit.fsdp.strategy import is_mp_optimizer
 from tests.fsdp import models
 
 MASTER = {"precision": "master", "mixed_precision": "bf16"}
+
+
+class OwnSGD(torch.optim.SGD):
+    """A subclass: ckptkit can't know what it does, so it gets DTensors."""
+
+
 BASES = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
     "AdamW-foreach": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=True),
@@ -25,6 +31,7 @@ BASES = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-1),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-1, momentum=0.9),
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3),
+    "own": lambda groups: OwnSGD(groups, lr=1e-1, momentum=0.9),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
 }
 
@@ -95,14 +102,40 @@ def _sharded(base, config):
         for key, value in state.items():
             if value.ndim:
                 assert value.dtype == torch.float32, key
+                assert value.placements == parameter.placements, key
+                assert value.shape == parameter.shape, key
     return [state.full_tensor() for state in (s["master"] for s in optimizer.state.values())]
 
 
-@pytest.mark.parametrize("base", ["AdamW", "AdamW-fused", "momentum"])
+@pytest.mark.parametrize("base", ["AdamW", "AdamW-fused", "momentum", "own", "Adagrad"])
 @pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
 def test_masters_are_sharded_like_their_parameter_and_round_to_it(ranks, base, config):
     results = ranks.run(_sharded, 4, base, config)
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[3], strict=True))
+
+
+def _local_or_dtensor():
+    """Momentum SGD on local tensors and on DTensors."""
+    states = []
+    for base in ("momentum", "own"):
+        _, optimizer = trained(base)
+        states.append([{k: v.full_tensor() for k, v in s.items()} for s in optimizer.state.values()])
+    return states
+
+
+def trained(base):
+    strategy = FSDPStrategy(FSDPConfig.from_dict(MASTER), max_norm=1.0)
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model, factory=BASES[base])
+    models.train_sharded(model, strategy, optimizer, range(3))
+    return model, optimizer
+
+
+def test_local_tensors_and_dtensors_step_alike(ranks):
+    local, dtensor = ranks.run(_local_or_dtensor, 2)[0]
+    for a, b in zip(local, dtensor, strict=True):
+        assert a.keys() == b.keys() == {"master", "momentum_buffer"}
+        assert all(torch.equal(a[key], b[key]) for key in a)
 
 
 def _single(base):
