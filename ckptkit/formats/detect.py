@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UnsafePathError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UnsafePathError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.steps import ordered, parse_step
 from ckptkit.storage import FileInfo, Store, open_store
@@ -78,6 +78,8 @@ class _Place:
         return any(re.fullmatch(pattern, name) for name in self.files)
 
 
+# What values of another type or shape than a format has cause in a reader. The cause stays attached.
+_MALFORMED = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError)
 Test = Callable[[_Place], bool]
 
 
@@ -91,10 +93,18 @@ class _Format:
     path: str = ""
 
     def open(self, store: Store, options: ReadOptions) -> Catalog:
-        if self.reader == "torch_save":
-            return _open_torch(store, self.path or None, options)
-        catalog: Catalog = _reader(self.reader).open_catalog(store, options=options)
-        return catalog
+        try:
+            if self.reader == "torch_save":
+                return _open_torch(store, self.path or None, options)
+            catalog: Catalog = _reader(self.reader).open_catalog(store, options=options)
+            return catalog
+        except CkptkitError:
+            raise
+        except _MALFORMED as error:
+            raise CorruptCheckpointError(
+                f"{store.url}: it is laid out as a {self.name} checkpoint, but a file is not what that format says: "
+                f"{type(error).__name__}: {error}."
+            ) from error
 
 
 def _reader(module: str) -> Any:

@@ -23,6 +23,7 @@ __all__ = ["Joined", "RankTensor", "is_tensor", "join", "missing_ranks", "read_a
 RankTensor: TypeAlias = StoredTensor | DTensorRecord | ShardedTensorRecord
 Key = TypeVar("Key", bound=Hashable)
 _THREADS = 8
+_MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,12 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
     Raises:
         IncompleteCheckpointError: It names the files that are missing.
     """
-    gone = sorted(set(range(world_size)) - set(found))
+    ranks = set(found)
+    if not 0 < world_size <= _MAX_RANKS or max(ranks, default=0) >= world_size:
+        raise CorruptCheckpointError(
+            f"there is a file of rank {max(ranks, default=0)}, and the checkpoint is said to be of {world_size} ranks."
+        )
+    gone = sorted(set(range(world_size)) - ranks)
     if gone:
         names = ", ".join(pattern.format(rank=rank) for rank in gone[:8]) + (", ..." if len(gone) > 8 else "")
         raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks are missing: {names}.")

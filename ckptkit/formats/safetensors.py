@@ -5,6 +5,7 @@ Only headers, the index and config.json are read here, never tensor bytes.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -137,10 +138,9 @@ def _numbered_set(tensors: list[str]) -> list[str] | None:
     stem, total = sets.pop()
     have = {int(match[2]) for match in matches}
     if len(have) != int(total) or have != set(range(1, int(total) + 1)):
-        gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.safetensors" for i in range(1, max(have) + 2) if i not in have]
-        raise IncompleteCheckpointError(
-            f"{len(have)} of {int(total)} shards are there; missing: {', '.join(gone[:8])}."
-        )
+        absent = itertools.islice((i for i in itertools.count(1) if i not in have), 8)
+        gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.safetensors" for i in absent if i <= int(total)]
+        raise IncompleteCheckpointError(f"{len(have)} of {int(total)} shards are there; missing: {', '.join(gone)}.")
     return sorted(match[0] for match in matches)
 
 

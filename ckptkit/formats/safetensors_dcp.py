@@ -21,6 +21,7 @@ from ckptkit.storage import Store
 __all__ = ["SHARD_NAME", "open_shards", "saved_offsets"]
 
 SHARD_NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+_MAX_RANKS = 1 << 20
 _KEY = "DCP_SHARDING_INFO"
 _VOCABULARY = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "tok_embeddings.weight")
 
@@ -100,6 +101,8 @@ def _ranks(names: Sequence[str]) -> dict[str, int]:
             raise CorruptCheckpointError(f"{name} is no shard-<rank>-model-<i>-of-<n>.safetensors.")
         found[name] = int(match[1])
         totals.add(match[3])
+    if max(found.values(), default=0) > _MAX_RANKS:
+        raise CorruptCheckpointError(f"{max(found, key=found.__getitem__)}: no job has that many ranks.")
     if len(totals) > 1:
         raise CorruptCheckpointError(
             f"shards of {len(totals)} saves lie together (of {', '.join(sorted(totals))} files a rank). Keep one."

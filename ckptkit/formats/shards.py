@@ -20,6 +20,7 @@ from ckptkit.formats._torch_records import PlacementRecord, StoredTensor
 
 __all__ = ["LocalPart", "local_parts", "mesh_coordinate", "slices_of"]
 
+_MAX_SPLIT = 1 << 16
 Run = tuple[int, int]  # [start, stop) rows of the whole tensor
 
 
@@ -113,7 +114,7 @@ def _check_placements(
             )
         if placement.kind == "replicate":
             continue
-        if placement.kind not in ("shard", "strided_shard") or placement.split_factor < 1:
+        if placement.kind not in ("shard", "strided_shard") or not 1 <= placement.split_factor <= _MAX_SPLIT:
             raise UnsupportedFormatError(f"placement {placement} is unknown.")
         if not 0 <= placement.dim < len(shape):
             raise CorruptCheckpointError(f"{_describe([placement])} does not fit a tensor of shape {list(shape)}.")

@@ -1,0 +1,108 @@
+"""Names and values made to exhaust memory or to crash a reader: each gives an error of ours, at once."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shutil
+import time
+
+import pytest
+
+from ckptkit.errors import CkptkitError, CorruptCheckpointError
+from ckptkit.formats._torch_records import PlacementRecord
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.shards import local_parts
+
+torch = pytest.importorskip("torch")
+
+NAMES = [
+    ["model_world_size_99999999999_rank_0.pt"],
+    ["model_world_size_0_rank_0.pt"],
+    ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt", "model_world_size_2_rank_5.pt"],
+    ["pytorch_model_fsdp_0_rank99999999999.bin"],
+    ["zero_pp_rank_99999999999_mp_rank_00_model_states.pt"],
+    ["model-99999999999-of-99999999999.safetensors"],
+    ["shard-99999999999-model-00001-of-00001.safetensors"],
+    ["weights_rank0.pt", "weights_rank9999999.pt"],
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: names[-1])
+def test_absurd_ranks_in_names_are_refused_at_once(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_bytes(b"PK")
+    begin = time.monotonic()
+    with pytest.raises(CkptkitError):
+        open_source(str(tmp_path))
+    assert time.monotonic() - begin < 5
+
+
+VALUES = [
+    [],
+    {},
+    {"module": 1},
+    {"module": {}, "param_shapes": 3},
+    {"module": {}, "param_shapes": [{"a": "b"}]},
+    {"module": {"a": torch.ones(2)}, "buffer_names": 7, "param_shapes": [{}], "shared_params": [1]},
+    {"module": {"a": torch.ones(2)}, "param_shapes": [{"a": torch.Size([2**40])}]},
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+@pytest.mark.parametrize(
+    "name", ["mp_rank_00_model_states.pt", "model_world_size_1_rank_0.pt", "pytorch_model_fsdp_0_rank0.bin"]
+)
+def test_values_of_another_kind_raise_nothing_but_errors_of_ours(tmp_path, name, value):
+    torch.save(value, tmp_path / name)
+    if name.startswith("mp_rank"):
+        torch.save({"optimizer_state_dict": value}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with contextlib.suppress(CkptkitError):  # any other exception fails the test
+        open_source(str(tmp_path))
+
+
+class _Evil:
+    def __reduce__(self):
+        return (print, ("PWNED",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model_world_size_1_rank_0.pt",
+        "mp_rank_00_model_states.pt",
+        "pytorch_model_fsdp_0_rank0.bin",
+        "pytorch_model.bin",
+        "x.pt",
+    ],
+)
+def test_code_in_any_file_is_not_run(tmp_path, name, capsys):
+    torch.save({"model": torch.ones(2), "evil": _Evil()}, tmp_path / name)
+    with pytest.raises(CkptkitError):
+        open_source(str(tmp_path))
+    (tmp_path / name).write_bytes(pickle.dumps(_Evil()))
+    with pytest.raises(CkptkitError):
+        open_source(str(tmp_path))
+    assert "PWNED" not in capsys.readouterr().out
+
+
+def test_code_in_lightrft_rank_files_is_not_run(tmp_path, zoo, capsys):
+    shutil.copytree(zoo / "lightrft_mp_optim_w2" / "global_step7", tmp_path / "x")
+    torch.save({"flat_fp32_weights": _Evil()}, tmp_path / "x" / "optim_states" / "_rank0")
+    with pytest.raises(CkptkitError):
+        open_source(str(tmp_path / "x"))
+    assert "PWNED" not in capsys.readouterr().out
+
+
+def test_a_placement_that_cuts_without_end_is_refused():
+    with pytest.raises(CkptkitError):
+        local_parts((2**60,), (2,), (0,), (PlacementRecord("strided_shard", 0, 2**40),))
+
+
+def test_a_truncated_rank_file_is_named(tmp_path, zoo):
+    actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
+    shutil.copytree(actor, tmp_path / "x")
+    path = tmp_path / "x" / "model_world_size_2_rank_1.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CorruptCheckpointError, match=r"model_world_size_2_rank_1\.pt"):
+        open_source(str(tmp_path / "x"))
