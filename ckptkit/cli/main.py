@@ -54,7 +54,7 @@ class _Commands(click.Group):
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from ckptkit import __version__
+        from ckptkit.version import __version__
 
         click.echo(f"ckptkit {__version__}")
         ctx.exit()

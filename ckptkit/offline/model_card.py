@@ -43,7 +43,7 @@ class CardFacts:
 
 def model_card(catalog: Catalog, facts: CardFacts) -> str:
     """Return the text of README.md."""
-    from ckptkit import __version__
+    from ckptkit.version import __version__
 
     info = catalog.info
     library = "peft" if facts.kind == "adapter" else "transformers"

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-import ckptkit
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, SliceArray, TensorEntry
 from ckptkit.errors import UsageError
 from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord, check_tag, step_name
@@ -23,6 +22,7 @@ from ckptkit.formats.manifest import DIGEST, Manifest
 from ckptkit.offline.plan import Plan
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
+from ckptkit.version import __version__
 
 __all__ = ["Seal", "seal"]
 
@@ -89,7 +89,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, workers: int = 0) -> CommitRec
         mesh=what.mesh,
         manifest=MANIFEST_NAME,
         writer={"host": socket.gethostname(), "pid": os.getpid()},
-        versions={"ckptkit": ckptkit.__version__},
+        versions={"ckptkit": __version__},
         **what.record,
     )
     store.write(RECORD_NAME, record.to_json())
