@@ -1,0 +1,82 @@
+"""Fingerprints: the same whatever the sharding, another for every damage."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.catalog.box import Box
+from ckptkit.offline import fingerprint
+from ckptkit.offline.fingerprint import Fingerprint, fingerprint_of
+from tests.catalog.boxes import index, partitions, shapes
+from tests.offline.engine import UNITS
+
+full = shapes.filter(lambda shape: math.prod(shape) > 0)
+cut = full.flatmap(lambda shape: st.tuples(st.just(shape), partitions(shape)))
+itemsizes = st.sampled_from([1, 2, 4, 8])
+
+
+def numbers(shape: tuple[int, ...], itemsize: int) -> np.ndarray:
+    rng = np.random.default_rng(math.prod(shape))
+    return rng.integers(0, 256, (*shape, itemsize), np.uint8).view(UNITS[itemsize]).reshape(shape)
+
+
+def of(array: np.ndarray, box: Box) -> Fingerprint:
+    data = np.ascontiguousarray(array[index(box)]).reshape(-1).view(np.uint8)
+    return fingerprint_of(data, box, array.shape, array.itemsize)
+
+
+@given(full, itemsizes)
+def test_a_fingerprint_is_the_two_sums_of_its_definition(shape, itemsize):
+    array = numbers(shape, itemsize)
+    values = [int(x) for x in array.ravel()]
+    expected = (sum(values) % 2**64, sum(i * x for i, x in enumerate(values)) % 2**64)
+    found = of(array, Box.whole(shape))
+    assert (found.f1, found.f2) == expected
+
+
+@given(cut, itemsizes, st.sampled_from([2, 1 << 14]))
+def test_any_sharding_gives_the_same(case, itemsize, block):
+    shape, boxes = case
+    array = numbers(shape, itemsize)
+    before = fingerprint._BLOCK
+    fingerprint._BLOCK = block
+    try:
+        parts = sum((of(array, box) for box in boxes), Fingerprint())
+    finally:
+        fingerprint._BLOCK = before
+    assert parts == of(array, Box.whole(shape))
+
+
+@given(full, itemsizes, st.data())
+def test_every_flipped_bit_is_seen(shape, itemsize, data):
+    array = numbers(shape, itemsize)
+    before = of(array, Box.whole(shape))
+    flat = array.reshape(-1).view(np.uint8)
+    flat[data.draw(st.integers(0, len(flat) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert of(array, Box.whole(shape)) != before
+
+
+def test_swapped_rows_are_seen():
+    array = numbers((4, 8), 2)
+    assert of(array[[1, 0, 2, 3]], Box.whole((4, 8))) != of(array, Box.whole((4, 8)))
+
+
+def test_a_shard_at_the_wrong_place_is_seen():
+    array = numbers((4, 8), 4)
+    data = np.ascontiguousarray(array[:2]).reshape(-1).view(np.uint8)
+    right, wrong = Box((0, 0), (2, 8)), Box((2, 0), (2, 8))
+    assert fingerprint_of(data, right, (4, 8), 4) != fingerprint_of(data, wrong, (4, 8), 4)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), ()])
+def test_elements_of_sixteen_bytes_count_too(shape):
+    array = np.random.default_rng(0).standard_normal((*shape, 2)).view(np.complex128).reshape(shape)
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    before = fingerprint_of(data, Box.whole(shape), shape, 16)
+    data[9] ^= 1
+    assert fingerprint_of(data, Box.whole(shape), shape, 16) != before
