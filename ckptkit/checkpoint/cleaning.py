@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 
-from ckptkit.checkpoint.inventory import Attempt, list_checkpoints
+from ckptkit.checkpoint.inventory import Attempt, Inventory, list_checkpoints
 from ckptkit.checkpoint.publish import settle_replacements
+from ckptkit.formats.layout import LATEST_HINT
+from ckptkit.storage import staging
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, remove_leftover
 from ckptkit.storage.store import Store
@@ -14,21 +18,26 @@ __all__ = ["clean_leftovers"]
 
 logger = logging.getLogger(__name__)
 
+_HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # as LocalStore names what it is writing
 
-def clean_leftovers(root: Store, *, leased: bool = False, dry_run: bool = False) -> list[str]:
+
+def clean_leftovers(
+    root: Store, *, leased: bool = False, dry_run: bool = False, inventory: Inventory | None = None
+) -> list[str]:
     """Remove staging, trash and uploads whose writer is dead, and return their paths.
 
     Also finishes what a killed overwrite began. A failure to delete is logged: the next call tries again.
 
     Args:
         leased: The caller holds the lease of the run, so no other save is alive, on whatever machine it was.
+        inventory: What the caller has just listed.
     """
-    inventory = list_checkpoints(root)
+    inventory = inventory or list_checkpoints(root)
     if leased and not dry_run:
         settle_replacements(root, {item.path: item.name for item in inventory.committed})
     dead = [item.path for item in inventory.abandoned]
     dead += [item.path for item in inventory.in_progress if _is_dead(root, item, leased=leased)]
-    dead += _lone_owners(root)
+    dead += _lone_owners(root) + _half_hints(root, leased=leased)
     removed = []
     for path in dict.fromkeys(dead):
         try:
@@ -53,11 +62,24 @@ def _lone_owners(root: Store) -> list[str]:
     return [item.path for item in found if item is not None and item.kind == "owner" and is_abandoned(root, item)]
 
 
+def _half_hints(root: Store, *, leased: bool) -> list[str]:
+    """Return half-written files of the name `latest` that a kill left at the root."""
+    return [
+        item.path
+        for item in root.list()
+        if item.kind == "file"
+        and _HALF_HINT.fullmatch(item.path)
+        and (leased or time.time() - item.mtime > staging.STARTING_S)
+    ]
+
+
 def _remove(root: Store, path: str) -> None:
     kept = leftover_of(path)
     if isinstance(root, LocalStore):
         if kept is not None:
             remove_leftover(root, kept)
+        else:
+            root.delete([path])
         return
     logger.info("removing %s/%s, which a dead process left", root.url, path)
     root.delete_tree(path)

@@ -130,8 +130,10 @@ class _Opening:
             self.lease = self._own_lease = acquire_lease(self.root)
         self.lease.check()
         # Invariant: no other attempt is under way here. What dead ones left goes first: it may be the space we need.
-        clean_leftovers(self.root, leased=True)
         inventory = list_checkpoints(self.root)
+        half_replaced = any(item.path != item.name for item in inventory.committed)
+        if clean_leftovers(self.root, leased=True, inventory=inventory) or half_replaced:
+            inventory = list_checkpoints(self.root)
         name = checkpoint_name(first.step, first.tag)
         _check_free_name(self.root, inventory, name, overwrite=first.overwrite)
         _check_space(self.root, [request.planned_bytes for request in requests])

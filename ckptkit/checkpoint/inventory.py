@@ -95,7 +95,8 @@ def list_checkpoints(root: Store) -> Inventory:
     abandoned: list[Attempt] = []
     foreign: list[str] = []
     for item in root.list():
-        if item.path in (STATE_DIRECTORY, LATEST_HINT) or item.path.endswith(".owner"):
+        ours = item.path.startswith(".") and item.path.endswith((".owner", ".part")) and item.kind == "file"
+        if ours or item.path in (STATE_DIRECTORY, LATEST_HINT):
             continue
         kept = leftover_of(item.path)
         if kept is not None and item.kind == "directory":

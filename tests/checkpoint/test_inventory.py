@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.checkpoint import commit
+from ckptkit.checkpoint.delete import delete_checkpoint
 from ckptkit.checkpoint.inventory import Inventory, list_checkpoints, resolve
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.storage.store import open_store
@@ -25,6 +26,15 @@ def ls(root: Path) -> Inventory:
 
 def names(root: Path) -> list[str]:
     return [item.name for item in ls(root).committed]
+
+
+@pytest.mark.parametrize("tag", ["x.owner", "x.part", "final.json", "_", "0.1", "global_step100", "x" * 128])
+def test_any_tag_that_is_allowed_is_listed_and_deleted(tmp_path: Path, tag: str) -> None:
+    save(tmp_path, 1, tag=tag)
+    save(tmp_path, 2)
+    assert names(tmp_path) == [tag, "step_00000002"]
+    assert delete_checkpoint(open_store(str(tmp_path)), tag, reason="test")
+    assert names(tmp_path) == ["step_00000002"]
 
 
 def test_a_root_that_does_not_exist_is_empty(tmp_path: Path) -> None:
