@@ -201,12 +201,16 @@ class _Resolved(Sequence[torch.Tensor]):
     def __init__(self, planner: SavePlanner) -> None:
         self.planner = planner
         self.items: list[WriteItem] = []
+        self._known: dict[int, torch.Tensor] = {}  # by identity of the item, which `items` keeps alive
         # The default planner gives views; any other may transform, so that a look ahead could cost a copy of all.
         self._views = getattr(type(planner), "transform_object", None) is DefaultSavePlanner.transform_object
         self._views = self._views and type(planner).resolve_data is DefaultSavePlanner.resolve_data
 
     def is_dense(self, item: WriteItem) -> bool:
-        return not self._views or is_dense(cast(torch.Tensor, self.planner.resolve_data(item)))
+        if not self._views:
+            return True
+        self._known[id(item)] = tensor = cast(torch.Tensor, self.planner.resolve_data(item))
+        return is_dense(tensor)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -219,7 +223,9 @@ class _Resolved(Sequence[torch.Tensor]):
         if isinstance(row, slice):
             return [self[i] for i in range(*row.indices(len(self)))]
         item = self.items[row]
-        tensor = cast(torch.Tensor, self.planner.resolve_data(item))
+        tensor = self._known.get(id(item))
+        if tensor is None:
+            tensor = cast(torch.Tensor, self.planner.resolve_data(item))
         wanted, sizes = _dtype_of(item), tuple(_chunk(item).sizes)
         found = str(tensor.dtype).removeprefix("torch.")
         if (found, tuple(tensor.shape)) != (wanted, sizes) or not is_dense(tensor):
