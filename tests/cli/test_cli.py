@@ -1,0 +1,219 @@
+"""The commands as a shell sees them: output, exit codes, JSON, and one clear message for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckptkit.cli.main import cli
+from tests.test_package import modules_after, run_cli
+
+DCP = "dcp_fsdp2_uneven_w4/ckpt"
+HF = "hf_ref_llama_untied"
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+@pytest.mark.parametrize(
+    "command", ["convert", "reshard", "inspect", "ls", "verify", "diff", "prune", "pin", "unpin", "push"]
+)
+def test_every_command_explains_itself(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage: " in result.output
+
+
+def test_a_misspelt_command_gets_a_suggestion() -> None:
+    result = run("converrt")
+    assert result.exit_code == 2
+    assert "Did you mean 'convert'" in result.stderr
+
+
+def test_a_misspelt_option_gets_a_suggestion(zoo: Path) -> None:
+    result = run("inspect", zoo / HF, "--tensor")
+    assert result.exit_code == 2
+    assert "--tensors" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect"], ["verify"], ["convert", "--dry-run"], ["reshard", "--world-size", "2", "--dry-run"]]
+)
+def test_no_command_without_a_cast_imports_torch(zoo: Path, tmp_path: Path, arguments: list[str]) -> None:
+    places = [str(zoo / DCP)] if arguments[0] in ("inspect", "verify") else [str(zoo / DCP), str(tmp_path / "out")]
+    assert "torch" not in modules_after(run_cli(*arguments, *places))
+
+
+def test_convert_and_reshard_run_to_their_end_without_torch(zoo: Path, tmp_path: Path) -> None:
+    assert "torch" not in modules_after(run_cli("convert", str(zoo / DCP), str(tmp_path / "a")))
+    assert "torch" not in modules_after(run_cli("reshard", str(zoo / DCP), str(tmp_path / "b"), "--world-size", "3"))
+
+
+def test_a_missing_path_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
+    result = run("convert", tmp_path / "nothing", tmp_path / "out")
+    assert result.exit_code == 1
+    assert str(tmp_path / "nothing") in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "ls"])
+def test_an_empty_directory_holds_no_checkpoint(tmp_path: Path, command: str) -> None:
+    result = run(command, tmp_path)
+    assert result.exit_code == 1
+    assert str(tmp_path) in result.stderr
+
+
+def test_a_directory_that_is_no_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 1
+    assert "notes.txt" in result.stderr
+
+
+def test_a_destination_that_exists_is_refused_and_left_alone(zoo: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "mine").write_text("keep")
+    result = run("convert", zoo / DCP, target)
+    assert result.exit_code == 1
+    assert "--overwrite" in result.stderr
+    assert [p.name for p in target.iterdir()] == ["mine"]
+
+
+def test_overwrite_replaces_the_destination(zoo: Path, tmp_path: Path) -> None:
+    assert run("convert", zoo / DCP, tmp_path / "out").exit_code == 0
+    result = run("convert", zoo / HF, tmp_path / "out", "--overwrite")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_parent_of_steps_stands_for_its_newest_step_and_says_so(zoo: Path) -> None:
+    result = run("inspect", zoo / "steps_dir_lightrft")
+    assert result.exit_code == 0
+    assert "global_step10" in result.output
+
+
+def test_a_dry_run_writes_nothing(zoo: Path, tmp_path: Path) -> None:
+    result = run("convert", zoo / DCP, tmp_path / "out", "--dry-run")
+    assert result.exit_code == 0
+    assert "nothing was written" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversion_ends_with_what_was_proved(zoo: Path, tmp_path: Path) -> None:
+    result = run("convert", zoo / DCP, tmp_path / "out", "--verify")
+    assert result.exit_code == 0, result.stderr
+    assert "equal to the source" in result.output.strip().splitlines()[-1]
+
+
+def test_a_damaged_source_fails_with_file_and_tensor_and_leaves_nothing(zoo: Path, tmp_path: Path) -> None:
+    result = run("convert", zoo / "broken_bitflip_shard" / "ckpt", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "embed_tokens" in result.stderr
+    assert ".distcp" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_names_the_damaged_tensor_and_exits_with_1(zoo: Path) -> None:
+    result = run("verify", zoo / "broken_bitflip_shard" / "ckpt")
+    assert result.exit_code == 1
+    assert "embed_tokens" in result.output
+
+
+def test_verify_quick_reads_no_tensor(zoo: Path) -> None:
+    result = run("verify", "--quick", zoo / "broken_bitflip_shard" / "ckpt")
+    assert result.exit_code == 0
+    assert "not read" in result.output
+
+
+def test_verify_finds_a_flipped_bit_in_every_file_of_our_own_checkpoint(zoo: Path, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    assert run("reshard", zoo / DCP, good, "--world-size", "2").exit_code == 0
+    assert run("verify", good).exit_code == 0
+    for file in sorted(p for p in good.iterdir() if p.is_file()):
+        bad = tmp_path / "bad"
+        shutil.copytree(good, bad)
+        data = bytearray((bad / file.name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (bad / file.name).write_bytes(bytes(data))
+        result = run("verify", bad)
+        assert result.exit_code == 1, file.name
+        assert file.name in result.output + result.stderr
+        shutil.rmtree(bad)
+
+
+def test_inspect_lists_slices_with_their_owners(zoo: Path) -> None:
+    result = run("inspect", zoo / DCP, "--tensors", "*", "--json")
+    document = json.loads(result.stdout)
+    assert document["schema"] == "ckptkit.inspect/1"
+    tensor = max(document["tensors"], key=lambda t: t["nbytes"])
+    assert sorted(s["rank"] for s in tensor["slices"]) == [0, 1, 2, 3]
+
+
+def test_json_is_one_document_for_every_command(zoo: Path, tmp_path: Path) -> None:
+    commands = [
+        ["inspect", zoo / DCP],
+        ["verify", zoo / DCP],
+        ["convert", zoo / DCP, tmp_path / "a"],
+        ["reshard", zoo / DCP, tmp_path / "run" / "step_00000001", "--world-size", "2"],
+        ["diff", zoo / DCP, zoo / DCP],
+    ]
+    for arguments in commands:
+        result = run(*arguments, "--json")
+        assert result.exit_code == 0, result.stderr
+        json.loads(result.stdout)
+
+
+def test_diff_of_a_checkpoint_and_its_export_is_equal(zoo: Path, tmp_path: Path) -> None:
+    assert run("convert", zoo / DCP, tmp_path / "out").exit_code == 0
+    result = run("diff", zoo / DCP, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert result.output.strip().splitlines()[-1].startswith("equal")
+
+
+def test_diff_shows_a_cast_and_exits_with_1(zoo: Path, tmp_path: Path) -> None:
+    assert run("convert", zoo / DCP, tmp_path / "out", "--dtype", "bf16").exit_code == 0
+    result = run("diff", zoo / DCP, tmp_path / "out", "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert document["dtypes"]
+    assert 0 < max(row["max_rel"] for row in document["different"]) < 2**-7
+
+
+def test_wrong_sizes_are_wrong_usage(zoo: Path, tmp_path: Path) -> None:
+    result = run("convert", zoo / DCP, tmp_path / "out", "--max-shard-size", "lots")
+    assert result.exit_code == 2
+    assert "lots" in result.stderr
+
+
+def test_a_mesh_that_does_not_fit_is_wrong_usage(zoo: Path, tmp_path: Path) -> None:
+    result = run("reshard", zoo / DCP, tmp_path / "out", "--world-size", "4", "--mesh", "replicate=3,shard=2")
+    assert result.exit_code == 2
+    assert all(number in result.stderr for number in ("3", "2", "6", "4"))
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckptkit", "inspect", str(tmp_path / "nothing"), "--debug"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_an_interrupted_conversion_exits_with_130_and_leaves_nothing(
+    zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptkit.offline.convert.execute", interrupt)
+    result = run("convert", zoo / DCP, tmp_path / "out")
+    assert result.exit_code == 130
+    assert list(tmp_path.iterdir()) == []
