@@ -2,7 +2,8 @@
 
 A million slices are some forty million opcodes: half a minute in Python, seconds in C. What C's unpickler leaves
 open is closed by the walk: opcodes that no DCP metadata has, memo indices that only cost memory, integers and
-containers out of proportion. Whatever is unusual goes the slow way.
+containers out of proportion. Whatever is unusual goes the slow way. One thing the walk can't see is a dict key that
+is a tuple of tuples made to take for ever to hash: a hostile file of over 8 MB can cost time, never run code.
 """
 
 from __future__ import annotations

@@ -109,3 +109,19 @@ def test_garbage_collection_is_on_again_after_an_error(zoo: Path) -> None:
     with pytest.raises(CorruptCheckpointError):
         load_metadata(b"\x80\x04" + b"N" * 64 + b"R.", file="m")
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("name", ["dcp_threads2_w2/ckpt", "dcp_zstd_w2/ckpt", "dcp_torchtitan_like_w2/step-2"])
+def test_a_catalog_is_the_same_either_way(zoo: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptkit.formats import dcp_locate
+    from ckptkit.formats.dcp import open_catalog
+    from ckptkit.storage.local import LocalStore
+
+    def rows() -> dict[str, Any]:
+        catalog = open_catalog(LocalStore(zoo / name))
+        return {n: (e.dtype, e.shape, e.role, e.fqn, e.state, list(e.slices)) for n, e in catalog.tensors.items()}
+
+    in_bulk = rows()
+    monkeypatch.setattr(_pickle_bulk, "_BULK_BYTES", 1 << 40)
+    monkeypatch.setattr(dcp_locate, "_FEW", 1 << 40)  # every item parsed in full, none by a frame
+    assert rows() == in_bulk
