@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UnsafePathError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UnsafePathError
+from ckptkit.formats.format_list import RECORD, UNNAMED, Format, Place, format_of, open_torch, reader
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.steps import ordered, parse_step
-from ckptkit.storage import FileInfo, Store, open_store
+from ckptkit.storage import Store, open_store
 from ckptkit.storage.store import split_url
 
 __all__ = ["Source", "identify", "open_source"]
 
-_RECORD = "checkpoint.json"
 _MAX_DEPTH = 3
 _MAX_CHILDREN = 32  # directories without a step in their name that are looked into
 _MAX_STEPS = 64  # newest step directories that are looked into
@@ -27,11 +25,6 @@ _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_un
 # Directories of a step that hold a model of their own: verl and SkyRL.
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
-_DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
-# Names that a tool gives to weights; a safetensors file of any other name counts only where nothing else is there.
-_WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
-_SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
-_TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
     "verl, accelerate, Lightning, LightRFT, Megatron, NeMo or Oumi, a torch.save file, or a directory of steps of one "
@@ -55,109 +48,14 @@ class Source:
     note: str = ""
 
 
-class _Place:
-    """A directory that may be a checkpoint, with what lies in it."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
-    @cached_property
-    def listing(self) -> dict[str, FileInfo]:
-        return {item.path: item for item in self.store.list()}
-
-    @cached_property
-    def files(self) -> list[str]:
-        return [path for path, item in self.listing.items() if item.kind in ("file", "symlink")]
-
-    @cached_property
-    def directories(self) -> list[str]:
-        return [path for path, item in self.listing.items() if item.kind == "directory"]
-
-    def any_file(self, pattern: str) -> bool:
-        """Whether a file's whole name matches."""
-        return any(re.fullmatch(pattern, name) for name in self.files)
-
-
-# What values of another type or shape than a format has cause in a reader. The cause stays attached.
-_MALFORMED = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError)
-Test = Callable[[_Place], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """A format: how it is told, and the module that reads it; `path` where one file of a directory is meant."""
-
-    name: str
-    test: Test
-    reader: str
-    path: str = ""
-
-    def open(self, store: Store, options: ReadOptions) -> Catalog:
-        try:
-            if self.reader == "torch_save":
-                return _open_torch(store, self.path or None, options)
-            catalog: Catalog = _reader(self.reader).open_catalog(store, options=options)
-            return catalog
-        except CkptkitError:
-            raise
-        except _MALFORMED as error:
-            raise CorruptCheckpointError(
-                f"{store.url}: it is laid out as a {self.name} checkpoint, but a file is not what that format says: "
-                f"{type(error).__name__}: {error}."
-            ) from error
-
-
-def _reader(module: str) -> Any:
-    return importlib.import_module(f"ckptkit.formats.{module}")
-
-
-def _only_torch_file(place: _Place) -> bool:
-    names = [name for name in place.files if name.endswith((".pt", ".pth", ".ckpt", ".bin"))]
-    return len(names) == 1 and parse_step(names[0]) is None
-
-
-# DeepSpeed and verl name their files so that nothing else does; what has a file beside a DCP comes before DCP.
-_FORMATS: tuple[_Format, ...] = (
-    _Format("ckptkit", lambda p: _RECORD in p.files, "ckptkit"),
-    _Format(
-        "deepspeed-universal",
-        lambda p: "zero" in p.directories and p.any_file(r".*_(?:model|optim)_states\.pt"),
-        "deepspeed_universal",
-    ),
-    _Format("deepspeed", lambda p: p.any_file(_DEEPSPEED), "deepspeed"),
-    _Format(
-        "deepspeed",
-        lambda p: (
-            _reader("deepspeed_trainer").is_trainer_directory(p.files, p.directories) and not p.any_file(_SAFETENSORS)
-        ),
-        "deepspeed_trainer",
-    ),
-    _Format("verl", lambda p: p.any_file(r"model_world_size_\d+_rank_\d+\.pt"), "verl"),
-    _Format("megatron", lambda p: _reader("megatron").is_megatron(p.store, p.files), "megatron"),
-    _Format("lightning", lambda p: "meta.pt" in p.files and ".metadata" in p.files, "lightning"),
-    _Format("lightrft", lambda p: _reader("lightrft").is_lightrft(p.files, p.directories), "lightrft"),
-    _Format("dcp", lambda p: p.any_file(r"\.metadata|__\d+\.metadata"), "dcp_source"),
-    _Format("accelerate", lambda p: _reader("accelerate").is_accelerate(list(p.listing)), "accelerate"),
-    _Format("safetensors", lambda p: p.any_file(_SAFETENSORS), "safetensors"),
-    _Format("torch", lambda p: p.any_file(_TORCH), "torch_save"),
-    _Format(
-        "directories", lambda p: _reader("directories").layout_of(p.store, p.directories) is not None, "directories"
-    ),
-)
-# Files of any name count only where no directory below is a checkpoint.
-_UNNAMED: tuple[_Format, ...] = (
-    _Format("rank-files", lambda p: _reader("rank_directory").is_rank_directory(p.files), "rank_directory"),
-    _Format("safetensors", lambda p: p.any_file(r".*\.safetensors"), "safetensors"),
-    _Format("torch", _only_torch_file, "torch_save"),
-)
-_Found = tuple[_Place, str, _Format, str]
+_Found = tuple[Place, str, Format, str]
 
 
 def identify(store: Store) -> str | None:
     """Return the name of the format at the store's root; None where it is no checkpoint. Reads names only,
     and a small marker file where names do not tell."""
-    place = _Place(store)
-    found = _identify(place) or _identify(place, _UNNAMED)
+    place = Place(store)
+    found = format_of(place) or format_of(place, UNNAMED)
     return found.name if found is not None else None
 
 
@@ -178,7 +76,7 @@ def open_source(
     file = _as_file(url, storage_options)
     if file is not None:
         return _open_file(*file, url, options)
-    place = _Place(open_store(url, storage_options=storage_options))
+    place = Place(open_store(url, storage_options=storage_options))
     if not place.listing:
         _refuse_empty(place.store, url)
     found = _resolve(place, url, 0)
@@ -230,23 +128,12 @@ def _as_file(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store
 def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Source:
     if name in ("checkpoint.json", ".metadata", "meta.pt") or name.endswith((".distcp", ".index.json", ".metadata")):
         parent = url.rpartition("/")[0]
-        form = _identify(_Place(store))
+        form = format_of(Place(store))
         if form is not None:
             return Source(store, form.open(store, options), parent, f"{name} is a part of the checkpoint in {parent}.")
     if name.endswith(".safetensors"):
-        return Source(store, _reader("safetensors").open_file(store, name), url)
-    return Source(store, _open_torch(store, name, options), url)
-
-
-def _open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
-    """Open one file, or what lies at the root. Names of a LightningModule lose its attribute, as in a sharded one."""
-    catalog: Catalog = _reader("torch_save").open_catalog(store, path=name, options=options)
-    if not catalog.info.producer.startswith("lightning") or options.strip_prefix is not None:
-        return catalog
-    lightning = _reader("lightning")
-    fqns = [entry.fqn for entry in catalog.tensors.values() if entry.role.value == "model"]
-    stripped: Catalog = lightning.without_prefix(catalog, lightning.module_prefix(fqns))
-    return stripped
+        return Source(store, reader("safetensors").open_file(store, name), url)
+    return Source(store, open_torch(store, name, options), url)
 
 
 def _refuse_empty(store: Store, url: str) -> None:
@@ -255,24 +142,20 @@ def _refuse_empty(store: Store, url: str) -> None:
     raise CheckpointNotFoundError(f"{url} does not exist, or holds nothing. Expected {_EXPECTED}.")
 
 
-def _unknown(place: _Place, url: str) -> CkptkitError:
+def _unknown(place: Place, url: str) -> CkptkitError:
     names = [f"{n}/" if item.kind == "directory" else n for n, item in place.listing.items()]
     shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     if place.any_file(_DATA.pattern):
-        _reader("dcp").open_catalog(place.store)  # raises: it says what is missing
+        reader("dcp").open_catalog(place.store)  # raises: it says what is missing
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")
 
 
 # --- what a directory is
 
 
-def _identify(place: _Place, formats: Sequence[_Format] = ()) -> _Format | None:
-    return next((form for form in formats or _FORMATS if form.test(place)), None)
-
-
-def _resolve(place: _Place, url: str, depth: int) -> _Found | None:
+def _resolve(place: Place, url: str, depth: int) -> _Found | None:
     """What to open for a directory: itself, its newest step, the model in it, or what a pointer names."""
-    form = _identify(place)
+    form = format_of(place)
     if form is not None:
         return place, url, form, ""
     if depth < _MAX_DEPTH:
@@ -280,16 +163,16 @@ def _resolve(place: _Place, url: str, depth: int) -> _Found | None:
             found = look(place, url, depth)
             if found is not None:
                 return found
-    form = _identify(place, _UNNAMED)
+    form = format_of(place, UNNAMED)
     return (place, url, form, "") if form is not None else None
 
 
-def _enter(place: _Place, url: str, name: str, depth: int) -> _Found | None:
+def _enter(place: Place, url: str, name: str, depth: int) -> _Found | None:
     """What to open for the child `name`."""
-    return _resolve(_Place(place.store.child(name)), f"{url}/{name}", depth + 1)
+    return _resolve(Place(place.store.child(name)), f"{url}/{name}", depth + 1)
 
 
-def _newest_step(place: _Place, url: str, depth: int) -> _Found | None:
+def _newest_step(place: Place, url: str, depth: int) -> _Found | None:
     steps = [step.name for step in ordered(place.directories)]
     resolved: list[tuple[str, _Found]] = []
     skipped: list[str] = []
@@ -311,16 +194,16 @@ def _newest_step(place: _Place, url: str, depth: int) -> _Found | None:
     return inner, inner_url, form, " ".join(notes)
 
 
-def _committed_elsewhere(place: _Place, steps: Sequence[str], name: str) -> bool:
+def _committed_elsewhere(place: Place, steps: Sequence[str], name: str) -> bool:
     older = steps[steps.index(name) + 1 :][:_MAX_STEPS]
-    return any(place.store.info(f"{step}/{_RECORD}") is not None for step in older)
+    return any(place.store.info(f"{step}/{RECORD}") is not None for step in older)
 
 
 def _skipped(names: Sequence[str]) -> list[str]:
     return [f"Skipped as no finished checkpoint: {', '.join(names[:4])}."] if names else []
 
 
-def _disagreeing(place: _Place, name: str) -> list[str]:
+def _disagreeing(place: Place, name: str) -> list[str]:
     """A pointer file that names another step: said, not followed."""
     for pointer, target in _pointers(place):
         step, chosen = parse_step(target), parse_step(name)
@@ -329,7 +212,7 @@ def _disagreeing(place: _Place, name: str) -> list[str]:
     return []
 
 
-def _pointers(place: _Place) -> list[tuple[str, str]]:
+def _pointers(place: Place) -> list[tuple[str, str]]:
     found = []
     for pointer in _POINTERS:
         if pointer in place.files and place.listing[pointer].kind == "file" and place.listing[pointer].size < 1024:
@@ -337,7 +220,7 @@ def _pointers(place: _Place) -> list[tuple[str, str]]:
     return found
 
 
-def _member(place: _Place, url: str, depth: int) -> _Found | None:
+def _member(place: Place, url: str, depth: int) -> _Found | None:
     """The model to take in a step that has several: actor before critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
@@ -349,7 +232,7 @@ def _member(place: _Place, url: str, depth: int) -> _Found | None:
     return None
 
 
-def _pointed_at(place: _Place, url: str, depth: int) -> _Found | None:
+def _pointed_at(place: Place, url: str, depth: int) -> _Found | None:
     """Where the names have no numbers, the directory that a pointer file names."""
     for pointer, target in _pointers(place):
         if target in place.directories:
@@ -359,7 +242,7 @@ def _pointed_at(place: _Place, url: str, depth: int) -> _Found | None:
     return None
 
 
-def _only_child(place: _Place, url: str, depth: int) -> _Found | None:
+def _only_child(place: Place, url: str, depth: int) -> _Found | None:
     """The one directory, or numbered file, that is a checkpoint."""
     files = [step.name for step in ordered(n for n in place.files if n.endswith(".ckpt"))]
     if files:
@@ -377,5 +260,5 @@ def _only_child(place: _Place, url: str, depth: int) -> _Found | None:
     return inner, inner_url, form, f"{name}/ is the only checkpoint in {url}. {note}".strip()
 
 
-def _single_file(name: str) -> _Format:
-    return _Format("torch", lambda p: name in p.files, "torch_save", name)
+def _single_file(name: str) -> Format:
+    return Format("torch", lambda p: name in p.files, "torch_save", name)

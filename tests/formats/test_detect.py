@@ -185,3 +185,14 @@ def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path, se
     if setup in ("missing", "empty", "foreign"):
         assert isinstance(caught.value, CheckpointNotFoundError)
         assert "Expected" in str(caught.value)
+
+
+def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
+    from ckptkit.catalog.box import Box
+    from ckptkit.formats.local_shards import LocalTensor, file_metadata, file_name
+
+    for rank in range(2):
+        part = LocalTensor("w", "model.w", "float32", (4, 2), Box((2 * rank, 0), (2, 2)), None)
+        metadata = file_metadata(rank, 2, [], [part])
+        save_file({"w": np.full((2, 2), rank, np.float32)}, tmp_path / file_name(rank), metadata=metadata)
+    assert open_source(str(tmp_path)).catalog.by_role(Role.MODEL)["w"].shape == (4, 2)
