@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, IntegrityError, UnsafePickleError
+from ckptkit.formats.dcp_bytes import host_view
 from ckptkit.formats.dcp_storage import CachedSavePlanner, DCPReader, DCPWriter
 from tests.formats.dcp_states import LAYOUTS, differences, state
 
@@ -256,3 +258,40 @@ def cached(url: str) -> list[str]:
 
 def test_a_cached_plan_sees_a_changed_dtype(ranks, tmp_path):
     assert ranks.run(cached, 4, str(tmp_path)) == [[]] * 4
+
+
+ZOO = [
+    "dcp_appstate_w2",
+    "dcp_dtensor_2d",
+    "dcp_dtypes_w2",
+    "dcp_fsdp2_uneven_w4",
+    "dcp_hsdp_2x2",
+    "dcp_no_collectives_w2",
+    "dcp_serialization_safetensors_w2",
+    "dcp_threads2_w2",
+    "dcp_zstd_w2",
+]
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    kept = tensor.detach().contiguous()
+    return bytes(host_view(kept))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_checkpoints_of_other_versions_and_writers_load(zoo, name):
+    """The samples' expected values carry the names without the wrapper's prefix."""
+    reader = DCPReader(zoo / name / "ckpt")
+    target = {n: torch.empty(e.shape, dtype=getattr(torch, e.dtype)) for n, e in reader.catalog.tensors.items()}
+    dcp.load(target, storage_reader=reader, no_dist=True)
+    expected = load_file(zoo / name / "EXPECTED.safetensors")
+    assert expected
+    for key, value in expected.items():
+        (found,) = [t for n, t in target.items() if n == key or n == f"model.{key}" or n == f"app.model.{key}"]
+        assert (found.shape, found.dtype, raw(found)) == (value.shape, value.dtype, raw(value))
+
+
+def test_a_hostile_metadata_is_refused_by_name(zoo):
+    folder = next(p.parent for p in (zoo / "hostile_metadata").rglob(".metadata"))
+    with pytest.raises(dcp.api.CheckpointException, match=r"asks for 'builtins\.exec', which is not on the allow-list"):
+        dcp.load({"x": torch.zeros(1)}, storage_reader=DCPReader(folder), no_dist=True)
