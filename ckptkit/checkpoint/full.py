@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FullTensors"]
 
-MAX_SHARD_BYTES = 5 * 10**9
 _CHUNK_BYTES = 16 << 20  # of one message
 
 
@@ -90,7 +89,7 @@ class FullTensors:
     aliases: Mapping[str, Mapping[str, str]]
     configs: Mapping[str, bytes]
     group: Any
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    max_shard_bytes: int
     signature: bytes = b""
     described: bytes = b""
     signatures: tuple[bytes, ...] = ()
@@ -106,7 +105,7 @@ class FullTensors:
         *,
         group: Any = None,
         configs: Mapping[str, bytes] | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        max_shard_bytes: int,
     ) -> FullTensors:
         """Return the plan for a captured state. No communication."""
         views = {key: part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False)}
@@ -140,15 +139,19 @@ class FullTensors:
         memory = dict(zip(self.views, self.tensors if tensors is None else tensors, strict=True))
         started = time.perf_counter()
         part = TablePart(self.rank)
+        streams: dict[str, SafetensorsStream] = {}
+        failure: Exception | None = None
         with ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ckptkit-full"))
-            streams = {}
-            for file in self.files:
-                if file.writer == self.rank:
-                    head = [FileTensor(item.name, item.dtype, item.shape) for item in file.items]
-                    metadata = {"format": "pt"}
-                    streams[file.path] = stack.enter_context(open_stream(store, file.path, head, metadata, sync=sync))
-            _transfer(self, memory, streams, pool)
+            try:
+                for file in self.files:
+                    if file.writer == self.rank:
+                        head = [FileTensor(item.name, item.dtype, item.shape) for item in file.items]
+                        opening = open_stream(store, file.path, head, {"format": "pt"}, sync=sync)
+                        streams[file.path] = stack.enter_context(opening)
+            except Exception as error:  # noqa: BLE001  raised by `_Transfer.run`, after the others got their pieces
+                failure = error
+            _Transfer(self, memory, streams, pool, failure).run()
         for path, stream in streams.items():
             part.files[path] = FileRecord(stream.written.nbytes, stream.written.xxh3_64)
         for file in self.files:
@@ -295,30 +298,83 @@ def _hf_indexes(files: Sequence[_File]) -> dict[str, bytes]:
 # --- moving the bytes
 
 
-def _transfer(
-    plan: FullTensors,
-    memory: Mapping[str, torch.Tensor],
-    streams: Mapping[str, SafetensorsStream],
-    pool: ThreadPoolExecutor,
-) -> None:
-    """Gather and write every tensor. All ranks walk the same list, so messages need no names.
+class _Transfer:
+    """Gathers and writes every tensor. All ranks walk the same list, so messages need no names.
 
-    A writer holds the tensor that it gathers and the one that is being written: twice the largest, at most.
+    A writer holds the tensor that it gathers and the one that is being written: twice the largest, at most. A rank
+    that fails (a full disk, no memory) goes on sending and receiving to the end, then raises: the others neither hang
+    nor wait for a time-out.
     """
-    writing: Future[None] | None = None
-    for file, item in _order(plan.files):
-        if file.writer == plan.rank:
-            whole = _gathered(plan, item, memory.get(item.key))
-            if writing is not None:
-                writing.result()
-            writing = pool.submit(streams[file.path].write, item.name, host_bytes(whole))
-            del whole
-        else:
-            for piece in item.pieces:
-                if piece.rank == plan.rank:
-                    _send(plan, item, piece, memory[item.key], file.writer)
-    if writing is not None:
-        writing.result()
+
+    def __init__(
+        self,
+        plan: FullTensors,
+        memory: Mapping[str, torch.Tensor],
+        streams: Mapping[str, SafetensorsStream],
+        pool: ThreadPoolExecutor,
+        failure: Exception | None,
+    ) -> None:
+        self._plan = plan
+        self._memory = memory
+        self._streams = streams
+        self._pool = pool
+        self._failure = failure
+        self._writing: Future[None] | None = None
+
+    def run(self) -> None:
+        """Do all of it. Raises what went wrong first on this rank."""
+        for file, item in _order(self._plan.files):
+            if file.writer == self._plan.rank:
+                whole = self._try(lambda item=item: _target(self._plan, item, self._memory.get(item.key)))  # type: ignore[misc]
+                for piece in item.pieces:
+                    if piece.rank != self._plan.rank:
+                        _receive(self._plan, item, piece, whole)
+                self._try(lambda item=item, file=file, whole=whole: self._write(file, item, whole))  # type: ignore[misc]
+            else:
+                for piece in item.pieces:
+                    if piece.rank == self._plan.rank:
+                        self._send(item, piece, file.writer)
+        self._try(self._written)
+        if self._failure is not None:
+            raise self._failure
+
+    def _try(self, step: Callable[[], Any]) -> Any:
+        """Do a step that talks to nobody; after a failure, nothing."""
+        if self._failure is None:
+            try:
+                return step()
+            except Exception as error:  # noqa: BLE001  `run` raises it
+                self._failure = error
+        return None
+
+    def _write(self, file: _File, item: _Item, whole: torch.Tensor) -> None:
+        own = self._memory.get(item.key)
+        for piece in item.pieces:
+            if piece.rank == self._plan.rank and own is not None and whole is not own:
+                _at(whole, piece.box).copy_(_part(self._plan, item.key, piece, own))
+        self._written()
+        self._writing = self._pool.submit(self._streams[file.path].write, item.name, host_bytes(whole))
+
+    def _written(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _send(self, item: _Item, piece: _Piece, writer: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        for tile in _tiles(piece.box, item):
+            part = self._try(lambda tile=tile: self._sendable(item, piece, tile))  # type: ignore[misc]
+            if part is None:
+                part = torch.zeros(tile.numel * dtype_of(item.dtype).itemsize, dtype=torch.uint8)
+            dist.send(part, group_dst=writer, group=self._plan.group)
+
+    def _sendable(self, item: _Item, piece: _Piece, tile: Box) -> torch.Tensor:
+        import torch
+
+        part = _at(_part(self._plan, item.key, piece, self._memory[item.key]), tile)
+        return part.to("cpu").contiguous().view(-1).view(torch.uint8)
 
 
 def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
@@ -330,19 +386,13 @@ def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
         yield from (entry for entry in turn if entry is not None)
 
 
-def _gathered(plan: FullTensors, item: _Item, own: torch.Tensor | None) -> torch.Tensor:
+def _target(plan: FullTensors, item: _Item, own: torch.Tensor | None) -> torch.Tensor:
+    """Return memory for a whole tensor; the live one if it lies here whole."""
     import torch
 
     if own is not None and len(item.pieces) == 1 and item.pieces[0].rank == plan.rank:
-        return own  # it lies here whole
-    whole = torch.empty(item.shape, dtype=getattr(torch, item.dtype))
-    for piece in item.pieces:
-        if piece.rank == plan.rank:
-            assert own is not None
-            _at(whole, piece.box).copy_(_part(plan, item.key, piece, own))
-        else:
-            _receive(plan, piece, whole)
-    return whole
+        return own
+    return torch.empty(item.shape, dtype=getattr(torch, item.dtype))
 
 
 def _part(plan: FullTensors, key: str, piece: _Piece, local: torch.Tensor) -> torch.Tensor:
@@ -354,30 +404,22 @@ def _at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
 
 
-def _tiles(box: Box, itemsize: int) -> Iterator[Box]:
-    return Box.whole(box.sizes).tiles(max(1, _CHUNK_BYTES // itemsize))
+def _tiles(box: Box, item: _Item) -> Iterator[Box]:
+    return Box.whole(box.sizes).tiles(max(1, _CHUNK_BYTES // dtype_of(item.dtype).itemsize))
 
 
-def _send(plan: FullTensors, item: _Item, piece: _Piece, local: torch.Tensor, writer: int) -> None:
+def _receive(plan: FullTensors, item: _Item, piece: _Piece, whole: torch.Tensor | None) -> None:
+    """Receive another rank's box into its place; without a place, into nowhere."""
     import torch
     import torch.distributed as dist
 
-    source = _part(plan, item.key, piece, local)
-    for tile in _tiles(piece.box, source.element_size()):
-        part = _at(source, tile).to("cpu").contiguous()
-        dist.send(part.view(-1).view(torch.uint8), group_dst=writer, group=plan.group)
-
-
-def _receive(plan: FullTensors, piece: _Piece, whole: torch.Tensor) -> None:
-    import torch
-    import torch.distributed as dist
-
-    target = _at(whole, piece.box)
-    for tile in _tiles(piece.box, whole.element_size()):
-        part = _at(target, tile)
-        if part.is_contiguous():
+    itemsize = dtype_of(item.dtype).itemsize
+    for tile in _tiles(piece.box, item):
+        part = None if whole is None else _at(_at(whole, piece.box), tile)
+        if part is not None and part.is_contiguous():
             dist.recv(part.view(-1).view(torch.uint8), group_src=piece.rank, group=plan.group)
-        else:
-            buffer = torch.empty(tile.sizes, dtype=whole.dtype)
-            dist.recv(buffer.view(-1).view(torch.uint8), group_src=piece.rank, group=plan.group)
-            part.copy_(buffer)
+            continue
+        buffer = torch.empty(tile.numel * itemsize, dtype=torch.uint8)
+        dist.recv(buffer, group_src=piece.rank, group=plan.group)
+        if part is not None:
+            part.copy_(buffer.view(part.dtype).view(tile.sizes))

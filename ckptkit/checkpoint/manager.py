@@ -30,7 +30,7 @@ from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.formats.ckptkit import open_catalog
 from ckptkit.formats.layout import CommitRecord
 from ckptkit.storage.store import Store, open_store
-from ckptkit.units import parse_duration
+from ckptkit.units import parse_duration, parse_size
 
 __all__ = ["CheckpointManager"]
 
@@ -44,6 +44,7 @@ class CheckpointManager:
         url: The root of the run: a path, or anything fsspec opens ("s3://bucket/run").
         retention: What rotation keeps; None keeps everything.
         state_dict_type: Of what is saved; a load finds out for itself.
+        max_shard_size: The most bytes of one file of a FULL checkpoint.
         timeout_s: How long to wait for any rank before all give up: seconds, or "30min".
         async_policy: What `save_async` does while a save is under way: "wait" for it, or "refuse".
         on_commit: Called on every rank after each commit with the report, to log it (W&B, TensorBoard, MLflow).
@@ -60,6 +61,7 @@ class CheckpointManager:
         *,
         retention: RetentionPolicy | None = None,
         state_dict_type: StateDictType | str = StateDictType.SHARDED,
+        max_shard_size: int | str = "5GB",
         timeout_s: float | str = 1800.0,
         async_policy: Literal["wait", "refuse"] = "wait",
         on_commit: Callable[[SaveReport], None] | None = None,
@@ -85,7 +87,14 @@ class CheckpointManager:
         carried = {} if side_files is None or self._coordinator.rank else read_side_files(str(side_files))
         # `ckptkit ls` and `prune` go by it.
         extra = {} if retention is None else {"retention": dataclasses.asdict(retention)}
-        self._saver = Saver(self._root, self._coordinator, objective=objective, side_files=carried, extra=extra)
+        self._saver = Saver(
+            self._root,
+            self._coordinator,
+            max_shard_bytes=parse_size(max_shard_size),
+            objective=objective,
+            side_files=carried,
+            extra=extra,
+        )
         self._buffers = StagingBuffers()
         self._in_flight: SaveHandle | None = None
         self._resumed_from: str | None = None

@@ -80,6 +80,7 @@ class Saver:
         coordinator: Coordinator,
         *,
         sync: bool = True,
+        max_shard_bytes: int = 5 * 10**9,
         lease: Lease | None = None,
         objective: tuple[str, str] | None = None,
         side_files: Mapping[str, bytes] | None = None,
@@ -92,6 +93,7 @@ class Saver:
         self._lease = lease
         self._objective = objective
         self._sync = sync
+        self._max_shard_bytes = max_shard_bytes
         self._plans: dict[StateDictType, TensorPlan] = {}
         self._transfers: Any = None
 
@@ -130,6 +132,24 @@ class Saver:
         Raises:
             RankFailedError: Some rank failed; nothing was published. The same on every rank.
         """
+        try:
+            return self._published(prepared, tensors)
+        except BaseException:
+            # All ranks raise together. Messages may be left in the group: the next FULL save makes another.
+            self._drop_transfers()
+            raise
+
+    def close(self) -> None:
+        """Give back the group that whole tensors are gathered over. Collective."""
+        if self._transfers is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(self._transfers)
+            self._transfers = None
+
+    # --- steps
+
+    def _published(self, prepared: Prepared, tensors: Sequence[torch.Tensor] | None) -> CommitRecord:
         request, clock, plan = prepared.request, prepared.clock, prepared.plan
         with clock.phase("begin"):
             attempt = begin_save(
@@ -146,7 +166,6 @@ class Saver:
             digests = {key: xxhash.xxh3_64_hexdigest(_json(tree)) for key, tree in prepared.objects.items()}
             payload = (written.part, _json(prepared.rank_objects), digests)
         except BaseException as error:  # noqa: BLE001  a rank's failure is every rank's: abort raises it
-            self._drop_transfers()  # ranks that wait for this one's pieces must not wait for a time-out
             attempt.abort(error)
         fields = {
             "state_dict_type": request.state_dict_type.value,
@@ -165,16 +184,6 @@ class Saver:
                 payload=payload,
                 complete=lambda answers: self._index(prepared, attempt.store, attempt.save_id, answers),
             )
-
-    def close(self) -> None:
-        """Give back the group that whole tensors are gathered over. Collective."""
-        if self._transfers is not None:
-            import torch.distributed as dist
-
-            dist.destroy_process_group(self._transfers)
-            self._transfers = None
-
-    # --- steps
 
     def _planned(self, state: TrainState, request: SaveRequest, clock: PhaseClock) -> Prepared:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
@@ -197,7 +206,15 @@ class Saver:
             return LocalTensors.of(captured, rank, world_size, previous)
         from ckptkit.checkpoint.full import FullTensors
 
-        return FullTensors.of(captured, rank, world_size, previous, group=self._transfers, configs=configs)
+        return FullTensors.of(
+            captured,
+            rank,
+            world_size,
+            previous,
+            group=self._transfers,
+            configs=configs,
+            max_shard_bytes=self._max_shard_bytes,
+        )
 
     def _index(
         self, prepared: Prepared, store: Store, save_id: str, answers: Sequence[tuple[bytes, bytes, dict[str, str]]]
@@ -236,15 +253,14 @@ class Saver:
             import torch.distributed as dist
 
             ranks = dist.get_process_group_ranks(self._coordinator.group)
+            # Made by its members alone, a group is named by its ranks: a second one would meet what the first left.
+            alone = len(ranks) != dist.get_world_size()
             timeout = timedelta(seconds=self._coordinator.timeout_s)
-            self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+            self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
 
     def _drop_transfers(self) -> None:
-        if self._transfers is not None:
-            import torch.distributed as dist
-
-            dist.destroy_process_group(self._transfers)
-            self._transfers = None
+        """Forget the group. It is not destroyed: that could wait for messages, and would free its name."""
+        self._transfers = None
 
 
 def _agreed(answers: list[tuple[bytes, Any]]) -> list[bytes]:
@@ -283,6 +299,6 @@ def _mesh(captured: Captured) -> dict[str, Any] | None:
 def _versions() -> dict[str, str]:
     import torch
 
-    import ckptkit
+    from ckptkit.version import __version__
 
-    return {"ckptkit": ckptkit.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {"ckptkit": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
