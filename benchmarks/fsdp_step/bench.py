@@ -4,7 +4,7 @@
 
 Both sides shard the same model over the same units, run the same fused AdamW, clip to one joint norm and skip a step
 whose norm is not finite. Rounds of both are interleaved, in turns the one and the other first; a ratio is the median
-of the ratios of neighbouring rounds, so that what else the machine does hits both. Runs on CUDA devices where there are.
+of the ratios of neighbouring rounds, so that what else the machine does hits both. Uses CUDA where it is there.
 """
 
 from __future__ import annotations

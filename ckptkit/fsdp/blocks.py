@@ -25,15 +25,13 @@ def checkpoint_blocks(model: Any, modules: Sequence[nn.Module]) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     for module in modules:
-        module.forward = functools.wraps(module.forward)(  # type: ignore[method-assign]
-            functools.partial(_recomputed, module, module.forward)
-        )
+        module.forward = functools.wraps(module.forward)(functools.partial(_recomputed, module, module.forward))
 
 
 def compile_blocks(modules: Sequence[nn.Module], *, backend: str = "inductor") -> None:
     """Compile the forward of `modules`. FSDP's hooks stay outside of the graph, the FQNs as they are."""
     for module in modules:
-        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+        module.forward = torch.compile(module.forward, backend=backend)
 
 
 def fill_unused_gradients(model: FSDPModule) -> None:

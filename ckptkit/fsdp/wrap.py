@@ -70,10 +70,8 @@ def shard(
         UsageError: A parameter, a unit, a size or a plan can't work; the message names it.
     """
     config = config or FSDPConfig()
-    if not isinstance(model, nn.Module):  # callers without a type checker
-        found = type(model).__name__  # type: ignore[unreachable]
-        raise NotShardableError(f"shard() takes a torch.nn.Module, found {found}.")
-    if isinstance(model, FSDPModule):
+    _check_is_module(model)
+    if _is_sharded(model):
         logger.warning("%s is sharded already; shard() left it as it is.", _class_name(model))
         return model
     if not config.enable_fsdp:
@@ -160,6 +158,15 @@ def _check_same(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _described(name: str, shape: tuple[int, ...], dtype: str, is_meta: bool) -> str:
     return f"{name!r} {list(shape)} {dtype.removeprefix('torch.')}{' on the meta device' if is_meta else ''}"
+
+
+def _check_is_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise NotShardableError(f"shard() takes a torch.nn.Module, found {type(model).__name__}.")
+
+
+def _is_sharded(model: object) -> bool:
+    return isinstance(model, FSDPModule)
 
 
 def _check_model(model: nn.Module) -> None:
