@@ -15,7 +15,7 @@ from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import UsageError
 from ckptkit.formats.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.options import ReadOptions
-from ckptkit.offline.copy import Progress, execute
+from ckptkit.offline.copy import CopyReport, Progress, execute
 from ckptkit.offline.coverage import check_plan
 from ckptkit.offline.plan import OutputFile, Plan
 from ckptkit.offline.publish import open_target
@@ -82,14 +82,24 @@ def reshard(
         check_plan(plan)
         return report
     memory = parse_size(max_memory)
-    with place.stage(("checkpoint.json",)) as (store, _):
-        done = execute(plan, source.store, store, workers=workers, max_memory=memory, check=check, progress=progress)
-        verified = None
-        if verify:
+    verified = None
+    with place.stage(plan) as session:
+
+        def copied() -> CopyReport:
+            return execute(
+                plan, source.store, session.store, workers=workers, max_memory=memory, check=check,
+                progress=progress, only=session.only,
+            )  # fmt: skip
+
+        def proved() -> int:
             from ckptkit.offline.prove import prove_equal
 
-            verified = prove_equal(plan, source.store, store, max_memory=memory, workers=workers)
-        record = seal(plan, store, sealing, workers=workers)
+            return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers)
+
+        done = session.everyone(copied)
+        if verify:
+            verified = session.one(proved)
+        record = session.one(lambda: seal(plan, session.store, sealing, workers=workers))
     facts = ["every element covered once", f"committed as step {record.step} of {world_size} ranks"]
     if done.records:
         facts.insert(1, f"{done.records} digests of the source checked")
