@@ -18,8 +18,6 @@ __all__ = ["DeferredOptimizer"]
 
 _log = logging.getLogger(__name__)
 
-Restore = "Callable[[TrainState, LoadOptions], LoadReport]"
-
 
 class DeferredOptimizer:
     """Restores the optimizers of a training state from the checkpoint its model was loaded from, once.
@@ -33,7 +31,7 @@ class DeferredOptimizer:
         self, state: TrainState, options: LoadOptions, restore: Callable[[TrainState, LoadOptions], LoadReport]
     ) -> None:
         self._state: TrainState | None = state
-        self._options = dataclasses.replace(options, optimizer="restore")
+        self._options = dataclasses.replace(options, model="skip", optimizer="restore")
         self._restore: Callable[[TrainState, LoadOptions], LoadReport] | None = restore
 
     @property

@@ -29,6 +29,7 @@ class LoadOptions:
     Attributes:
         strict: Missing and unexpected keys are errors. Otherwise what fits is loaded and the rest reported.
         include, exclude: Globs, or a predicate, on the FQNs of the models: load these only (adapters, say).
+        model: "restore"; "skip" leaves the models as they are: an optimizer alone is loaded.
         optimizer: "restore"; "skip" leaves the optimizer as it is; "deferred" restores it when the report's handle is
             applied.
         convert_dtype: Cast a model tensor whose dtype differs. Otherwise that is an error.
@@ -41,12 +42,15 @@ class LoadOptions:
     strict: bool = True
     include: Sequence[str] | Callable[[str], bool] = ()
     exclude: Sequence[str] | Callable[[str], bool] = ()
+    model: Literal["restore", "skip"] = "restore"
     optimizer: Literal["restore", "skip", "deferred"] = "restore"
     convert_dtype: bool = False
     rng_on_resize: Literal["reseed", "keep", "error"] = "reseed"
     per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
 
     def __post_init__(self) -> None:
+        if self.model not in ("restore", "skip"):
+            raise UsageError(f"model={self.model!r}: it is 'restore' or 'skip'.")
         if self.optimizer not in ("restore", "skip", "deferred"):
             raise UsageError(f"optimizer={self.optimizer!r}: it is 'restore', 'skip' or 'deferred'.")
         if self.rng_on_resize not in ("reseed", "keep", "error"):
@@ -154,7 +158,10 @@ class _Planner:
         return self.by_role[role]
 
     def run(self) -> LoadPlan:
-        self.models()
+        if self.options.model == "restore":
+            self.models()
+        else:
+            self.plan.skipped.update({section("model", name): 'model="skip"' for name in self.state.parts("model")})
         self.optimizers()
         for kind in ("scheduler", "grad_scaler"):
             for name, item in self.state.parts(kind).items():

@@ -177,7 +177,7 @@ class CheckpointManager:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint, of any format that
                 ckptkit reads.
             options: How to treat what does not fit; or its fields as keywords: `strict`, `include`, `exclude`,
-                `optimizer`, `convert_dtype`, `rng_on_resize`, `per_rank_on_resize`.
+                `model`, `optimizer`, `convert_dtype`, `rng_on_resize`, `per_rank_on_resize`.
 
         Raises:
             CheckpointNotFoundError: `which` names a checkpoint that is not there.

@@ -364,3 +364,15 @@ def test_damaged_objects_are_found_by_their_digest(run: str) -> None:
     assert xxhash.xxh3_64_hexdigest(path.read_bytes())
     with pytest.raises((IntegrityError, LoadError)):
         load(run, trained(net()))
+
+
+def test_an_optimizer_alone_is_loaded_beside_a_model_that_stays(run: str) -> None:
+    state = trained(net())
+    state.extra.clear()
+    weights = copy.deepcopy(dict(state.model.state_dict()))
+    report = load(run, state, model="skip")
+    assert same(weights, dict(state.model.state_dict()))
+    assert report.skipped["model"] == 'model="skip"'
+    exact = trained(net())
+    load(run, exact)
+    assert same(state.optimizer.state_dict(), exact.optimizer.state_dict())

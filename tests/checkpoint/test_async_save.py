@@ -1,0 +1,255 @@
+"""Saves in the background: the snapshot is what it was, and no error is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckptkit.checkpoint import save as save_module
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.staging_buffers import StagingBuffers
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import CkptkitError, SaveError, UsageError
+from tests.checkpoint import jobs
+
+
+class Gate:
+    """Holds a save back where it would begin to write, until it is opened; or lets it fail there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.opened = threading.Event()
+        original = save_module.Saver.publish
+
+        def publish(saver: Any, prepared: Any, tensors: Any = None) -> Any:
+            assert self.opened.wait(30)
+            if error is not None:
+                raise error
+            return original(saver, prepared, tensors)
+
+        monkeypatch.setattr(save_module.Saver, "publish", publish)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_what_changes_after_the_call_is_not_in_the_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    gate = Gate(monkeypatch)
+    model = nn.Linear(300, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    settings = {"list": [1], "table": torch.arange(2000)}
+    state = TrainState(model=model, optimizer=optimizer, extra={"settings": settings})
+    expected = [jobs.whole(model.weight), jobs.whole(optimizer.state[model.weight]["momentum_buffer"])]
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        handle = manager.save_async(1, state)
+        assert not handle.done()
+        optimizer.step()
+        settings["list"].append(2)
+        settings["table"].zero_()
+        torch.rand(1)
+        gate.opened.set()
+        handle.result()
+        again = nn.Linear(300, 20)
+        other = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
+        loaded = TrainState(model=again, optimizer=other, extra={"settings": None})
+        manager.load(loaded)
+    assert [jobs.whole(again.weight), jobs.whole(other.state[again.weight]["momentum_buffer"])] == expected
+    assert loaded.extra["settings"]["list"] == [1]
+    assert torch.equal(loaded.extra["settings"]["table"], torch.arange(2000))
+
+
+def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    model = nn.Linear(4, 4)
+    with CheckpointManager(tmp_path) as manager:
+        first = manager.save_async(1, TrainState(model=model))
+        threading.Timer(0.2, gate.opened.set).start()
+        manager.save_async(2, TrainState(model=model))
+        assert first.done()
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
+
+
+def test_a_save_under_way_refuses_the_next_one_if_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with CheckpointManager(tmp_path, async_policy="refuse") as manager:
+        manager.save_async(1, TrainState(model=nn.Linear(4, 4)))
+        with pytest.raises(SaveError, match="still under way"):
+            manager.save_async(2, TrainState(model=nn.Linear(4, 4)))
+        gate.opened.set()
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("ask", ["result", "save", "save_async", "load", "close", "wait"])
+def test_an_error_in_the_background_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    gate = Gate(monkeypatch, OSError(28, "No space left on device"))
+    gate.opened.set()
+    state = TrainState(model=nn.Linear(4, 4))
+    manager = CheckpointManager(tmp_path)
+    handle = manager.save_async(1, state)
+    calls = {
+        "result": handle.result,
+        "save": lambda: manager.save(2, state),
+        "save_async": lambda: manager.save_async(2, state),
+        "load": lambda: manager.load(state),
+        "close": manager.close,
+        "wait": manager.wait,
+    }
+    with pytest.raises(SaveError, match="No space left"):
+        calls[ask]()
+    manager.close()  # it was seen: once is enough
+    assert not list(tmp_path.glob("step_*"))
+
+
+def test_the_save_after_a_failed_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = TrainState(model=nn.Linear(4, 4))
+    with CheckpointManager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            Gate(patch, RuntimeError("broken")).opened.set()
+            handle = manager.save_async(1, state)
+            with pytest.raises(SaveError, match="broken"):
+                handle.result()
+        manager.save_async(1, state).result()
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+
+
+def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    script = f"""
+import torch
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state import TrainState
+manager = CheckpointManager({str(tmp_path)!r})
+state = TrainState(model=torch.nn.Linear(1000, 1000))
+{body}
+"""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+
+
+def test_a_process_that_ends_without_waiting_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "manager.save_async(1, state)")
+    assert done.returncode == 0, done.stderr
+    state = TrainState(model=nn.Linear(1000, 1000))
+    with CheckpointManager(tmp_path) as manager:
+        report = manager.load(state)
+    assert report is not None
+    assert report.step == 1
+
+
+def test_an_error_that_nobody_asked_for_is_said_at_exit(tmp_path: Path) -> None:
+    body = """
+def fail(*args): raise OSError(28, "No space left on device")
+manager._saver.publish = fail
+manager.save_async(1, state)
+"""
+    done = run_script(tmp_path, body)
+    assert "the save of step 1 failed" in done.stderr
+    assert "No space left" in done.stderr
+
+
+def test_the_report_says_what_took_the_time(tmp_path: Path) -> None:
+    reports = []
+    trace = tmp_path / "traces"
+    state = TrainState(model=nn.Linear(500, 500))
+    with CheckpointManager(tmp_path / "run", on_commit=reports.append, trace=trace) as manager:
+        report = manager.save_async(3, state).result()
+    assert reports == [report]
+    totals = report.totals()
+    assert {"plan", "stage", "write", "commit"} <= set(totals)
+    assert totals["stage"]["bytes"] >= 500 * 500 * 4
+    assert 0 < report.stall_seconds <= report.seconds
+    (path,) = trace.iterdir()
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {"stage", "write"} <= {event["name"] for event in events}
+
+
+def test_a_callback_that_fails_does_not_undo_the_save(tmp_path: Path) -> None:
+    def broken(report: Any) -> None:
+        raise ValueError("no network")
+
+    with CheckpointManager(tmp_path, on_commit=broken) as manager:
+        manager.save(1, TrainState(model=nn.Linear(2, 2)))
+        assert manager.latest() == 1
+
+
+# --- host memory
+
+
+def test_buffers_are_used_again_from_the_second_snapshot_on() -> None:
+    buffers = StagingBuffers()
+    tensors = [torch.randn(30, 7), torch.arange(5), torch.zeros(0, 3), torch.randn(4, 6).t(), torch.tensor(3.0)]
+    first = buffers.copy(tensors)
+    places = [view.data_ptr() for view in first]
+    tensors[0].zero_()
+    assert not torch.equal(first[0], tensors[0])
+    again = buffers.copy([torch.randn(30, 7), *tensors[1:]])
+    assert [view.data_ptr() for view in again] == places
+    for view, tensor in zip(again[1:], tensors[1:], strict=True):
+        assert torch.equal(view, tensor)
+        assert view.is_contiguous()
+
+
+def test_buffers_grow_with_the_state_and_keep_every_dtype() -> None:
+    buffers = StagingBuffers()
+    buffers.copy([torch.zeros(3)])
+    tensors = [torch.ones(999, dtype=d) for d in (torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn)]
+    for view, tensor in zip(buffers.copy(tensors), tensors, strict=True):
+        assert view.dtype == tensor.dtype
+        assert torch.equal(view.view(torch.uint8), tensor.view(torch.uint8))
+
+
+# --- ranks
+
+
+def fail_on_one(url: str) -> list[str]:
+    seen = []
+    manager = CheckpointManager(url, timeout_s=30)
+    job = jobs.make("1d")
+    original = save_module.ShardedTensors.write
+
+    def write(*args: Any, **more: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        return original(*args, **more)
+
+    save_module.ShardedTensors.write = write  # type: ignore[method-assign]
+    try:
+        handle = manager.save_async(1, job.state())
+        job.train(1)
+        handle.result()
+    except CkptkitError as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    finally:
+        save_module.ShardedTensors.write = original  # type: ignore[method-assign]
+    manager.save_async(2, job.state()).result()
+    manager.close()
+    return seen
+
+
+def test_a_rank_that_fails_in_the_background_fails_all_and_the_next_save_works(ranks: Any, tmp_path: Path) -> None:
+    texts = ranks.run(fail_on_one, 3, str(tmp_path))
+    assert len({tuple(text) for text in texts}) == 1
+    assert "rank 1" in texts[0][0]
+    assert "No space left" in texts[0][0]
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+
+
+def disagree(url: str) -> str:
+    with CheckpointManager(url) as manager:
+        with pytest.raises(UsageError) as caught:
+            manager.save_async(dist.get_rank(), TrainState(model=nn.Linear(2, 2)))
+        return str(caught.value)
+
+
+def test_ranks_that_save_different_steps_are_told_so(ranks: Any, tmp_path: Path) -> None:
+    assert all("ranks want to save different things" in text for text in ranks.run(disagree, 2, str(tmp_path)))

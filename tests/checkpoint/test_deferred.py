@@ -1,0 +1,100 @@
+"""The optimizer's state, restored once, after adapters were added."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import CheckpointMismatchError, UsageError
+
+
+def trained() -> TrainState:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"base": nn.Linear(4, 4)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model["base"](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return TrainState(model=model, optimizer=optimizer, step=1)
+
+
+def fresh(adapters: bool) -> TrainState:
+    model = nn.ModuleDict({"base": nn.Linear(4, 4)})
+    if adapters:
+        model["lora"] = nn.Linear(4, 4, bias=False)
+    return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    source = trained()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, source)
+        yield manager, source
+
+
+def test_the_state_is_applied_once_after_adapters_were_added(run: Any) -> None:
+    manager, source = run
+    state = fresh(adapters=False)
+    handle = manager.load(state, optimizer="deferred").deferred
+    assert torch.equal(state.model["base"].weight, source.model["base"].weight)
+    assert len(state.optimizer.state) == 0
+    state.model["lora"] = nn.Linear(4, 4, bias=False)
+    state.optimizer = torch.optim.AdamW(state.model.parameters(), lr=0.1)
+    state.model["base"].weight.data.add_(1)  # the model is not loaded again
+    moved = state.model["base"].weight.detach().clone()
+    report = handle.apply(strict=False)
+    assert report.missing == ["optimizer.lora.weight"]
+    assert torch.equal(state.model["base"].weight, moved)
+    saved = source.optimizer.state[source.model["base"].weight]
+    restored = state.optimizer.state[state.model["base"].weight]
+    assert all(torch.equal(restored[name], saved[name]) for name in saved)
+    assert state.model["lora"].weight not in state.optimizer.state
+    assert handle.apply() is None
+    assert not handle.pending
+
+
+def test_memory_is_free_once_it_was_applied(run: Any) -> None:
+    manager, _ = run
+    state = fresh(adapters=False)
+    handle = manager.load(state, optimizer="deferred").deferred
+    handle.apply()
+    model = weakref.ref(state.model["base"])
+    del state
+    gc.collect()
+    assert model() is None
+
+
+def test_a_state_that_does_not_fit_can_be_applied_again(run: Any) -> None:
+    manager, _ = run
+    state = fresh(adapters=True)
+    handle = manager.load(state, optimizer="deferred", strict=False).deferred
+    with pytest.raises(CheckpointMismatchError, match=r"lora\.weight"):
+        handle.apply()
+    assert handle.pending
+    assert handle.apply(strict=False) is not None
+
+
+def test_without_an_optimizer_the_handle_says_what_it_needs(run: Any) -> None:
+    manager, _ = run
+    state = fresh(adapters=False)
+    state.optimizer = None
+    handle = manager.load(state, optimizer="deferred").deferred
+    with pytest.raises(UsageError, match="no optimizer"):
+        handle.apply()
+
+
+def test_a_checkpoint_of_any_url_can_be_deferred_too(run: Any, tmp_path: Path) -> None:
+    manager, source = run
+    state = fresh(adapters=False)
+    handle = manager.load(state, f"{tmp_path}/step_00000001", optimizer="deferred").deferred
+    handle.apply()
+    assert state.optimizer.param_groups[0]["lr"] == 0.5
+    assert source.step == 1
