@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from ckptkit.formats.dcp_items import FRONT_BYTES, TAIL_BYTES, ItemEnds, ItemPar
 from ckptkit.formats.objects import memory_store, zstd_chunks
 from ckptkit.formats.safetensors_dcp import saved_offsets
 from ckptkit.formats.safetensors_parse import SafetensorsHeader, read_header
-from ckptkit.storage.store import Store
+from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Items", "LocatedSlices", "item_batches"]
 
@@ -36,6 +36,8 @@ Int32 = npt.NDArray[np.int32]
 _BATCH_ROWS = 1 << 16
 _BLOCK_ROWS = 1 << 13  # items whose ends are held at once
 _LAZY = frozenset(("starts", "nbytes", "algorithm", "digests", "digest_starts", "digest_nbytes", "strides", "codecs"))
+_BLOCK_FILES = 128  # files that are open at once
+_HEAD = 9
 _ZIP = b"PK\x03\x04"
 _FEW = 16  # items for which numpy is worth its fixed cost
 _MAX_FRAMES = 8
@@ -167,21 +169,33 @@ class _Locator:
 
     def run(self) -> None:
         order = np.lexsort((self.starts, self.files))
-        zips: list[int] = []
+        plain: list[tuple[str, Int64]] = []
         for rows in _by_file(order, self.files):
             path = self.paths[int(self.files[rows[0]])]
-            plain = rows[~self.zstd[rows]]
             for row in rows[self.zstd[rows]].tolist():
                 self._compressed(row, path)
-            if len(plain) == 0:
-                continue
-            if self._is_safetensors(path, plain):
-                self._safetensors(path, plain)
+            if not self.zstd[rows].all():
+                plain.append((path, rows[~self.zstd[rows]]))
+        zips: list[Int64] = []
+        for (path, rows), head in zip(plain, self._heads(plain), strict=True):
+            if self._is_safetensors(path, rows, head):
+                self._safetensors(path, rows)
             else:
-                zips.extend(plain.tolist())
-        for begin in range(0, len(zips), _BLOCK_ROWS):
-            self._zips(np.array(zips[begin : begin + _BLOCK_ROWS]))
+                zips.append(rows)
+        for block in _blocks(zips):
+            self._zips(block)
         self._hand_out()
+
+    def _heads(self, files: Sequence[tuple[str, Int64]]) -> list[bytes]:
+        """The first bytes of the first item of each file."""
+        heads = [bytearray(_HEAD) for _ in files]
+        reads = [
+            ReadInto(path, int(self.starts[rows[0]]), memoryview(head))
+            for (path, rows), head in zip(files, heads, strict=True)
+        ]
+        for begin in range(0, len(reads), _BLOCK_FILES):
+            self.store.read_many(reads[begin : begin + _BLOCK_FILES])
+        return [bytes(head) for head in heads]
 
     def _member(self, row: int) -> tuple[LocatedSlices, int]:
         member = int(np.searchsorted(self.bounds, row, side="right")) - 1
@@ -189,14 +203,13 @@ class _Locator:
 
     # --- one safetensors blob a file
 
-    def _is_safetensors(self, path: str, rows: Int64) -> bool:
+    def _is_safetensors(self, path: str, rows: Int64, head: bytes) -> bool:
         """A zip begins with its magic number; a blob with the length of its JSON header."""
         start = int(self.starts[rows[0]])
-        head = self.store.read(path, start, start + 9)
         if head[:4] == _ZIP:
             self._check_disjoint(path, rows)
             return False
-        if len(head) == 9 and head[8:9] == b"{":
+        if head[8:9] == b"{":
             return True
         raise CorruptCheckpointError(
             f"{path}: at byte {start} begins neither a torch.save zip nor a safetensors header. "
@@ -345,6 +358,22 @@ def _by_file(order: Int64, files: Int32) -> list[Int64]:
     if len(order) == 0:
         return []
     return np.split(order, np.flatnonzero(np.diff(files[order])) + 1)
+
+
+def _blocks(files: Iterable[Int64]) -> Iterator[Int64]:
+    """Join the rows of files, in order, into blocks of limited size that span a limited number of files."""
+    block: list[Int64] = []
+    count = 0
+    for rows in files:
+        for begin in range(0, len(rows), _BLOCK_ROWS):
+            piece = rows[begin : begin + _BLOCK_ROWS]
+            if block and (count + len(piece) > _BLOCK_ROWS or len(block) >= _BLOCK_FILES):
+                yield np.concatenate(block)
+                block, count = [], 0
+            block.append(piece)
+            count += len(piece)
+    if block:
+        yield np.concatenate(block)
 
 
 def _split(values: dict[int, Any], bounds: Int64) -> dict[int, dict[int, Any]]:

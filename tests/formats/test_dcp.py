@@ -379,3 +379,31 @@ def lengthen(m: Any, start: int, by: int) -> None:
                 info.length = by
             elif info.offset > start:
                 info.offset += by
+
+
+def test_a_checkpoint_of_more_files_than_may_be_open_is_located(zoo: Path, tmp_path: Path) -> None:
+    """One file an item (`single_file_per_rank=False`), with a low limit on descriptors."""
+    import resource
+
+    shutil.copytree(zoo / "dcp_hsdp_2x2/ckpt", tmp_path / "c")
+
+    def scatter(m: Any) -> None:
+        for number, info in enumerate(m.storage_data.values()):
+            raw = (tmp_path / "c" / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+            info.relative_path, info.offset = f"__0_{number}.part", 0
+            (tmp_path / "c" / info.relative_path).write_bytes(raw)
+
+    change(tmp_path / "c", scatter)
+    store = LocalStore(tmp_path / "c")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptkit.formats.dcp_locate._BLOCK_FILES", 8)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, hard))
+        try:
+            catalog = open_catalog(store)
+            starts = [s.start for e in catalog.tensors.values() for s in e.slices]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(starts) > 60
+    assert_model_equals(store, catalog, zoo / "dcp_hsdp_2x2/EXPECTED.safetensors")
