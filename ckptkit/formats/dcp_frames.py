@@ -182,7 +182,7 @@ class Frame:
         crc, nbytes, _ = numbers
         wanted, _ = self._pickle
         start = len(wanted) + int(_u2(wanted[None, :], np.array([28]))[0])
-        fits &= start + nbytes <= front.shape[1]
+        fits &= (nbytes > 0) & (start + nbytes <= front.shape[1])
         pickles = np.zeros(len(crc), np.int64)
         distinct: list[bytes] = []
         for length in np.unique(nbytes[fits]).tolist():
