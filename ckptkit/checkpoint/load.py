@@ -21,6 +21,7 @@ from ckptkit.checkpoint.values import JSON, decode, encode
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, LoadError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.manifest import MESHES, PLACEMENTS
+from ckptkit.formats.objects import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,21 @@ def json_objects(catalog: Catalog) -> dict[str, JSON]:
     """Return what a checkpoint of ours holds besides tensors; nothing for one that ckptkit did not write."""
     found = catalog.objects.values()
     return {entry.name: entry.value for entry in found if entry.path.rpartition("/")[2] == OBJECTS_NAME}
+
+
+def foreign_objects(catalog: Catalog, store: Store) -> dict[str, JSON]:
+    """Return the settings of an optimizer that torch DCP saved by parameter names, as our own checkpoints hold them."""
+    groups: dict[int, dict[str, Any]] = {}
+    for entry in catalog.objects.values():
+        path = entry.key
+        at = path.index("param_groups") if "param_groups" in path else len(path)
+        if len(path) == at + 3 and str(path[at + 1]).isdigit():
+            groups.setdefault(int(path[at + 1]), {})[str(path[at + 2])] = read_object(store, entry)
+    named = all(isinstance(fqn, str) for group in groups.values() for fqn in group.get("params", [0]))
+    if not groups or not named or sorted(groups) != list(range(len(groups))):
+        return {}
+    trees = [encode(groups[i], f"optimizer.param_groups.{i}", {}) for i in range(len(groups))]
+    return {"optimizer": {"param_groups": trees, "values": {}, "shared": {}}}
 
 
 @dataclass(slots=True)
@@ -74,7 +90,7 @@ def stage(
     plan = plan_load(
         state,
         catalog,
-        json_objects(catalog),
+        json_objects(catalog) or foreign_objects(catalog, store),
         options,
         rank=rank,
         world_size=world_size,

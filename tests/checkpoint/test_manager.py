@@ -152,7 +152,10 @@ def test_a_dcp_checkpoint_of_torch_loads_model_and_optimizer(tmp_path: Path) -> 
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     model, other = trained(2)
     with CheckpointManager(tmp_path / "run") as manager:
-        manager.load(TrainState(model=model, optimizer=other), str(tmp_path / "dcp"))
+        report = manager.load(TrainState(model=model, optimizer=other), str(tmp_path / "dcp"))
+    assert report is not None
+    assert other.param_groups[0]["lr"] == 0.1
+    assert other.param_groups[0]["betas"] == (0.9, 0.999)
     assert torch.equal(model.weight, source.weight)
     for name, value in optimizer.state[source.weight].items():
         assert torch.equal(other.state[model.weight][name], value), name
