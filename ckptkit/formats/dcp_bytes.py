@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE", "HostBytes", "host_view", "is_dense", "settle_device"]
 
-PIECE = 1 << 20  # digests, CRC and write of a piece run while it is in the cache
+PIECE = 256 << 10  # digests, CRC and write of a piece run while it is in the cache
 _STAGE = 16 << 20
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 

@@ -19,7 +19,7 @@ from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.catalog.entry import Codec, Digest, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError
-from ckptkit.formats.dcp_bytes import PIECE, host_view
+from ckptkit.formats.dcp_bytes import host_view
 from ckptkit.formats.dcp_encode import crc32
 from ckptkit.formats.objects import decode_zstd
 from ckptkit.storage.local import LocalStore
@@ -32,6 +32,7 @@ _BATCH = 8 << 20
 _TILE = 32 << 20  # bytes of a region that go through a buffer at once
 _RUN = 32 << 10  # shorter runs of needed bytes are read with the gaps between them
 _REMOTE = 16 << 20
+_PIECE = 1 << 20  # larger than the writer's: it is a request to the disk as well
 
 
 class Verify(str, enum.Enum):
@@ -218,7 +219,7 @@ class Filler:
         try:
             done = 0
             while done < len(view):
-                piece = view[done : done + PIECE]
+                piece = view[done : done + _PIECE]
                 got = os.preadv(fd, [piece], start + done)
                 if not got:
                     raise IncompleteCheckpointError(

@@ -62,7 +62,7 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize(
-    "limits", [{}, {"_TILE": 64, "_RUN": 8}, {"_TILE": 16, "_RUN": 1 << 30}, {"_SMALL": 1, "PIECE": 7}]
+    "limits", [{}, {"_TILE": 64, "_RUN": 8}, {"_TILE": 16, "_RUN": 1 << 30}, {"_SMALL": 1, "_PIECE": 7}]
 )
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), verify=st.sampled_from(list(Verify)), flipped=st.booleans())
