@@ -24,6 +24,7 @@ from ckptkit.checkpoint.pins import pin_while_reading
 from ckptkit.checkpoint.report import LoadReport, SaveReport
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.save import Prepared, Saver, SaveRequest
+from ckptkit.checkpoint.signals import SignalWatch
 from ckptkit.checkpoint.staging_buffers import StagingBuffers
 from ckptkit.checkpoint.state import StateDictType, TrainState
 from ckptkit.errors import CkptkitError, SaveError, UsageError
@@ -47,6 +48,7 @@ class CheckpointManager:
         max_shard_size: The most bytes of one file of a FULL checkpoint.
         timeout_s: How long to wait for any rank before all give up: seconds, or "30min".
         async_policy: What `save_async` does while a save is under way: "wait" for it, or "refuse".
+        on_signal: Signals that `interrupted` reports, such as (signal.SIGTERM, signal.SIGUSR1).
         on_commit: Called on every rank after each commit with the report, to log it (W&B, TensorBoard, MLflow).
         trace: A directory for Chrome traces, one file a save and rank.
         process_group: The ranks that take part; None for all.
@@ -64,6 +66,7 @@ class CheckpointManager:
         max_shard_size: int | str = "5GB",
         timeout_s: float | str = 1800.0,
         async_policy: Literal["wait", "refuse"] = "wait",
+        on_signal: Sequence[int] = (),
         on_commit: Callable[[SaveReport], None] | None = None,
         trace: str | Path | None = None,
         process_group: Any = None,
@@ -80,8 +83,10 @@ class CheckpointManager:
         self._trace = None if trace is None else Path(trace)
         self._root = open_store(self.url, storage_options=storage_options)
         self._coordinator = Coordinator(process_group, timeout_s=parse_duration(timeout_s))
-        # A coordinator of its own to ask whether the background is busy: the other one is in use then.
-        self._control = Coordinator(process_group, timeout_s=60.0) if async_policy == "refuse" else None
+        # A coordinator of its own for what is asked while a save is under way: the other one is in use then.
+        alone = async_policy == "refuse" or bool(on_signal)
+        self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
+        self._watch = SignalWatch(self._control, signals=on_signal) if self._control and on_signal else None
         self._storage_options = storage_options
         objective = retention.objective if retention is not None else None
         carried = {} if side_files is None or self._coordinator.rank else read_side_files(str(side_files))
@@ -157,6 +162,13 @@ class CheckpointManager:
         """Wait for the save under way and return its report; None where there is none. Raises what went wrong."""
         handle, self._in_flight = self._in_flight, None
         return None if handle is None else handle.result()
+
+    def interrupted(self) -> bool:
+        """Return True on every rank at the same step once a rank got a signal of `on_signal`: save, and end.
+
+        All ranks call it between two steps; it costs one small all-reduce. Stays True.
+        """
+        return self._watch is not None and self._watch.agreed()
 
     # --- loading
 
@@ -246,6 +258,8 @@ class CheckpointManager:
         finally:
             self._closed = True
             self._buffers.release()
+            if self._watch is not None:
+                self._watch.close()
             self._saver.close()
             self._coordinator.close()
             if self._control is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,24 @@ def test_a_dcp_checkpoint_of_torch_loads_model_and_optimizer(tmp_path: Path) -> 
 # --- ranks
 
 
+def signalled(url: str) -> list[bool]:
+    seen = []
+    before = signal.getsignal(signal.SIGUSR1)
+    with CheckpointManager(url, on_signal=(signal.SIGUSR1,)) as manager:
+        job = jobs.make("1d")
+        manager.save_async(1, job.state())  # asking goes on beside a save
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            seen.append(manager.interrupted())
+    assert signal.getsignal(signal.SIGUSR1) == before
+    return seen
+
+
+def test_a_signal_on_one_rank_is_seen_by_all_at_the_same_step(tmp_path: Path) -> None:
+    assert run_ranks(signalled, 2, str(tmp_path)) == [[False, True, True]] * 2
+
+
 def lone_capture_error(url: str) -> str:
     extra = {"bad": object()} if dist.get_rank() == 1 else {"bad": 1}
     with CheckpointManager(url) as manager:
@@ -205,8 +225,6 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(ranks: Any, tmp_pa
 
 
 def die(url: str) -> str:
-    import os
-
     manager = CheckpointManager(url, timeout_s=20)
     original = manager._saver.publish
 
