@@ -19,7 +19,7 @@ from ckptkit.checkpoint.hf_config import side_files
 from ckptkit.checkpoint.parts import layout_of
 from ckptkit.checkpoint.report import PhaseClock
 from ckptkit.checkpoint.state import Captured, StateDictType, TrainState, capture
-from ckptkit.checkpoint.writers import ShardedTensors, TensorPlan
+from ckptkit.checkpoint.writers import ShardedTensors, TensorPlan, load_writers
 from ckptkit.errors import UsageError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.layout import MANIFEST_NAME, CommitRecord, FileRecord
@@ -95,6 +95,7 @@ class Saver:
         self._sync = sync
         self._max_shard_bytes = max_shard_bytes
         self._plans: dict[StateDictType, TensorPlan] = {}
+        load_writers()
         self._transfers: Any = None
 
     def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ckptkit.formats.layout import FileRecord
     from ckptkit.storage.store import Store
 
-__all__ = ["Report", "ShardedTensors", "TensorPlan", "WrittenTensors"]
+__all__ = ["Report", "ShardedTensors", "TensorPlan", "WrittenTensors", "load_writers"]
 
 Report = Callable[[str, float, int], None]
 """Gets (phase, seconds, bytes)."""
@@ -118,6 +119,12 @@ class ShardedTensors:
         from ckptkit.formats.dcp_write import write_index
 
         return write_index(parts, store, save_id=save_id, extra=extra, sync=sync, report=report).files
+
+
+def load_writers() -> None:
+    """Import what the first save needs, now: training does not stand still for it then."""
+    for name in ("dcp_plan", "dcp_write", "dcp_index"):
+        importlib.import_module(f"ckptkit.formats.{name}")
 
 
 def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
