@@ -59,7 +59,7 @@ class Staged:
     """A load that has read and checked everything, and changed nothing yet.
 
     Attributes:
-        weights: (live local tensor, what it gets).
+        weights: (live local tensor, what it gets), in the order of `plan.models`; the same twice if read in place.
         states: For each optimizer of the plan, FQN -> state name -> new tensor.
         refs: The tensors that objects refer to.
     """
@@ -100,7 +100,7 @@ def stage(
     staged = Staged(plan)
     fills = _Fills(rank)
     for target in plan.models:
-        staged.weights.append(fills.like(target.live, target.entry))
+        staged.weights.append(fills.like(target.live, target.entry, in_place=options.in_place))
     for optimizer in plan.optimizers:
         staged.states.append(_optimizer_fills(optimizer, fills))
     staged.refs = _reference_fills(state, plan, catalog, store, fills, rank)
@@ -115,12 +115,16 @@ class _Fills:
         self.rank = rank
         self.fills: list[Fill] = []
 
-    def like(self, live: torch.Tensor, entry: TensorEntry) -> tuple[torch.Tensor, torch.Tensor]:
+    def like(
+        self, live: torch.Tensor, entry: TensorEntry, *, in_place: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Plan to read a live tensor's part into a new one; return the local live one and the new one."""
         import torch
 
         view = part_view(entry.name, live, self.rank)
-        new = torch.empty(tuple(view.local.shape), dtype=getattr(torch, entry.dtype))
+        dtype = getattr(torch, entry.dtype)
+        same = in_place and view.local.dtype == dtype
+        new = view.local if same else torch.empty(tuple(view.local.shape), dtype=dtype)
         self.fills.append(Fill(entry.name, new, view.parts))
         return view.local, new
 
@@ -348,7 +352,8 @@ def _apply_weights(staged: Staged, report: LoadReport) -> None:
 
     with torch.no_grad():
         for (live, new), target in zip(staged.weights, staged.plan.models, strict=True):
-            live.copy_(new)
+            if live is not new:
+                live.copy_(new)
             report.loaded.append(target.key)
             if live.dtype != new.dtype:
                 report.notes.append(f"{target.key}: cast from {target.entry.dtype} to {str(live.dtype)[6:]}")

@@ -33,6 +33,9 @@ class LoadOptions:
         optimizer: "restore"; "skip" leaves the optimizer as it is; "deferred" restores it when the report's handle is
             applied.
         convert_dtype: Cast a model tensor whose dtype differs. Otherwise that is an error.
+        in_place: Read weights straight into the model: no second copy of them in memory, and faster. All that does
+            not fit is still found first, but damage that is found while reading leaves the model half loaded. For a
+            job that ends if its load fails.
         rng_on_resize: The number of ranks changed: "reseed" seeds every rank anew, from the saved state and its rank;
             "keep" leaves the generators alone; "error" refuses.
         per_rank_on_resize: The same for dataloaders and `PerRank` state, unless all ranks saved equal state: "error",
@@ -45,6 +48,7 @@ class LoadOptions:
     model: Literal["restore", "skip"] = "restore"
     optimizer: Literal["restore", "skip", "deferred"] = "restore"
     convert_dtype: bool = False
+    in_place: bool = False
     rng_on_resize: Literal["reseed", "keep", "error"] = "reseed"
     per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
 

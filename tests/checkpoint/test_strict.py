@@ -376,3 +376,25 @@ def test_an_optimizer_alone_is_loaded_beside_a_model_that_stays(run: str) -> Non
     exact = trained(net())
     load(run, exact)
     assert same(state.optimizer.state_dict(), exact.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_weights_are_read_in_place_if_asked_to(run: str, convert: bool) -> None:
+    model, exact = net(), net()
+    if convert:
+        model = model.to(torch.float64)
+    places = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    report = load(run, TrainState(model=model), in_place=True, convert_dtype=convert)
+    load(run, TrainState(model=exact))
+    assert same({k: v.float() for k, v in model.state_dict().items()}, dict(exact.state_dict()))
+    assert [tensor.data_ptr() for tensor in model.state_dict().values()] == places
+    assert "model.base.weight" in report.loaded
+
+
+def test_what_does_not_fit_is_found_before_anything_is_read_in_place(run: str) -> None:
+    model = net()
+    model["new"] = nn.Linear(2, 2)
+    before = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(CheckpointMismatchError):
+        load(run, TrainState(model=model), in_place=True)
+    assert same(before, dict(model.state_dict()))
