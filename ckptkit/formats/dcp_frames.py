@@ -80,6 +80,8 @@ class Frame:
         self._vary(pos + _END64 + 8, 8)  # offset of the zip64 end record
         self._vary(pos + _END64 + _LOCATOR + 16, 4)
         self._pickle = self._local(front, "data.pkl")
+        header = self._pickle[0]
+        self._pickle_start = len(header) + int(_u2(header[None, :], np.array([28]))[0])
         self._storage = self._local(front, "data/0")
         self._order = self._local(front, "byteorder") if "byteorder" in members else None
 
@@ -126,11 +128,11 @@ class Frame:
         fits &= self._matches(front, at, self._storage)
         starts = at + size + _u2(front, at + 28)
         if self._order is not None:
-            fits &= self._is_little(front, np.where(fits, numbers["byteorder"][2], 0))
+            at = np.where(fits, numbers["byteorder"][2], 0)
+            fits &= self._is_little(front, at, self._limit("byteorder", numbers, tail))
         crc, nbytes, _ = numbers["data/0"]
-        following = self.names.index("data/0") + 1
-        limit = numbers[self.names[following]][2] if following < len(self.names) else self._directory(tail)
-        fits &= starts + nbytes <= limit
+        fits &= starts + nbytes <= self._limit("data/0", numbers, tail)
+        fits &= self._pickle_start + numbers["data.pkl"][1] <= self._limit("data.pkl", numbers, tail)
         pickles, distinct = self._pickles(front, numbers["data.pkl"], fits)
         return FramedItems(fits, starts, nbytes, crc, pickles, distinct)
 
@@ -164,13 +166,18 @@ class Frame:
         found = front[np.arange(len(at))[:, None], at[:, None] + np.flatnonzero(same)]
         return np.asarray((found == wanted[same]).all(axis=1))
 
-    def _is_little(self, front: UInt8, at: Int64) -> npt.NDArray[np.bool_]:
+    def _limit(self, name: str, numbers: Mapping[str, tuple[Int64, Int64, Int64]], tail: UInt8) -> Int64:
+        """Where a member must have ended: at the header of the next one, or at the directory."""
+        following = self.names.index(name) + 1
+        return numbers[self.names[following]][2] if following < len(self.names) else self._directory(tail)
+
+    def _is_little(self, front: UInt8, at: Int64, limit: Int64) -> npt.NDArray[np.bool_]:
         assert self._order is not None
         size = len(self._order[0])
         inside = at + size <= front.shape[1]
         at = np.where(inside, at, 0)
         start = at + size + _u2(front, at + 28)
-        inside &= (start + len(_LITTLE) <= front.shape[1]) & self._matches(front, at, self._order)
+        inside &= (start + len(_LITTLE) <= np.minimum(limit, front.shape[1])) & self._matches(front, at, self._order)
         start = np.where(inside, start, 0)
         found = front[np.arange(len(at))[:, None], start[:, None] + np.arange(len(_LITTLE))]
         return np.asarray(inside & (found == np.frombuffer(_LITTLE, np.uint8)).all(axis=1))
@@ -180,8 +187,7 @@ class Frame:
     ) -> tuple[Int64, list[bytes]]:
         """Which pickle each item has; items whose pickle does not match its CRC-32 are taken out of `fits`."""
         crc, nbytes, _ = numbers
-        wanted, _ = self._pickle
-        start = len(wanted) + int(_u2(wanted[None, :], np.array([28]))[0])
+        start = self._pickle_start
         fits &= (nbytes > 0) & (start + nbytes <= front.shape[1])
         pickles = np.zeros(len(crc), np.int64)
         distinct: list[bytes] = []
