@@ -16,6 +16,8 @@ from ckptkit.cli.outcome import outcome_options, show_outcome
 @click.option("--world-size", type=click.IntRange(1), required=True, help="Ranks of the new job.")
 @click.option("--mesh", metavar="NAME=N,...", help="Mesh of the new job, such as replicate=2,shard=4,tp=2.")
 @click.option("--type", "type_", type=click.Choice(["sharded", "local"]), default="sharded", show_default=True)
+@click.option("--tp-plan", metavar="FILE", help="JSON of globs of parameters and the dimension tp cuts each along.")
+@click.option("--layout", metavar="URL", help="Layout of flat parameters, for FSDP1 LOCAL.")
 @outcome_options
 @storage_option
 @command_frame

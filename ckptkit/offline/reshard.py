@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
-from ckptkit.catalog.targets import Target
+from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.checkpoint.address import resolve_url
-from ckptkit.errors import UsageError
-from ckptkit.formats.manifest import MESHES, PLACEMENTS
+from ckptkit.errors import CkptkitError, IncompleteCheckpointError, IntegrityError, UsageError
+from ckptkit.formats.layout import CommitRecord, check_tag, find_record, step_name, step_of_name
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.copy import CopyReport, Progress, execute
 from ckptkit.offline.coverage import check_plan
-from ckptkit.offline.plan import OutputFile, Plan
+from ckptkit.offline.plan import Plan
 from ckptkit.offline.publish import open_target
-from ckptkit.offline.rank_files import RankBoxes, lay_out_dcp
 from ckptkit.offline.report import ConvertReport, peak_memory
-from ckptkit.offline.seal import Seal, objects_json, seal
-from ckptkit.offline.target_mesh import Cut, TargetMesh, cut_of_placements
+from ckptkit.offline.reshard_plan import Identity, plan_reshard
+from ckptkit.offline.seal import seal
+from ckptkit.offline.target_mesh import TargetMesh
+from ckptkit.offline.tp_plan import TPPlan
 from ckptkit.units import parse_size
 
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
+    from ckptkit.storage.store import Store
 
 __all__ = ["reshard"]
 
-_OBJECTS = "objects.json"
+_TYPES = ("sharded", "local")
 
 
-def reshard(
+def reshard(  # noqa: PLR0913 - one argument an option
     src: str,
     dst: str,
     *,
     world_size: int,
     mesh: str | Mapping[str, int] | None = None,
     type: str = "sharded",
+    tp_plan: str | Mapping[str, int | None] | None = None,
+    layout: str | None = None,
     workers: int = 0,
     max_memory: str | int = "512MB",
     check: bool = True,
@@ -51,37 +54,53 @@ def reshard(
 ) -> ConvertReport:
     """Write the checkpoint at `src` for `world_size` ranks to `dst`, a committed checkpoint that any job can load.
 
-    File r of the result holds the slices that rank r will ask for. Tensors that were replicated stay so. State that
-    belongs to single ranks (RNG, dataloader) is carried over under the keys it has: a load with another number of
-    ranks decides by its `rng_on_resize` policy.
+    `dst` is the checkpoint's own directory; a CheckpointManager of its parent finds it. It counts as the same moment
+    of the run as its source. File r of the result holds the slices that rank r will ask for. Tensors that were
+    replicated stay so. The whole training state is carried: of a checkpoint of ours all of it, of another system's
+    the weights, masters, moments, the settings of the parameter groups and a scheduler of torch; the user's own
+    plain values come back as `LoadReport.extra`; what is left out is listed. State that belongs to single ranks (RNG,
+    dataloader) stays under the keys of the old ranks: where their number differs from the new job's, the load decides
+    by `rng_on_resize` and `per_rank_on_resize`. Another system's RNG states are left out.
+
+    Under `torchrun` every rank calls it: the files are shared out, and published once.
 
     Args:
         mesh: "replicate=2,shard=4,tp=2", or a mapping; None shards over all ranks.
-        type: "sharded", or "local".
+        type: "sharded" (any job loads it), or "local" (one file a rank, for jobs of this world size and mesh).
+        tp_plan: Globs of parameter names with the dimension that tensor parallelism cuts, or a JSON file of them; for
+            sources that were not tensor parallel. None derives it from the config of a llama-like model beside the
+            source.
+        layout: URL of a layout of flat parameters, for formats that need one (FSDP1 LOCAL).
 
     Raises:
-        UsageError: The mesh does not fit the world size.
-        CorruptCheckpointError: The source is damaged or incomplete; nothing was published.
+        UsageError: The mesh does not fit the world size, `dst` states another step, or a tp plan is missing.
+        IncompleteCheckpointError: The file of a rank is missing; it names the rank.
+        CorruptCheckpointError: The source is damaged; nothing was published.
     """
     started = time.perf_counter()
-    if type != "sharded":
-        raise UsageError(f"--type {type}: only sharded is written so far.")
+    if type not in _TYPES:
+        raise UsageError(f"type={type!r} is none of {', '.join(_TYPES)}.")
     target = TargetMesh.parse(mesh, world_size=world_size)
+    split = None if tp_plan is None else TPPlan.of(tp_plan)
+    memory = parse_size(max_memory)
     from ckptkit.formats.detect import open_source
 
     source = open_source(
-        resolve_url(src, storage_options=storage_options), storage_options=storage_options, options=ReadOptions()
+        resolve_url(src, storage_options=storage_options),
+        storage_options=storage_options,
+        options=ReadOptions(layout=layout),
     )
+    _check_files(source.store, source.catalog)
     place = open_target(dst, single_file=False, overwrite=overwrite, storage_options=storage_options)
-    plan, sealing = _plan(source, target, dst)
+    identity = _identity(source, dst, storage_options)
+    plan, sealing = plan_reshard(source.store, source.catalog, target, type=type, identity=identity, tp_plan=split)
     report = ConvertReport(
-        src, dst, source.url, source.catalog.info.format, "ckptkit-sharded", plan,
-        tensors=len(plan.placements), nbytes=plan.nbytes, notes=source.catalog.info.notes, dry_run=dry_run,
+        src, dst, source.url, source.catalog.info.format, f"ckptkit-{type}", plan,
+        tensors=len(plan.placements), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=dry_run,
     )  # fmt: skip
     if dry_run:
         check_plan(plan)
         return report
-    memory = parse_size(max_memory)
     verified = None
     with place.stage(plan) as session:
 
@@ -96,149 +115,146 @@ def reshard(
 
             return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers)
 
+        masters = session.one(lambda: _check_masters(source)) if check else 0
         done = session.everyone(copied)
         if verify:
             verified = session.one(proved)
         record = session.one(lambda: seal(plan, session.store, sealing, workers=workers))
-    facts = ["every element covered once", f"committed as step {record.step} of {world_size} ranks"]
-    if done.records:
-        facts.insert(1, f"{done.records} digests of the source checked")
-    if verified is not None:
-        facts.append(f"{verified}/{len(plan.placements)} tensors equal to the source")
     return replace(
         report,
         nbytes_read=done.nbytes_read,
         checked=done.records,
         verified=verified,
-        proved=tuple(facts),
+        proved=tuple(_facts(plan, done, masters, verified, record)),
         seconds=time.perf_counter() - started,
         peak_memory=peak_memory(),
     )
 
 
-def _plan(source: Source, mesh: TargetMesh, dst: str) -> tuple[Plan, Seal]:
-    catalog = source.catalog
-    entries = {name: replace(entry, name=name) for name, entry in _named(catalog).items()}
-    names = list(entries)
-    originals = [catalog.tensors[source_name] for source_name in _named(catalog, sources=True).values()]
-    cuts = [_cut(catalog, entry) for entry in originals]
-    boxes: list[RankBoxes] = [mesh.boxes(entry.shape, cut) for entry, cut in zip(originals, cuts, strict=True)]
-    targets = [Target.of(entry, name) for entry, name in zip(originals, names, strict=True)]
-    records, values = _objects(source)
-    keys = [entry.key or tuple(name.split(".")) for name, entry in entries.items()]
-    files, placements, last = lay_out_dcp(catalog, targets, boxes, keys=keys, objects=records)
-    objects = {
-        name: ObjectEntry(name, files[0].path, start, nbytes, role=role, key=key)
-        for name, (key, role, start, nbytes) in _object_places(records, catalog).items()
-    }
-    small = [OutputFile.of_bytes(_OBJECTS, objects_json(values)), *_side_files(source)]
-    plan = Plan(catalog, (*files, *small), tuple(placements), (*last, "checkpoint.json"), (), (), ())
-    ranks = np.array([_rank(file.path) for file in plan.files], np.int32)
-    dims = mesh.dims
-    about = {"shape": list(dims.values()), "names": list(dims), "ranks": list(range(mesh.size))}
-    placed = {name: (0, mesh.placements(cut)) for name, cut in zip(names, cuts, strict=True) if cut != Cut(None)}
-    info = catalog.info
-    sealing = Seal(
-        name=dst.rstrip("/").rpartition("/")[2],
-        step=info.step or 0,
-        state_dict_type="sharded",
-        world_size=mesh.size,
-        mesh={"shape": list(dims.values()), "names": list(dims)},
-        entries=entries,
-        ranks=ranks,
-        objects=objects,
-        extra={MESHES: [about], PLACEMENTS: placed, "step": info.step or 0, "objects": _OBJECTS},
-        record=_carried(source),
-    )
-    return plan, sealing
+def _facts(plan: Plan, done: CopyReport, masters: int, verified: int | None, record: CommitRecord) -> list[str]:
+    """What was checked and holds: each sentence stands for a check that would have raised."""
+    facts = ["every element covered once"]
+    if done.records:
+        facts.append(f"{done.records} digests of the source checked")
+    if masters:
+        facts.append(f"{masters} weights equal to their fp32 masters, cast")
+    if verified is not None:
+        facts.append(f"{verified}/{len(plan.placements)} tensors equal to the source")
+    return [*facts, f"committed as step {record.step} of {record.world_size} ranks"]
 
 
-def _named(catalog: Catalog, *, sources: bool = False) -> dict[str, Any]:
-    """Return the tensors under the keys of our own layout; with `sources`, the names they have in the catalog."""
-    found: dict[str, Any] = {}
-    for name, entry in catalog.tensors.items():
-        own = name if catalog.info.format.startswith("ckptkit-") else _own_name(entry)
-        if own in found:
-            raise UsageError(f"tensor {own!r} is in the source twice: its optimizer and its model share a name.")
-        key = entry.key if own == name else ()
-        found[own] = name if sources else replace(entry, name=own, key=key)
-    return found
+def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
+    notes = [*([source.note] if source.note else []), *source.catalog.info.notes, *plan.notes]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in plan.leftovers:
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        shown = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
+        notes.append(f"left out: {shown}: {reason}")
+    return tuple(dict.fromkeys(notes))
 
 
-def _own_name(entry: TensorEntry) -> str:
-    if entry.role is Role.MODEL:
-        return f"model.{entry.fqn}"
-    if entry.role is Role.MASTER:
-        return f"optimizer.master.{entry.fqn}"
-    if entry.role is Role.OPTIMIZER and entry.fqn and entry.state:
-        return f"optimizer.state.{entry.fqn}.{entry.state}"
-    return entry.name
+# --- the source
 
 
-def _cut(catalog: Catalog, entry: TensorEntry) -> Cut:
-    """Return how the tensor was cut, where that was recorded; else as FSDP2 would, unless it was in one piece while
-    others were not (a buffer, a step count)."""
-    if not entry.shape:
-        return Cut(None)
-    placements, meshes = catalog.info.extra.get(PLACEMENTS), catalog.info.extra.get(MESHES)
-    if placements is not None and meshes is not None:
-        placed = placements.get(entry.name)
-        if placed is None:
-            return Cut(None)
-        index, texts = placed
-        return cut_of_placements(tuple(meshes[index]["names"]), tuple(texts))
-    whole = len(entry.slices) <= 1 and (catalog.info.world_size or 1) > 1
-    return Cut(None) if whole else Cut(0)
+def _check_files(store: Store, catalog: Catalog) -> None:
+    """Raise where a file that slices lie in is missing or too short, before anything is written.
+
+    Raises:
+        IncompleteCheckpointError: Names the file, and the ranks that wrote it.
+    """
+    ranks: dict[str, set[int]] = {}
+    ends: dict[str, int] = {}
+    for entry in catalog.tensors.values():
+        slices = entry.slices
+        for index in np.unique(slices.files).tolist():
+            path, rows = slices.paths[index], slices.files == index
+            plain = not slices.codecs
+            ends[path] = max(ends.get(path, 0), int((slices.starts[rows] + slices.nbytes[rows]).max()) if plain else 0)
+            if slices.ranks is not None:
+                ranks.setdefault(path, set()).update(np.unique(slices.ranks[rows]).tolist())
+    folders = {path.rpartition("/")[0] for path in ends}
+    there = {item.path: item.size for folder in folders for item in store.list(folder)}
+    for path, end in ends.items():
+        size = there.get(path, -1)
+        if size < 0:  # a link, or a listing that leaves it out
+            info = store.info(path)
+            size = -1 if info is None else info.size
+        if size < end:
+            whose = sorted(rank for rank in ranks.get(path, ()) if rank >= 0)
+            owner = f", which rank {', '.join(map(str, whose))} wrote," if whose else ""
+            what = "is missing" if size < 0 else f"has {size} bytes, {end} are needed"
+            raise IncompleteCheckpointError(f"{store.url}/{path}{owner} {what}. Nothing was written.")
 
 
-Records = list[tuple[tuple[str | int, ...], bytes]]
+def _check_masters(source: Source) -> int:
+    """Prove the names that a reader gave to masters that were saved without: cast, each is its weight, bit for bit.
+
+    Raises:
+        IntegrityError: Some are not.
+    """
+    if source.catalog.info.format != "lightrft":
+        return 0
+    masters = [entry for entry in source.catalog.tensors.values() if entry.role is Role.MASTER]
+    if not masters:
+        return 0
+    from ckptkit.formats.master_check import check_masters
+
+    wrong = check_masters(source.store, source.catalog)
+    if wrong:
+        raise IntegrityError(
+            f"{source.url}: {len(wrong)} of {len(masters)} fp32 masters, cast, are not the weights that they belong to "
+            f"by their order: {', '.join(wrong[:4])}. Model and optimizer are of two saves, or the model was changed."
+        )
+    return len(masters)
 
 
-def _objects(source: Source) -> tuple[Records, dict[str, ObjectEntry]]:
-    """Return the objects that lie as records in DCP files, copied as they are, and those that are values."""
-    records: Records = []
-    values: dict[str, ObjectEntry] = {}
-    for name, entry in source.catalog.objects.items():
-        if entry.encoding == "value":
-            values[name] = entry
-        elif entry.codec is None:
-            data = source.store.read(entry.path, entry.start, entry.start + entry.nbytes)
-            records.append((entry.key or (name,), data))
-    return records, values
+# --- what the result is
 
 
-def _object_places(records: Sequence[Any], catalog: Catalog) -> dict[str, Any]:
-    places: dict[str, Any] = {}
-    start = 0
-    for key, data in records:
-        name = ".".join(map(str, key))
-        role = catalog.objects[name].role if name in catalog.objects else Role.OTHER
-        places[name] = (tuple(key), role, start, len(data))
-        start += len(data)
-    return places
+def _identity(source: Source, dst: str, storage_options: Mapping[str, Any] | None) -> Identity:
+    """Return step, tag and place in the run of the new checkpoint.
+
+    Raises:
+        UsageError: The name of `dst` is that of another step, or can't be the name of a checkpoint.
+    """
+    head, separator, name = dst.rstrip("/").rpartition("/")
+    step = source.catalog.info.step
+    stated = int(name) if name.isdecimal() else step_of_name(name)
+    if step is None:
+        step = stated or 0
+    if stated is not None and stated != step:
+        raise UsageError(f"{dst}: its name says step {stated}, but the source is of step {step}. Call it otherwise.")
+    tag = None if name in (step_name(step), "", ".", "..") else check_tag(name, step)
+    record: dict[str, Any] = {}
+    ours = source.catalog.info.format.startswith("ckptkit-")
+    origin = find_record(source.store) if ours else None
+    if origin is not None:
+        record = {
+            "metrics": dict(origin.metrics),
+            "objective": origin.objective,
+            "client_state": origin.client_state,
+        }
+    parent = head or ("/" if separator else ".")
+    record["sequence"] = _sequence(parent, name, step, origin, storage_options)
+    return Identity(step, tag, record)
 
 
-def _side_files(source: Source) -> list[OutputFile]:
-    return [
-        OutputFile.of_bytes(path.rpartition("/")[2], source.store.read(path)) for path in source.catalog.info.side_files
-    ]
+def _sequence(
+    parent: str, name: str, step: int, origin: CommitRecord | None, storage_options: Mapping[str, Any] | None
+) -> int:
+    """Return the place among the checkpoints of a run: beside the source where it is of that run; else behind those
+    of lower or equal steps. Ties are settled by the step, then by the date: the newer copy comes later."""
+    from ckptkit.checkpoint.inventory import list_checkpoints
+    from ckptkit.storage.store import open_store
 
-
-def _carried(source: Source) -> dict[str, Any]:
-    """Return what the new record takes over from that of a checkpoint of ours."""
-    if not source.catalog.info.format.startswith("ckptkit-"):
-        return {}
-    from ckptkit.formats.layout import read_record
-
-    record = read_record(source.store)
-    return {
-        "sequence": record.sequence,
-        "metrics": dict(record.metrics),
-        "objective": record.objective,
-        "client_state": record.client_state,
-    }
-
-
-def _rank(path: str) -> int:
-    head = path[2:].split("_", 1)[0] if path.startswith("__") else ""
-    return int(head) if head.isdigit() else -1
+    own = origin.sequence if origin is not None else 1
+    try:
+        committed = list_checkpoints(open_store(parent, storage_options=storage_options)).committed
+    except (OSError, CkptkitError):
+        return own  # there is no such directory yet
+    others = [item.record for item in committed if item.name != name]
+    if not others or (origin is not None and any(item.save_id == origin.save_id for item in others)):
+        return own
+    before = [item.sequence for item in others if item.step <= step]
+    return max(before) if before else max(0, min(item.sequence for item in others) - 1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +14,29 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, SliceArray, TensorEntry
-from ckptkit.errors import UsageError
-from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord, check_tag, step_name
+from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord
 from ckptkit.formats.manifest import DIGEST, Manifest
 from ckptkit.offline.plan import Plan
+from ckptkit.offline.sources import Origin, SourceReader
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
 from ckptkit.version import __version__
 
-__all__ = ["Seal", "seal"]
+__all__ = ["Seal", "SealedTensor", "planned_catalog", "seal"]
 
-_CHUNK = 4 << 20
+_CHUNK = 256 << 10  # stays in the second-level cache between two digests
+Digests = Sequence[npt.NDArray[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class SealedTensor:
+    """What the manifest says of a tensor besides its slices."""
+
+    role: Role
+    fqn: str
+    state: str
+    key: tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +44,33 @@ class Seal:
     """What the record and the manifest of a new checkpoint state, besides its files.
 
     Attributes:
-        entries: The tensors of the result by name, with any slices: those of the plan take their place.
-        ranks: [files] the rank that each file of the plan belongs to.
-        objects: Entries of the manifest, their places in the new files.
+        tag: The directory's name where it is not that of the step.
+        tensors: By name.
+        ranks: [files] the rank that each file of the plan belongs to, -1 for none.
+        objects: Entries of the manifest: their places in the new files, and digests.
+        extra: Of the manifest: meshes, placements, aliases.
+        record: Fields of the record that are taken over from the source's.
     """
 
-    name: str
     step: int
+    tag: str | None
     state_dict_type: str
     world_size: int
     mesh: Mapping[str, Any] | None
-    entries: Mapping[str, TensorEntry]
+    tensors: Mapping[str, SealedTensor]
     ranks: npt.NDArray[np.int32]
     objects: Mapping[str, ObjectEntry]
     extra: Mapping[str, Any]
     record: Mapping[str, Any]
 
 
-def seal(plan: Plan, store: Store, what: Seal, *, workers: int = 0) -> CommitRecord:
-    """Hash the plan's files in `store`, then write the manifest and, last, the commit record."""
-    digests, files = _hash_files(plan, store, workers)
+def planned_catalog(plan: Plan, what: Seal, digests: Digests | None = None) -> Catalog:
+    """Return the catalog that the written checkpoint will have; with no digests unless they are given."""
     tensors: dict[str, TensorEntry] = {}
     paths = [file.path for file in plan.files]
-    for placement, values in zip(plan.placements, digests, strict=True):
-        entry = what.entries[placement.tensor.name]
+    for index, placement in enumerate(plan.placements):
+        tensor = placement.tensor
+        about = what.tensors[tensor.name]
         slices = SliceArray(
             paths,
             placement.files,
@@ -66,27 +79,55 @@ def seal(plan: Plan, store: Store, what: Seal, *, workers: int = 0) -> CommitRec
             placement.offsets,
             placement.sizes,
             ranks=what.ranks[placement.files],
-            algorithm=DIGEST,
-            digests=values,
+            algorithm=None if digests is None else DIGEST,
+            digests=None if digests is None else digests[index],
         )
-        tensors[entry.name] = TensorEntry(
-            entry.name, entry.dtype, entry.shape, slices, entry.role, entry.fqn, entry.state, entry.key
+        tensors[tensor.name] = TensorEntry(
+            tensor.name, tensor.dtype, tensor.shape, slices, about.role, about.fqn, about.state, about.key
         )
-    sizes = {path: item.nbytes for path, item in files.items()}
-    fields = {"digests": {path: item.xxh3_64 for path, item in files.items()}, **what.extra}
-    info = CatalogInfo(f"ckptkit-{what.state_dict_type}", producer="ckptkit", step=what.step, files=sizes, extra=fields)
-    manifest = Manifest.of(Catalog(tensors, what.objects, info)).to_bytes()
+    mesh = what.mesh
+    info = CatalogInfo(
+        f"ckptkit-{what.state_dict_type}",
+        producer="ckptkit",
+        step=what.step,
+        world_size=what.world_size,
+        mesh=None if mesh is None else MeshInfo(tuple(mesh["shape"]), tuple(mesh["names"])),
+        files={file.path: file.nbytes for file in plan.files},
+        extra=what.extra,
+    )
+    return Catalog(tensors, what.objects, info)
+
+
+def seal(plan: Plan, store: Store, what: Seal, *, workers: int = 0) -> CommitRecord:
+    """Hash the plan's files in `store`, then write the manifest and, last, the commit record.
+
+    The files are read once more: pieces of a box and of a file arrive in the order of the source, and xxh3 can't be
+    put together from pieces.
+    """
+    digests, files = _hash_files(plan, store, workers)
+    known = planned_catalog(plan, what, digests)
+    extra = {**what.extra, "digests": {path: item.xxh3_64 for path, item in files.items()}}
+    info = CatalogInfo(
+        known.info.format,
+        known.info.producer,
+        what.step,
+        what.world_size,
+        known.info.mesh,
+        known.info.files,
+        extra=extra,
+    )
+    manifest = Manifest.of(Catalog(known.tensors, what.objects, info)).to_bytes()
     store.write(MANIFEST_NAME, manifest)
     files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
     record = CommitRecord(
         step=what.step,
+        tag=what.tag,
         save_id=new_nonce(),
         state_dict_type=what.state_dict_type,
         files=files,
-        tag=_tag(what.name, what.step),
         created=time.time(),
         world_size=what.world_size,
-        mesh=what.mesh,
+        mesh=None if what.mesh is None else {"shape": what.mesh["shape"], "names": what.mesh["names"]},
         manifest=MANIFEST_NAME,
         writer={"host": socket.gethostname(), "pid": os.getpid()},
         versions={"ckptkit": __version__},
@@ -96,70 +137,68 @@ def seal(plan: Plan, store: Store, what: Seal, *, workers: int = 0) -> CommitRec
     return record
 
 
-def _tag(name: str, step: int) -> str | None:
-    """The tag of a checkpoint in a directory of this name; None where the name is that of its step, or can't be one."""
-    if name == step_name(step):
-        return None
-    try:
-        return check_tag(name, step)
-    except UsageError:
-        return None
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """All placed boxes by file and start: bytes [start, start + nbytes), and whose they are."""
+
+    bounds: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Boxes:
+        empty, placements = np.zeros(0, np.int64), plan.placements
+        lengths = [len(placement) for placement in placements]
+        files = np.concatenate([empty, *(p.files.astype(np.int64) for p in placements)])
+        starts = np.concatenate([empty, *(p.starts for p in placements)])
+        nbytes = np.concatenate([empty, *(p.nbytes() for p in placements)])
+        rows = np.concatenate([empty, *(np.arange(n) for n in lengths)])
+        owners = np.repeat(np.arange(len(placements)), lengths)
+        order = np.lexsort((nbytes, starts, files))
+        bounds = np.searchsorted(files[order], np.arange(len(plan.files) + 1))
+        return cls(bounds, starts[order], nbytes[order], owners[order], rows[order])
 
 
-def _hash_files(plan: Plan, store: Store, workers: int) -> tuple[list[npt.NDArray[np.uint64]], dict[str, FileRecord]]:
+def _hash_files(plan: Plan, store: Store, workers: int) -> tuple[Digests, dict[str, FileRecord]]:
     """Return the digest of every placed box, by placement, and of every file."""
     digests = [np.zeros(len(placement), np.uint64) for placement in plan.placements]
-    owners = [np.full(len(placement), i, np.int64) for i, placement in enumerate(plan.placements)]
-    empty = np.zeros(0, np.int64)
-    table = np.stack(
-        [
-            np.concatenate([empty, *(p.files.astype(np.int64) for p in plan.placements)]),
-            np.concatenate([empty, *(p.starts for p in plan.placements)]),
-            np.concatenate([empty, *(p.nbytes() for p in plan.placements)]),
-            np.concatenate([empty, *owners]),
-            np.concatenate([empty, *(np.arange(len(p)) for p in plan.placements)]),
-        ]
-    )
-    table = table[:, np.lexsort((table[1], table[0]))]
-    bounds = np.searchsorted(table[0], np.arange(len(plan.files) + 1))
+    boxes = _Boxes.of(plan)
+    reader = SourceReader(store, [Origin(file.path) for file in plan.files])
 
     def one(index: int) -> FileRecord:
-        rows = table[:, bounds[index] : bounds[index + 1]]
-        return _hash_file(store, plan.files[index].path, plan.files[index].nbytes, rows, digests)
+        return _hash_file(reader, index, plan.files[index].nbytes, boxes, digests)
 
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
-        found = list(pool.map(one, range(len(plan.files))))
+    try:
+        with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
+            found = list(pool.map(one, range(len(plan.files))))
+    finally:
+        reader.close()
     return digests, {file.path: record for file, record in zip(plan.files, found, strict=True)}
 
 
-def _hash_file(
-    store: Store, path: str, nbytes: int, rows: npt.NDArray[np.int64], digests: list[npt.NDArray[np.uint64]]
-) -> FileRecord:
+def _hash_file(reader: SourceReader, index: int, nbytes: int, boxes: _Boxes, digests: Digests) -> FileRecord:
     """Hash a file once from its start to its end: the whole, and each box in it."""
     whole = xxhash.xxh3_64()
     buffer = memoryview(bytearray(min(_CHUNK, max(nbytes, 1))))
-
-    def walk(start: int, stop: int, state: Any) -> None:
-        while start < stop:
-            view = buffer[: min(len(buffer), stop - start)]
-            store.read_into(path, start, view)
-            whole.update(view)
-            if state is not None:
-                state.update(view)
-            start += len(view)
-
-    at = 0
-    for start, length, owner, row in rows[1:].T.tolist():
-        walk(at, start, None)
-        state = xxhash.xxh3_64()
-        walk(start, start + length, state)
-        digests[owner][row] = state.intdigest()
-        at = start + length
-    walk(at, nbytes, None)
+    part = slice(int(boxes.bounds[index]), int(boxes.bounds[index + 1]))
+    columns = (boxes.starts[part], boxes.nbytes[part], boxes.owners[part], boxes.rows[part])
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    at, state = 0, None  # of the box that the last chunk ended in
+    for first in range(0, nbytes, _CHUNK):
+        view = buffer[: min(_CHUNK, nbytes - first)]
+        reader.read(index, first, view)
+        whole.update(view)
+        stop = first + len(view)
+        while at < len(rows) and rows[at][0] < stop:
+            start, length, owner, row = rows[at]
+            state = state or xxhash.xxh3_64()
+            state.update(view[max(start - first, 0) : start + length - first])
+            if start + length > stop:
+                break
+            digests[owner][row] = state.intdigest()
+            at, state = at + 1, None
+    for _, _, owner, row in rows[at:]:  # boxes of no bytes at the very end
+        digests[owner][row] = xxhash.xxh3_64_intdigest(b"")
     return FileRecord(nbytes, whole.hexdigest())
-
-
-def objects_json(objects: Mapping[str, ObjectEntry]) -> bytes:
-    """Return the bytes of `objects.json` of these entries, whose values are trees already."""
-    trees = {name: entry.value for name, entry in objects.items()}
-    return json.dumps({"format": 1, "objects": trees}, separators=(",", ":"), allow_nan=False).encode()
