@@ -27,6 +27,7 @@ from ckptkit.checkpoint.save import Prepared, Saver, SaveRequest
 from ckptkit.checkpoint.signals import SignalWatch
 from ckptkit.checkpoint.staging_buffers import StagingBuffers
 from ckptkit.checkpoint.state import StateDictType, TrainState
+from ckptkit.checkpoint.writer_process import WriterProcess
 from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.formats.ckptkit import open_catalog
 from ckptkit.formats.layout import CommitRecord
@@ -48,6 +49,8 @@ class CheckpointManager:
         max_shard_size: The most bytes of one file of a FULL checkpoint.
         timeout_s: How long to wait for any rank before all give up: seconds, or "30min".
         async_policy: What `save_async` does while a save is under way: "wait" for it, or "refuse".
+        async_mode: Who writes what `save_async` staged: a "thread" of this process, or a "process" of its own, so
+            that training shares its interpreter lock with nobody (SHARDED, Linux).
         on_signal: Signals that `interrupted` reports, such as (signal.SIGTERM, signal.SIGUSR1).
         on_commit: Called on every rank after each commit with the report, to log it (W&B, TensorBoard, MLflow).
         trace: A directory for Chrome traces, one file a save and rank.
@@ -66,6 +69,7 @@ class CheckpointManager:
         max_shard_size: int | str = "5GB",
         timeout_s: float | str = 1800.0,
         async_policy: Literal["wait", "refuse"] = "wait",
+        async_mode: Literal["thread", "process"] = "thread",
         on_signal: Sequence[int] = (),
         on_commit: Callable[[SaveReport], None] | None = None,
         trace: str | Path | None = None,
@@ -78,6 +82,7 @@ class CheckpointManager:
         self.url = str(url)
         self.retention = retention
         self.state_dict_type = StateDictType.parse(state_dict_type)
+        self._writer = self._writer_process(async_mode, storage_options)
         self._async_policy = async_policy
         self._on_commit = on_commit
         self._trace = None if trace is None else Path(trace)
@@ -153,7 +158,7 @@ class CheckpointManager:
         self._settle()
         prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
         with prepared.clock.phase("stage", prepared.plan.nbytes):
-            tensors = self._buffers.copy(prepared.plan.tensors)
+            tensors = (self._writer.stage if self._writer else self._buffers.copy)(prepared.plan.tensors)
         stall = prepared.clock.seconds()
         self._in_flight = SaveHandle(step, lambda: self._publish(prepared, tensors, stall))
         return self._in_flight.start()
@@ -258,6 +263,8 @@ class CheckpointManager:
         finally:
             self._closed = True
             self._buffers.release()
+            if self._writer is not None:
+                self._writer.close()
             if self._watch is not None:
                 self._watch.close()
             self._saver.close()
@@ -282,6 +289,19 @@ class CheckpointManager:
                 _log.error("the save of step %d failed as well: %s", handle.step, failure)
 
     # --- inside
+
+    def _writer_process(self, mode: str, storage_options: Mapping[str, Any] | None) -> WriterProcess | None:
+        """Start the writing process, if one is asked for: it gets ready while the job does."""
+        if mode not in ("thread", "process"):
+            raise UsageError(f"async_mode={mode!r}: it is 'thread' or 'process'.")
+        if mode == "thread":
+            return None
+        if self.state_dict_type is not StateDictType.SHARDED:
+            raise UsageError(
+                f"async_mode='process' writes SHARDED checkpoints, not {self.state_dict_type.value}: FULL ones are "
+                "gathered over the ranks of the training. Use async_mode='thread'."
+            )
+        return WriterProcess(storage_options=storage_options)
 
     def _request(
         self, step: int, metrics: Mapping[str, float] | None, client_state: Any, tag: str | None, overwrite: bool

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["StagingBuffers"]
 
 _ALIGNMENT = 64
+_log = logging.getLogger(__name__)
 
 
 class StagingBuffers:
@@ -19,9 +22,20 @@ class StagingBuffers:
 
     The block grows when more is asked for and never shrinks, so from the second save of a state on nothing is
     allocated. A snapshot stays as it is until the next `copy`: who calls it makes sure the last one is no longer read.
+
+    Attributes:
+        fd: With `shared`: the memory, for another process to map; -1 while there is none.
+        generation: Counts the blocks there have been.
+        starts: Where in the block each copy lies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        self.fd = -1
+        self.generation = 0
+        self.starts: list[int] = []
+        self._shared = shared
+        self._owner = os.getpid()
+        self._registered = 0
         self._block: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._layout: tuple[tuple[torch.Size, torch.dtype], ...] = ()
@@ -51,19 +65,43 @@ class StagingBuffers:
 
     def release(self) -> None:
         """Give the memory back."""
-        self._block, self._views, self._layout = None, [], ()
+        self._drop()
+        self._views, self._layout, self.starts = [], (), []
+
+    def _drop(self) -> None:
+        if self._registered:
+            import torch
+
+            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
+            self._registered = 0
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self._block = None
+
+    def __del__(self) -> None:
+        if self.fd >= 0 and self._owner == os.getpid():  # a forked process has no part in it
+            self._drop()
 
     def _lay_out(self, tensors: Sequence[torch.Tensor]) -> None:
         """Cut the block into one view a tensor."""
         self._views = []
-        starts, total = [], 0
+        starts: list[int] = []
+        total = 0
         for tensor in tensors:
             starts.append(total)
             nbytes = tensor.numel() * tensor.element_size()
             total += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._block is None or self._block.numel() < total:
-            self._block = None  # the old block goes before the new one comes
-            self._block = _allocate(total, pinned=any(tensor.is_cuda for tensor in tensors))
+            self._drop()  # the old block goes before the new one comes
+            pinned = any(tensor.is_cuda for tensor in tensors)
+            if self._shared and total:
+                self.fd, self._block = _allocate_shared(total)
+                self._registered = _register(self._block) if pinned else 0
+            else:
+                self._block = _allocate(total, pinned=pinned)
+            self.generation += 1
+        self.starts = starts
         for start, tensor in zip(starts, tensors, strict=True):
             flat = self._block[start : start + tensor.numel() * tensor.element_size()]
             self._views.append(flat.view(tensor.dtype).view(tensor.shape))
@@ -82,3 +120,29 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
     return torch.frombuffer(
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate), dtype=torch.uint8
     )
+
+
+def _allocate_shared(nbytes: int) -> tuple[int, torch.Tensor]:
+    """Return memory without a name: no kill leaves it behind."""
+    import torch
+
+    fd = os.memfd_create("ckptkit-snapshot")
+    try:
+        os.ftruncate(fd, nbytes)
+        block = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, torch.frombuffer(block, dtype=torch.uint8)
+
+
+def _register(block: torch.Tensor) -> int:
+    """Pin memory that was not allocated pinned; return its address, 0 where the driver refuses."""
+    import torch
+
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cudart.cudaHostRegister(block.data_ptr(), block.numel(), 0))
+    if code:
+        _log.warning("the shared staging memory could not be pinned (CUDA error %d): copies to it are slower", code)
+        return 0
+    return block.data_ptr()

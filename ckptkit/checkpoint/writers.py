@@ -101,9 +101,12 @@ class ShardedTensors:
     def write(
         self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool, report: Report
     ) -> WrittenTensors:
+        from ckptkit.checkpoint.writer_process import SharedSnapshot
+        from ckptkit.formats.dcp_files import write_records
         from ckptkit.formats.dcp_write import write_part
 
-        part = write_part(self.plan, store, tensors=tensors, sync=sync, report=report)
+        write = tensors.writer.write_records if isinstance(tensors, SharedSnapshot) else write_records
+        part = write_part(self.plan, store, tensors=tensors, sync=sync, report=report, write=write)
         return WrittenTensors(part.to_bytes(), part.files)
 
     def index(

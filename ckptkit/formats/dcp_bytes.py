@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 class HostBytes:
     """Gives the bytes of tensors in pieces. Owns two pinned buffers for tensors on a device, made when first needed.
 
+    Bytes that are known to lie row-major come as a memoryview: a process without torch writes those.
+
     One for each writing thread: it is not thread-safe.
     """
 
@@ -49,11 +52,12 @@ class HostBytes:
         self._streams: dict[Any, Any] = {}
         self._kept: torch.Tensor | None = None
 
-    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+    def pieces(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
         """Yield the row-major bytes of a tensor; each piece is valid until the next one is asked for."""
-        tensor = row_major(tensor)
-        if tensor.device.type == "cpu":
-            view = host_view(tensor)
+        if not isinstance(tensor, memoryview):
+            tensor = row_major(tensor)
+        if isinstance(tensor, memoryview) or tensor.device.type == "cpu":
+            view = tensor if isinstance(tensor, memoryview) else host_view(tensor)
             for start in range(0, len(view), PIECE):
                 yield view[start : start + PIECE]
             return
@@ -61,8 +65,10 @@ class HostBytes:
             for start in range(0, len(stage), PIECE):
                 yield stage[start : start + PIECE]
 
-    def whole(self, tensor: torch.Tensor) -> memoryview:
+    def whole(self, tensor: torch.Tensor | memoryview) -> memoryview:
         """Return all bytes of a small tensor, valid until the next call."""
+        if isinstance(tensor, memoryview):
+            return tensor
         self._kept = row_major(tensor).cpu()
         return host_view(self._kept)
 
@@ -100,6 +106,8 @@ class HostBytes:
 
 def settle_device() -> None:
     """Wait for what this thread has queued on the accelerator: other threads read the memory next."""
+    if "torch" not in sys.modules:
+        return
     import torch
 
     if torch.accelerator.is_available():

@@ -70,7 +70,7 @@ def write_records(
     store: Store,
     prefix: str,
     frames: Sequence[RecordFrame],
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor] | Sequence[memoryview],
     records: Sequence[bytes],
     *,
     workers: int = 0,
@@ -147,7 +147,7 @@ class _File:
         path: str,
         rows: Sequence[int],
         frames: Sequence[RecordFrame],
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor] | Sequence[memoryview],
         records: Sequence[bytes],
     ) -> None:
         self.path = path
@@ -230,7 +230,7 @@ class _Job:
         result.file[row], result.starts[row], result.lengths[row] = self.index, start, length
         result.payloads[row], result.digests[row] = payload, digest
 
-    def _stream(self, frame: RecordFrame, tensor: torch.Tensor, source: HostBytes) -> int:
+    def _stream(self, frame: RecordFrame, tensor: torch.Tensor | memoryview, source: HostBytes) -> int:
         self._put(frame.prefix)
         self._flush()
         state, crc, clock = xxhash.xxh3_64(), 0, time.perf_counter

@@ -105,6 +105,7 @@ def write_part(
     sync: bool = True,
     workers: int = 0,
     report: Report | None = None,
+    write: Callable[..., Written] = write_records,
 ) -> WrittenPart:
     """Write this rank's files `__<rank>_<n>.distcp`. No communication.
 
@@ -113,6 +114,7 @@ def write_part(
         sync: The files and their names are durable on return.
         workers: Files written at once; 0: this rank's share of the cores.
         report: Gets (phase, seconds, bytes).
+        write: Stands in for `write_records`: in another process, say.
 
     Raises:
         NoSpaceError: The storage is full.
@@ -130,7 +132,7 @@ def write_part(
                 f"says {frame.nbytes}."
             )
     prefix = f"__{plan.rank}_"
-    written = write_records(store, prefix, frames, chosen, plan.records, workers=workers, sync=sync, report=report)
+    written = write(store, prefix, frames, chosen, plan.records, workers=workers, sync=sync, report=report)
     return WrittenPart(plan, written)
 
 
