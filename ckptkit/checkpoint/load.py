@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.checkpoint.coordinator import Coordinator, Outcome
 from ckptkit.checkpoint.fill import Fill, fill, read_whole
+from ckptkit.checkpoint.foreign import Adopted, adopt
 from ckptkit.checkpoint.load_plan import LoadOptions, LoadPlan, ObjectTarget, OptimizerPlan, plan_load
 from ckptkit.checkpoint.optimizer_state import apply_settings, apply_state, new_state_tensor
 from ckptkit.checkpoint.parts import layout_of, part_view
@@ -21,7 +22,6 @@ from ckptkit.checkpoint.values import JSON, decode, encode
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, LoadError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.manifest import MESHES, PLACEMENTS
-from ckptkit.formats.objects import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -37,21 +37,6 @@ def json_objects(catalog: Catalog) -> dict[str, JSON]:
     """Return what a checkpoint of ours holds besides tensors; nothing for one that ckptkit did not write."""
     found = catalog.objects.values()
     return {entry.name: entry.value for entry in found if entry.path.rpartition("/")[2] == OBJECTS_NAME}
-
-
-def foreign_objects(catalog: Catalog, store: Store) -> dict[str, JSON]:
-    """Return the settings of an optimizer that torch DCP saved by parameter names, as our own checkpoints hold them."""
-    groups: dict[int, dict[str, Any]] = {}
-    for entry in catalog.objects.values():
-        path = entry.key
-        at = path.index("param_groups") if "param_groups" in path else len(path)
-        if len(path) == at + 3 and str(path[at + 1]).isdigit():
-            groups.setdefault(int(path[at + 1]), {})[str(path[at + 2])] = read_object(store, entry)
-    named = all(isinstance(fqn, str) for group in groups.values() for fqn in group.get("params", [0]))
-    if not groups or not named or sorted(groups) != list(range(len(groups))):
-        return {}
-    trees = [encode(groups[i], f"optimizer.param_groups.{i}", {}) for i in range(len(groups))]
-    return {"optimizer": {"param_groups": trees, "values": {}, "shared": {}}}
 
 
 @dataclass(slots=True)
@@ -87,15 +72,22 @@ def stage(
         CheckpointMismatchError: Lists all that does not fit.
         CorruptCheckpointError: The checkpoint is damaged.
     """
+    objects = json_objects(catalog)
+    foreign = Adopted(catalog, objects)
+    if not objects:
+        foreign = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
+        catalog = foreign.catalog
     plan = plan_load(
         state,
         catalog,
-        json_objects(catalog) or foreign_objects(catalog, store),
+        foreign.objects,
         options,
         rank=rank,
         world_size=world_size,
-        small=lambda key: read_whole(catalog, store, [key])[key],
+        small=lambda key: foreign.tensors[key] if key in foreign.tensors else read_whole(catalog, store, [key])[key],
+        foreign=not objects,
     )
+    plan.notes += foreign.notes
     plan.mismatches.check(store.url, strict=options.strict)
     staged = Staged(plan)
     fills = _Fills(rank)
@@ -103,7 +95,7 @@ def stage(
         staged.weights.append(fills.like(target.live, target.entry, in_place=options.in_place))
     for optimizer in plan.optimizers:
         staged.states.append(_optimizer_fills(optimizer, fills))
-    staged.refs = _reference_fills(state, plan, catalog, store, fills, rank)
+    staged.refs = _reference_fills(state, plan, catalog, store, fills, rank, foreign.tensors)
     staged.nbytes = fill(catalog, store, fills.fills, workers=workers)
     return staged
 
@@ -157,20 +149,31 @@ def _optimizer_fills(plan: OptimizerPlan, fills: _Fills) -> dict[str, dict[str, 
 
 
 def _reference_fills(
-    state: TrainState, plan: LoadPlan, catalog: Catalog, store: Store, fills: _Fills, rank: int
+    state: TrainState,
+    plan: LoadPlan,
+    catalog: Catalog,
+    store: Store,
+    fills: _Fills,
+    rank: int,
+    held: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Plan the reads of tensors inside objects: placed like the live object's own under that name, else whole."""
+    """Plan the reads of tensors inside objects: placed like the live object's own under that name, else whole.
+
+    Args:
+        held: Those that were read already.
+    """
     import torch
     from torch.distributed.tensor import DTensor
 
     wanted = plan.references()
+    refs = {key: held[key] for key in wanted if key in held}
+    wanted = [key for key in wanted if key not in refs]
     if not wanted:
-        return {}
+        return refs
     live: dict[str, torch.Tensor] = {}
     for target in plan.objects:
         if target.kind == "extra" and is_stateful(target.item):
             encode(target.item.state_dict(), target.key, live)
-    refs: dict[str, torch.Tensor] = {}
     plain = []
     for key in wanted:
         entry, template = catalog.tensors.get(key), live.get(key)

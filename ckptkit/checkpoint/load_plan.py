@@ -144,8 +144,10 @@ class _Planner:
         rank: int,
         world_size: int,
         small: Callable[[str], Any],
+        foreign: bool,
     ) -> None:
         self.state = state
+        self.foreign = foreign
         self.catalog = catalog
         self.objects = objects
         self.options = options
@@ -281,6 +283,13 @@ class _Planner:
         if key in self.objects:
             self.plan.objects.append(ObjectTarget(kind, key, item, (self.objects[key],)))
         else:
+            self.absent(kind, key)
+
+    def absent(self, kind: str, key: str) -> None:
+        """A checkpoint of ours must have it; what another system never saved can't be asked for."""
+        if self.foreign:
+            self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
+        else:
             self.plan.mismatches.add("missing", kind, [key])
 
     def saved_ranks(self, key: str) -> list[int]:
@@ -291,7 +300,7 @@ class _Planner:
     def per_rank(self, kind: str, key: str, item: Any) -> None:
         ranks = self.saved_ranks(key)
         if not ranks:
-            self.plan.mismatches.add("missing", kind, [key])
+            self.absent(kind, key)
             return
         trees = [self.objects[f"{key}.{rank}"] for rank in ranks]
         equal = all(tree == trees[0] for tree in trees) and not references(trees[0])
@@ -443,14 +452,16 @@ def plan_load(
     rank: int,
     world_size: int,
     small: Callable[[str], Any],
+    foreign: bool = False,
 ) -> LoadPlan:
     """Return what a load would do; nothing is touched, and no tensor is read but those that settings refer to.
 
     Args:
         objects: What is no tensor, by key.
         small: Reads a whole tensor by its key (a learning rate that is a large tensor; next to never).
+        foreign: ckptkit did not write it: schedulers, dataloaders and extras may be missing.
     """
     for item in state.extra.values():
         if isinstance(item, type) and is_stateful(item):
             raise UsageError("TrainState.extra holds a class; it must hold objects.")
-    return _Planner(state, catalog, objects, options, rank, world_size, small).run()
+    return _Planner(state, catalog, objects, options, rank, world_size, small, foreign).run()
