@@ -1,0 +1,122 @@
+"""How long `save_async` stops training: ours in both modes, beside a clone of the same state and `dcp.async_save`.
+
+    python -m benchmarks.save_load.stall [--ranks 2] [--where /dev/shm] [--gigabytes 1] [--saves 4] [--repeat 3]
+
+A stall is the time of the slowest rank between two barriers, from the call to its return; each save is committed before
+the next. "first" is the first of a fresh set of processes, "later" the best of the others. Every peer runs in ranks of
+its own. The clone is the best of as many, into new memory each time, as `tensor.clone()` gives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from benchmarks.save_load.measure import make_state, timed
+from tests.ranks import run_ranks
+
+PEERS = ("clone", "ckptkit thread", "ckptkit process", "torch thread", "torch process")
+Save = Callable[[int], Callable[[], Any]]
+
+
+def starter(peer: str, state: dict[str, Any], root: str) -> tuple[Save, Callable[[], None]]:
+    """Return (start a save of a step, which gives what waits for it; what to call at the end)."""
+    if peer.startswith("ckptkit"):
+        from ckptkit import CheckpointManager, RetentionPolicy, TrainState
+
+        mode: Any = peer.split()[1]
+        manager = CheckpointManager(root, async_mode=mode, retention=RetentionPolicy(max_num=1))
+        held = TrainState(extra={"state": Holder(state)})
+        return lambda step: manager.save_async(step, held).result, manager.close
+    group = dist.new_group(backend="gloo")
+    way = AsyncCheckpointerType.THREAD if peer.endswith("thread") else AsyncCheckpointerType.PROCESS
+    steps: list[int] = []
+
+    def save(step: int) -> Callable[[], Any]:
+        if steps and dist.get_rank() == 0:  # keep one, like the manager
+            shutil.rmtree(f"{root}/{steps[-1]}", ignore_errors=True)
+        steps.append(step)
+        writer = dcp.FileSystemWriter(f"{root}/{step}", sync_files=True)
+        future = dcp.async_save(state, storage_writer=writer, process_group=group, async_checkpointer_type=way)
+        return future.result  # type: ignore[union-attr, return-value]
+
+    return save, lambda: None
+
+
+def hush(peer: str) -> None:
+    """Keep the log of torch's background process, which nothing else turns off, from the screen."""
+    if peer == "torch process":
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+class Holder:
+    """Something stateful whose state is the tensors."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def measure(peer: str, gigabytes: float, tensors: int, kind: str, root: str, saves: int) -> list[float]:
+    """Seconds of each stall."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    hush(peer)
+    state = make_state(kind, gigabytes, tensors)
+    if peer == "clone":
+        return [timed(lambda: [t._local_tensor.clone() for t in state["model"].values()])[0] for _ in range(saves)]
+    save, end = starter(peer, state, root)
+    stalls, waits = [], []
+    for step in range(1, saves + 1):
+        stalls.append(timed(lambda step=step: waits.append(save(step)))[0])  # type: ignore[misc]
+        waits.pop()()
+    end()
+    return stalls
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.save_load.stall", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--where", default="/dev/shm")
+    parser.add_argument("--kind", choices=["large", "small"], default="large")
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--tensors", type=int, default=2000)
+    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--peers", nargs="+", default=list(PEERS))
+    options = parser.parse_args()
+    best: dict[str, tuple[float, float]] = {}
+    for _ in range(options.repeat):
+        for peer in options.peers:
+            root = f"{options.where}/ckptkit-stall"
+            arguments = (peer, options.gigabytes, options.tensors, options.kind, root, options.saves)
+            found = run_ranks(measure, options.ranks, *arguments, timeout=900)[0]
+            shutil.rmtree(root, ignore_errors=True)
+            known = best.get(peer, (float("inf"), float("inf")))
+            best[peer] = (min(known[0], found[0]), min(known[1], *found[1:]))
+    clone = min(best["clone"]) if "clone" in best else float("nan")
+    print(f"{options.where}, {options.ranks} ranks, {options.kind}, {options.gigabytes} GiB")
+    for peer, (first, later) in best.items():
+        print(f"  {peer:16s} first {first:7.3f} s (x{first / clone:5.2f} of a clone)  ", end="")
+        print(f"later {later:7.3f} s (x{later / clone:5.2f})")
+    sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
