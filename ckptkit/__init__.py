@@ -15,9 +15,13 @@ Public names are imported when they are first used, so `import ckptkit` does not
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.logs import RankHandler
 from ckptkit.version import __version__
+
+logging.getLogger(__name__).addHandler(RankHandler())
 
 _WHERE = {
     "CheckpointManager": "ckptkit.checkpoint.manager",

@@ -2,36 +2,73 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ckptkit.cli.frame import command_frame, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.options import GroupedCommand, OneOf, grouped
 from ckptkit.cli.outcome import outcome_options, show_outcome
+from ckptkit.errors import UsageError
+
+_what, _names, _model, _files = grouped("What"), grouped("Names"), grouped("Model"), grouped("Files")
+_FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")
 
 
-@click.command("convert")
+@click.command("convert", cls=GroupedCommand)
 @click.argument("src")
 @click.argument("dst")
-@click.option("--to", type=click.Choice(["hf", "dcp", "torch", "local"]), default="hf", show_default=True)
-@click.option("--dtype", default="keep", show_default=True, help="keep, bf16, fp16 or fp32; only floats are cast.")
-@click.option("--weights", type=click.Choice(["auto", "model", "master"]), default="auto", show_default=True)
-@click.option("--base", metavar="DIR_OR_REPO", help="Gives config, tokenizer and the wanted names, shapes, dtypes.")
-@click.option("--key-map", metavar="NAME_OR_FILE", help="A built-in map of names, or a file of rules.")
-@click.option("--strip-prefix", metavar="P", help="Remove this in front of every name.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Only these tensors; may be given several times.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; may be given several times.")
-@click.option("--untie", is_flag=True, help="Keep a head that has diverged from the embedding, and correct the config.")
-@click.option("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights, as PEFT does.")
-@click.option("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
-@click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE")
-@click.option("--world-size", type=click.IntRange(1), help="Ranks to write for (--to dcp, --to local).")
-@click.option("--push", metavar="REPO", help="Upload the result to this Hugging Face repo.")
+@_what(
+    "--to",
+    type=OneOf(["hf", "dcp", "torch", "local"]),
+    default="hf",
+    show_default=True,
+    metavar="FORMAT",
+    help="hf (safetensors, config, tokenizer), dcp (torch.distributed.checkpoint), torch (one torch.save file) "
+    "or local (one file a rank).",
+)
+@_what(
+    "--dtype",
+    type=OneOf(["keep", "bf16", "fp16", "fp32", "fp64"], hidden=_FULL_NAMES),
+    default="keep",
+    show_default=True,
+    metavar="DTYPE",
+    help="keep, bf16, fp16, fp32 or fp64; only floats are cast.",
+)
+@_what(
+    "--weights",
+    type=OneOf(["auto", "model", "master"]),
+    default="auto",
+    show_default=True,
+    metavar="WHICH",
+    help="model, or master: the fp32 copies that some optimizers keep.",
+)
+@_what("--include", multiple=True, metavar="GLOB", help="Only these tensors; may be given several times.")
+@_what("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; may be given several times.")
+@_model("--base", metavar="DIR_OR_REPO", help="Gives config, tokenizer and the wanted names, shapes, dtypes.")
+@_model("--untie", is_flag=True, help="Keep a head that has diverged from the embedding, and correct the config.")
+@_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights, as PEFT does.")
+@_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, where the checkpoint has none.")
+@_names("--key-map", metavar="NAME_OR_FILE", help="A built-in map of names, or a file of rules (docs/key-maps.md).")
+@_names("--strip-prefix", metavar="P", help="Remove this in front of every name.")
+@_names("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
+@_files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="The most bytes of one file.")
+@_files("--world-size", type=click.IntRange(1), metavar="N", help="Ranks to write for (--to dcp, --to local).")
+@_files("--push", metavar="REPO", help="Upload the result to this Hugging Face repo.")
 @outcome_options
 @storage_option
 @command_frame
 def command(
-    src: str, dst: str, *, push: str | None, as_json: bool, storage_options: tuple[str, ...], **options: Any
+    src: str,
+    dst: str,
+    *,
+    push: str | None,
+    adapter_config: str | None,
+    as_json: bool,
+    storage_options: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Convert the checkpoint at SRC and write the result to DST.
 
@@ -40,11 +77,36 @@ def command(
     """
     from ckptkit.offline.convert import convert
 
+    if push and options["to"] != "hf":
+        raise UsageError(f"--push uploads a Hugging Face export; it does not go with --to {options['to']}.")
+    if_interrupted(f"{dst} was not made, or is as it was before. Run the same command again to start over.")
     with progress_bar("convert") as progress:
-        report = convert(src, dst, storage_options=with_storage_options(storage_options), progress=progress, **options)
-    show_outcome(report, as_json=as_json, dry_run=options["dry_run"])
+        report = convert(
+            src,
+            dst,
+            storage_options=with_storage_options(storage_options),
+            progress=progress,
+            adapter_config=_adapter_config(adapter_config),
+            **options,
+        )
+    show_outcome(report, as_json=as_json)
     if push and not options["dry_run"]:
         from ckptkit.integrations.hub import push_folder
 
+        if_interrupted(f"{dst} is complete, the upload is not. Go on with: ckptkit push {dst} {push}")
         url = push_folder(dst, push)
         click.echo(f"pushed to {url}", err=as_json)
+
+
+def _adapter_config(path: str | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--adapter-config {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise UsageError(f"--adapter-config {path} is no JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"--adapter-config {path}: expected a JSON object, as PEFT writes adapter_config.json.")
+    return found

@@ -16,20 +16,30 @@ from typing import Any, TypeVar
 
 import click
 
+from ckptkit.cli.options import grouped
 from ckptkit.errors import CkptkitError, UsageError
 
-__all__ = ["command_frame", "print_json", "progress_bar", "storage_option", "with_storage_options"]
+__all__ = [
+    "command_frame",
+    "if_interrupted",
+    "print_json",
+    "progress_bar",
+    "storage_option",
+    "with_storage_options",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+PROGRESS_DELAY_S = 1.0  # what is quicker than this needs no bar
 
 
 def command_frame(function: F) -> F:
     """Give a command --quiet, --verbose and --debug, and turn its exceptions into a message and an exit code."""
+    output = grouped("Output")
 
-    @click.option("-q", "--quiet", is_flag=True, help="Print results and errors only.")
-    @click.option("-v", "--verbose", is_flag=True, help="Print what is being done.")
-    @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
+    @output("-q", "--quiet", is_flag=True, help="Print results and errors only.")
+    @output("-v", "--verbose", is_flag=True, help="Print what is being done.")
+    @output("--debug", is_flag=True, help="Show a traceback when something fails.")
     @functools.wraps(function)
     def framed(*args: Any, quiet: bool, verbose: bool, debug: bool, **kwargs: Any) -> None:
         debug = debug or bool(os.environ.get("CKPTKIT_DEBUG"))
@@ -44,7 +54,8 @@ def command_frame(function: F) -> F:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
         except KeyboardInterrupt:
-            _say("Interrupted. Nothing half-made was left; run the same command again to go on.")
+            meta = click.get_current_context().meta
+            _say("Interrupted. " + meta.get("ckptkit.interrupted", "Nothing was changed."))
             raise SystemExit(INTERRUPTED) from None
         except Exception as error:  # noqa: BLE001 - the boundary of the process: reported, with a way to see more
             if debug:
@@ -53,6 +64,11 @@ def command_frame(function: F) -> F:
             raise SystemExit(error.exit_code if isinstance(error, CkptkitError) else 1) from None
 
     return framed  # type: ignore[return-value]
+
+
+def if_interrupted(words: str) -> None:
+    """Set what Ctrl-C says from here on: what is left, and how to go on."""
+    click.get_current_context().meta["ckptkit.interrupted"] = words
 
 
 def _message(error: Exception) -> str:
@@ -68,11 +84,16 @@ def _message(error: Exception) -> str:
 
 def _say(text: str) -> None:
     width = min(100, shutil.get_terminal_size().columns) if sys.stderr.isatty() else 0
-    body = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) if width else text
+    body = "\n".join(_filled(line, width) for line in text.splitlines()) if width else text
     head, separator, rest = body.partition(":")
     if head == "Error" and separator:
         body = click.style("Error:", fg="red", bold=True) + rest
     click.echo(body, err=True, color=_colour(sys.stderr))
+
+
+def _filled(line: str, width: int) -> str:
+    indent = "  " * line.startswith("  ")
+    return textwrap.fill(line, width, subsequent_indent=indent * 2, break_long_words=False, break_on_hyphens=False)
 
 
 def _colour(stream: Any) -> bool:
@@ -81,7 +102,8 @@ def _colour(stream: Any) -> bool:
 
 def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
     level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    ranks = "rank %(rank)s " if int(os.environ.get("WORLD_SIZE") or 1) > 1 else ""
+    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {ranks}%(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("ckptkit").setLevel(level)
 
 
@@ -99,7 +121,9 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
         return
     from tqdm import tqdm
 
-    with tqdm(desc=title, unit="B", unit_scale=True, file=sys.stderr, leave=False, dynamic_ncols=True) as bar:
+    with tqdm(
+        desc=title, unit="B", unit_scale=True, file=sys.stderr, leave=False, dynamic_ncols=True, delay=PROGRESS_DELAY_S
+    ) as bar:
 
         def update(done: int, total: int, what: str) -> None:
             bar.total = total
@@ -110,7 +134,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
         yield update
 
 
-storage_option = click.option(
+storage_option = grouped("Output")(
     "--storage-option",
     "storage_options",
     multiple=True,

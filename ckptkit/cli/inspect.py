@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
+from ckptkit.errors import UsageError
 from ckptkit.units import format_count, format_size
 
 if TYPE_CHECKING:
-    from ckptkit.offline.inspect import InspectReport, TensorInfo, TreeNode
+    from ckptkit.offline.inspect import InspectReport, Section, TensorInfo, TreeNode
 
 
 @click.command("inspect")
@@ -44,48 +45,63 @@ def command(
         click.echo(f"wrote {html}", err=True)
     if as_json:
         print_json(report.to_json())
+    elif tensors and not report.tensors:
+        raise UsageError(f"no tensor matches {tensors!r}. See the names with: ckptkit inspect {url} --tensors '*'")
     else:
         click.echo("\n".join(_lines(report)))
 
 
 def _lines(report: InspectReport) -> list[str]:
-    lines = [report.url]
-    if report.note:
-        lines.append(f"  {report.note}")
-    made = " ".join(filter(None, [report.format, f"by {report.producer}" if report.producer else ""]))
-    facts = [made]
+    lines = [report.url, *([f"  {report.note}"] if report.note else []), "  " + " · ".join(_facts(report)), ""]
+    for section in report.sections:
+        lines += _section_lines(section)
+    if report.objects:
+        names = ", ".join(report.objects[:4]) + ", ..." * (len(report.objects) > 4)
+        lines.append(f"  {'objects':<10} {len(report.objects):>6}  {names}")
+    lines += [f"  tied: {name} is {kept}" for name, kept in report.tied.items()]
+    if report.tensors:
+        lines += [""] + [line for tensor in report.tensors for line in _tensor_lines(tensor)]
+    else:
+        lines += _overview(report)
+    return lines + [f"  note: {note}" for note in report.notes]
+
+
+def _facts(report: InspectReport) -> list[str]:
+    by = f" by {report.producer}" if report.producer not in ("", report.format) else ""
+    facts = [report.format + by]
     if report.step is not None:
         facts.append(f"step {report.step}")
     if report.world_size:
         facts.append(f"{report.world_size} rank{'s' * (report.world_size != 1)}")
     if report.mesh:
         facts.append("mesh " + " x ".join(f"{name}={size}" for name, size in report.mesh.items()))
-    total = sum(report.files.values())
-    facts.append(
-        f"{len(report.files)} file{'s' * (len(report.files) != 1)}" + (f", {format_size(total)}" if total > 0 else "")
-    )
-    lines += ["  " + " · ".join(facts), ""]
-    for section in report.sections:
-        kinds = ", ".join(f"{dtype} {format_size(n)}" for dtype, n in section.dtypes.items())
-        lines.append(
-            f"  {section.role:<10} {section.tensors:>6} tensors  {format_count(section.numel):>9} elements  "
-            f"{format_size(section.nbytes):>9}  ({kinds})"
-        )
-    if report.objects:
-        names = ", ".join(report.objects[:6]) + ", ..." * (len(report.objects) > 6)
-        lines.append(f"  {'objects':<10} {len(report.objects):>6}  {names}")
-    if report.tensors:
-        lines += [""] + [line for tensor in report.tensors for line in _tensor_lines(tensor)]
-    else:
-        if report.largest:
-            lines += ["", "  largest"]
-            lines += [
-                f"    {format_size(t.nbytes):>9}  {t.fqn or t.name}  {t.dtype}{list(t.shape)}"
-                for t in report.largest[:5]
-            ]
-        if report.tree is not None:
-            lines += ["", "  modules", *_tree_lines(report.tree, "    ")]
-    lines += [f"  note: {note}" for note in report.notes]
+    total, count = sum(report.files.values()), len(report.files)
+    facts.append(f"{count} file{'s' * (count != 1)}" + (f", {format_size(total)}" if total > 0 else ""))
+    return facts
+
+
+def _section_lines(section: Section) -> list[str]:
+    kinds = ", ".join(f"{dtype} {format_size(n)}" for dtype, n in section.dtypes.items())
+    lines = [
+        f"  {section.role:<10} {section.tensors:>6} tensors  {format_count(section.numel):>9} elements  "
+        f"{format_size(section.nbytes):>9}  ({kinds})"
+    ]
+    if list(section.placements) != ["whole"]:
+        cuts = [f"{count} {cut}" for cut, count in sorted(section.placements.items(), key=lambda item: -item[1])]
+        more = f", and {len(cuts) - 4} ways more" if len(cuts) > 4 else ""
+        lines.append(f"  {'':<10} cut: {', '.join(cuts[:4])}{more}")
+    return lines
+
+
+def _overview(report: InspectReport) -> list[str]:
+    lines = []
+    if report.largest:
+        lines += ["", "  largest"]
+        lines += [
+            f"    {format_size(t.nbytes):>9}  {t.fqn or t.name}  {t.dtype}{list(t.shape)}" for t in report.largest[:5]
+        ]
+    if report.tree is not None:
+        lines += ["", "  modules", *_tree_lines(report.tree, "    ")]
     return lines
 
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ckptkit.cli.frame import print_json
+from ckptkit.cli.options import grouped
+
+if TYPE_CHECKING:
+    from ckptkit.offline.report import ConvertReport
 
 __all__ = ["outcome_options", "show_outcome"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_resource, _safety, _output = grouped("Resources"), grouped("Safety"), grouped("Output")
 _OPTIONS = [
-    click.option("--workers", type=click.IntRange(0), default=0, help="Copies in flight. Default: by the machine."),
-    click.option("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Tensor bytes held at once."),
-    click.option(
-        "--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the source's digests."
-    ),
-    click.option("--verify", is_flag=True, help="Read the result again and prove it equal to the source."),
-    click.option("--dry-run", is_flag=True, help="Print the plan, write nothing."),
-    click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete."),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+    _safety("--dry-run", is_flag=True, help="Print the plan, write nothing."),
+    _safety("--verify", is_flag=True, help="Read the result again and prove it equal to the source."),
+    _safety("--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the source's digests."),
+    _safety("--overwrite", is_flag=True, help="Replace DST, once the new one is complete."),
+    _resource("--workers", type=click.IntRange(0), default=0, metavar="N", help="Copies in flight. By the machine."),
+    _resource("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Tensor bytes held at once."),
+    _output("--json", "as_json", is_flag=True, help="Print one JSON document."),
 ]
 
 
@@ -33,10 +37,27 @@ def outcome_options(function: F) -> F:
     return function
 
 
-def show_outcome(report: Any, *, as_json: bool, dry_run: bool) -> None:
-    """Print a ConvertReport: its plan for a dry run, else what was done and what was proved."""
+def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
+    """Print a report: its plan for a dry run, else what was done, what was proved, and what to do with it.
+
+    Raises:
+        SystemExit: With 1, where a dry run found that the real one would fail.
+    """
     if as_json:
-        print_json(report.to_json())
-        return
-    lines = report.plan_lines() if dry_run else report.lines()
-    click.echo("\n".join(lines))
+        print_json({"schema": "ckptkit.convert/1", **report.to_json()})
+    else:
+        lines = report.plan_lines() if report.dry_run else [*report.lines(), *_next(report)]
+        click.echo("\n".join(lines))
+    if report.faults:
+        raise SystemExit(1)
+
+
+def _next(report: ConvertReport) -> list[str]:
+    """The command that most people type after this one."""
+    names = {file.path for file in report.plan.files}
+    where = shlex.quote(report.dst)
+    if report.to == "hf" and "config.json" in names and "://" not in report.dst:
+        return [f"serve it with: vllm serve {where}"]
+    if report.to == "hf" and "adapter_config.json" in names and "://" not in report.dst:
+        return [f"serve it with: vllm serve BASE_MODEL --enable-lora --lora-modules adapter={where}"]
+    return []

@@ -6,16 +6,27 @@ from typing import Any
 
 import click
 
-from ckptkit.cli.frame import command_frame, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.options import GroupedCommand, OneOf, grouped
 from ckptkit.cli.outcome import outcome_options, show_outcome
 
+_what = grouped("What")
 
-@click.command("reshard")
+
+@click.command("reshard", cls=GroupedCommand)
 @click.argument("src")
 @click.argument("dst")
-@click.option("--world-size", type=click.IntRange(1), required=True, help="Ranks of the new job.")
-@click.option("--mesh", metavar="NAME=N,...", help="Mesh of the new job, such as replicate=2,shard=4,tp=2.")
-@click.option("--type", "type_", type=click.Choice(["sharded", "local"]), default="sharded", show_default=True)
+@_what("--world-size", type=click.IntRange(1), required=True, metavar="N", help="Ranks of the new job.")
+@_what("--mesh", metavar="NAME=N,...", help="Mesh of the new job, such as replicate=2,shard=4,tp=2.")
+@_what(
+    "--type",
+    "type_",
+    type=OneOf(["sharded", "local"]),
+    default="sharded",
+    show_default=True,
+    metavar="TYPE",
+    help="sharded (torch DCP) or local (one file a rank).",
+)
 @click.option("--tp-plan", metavar="FILE", help="JSON of globs of parameters and the dimension tp cuts each along.")
 @click.option("--layout", metavar="URL", help="Layout of flat parameters, for FSDP1 LOCAL.")
 @outcome_options
@@ -28,6 +39,7 @@ def command(
     masters, schedulers. File r of DST holds just what rank r of the new job will ask for."""
     from ckptkit.offline.reshard import reshard
 
+    if_interrupted(f"{dst} was not made, or is as it was before. Run the same command again to start over.")
     with progress_bar("reshard") as progress:
         report = reshard(
             src,
@@ -38,4 +50,4 @@ def command(
             progress=progress,
             **options,
         )
-    show_outcome(report, as_json=as_json, dry_run=options["dry_run"])
+    show_outcome(report, as_json=as_json)

@@ -41,6 +41,7 @@ class _Chosen:
     notes: tuple[str, ...] = ()
     kind: str = "model"
     compared: str = ""
+    faults: tuple[str, ...] = ()
 
 
 def convert(  # noqa: PLR0913 - one argument an option
@@ -68,6 +69,7 @@ def convert(  # noqa: PLR0913 - one argument an option
     layout: str | None = None,
     merge_adapter: bool = False,
     untie: bool = False,
+    adapter_config: Mapping[str, Any] | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint at `src` and publish the result at `dst`, whole or not at all.
 
@@ -84,7 +86,8 @@ def convert(  # noqa: PLR0913 - one argument an option
         layout: URL of a layout of flat parameters, for formats that need one.
         check: Check the digests that the source recorded, while it is read.
         verify: Read the result again and compare it with the source, element for element.
-        dry_run: Plan only; `ConvertReport.plan_lines()` shows it.
+        dry_run: Plan only; `ConvertReport.plan_lines()` shows it, and what would not fit (`ConvertReport.faults`).
+        adapter_config: PEFT's config of an adapter, where neither the source nor the base has one.
 
     Raises:
         UsageError: Options that do not fit together.
@@ -103,14 +106,16 @@ def convert(  # noqa: PLR0913 - one argument an option
     address = resolve_url(src, storage_options=storage_options)
     source = open_source(address, storage_options=storage_options, options=options)
     choice = _Choice(
-        to, dtype, weights, base, key_map, strip_prefix, tuple(include), tuple(exclude), merge_adapter, untie
-    )
+        to, dtype, weights, base, key_map, strip_prefix, tuple(include), tuple(exclude), merge_adapter, untie,
+        adapter_config, not dry_run,
+    )  # fmt: skip
     chosen = _choose(source, choice, storage_options)
     target = open_target(dst, single_file=to == "torch", overwrite=overwrite, storage_options=storage_options)
     plan = _plan(source, chosen, to, target.file_name, parse_size(max_shard_size), world_size)
     report = ConvertReport(
         src, dst, source.url, source.catalog.info.format, to, plan,
         tensors=len(chosen.tensors), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=dry_run,
+        faults=chosen.faults,
     )  # fmt: skip
     if dry_run:
         check_plan(plan)
@@ -159,6 +164,8 @@ class _Choice:
     exclude: tuple[str, ...]
     merge_adapter: bool
     untie: bool
+    adapter_config: Mapping[str, Any] | None
+    strict: bool
 
 
 def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] | None) -> _Chosen:
@@ -174,6 +181,8 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
         exclude=choice.exclude,
         untie=choice.untie,
         merge_adapter=choice.merge_adapter,
+        adapter_config=choice.adapter_config,
+        strict=choice.strict,
     )
     known = None
     if choice.base is not None:
@@ -183,8 +192,9 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
     if choice.to == "hf":
         export = plan_export(source.store, source.catalog, base=known, options=options)
         return _Chosen(
-            export.tensors, export.files, export.leftovers, export.missing, export.notes, export.kind, export.checked
-        )
+            export.tensors, export.files, export.leftovers, export.missing, export.notes, export.kind, export.checked,
+            export.faults,
+        )  # fmt: skip
     if choice.merge_adapter:
         raise UsageError(f"--merge-adapter exports a Hugging Face model; --to {choice.to} keeps adapters as they are.")
     config = known.config if known is not None else None

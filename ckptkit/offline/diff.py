@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,14 @@ __all__ = ["DiffReport", "TensorDiff", "diff"]
 SCHEMA = "ckptkit.diff/1"
 _TILE = 4 << 20  # bytes of one side
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
+_COMPLEX = {"complex32": np.float16, "complex64": np.float32, "complex128": np.float64}
+_FLOAT8 = {  # mantissa bits, bias of the exponent
+    "float8_e4m3fn": (3, 7),
+    "float8_e4m3fnuz": (3, 8),
+    "float8_e5m2": (2, 15),
+    "float8_e5m2fnuz": (2, 16),
+    "float8_e8m0fnu": (0, 127),
+}
 
 Progress = Callable[[int, int, str], None]
 Bytes = npt.NDArray[np.uint8]
@@ -42,7 +51,7 @@ class TensorDiff:
     Attributes:
         name: The FQN for weights ("lm_head.weight"); "master: ...", "optimizer: ... exp_avg" or the key else.
         elements: How many elements differ in value or, for NaN, in kind.
-        max_abs: max |a - b|; None where the dtype has no arithmetic here.
+        max_abs: max |a - b| (of complex numbers, of their parts); None where the dtype has no arithmetic here.
         max_rel: max |a - b| / max |a|.
         cosine: Of the two as vectors; None where one of them is all zeros.
     """
@@ -291,7 +300,7 @@ class _Comparison:
 
     def _add(self, x: Bytes, y: Bytes) -> None:
         u, v = _numbers(x, self.a.dtype), _numbers(y, self.b.dtype)
-        if u is None or v is None:
+        if u is None or v is None or len(u) != len(v):
             size = dtype_of(self.a.dtype).itemsize
             unequal = (x.reshape(-1, size) != y.reshape(-1, size)).any(axis=1) if len(x) == len(y) else np.ones(1, bool)
             self.elements += int(np.count_nonzero(unequal))
@@ -314,8 +323,12 @@ class _Comparison:
 
 
 def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
-    """Return the elements as float64, None for dtypes without arithmetic here (8-bit floats, complex)."""
+    """Return the elements as float64, complex ones as pairs; None for dtypes without arithmetic here (4-bit floats)."""
     kind = dtype_of(name).kind
+    if name in _COMPLEX:
+        return data.view(_COMPLEX[name]).astype(np.float64)
+    if name in _FLOAT8:
+        return _float8_values(name)[data]
     if name in _FLOATS:
         wide = np.empty(len(data) // dtype_of(name).itemsize * 4, np.uint8)
         if name == "float64":
@@ -325,6 +338,27 @@ def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
     if kind in ("int", "bool"):
         return data.view(np.dtype(name)).astype(np.float64)
     return None
+
+
+@functools.cache
+def _float8_values(name: str) -> npt.NDArray[np.float64]:
+    """The value of each of the 256 bit patterns (OCP 8-bit formats; the fnuz ones as torch documents them)."""
+    bits = np.arange(256)
+    if name == "float8_e8m0fnu":  # an exponent alone
+        return np.where(bits == 255, np.nan, np.ldexp(1.0, bits - 127))
+    mantissa_bits, bias = _FLOAT8[name]
+    sign = np.where(bits & 0x80, -1.0, 1.0)
+    exponent, mantissa = (bits & 0x7F) >> mantissa_bits, bits & ((1 << mantissa_bits) - 1)
+    fraction = mantissa / (1 << mantissa_bits)
+    values = sign * np.where(exponent, np.ldexp(1 + fraction, exponent - bias), np.ldexp(fraction, 1 - bias))
+    if name.endswith("fnuz"):
+        values[0x80] = np.nan
+    elif name == "float8_e4m3fn":
+        values[(bits & 0x7F) == 0x7F] = np.nan
+    else:
+        special = exponent == 31
+        values[special] = np.where(mantissa[special], np.nan, sign[special] * np.inf)
+    return values
 
 
 def _number(value: float | None) -> float | str | None:

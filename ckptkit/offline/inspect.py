@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.checkpoint.address import resolve_url
 from ckptkit.formats.detect import open_source
@@ -26,6 +28,7 @@ class Section:
     numel: int
     nbytes: int
     dtypes: Mapping[str, int]  # bytes by dtype
+    placements: Mapping[str, int]  # tensors by how they are cut: "whole", "dim 0 in 4", "dim 0 in 2 x dim 1 in 2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class InspectReport:
     largest: tuple[TensorInfo, ...]
     tensors: tuple[TensorInfo, ...]
     tree: TreeNode | None
+    tied: Mapping[str, str]  # name -> the tensor whose bytes it shares
     objects: tuple[str, ...]
     files: Mapping[str, int]
     notes: tuple[str, ...]
@@ -131,6 +135,7 @@ def summarise(
         largest=tuple(_tensor(e, slices=False) for e in largest),
         tensors=tuple(_tensor(e, slices=True) for e in shown),
         tree=_tree("", [(e.fqn.split("."), e) for e in entries if e.role is Role.MODEL], depth),
+        tied=_tied(catalog),
         objects=tuple(catalog.objects),
         files=dict(info.files),
         notes=info.notes,
@@ -150,7 +155,41 @@ def _sections(entries: Iterable[TensorEntry]) -> Iterable[Section]:
         dtypes: dict[str, int] = {}
         for entry in mine:
             dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
-        yield Section(role.value, len(mine), sum(e.numel for e in mine), sum(e.nbytes for e in mine), dtypes)
+        placements: dict[str, int] = {}
+        for entry in mine:
+            cut = _cut(entry)
+            placements[cut] = placements.get(cut, 0) + 1
+        total = sum(e.numel for e in mine)
+        yield Section(role.value, len(mine), total, sum(e.nbytes for e in mine), dtypes, placements)
+
+
+def _cut(entry: TensorEntry) -> str:
+    """How a tensor is cut into slices, in words; read off the slices, since few formats state placements."""
+    slices = entry.slices
+    if not entry.numel or len(slices) < 2:
+        return "whole"
+    counts = [len(np.unique(slices.offsets[:, dim])) for dim in range(len(entry.shape))]
+    cuts = [f"dim {dim} in {count}" for dim, count in enumerate(counts) if count > 1]
+    return " x ".join(cuts) or "whole, in replicas"
+
+
+def _tied(catalog: Catalog) -> dict[str, str]:
+    """Names that share their bytes: as the format records them, or because their slices are the same."""
+    found: dict[str, str] = {}
+    for names in catalog.info.extra.get("aliases", {}).values():
+        found.update(names)
+    first: dict[tuple[str, int, int], str] = {}
+    for entry in catalog.tensors.values():
+        if entry.role is Role.MODEL and entry.nbytes:
+            one = entry.slices[0]
+            kept = first.setdefault((one.path, one.start, one.nbytes), entry.fqn)
+            if kept != entry.fqn and entry.shape == _shape(catalog, kept):
+                found.setdefault(entry.fqn, kept)
+    return found
+
+
+def _shape(catalog: Catalog, fqn: str) -> tuple[int, ...] | None:
+    return next((e.shape for e in catalog.tensors.values() if e.role is Role.MODEL and e.fqn == fqn), None)
 
 
 def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:

@@ -28,6 +28,7 @@ class ConvertReport:
         proved: Sentences, each of which was checked and holds.
         notes: Decisions a person should know.
         seconds: Wall time; 0.0 for a dry run.
+        faults: What does not fit the base: a dry run lists it, a real one raises.
         peak_memory: Of this process, resident, in bytes; 0 for a dry run.
     """
 
@@ -47,6 +48,7 @@ class ConvertReport:
     seconds: float = 0.0
     peak_memory: int = 0
     dry_run: bool = False
+    faults: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Return what a terminal shows: the notes, what was done, and as the last line what was proved."""
@@ -69,6 +71,7 @@ class ConvertReport:
     def _plan_lines(self) -> Iterator[str]:
         yield f"{self.opened} ({self.format}) -> {self.dst} ({self.to})"
         yield from self.plan.lines()
+        yield from (f"does not fit: {fault}" for fault in self.faults)
         yield f"{self.tensors} tensors, {len(self.plan.files)} files, {format_size(self.nbytes)}; nothing was written"
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +84,7 @@ class ConvertReport:
         }  # fmt: skip
         document["proved"] = list(self.proved)
         document["notes"] = list(self.notes)
+        document["faults"] = list(self.faults)
         document["left_over"] = len(self.plan.leftovers)
         if self.dry_run:
             document["plan"] = self.plan.to_json()

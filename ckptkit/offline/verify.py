@@ -49,6 +49,7 @@ class VerifyReport:
     digests: int  # digests compared
     checked_bytes: int  # bytes read and hashed
     unproved_bytes: int  # bytes of tensors for which no digest was ever recorded
+    unproved_files: tuple[str, ...]  # where those lie
     algorithms: tuple[str, ...]
     problems: tuple[Problem, ...]
 
@@ -61,7 +62,9 @@ class VerifyReport:
         if self.problems:
             count = len(self.problems)
             return f"damaged: {count} problem{'s' * (count != 1)} in {self.url}"
-        parts = [f"{self.files} files", f"{self.tensors} tensors complete"]
+        counts = {"file": self.files, "tensor": self.tensors}
+        parts = [f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items()]
+        parts[-1] += " complete"
         if self.digests:
             parts.append(
                 f"{self.digests} digests equal ({', '.join(self.algorithms)}, {format_size(self.checked_bytes)})"
@@ -69,14 +72,29 @@ class VerifyReport:
         elif self.quick:
             parts.append("contents not read (--quick)")
         if self.unproved_bytes and not self.quick:
-            parts.append(f"{format_size(self.unproved_bytes)} have no recorded digest: only their sizes were checked")
+            files = ", ".join(self.unproved_files[:3]) + ", ..." * (len(self.unproved_files) > 3)
+            parts.append(
+                f"not proved: {format_size(self.unproved_bytes)} in {files}, of which no digest was recorded "
+                "(sizes and coverage hold)"
+            )
         return "ok: " + ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values (schema "ckptkit.verify/1")."""
-        plain = {name: getattr(self, name) for name in self.__slots__ if name not in ("problems", "algorithms")}
+        plain = {
+            name: getattr(self, name)
+            for name in self.__slots__
+            if name not in ("problems", "algorithms", "unproved_files")
+        }
         problems = [{"path": p.path, "tensor": p.tensor, "message": p.message} for p in self.problems]
-        return {"schema": SCHEMA, "ok": self.ok, **plain, "algorithms": list(self.algorithms), "problems": problems}
+        return {
+            "schema": SCHEMA,
+            "ok": self.ok,
+            **plain,
+            "algorithms": list(self.algorithms),
+            "unproved_files": list(self.unproved_files),
+            "problems": problems,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +137,7 @@ def verify(
     store, catalog = source.store, source.catalog
     problems = [*_file_problems(store, catalog), *_coverage_problems(catalog)]
     checks: list[_Check] = []
-    unproved = 0
+    unproved: dict[str, int] = {}
     if not quick:
         checks, unproved = _plan(catalog)
         gone = {p.path for p in problems if not p.tensor}
@@ -135,7 +153,8 @@ def verify(
         tensors=len(catalog.tensors),
         digests=len(checks),
         checked_bytes=sum(check.digest.nbytes for check in checks),
-        unproved_bytes=unproved,
+        unproved_bytes=sum(unproved.values()),
+        unproved_files=tuple(unproved),
         algorithms=tuple(sorted({check.digest.algorithm for check in checks})),
         problems=tuple(problems),
     )
@@ -160,11 +179,11 @@ def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
             yield Problem("", entry.name, str(error))
 
 
-def _plan(catalog: Catalog) -> tuple[list[_Check], int]:
-    """The digests to compare, each once, in the order of the bytes on disk; and the bytes without any."""
+def _plan(catalog: Catalog) -> tuple[list[_Check], dict[str, int]]:
+    """The digests to compare, each once, in the order of the bytes on disk; and by file, the bytes without any."""
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
-    unproved = 0
+    unproved: dict[str, int] = {}
     whole_files = catalog.info.extra.get("digests", {})  # of our own checkpoints: path -> xxh3_64 in hex
 
     def add(name: str, path: str, digest: Digest, codec: Codec | None) -> None:
@@ -179,7 +198,7 @@ def _plan(catalog: Catalog) -> tuple[list[_Check], int]:
         if digest is not None:
             add(name, path, digest, codec)
         elif path not in whole_files:
-            unproved += nbytes
+            unproved[path] = unproved.get(path, 0) + nbytes
     checks = [_Check(key[0], *codecs[key], tuple(dict.fromkeys(found[key]))) for key in sorted(found)]
     return checks, unproved
 

@@ -11,6 +11,7 @@ from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
 __all__ = ["heat_map", "split_layer"]
 
 WIDTH, LEFT, CELL = 1100.0, 120.0, 18.0
+_LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
 _LAYER = re.compile(r"^(.*?)(\d+)\.(.*)$")
 
 
@@ -26,6 +27,8 @@ def heat_map(changes: Mapping[str, float]) -> Panel:
     Args:
         changes: FQN -> relative change: max |a - b| / max |a|; 0 where equal, inf or NaN where not finite.
     """
+    if not changes:
+        return Panel("Change by layer", "The two have no tensor in common, by name and shape.", "")
     cells: dict[tuple[str, str], float] = {}
     layers: dict[str, None] = {}
     modules: dict[str, None] = {}
@@ -58,7 +61,11 @@ def heat_map(changes: Mapping[str, float]) -> Panel:
     words = (
         "Rows are layers, columns modules; grey is equal, and each step towards red is ten times more relative change."
     )
-    return Panel("Change by layer", words, svg(WIDTH, 132 + len(layers) * CELL, "".join(parts)))
+    bottom = 138 + len(layers) * CELL
+    for i, (change, name) in enumerate(_LEGEND.items()):
+        parts.append(rect(LEFT + i * 110, bottom, 12, 12, fill=_heat(change)))
+        parts.append(text(LEFT + i * 110 + 17, bottom + 10, name, kind="soft"))
+    return Panel("Change by layer", words, svg(WIDTH, bottom + 20, "".join(parts)))
 
 
 def _heat(change: float) -> str:

@@ -17,7 +17,11 @@ _STYLE = """
 }
 @media print {
   :root { --ink: #000; --soft: #444; --line: #bbb; --paper: #fff; --panel: #fff; }
-  section { break-inside: avoid-page; }
+  @page { margin: 12mm; }
+  body { padding: 0; }
+  section { padding: 8px; }
+  section:not(.long) { break-inside: avoid-page; }
+  h2 { break-after: avoid-page; }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 24px; max-width: 1180px; background: var(--paper); color: var(--ink);
@@ -48,7 +52,9 @@ class Panel:
     picture: str  # SVG
 
 
-def page(title: str, panels: Iterable[Panel], *, facts: Sequence[tuple[str, str]] = ()) -> str:
+def page(
+    title: str, panels: Iterable[Panel], *, facts: Sequence[tuple[str, str]] = (), source: str = "metadata alone"
+) -> str:
     """Return the whole HTML document. Needs no network: styles and pictures are inside."""
     shown = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts)
     body = "".join(
@@ -62,7 +68,7 @@ def page(title: str, panels: Iterable[Panel], *, facts: Sequence[tuple[str, str]
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{html.escape(title)}</h1><dl>{shown}</dl>{body}"
-        "<footer>Made by ckptkit from metadata alone.</footer></body></html>\n"
+        f"<footer>Made by ckptkit from {html.escape(source)}.</footer></body></html>\n"
     )
 
 

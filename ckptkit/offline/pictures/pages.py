@@ -68,9 +68,7 @@ def _shard_maps(catalog: Catalog, when: str) -> list[Panel]:
 
 def write_run_page(listing: Listing, path: str) -> None:
     """Write the timeline of a run to the file `path`."""
-    items = [
-        TimelineItem(row.name, row.step or 0, row.nbytes or 0, _state(row), row.why) for row in listing.checkpoints
-    ]
+    items = [TimelineItem(row.name, row.step, row.nbytes or 0, _state(row), row.why) for row in listing.checkpoints]
     policy = listing.policy
     max_mem = None if policy is None or policy.max_mem is None else int(policy.max_mem)
     panel = timeline(items, max_num=None if policy is None else policy.max_num, max_mem=max_mem)
@@ -88,4 +86,6 @@ def _state(row: Listed) -> str:
 
 def write_diff_page(title: str, changes: Mapping[str, float], facts: list[tuple[str, str]], path: str) -> None:
     """Write the heat map of a difference to the file `path`; `changes` as for `heat_map`."""
-    Path(path).write_text(page(without_secrets(title), [heat_map(changes)], facts=facts), encoding="utf-8")
+    Path(path).write_text(
+        page(without_secrets(title), [heat_map(changes)], facts=facts, source="tensors and digests"), encoding="utf-8"
+    )

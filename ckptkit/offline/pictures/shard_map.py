@@ -43,7 +43,7 @@ def shard_map(entries: Iterable[TensorEntry], *, heading: str = "Shard map") -> 
     for i, entry in enumerate(drawn):
         body += _row(entry, top + i * ROW, count)
     left_out = len(every) - len(drawn)
-    more = f" {left_out} smaller tensors are not drawn." if left_out else ""
+    more = f" The {len(drawn)} largest of {len(every)} tensors are drawn." if left_out else ""
     return Panel(
         heading,
         "One bar a tensor, cut where ranks meet; rest the pointer on a slice to see its box, bytes and file." + more,
@@ -59,13 +59,14 @@ def _totals(totals: Mapping[int, int], count: int) -> tuple[str, float]:
     parts = []
     for i, (rank, nbytes) in enumerate(totals.items()):
         x, y = (i % columns) * cell, (i // columns) * 34
-        name = f"rank {rank}" if rank >= 0 else "unknown rank"
+        name = f"rank {rank}" if rank >= 0 else "writer not recorded"
         parts.append(
             rect(
                 x, y + 14, (cell - 8) * nbytes / largest, 10, fill=colour(rank, count), title=f"{name}: {nbytes} bytes"
             )
         )
-        parts.append(text(x, y + 11, label(f"{name} · {format_size(nbytes)}", cell - 4)))
+        short = f"{rank}: " if columns == 16 else f"{name} · "
+        parts.append(text(x, y + 11, label(short + format_size(nbytes), cell - 4)))
     lines = -(-len(totals) // columns)
     return "".join(parts), lines * 34 + 12.0
 
@@ -112,5 +113,5 @@ def _extent(part: TensorSlice, entry: TensorEntry, dim: int) -> tuple[float, flo
 
 def _title(name: str, part: TensorSlice) -> str:
     box = ", ".join(f"{o}:{o + s}" for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
-    owner = f"rank {part.rank}" if part.rank >= 0 else "rank unknown"
+    owner = f"rank {part.rank}" if part.rank >= 0 else "writer not recorded"
     return f"{name}[{box}]\n{owner} · {part.nbytes} bytes\n{part.path} @ {part.start}"

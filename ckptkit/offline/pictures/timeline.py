@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from ckptkit.units import format_size
 __all__ = ["TimelineItem", "timeline"]
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 1100.0, 300.0, 70.0, 46.0
+_LABEL = 46.0  # user units that a step number needs
 _COLOURS = {
     "kept": "hsl(212 58% 62%)",
     "pinned": "hsl(42 80% 60%)",
@@ -18,15 +20,16 @@ _COLOURS = {
     "delete": "hsl(0 55% 68%)",
     "in progress": "hsl(265 45% 72%)",
     "abandoned": "#9aa4b5",
+    "skipped": "#6b7280",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineItem:
-    """One checkpoint: `state` is "kept", "pinned", "best", "delete", "in progress" or "abandoned"."""
+    """One checkpoint: `state` is "kept", "pinned", "best", "delete", "in progress", "abandoned" or "skipped"."""
 
     name: str
-    step: int
+    step: int | None
     nbytes: int
     state: str
     reason: str
@@ -34,23 +37,35 @@ class TimelineItem:
 
 def timeline(items: Sequence[TimelineItem], *, max_num: int | None = None, max_mem: int | None = None) -> Panel:
     """Return the checkpoints as bars in the order of their steps, with the limits of the retention policy."""
-    items = sorted(items, key=lambda item: item.step)
+    items = sorted(items, key=lambda item: (item.step is None, item.step or 0))  # what has no step last
     largest = max((item.nbytes for item in items), default=1) or 1
-    room, height = WIDTH - LEFT - 10, HEIGHT - BOTTOM - 20
+    room, height = WIDTH - LEFT - 10, HEIGHT - BOTTOM - 30
     slot = room / max(len(items), 1)
     parts = [
-        text(LEFT - 8, 24, format_size(largest), kind="soft", anchor="end"),
+        text(LEFT - 8, 38, format_size(largest), kind="soft", anchor="end"),
         text(LEFT - 8, HEIGHT - BOTTOM, "0", kind="soft", anchor="end"),
     ]
+    every = max(1, math.ceil(_LABEL / slot))
     for i, item in enumerate(items):
         bar = height * item.nbytes / largest
-        x, width = LEFT + i * slot + slot * 0.1, min(slot * 0.8, 90.0)
+        width = min(slot * 0.8, 90.0)
+        x = LEFT + i * slot + (slot - width) / 2
         title = f"{item.name}\n{format_size(item.nbytes)} · {item.state}\n{item.reason}"
-        parts.append(rect(x, HEIGHT - BOTTOM - bar, width, bar, fill=_COLOURS.get(item.state, "#9aa4b5"), title=title))
-        if slot > 26 or i % max(1, int(26 / slot)) == 0:
-            parts.append(
-                text(x + width / 2, HEIGHT - BOTTOM + 14, label(str(item.step), max(slot, 26.0)), anchor="middle")
+        # What is no checkpoint has no size: a sliver shows where it is.
+        parts.append(
+            rect(
+                x,
+                HEIGHT - BOTTOM - max(bar, 3),
+                width,
+                max(bar, 3),
+                fill=_COLOURS.get(item.state, "#9aa4b5"),
+                title=title,
             )
+        )
+        if i % every == 0:
+            words = label(str(item.step) if item.step is not None else item.name, max(slot, _LABEL))
+            parts.append(text(x + width / 2, HEIGHT - BOTTOM + 14, words, anchor="middle"))
+    parts += _limit_lines(items, slot, max_num, max_mem)
     shown = [state for state in _COLOURS if any(item.state == state for item in items)]
     for i, state in enumerate(shown):
         parts.append(rect(LEFT + i * 110, HEIGHT - 16, 10, 10, fill=_COLOURS[state]))
@@ -62,3 +77,25 @@ def timeline(items: Sequence[TimelineItem], *, max_num: int | None = None, max_m
         f" Policy: {', '.join(limits)}." if limits else ""
     )
     return Panel("Checkpoints of the run", words, svg(WIDTH, HEIGHT, "".join(parts)))
+
+
+def _limit_lines(items: Sequence[TimelineItem], slot: float, max_num: int | None, max_mem: int | None) -> list[str]:
+    """Where each limit of the policy falls, counted from the newest: older ones stay only by exemption."""
+    committed = [i for i, item in enumerate(items) if item.state not in ("in progress", "abandoned", "skipped")]
+    limits: list[tuple[str, int]] = []
+    if max_num is not None and len(committed) > max_num:
+        limits.append((f"max_num {max_num}", committed[-max_num]))
+    if max_mem is not None:
+        total, first = 0, len(items)
+        for i in reversed(committed):
+            total += items[i].nbytes
+            if total > max_mem:
+                limits.append((f"max_mem {format_size(max_mem)}", first))
+                break
+            first = i
+    lines = []
+    for row, (words, index) in enumerate(limits):
+        x = LEFT + index * slot
+        lines.append(f'<path d="M{x:.1f} 4 V{HEIGHT - BOTTOM:.1f}" stroke="currentColor" stroke-dasharray="4 3"/>')
+        lines.append(text(x + 4, 11 + 11 * row, words, kind="soft"))
+    return lines

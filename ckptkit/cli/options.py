@@ -1,0 +1,66 @@
+"""Options as people want them: in groups on the help page, and with a guess where a choice is misspelt."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["GroupedCommand", "OneOf", "grouped"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_LAST = "Output"
+
+
+class _GroupedOption(click.Option):
+    """An option that says under which heading of the help page it stands."""
+
+    def __init__(self, *args: Any, group: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+def grouped(group: str) -> Callable[..., Callable[[F], F]]:
+    """Return `click.option` for the options below the heading `group`."""
+
+    def option(*names: str, **settings: Any) -> Callable[[F], F]:
+        return click.option(*names, cls=_GroupedOption, group=group, **settings)
+
+    return option
+
+
+class GroupedCommand(click.Command):
+    """A command whose help page has a heading for each group of options, in the order of their declaration."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            row = param.get_help_record(ctx)
+            if row is not None and isinstance(param, click.Option):
+                groups.setdefault(getattr(param, "group", _LAST), []).append(row)
+        groups[_LAST] = groups.pop(_LAST, [])
+        for title, rows in groups.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]
+    """A choice that guesses what was meant.
+
+    Args:
+        hidden: Spellings that are accepted too, but not listed.
+    """
+
+    def __init__(self, choices: Sequence[str], *, hidden: Sequence[str] = ()) -> None:
+        super().__init__(choices)
+        self._hidden = frozenset(hidden)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self._hidden or value in self.choices:
+            return value
+        near = difflib.get_close_matches(str(value), self.choices, n=1)
+        hint = f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(map(str, self.choices))}."
+        return self.fail(f"{value!r} is unknown. {hint}", param, ctx)
