@@ -105,11 +105,16 @@ class Cuts:
                 plan = plan.without(["lm_head.weight"])
             count = sum(plan.dim(entry.fqn, entry.shape) is not None for entry in weights.values())
             self.notes.append(f"tensor parallelism cuts {count} parameters by {plan.origin}; --tp-plan gives another")
+        dims = {name: plan.dim(entry.fqn, entry.shape) for name, entry in weights.items()}
+        modules = {weights[name].fqn.rpartition(".")[0] for name, dim in dims.items() if dim is not None}
         return {
-            name: replace(
-                cut,
-                tp=plan.dim(weights[name].fqn, weights[name].shape),
-                also=tuple(kind for kind in cut.also if kind != "tp"),
-            )
+            name: replace(cut, tp=dims[name], also=_also(cut, dims[name], weights[name].fqn, modules))
             for name, cut in cuts.items()
         }
+
+
+def _also(cut: Cut, dim: int | None, fqn: str, modules: set[str]) -> tuple[str, ...]:
+    """What else the parameter is a DTensor over: torch's styles take all parameters of a module, so that the bias
+    beside a weight that is cut by rows is a replica over tp, not a plain tensor."""
+    kept = tuple(kind for kind in cut.also if kind != "tp")
+    return (*kept, "tp") if dim is None and fqn.rpartition(".")[0] in modules else kept

@@ -1,0 +1,216 @@
+"""Reshard: a checkpoint of one cluster loads, bit for bit, on any other."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, UsageError
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from tests.offline import reshard_jobs
+
+TYPES = ("sharded", "local")
+TP_PLAN = {"up.*": 0, "down.weight": 1}
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Saved runs by (layout, world size), made once: (folder with "sharded" and "local", every number)."""
+    made: dict[tuple[str, int, str], tuple[Path, dict[str, Any]]] = {}
+
+    def run(layout: str, world_size: int, precision: str = "fp32") -> tuple[Path, dict[str, Any]]:
+        key = (layout, world_size, precision)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("run")
+            numbers = ranks.run(reshard_jobs.save, world_size, str(folder), layout, TYPES, precision)
+            made[key] = folder, numbers[0]
+        return made[key]
+
+    return run
+
+
+def at(folder: Path, kind: str) -> str:
+    return str(folder / kind / "step_00000002")
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3, 4])
+def test_every_world_size_loads_what_any_other_saved(ranks: Any, runs: Any, tmp_path: Path, saved: int) -> None:
+    folder, numbers = runs("1d", saved)
+    for loaded in (1, 2, 3, 4):
+        made = []
+        for source, kind in itertools.product(TYPES, TYPES):
+            made.append(str(tmp_path / f"{source}-{kind}-{loaded}" / "step_00000002"))
+            reshard(at(folder, source), made[-1], world_size=loaded, type=kind, verify=True)
+        for found in ranks.run(reshard_jobs.load, loaded, made, "1d"):
+            assert all(item == numbers for item in found)
+
+
+MESHES = {"1d": None, "hsdp": "replicate=2,shard=2", "tp": "shard=2,tp=2"}
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(MESHES, 2)))
+def test_a_mesh_change_keeps_every_number(ranks: Any, runs: Any, tmp_path: Path, before: str, after: str) -> None:
+    folder, numbers = runs(before, 4)
+    made = []
+    plan = TP_PLAN if after == "tp" else None
+    for source, kind in (("sharded", "sharded"), ("local", "local")):
+        made.append(str(tmp_path / f"{source}-{kind}" / "step_00000002"))
+        reshard(at(folder, source), made[-1], world_size=4, mesh=MESHES[after], type=kind, tp_plan=plan)
+    for found in ranks.run(reshard_jobs.load, 4, made, after):
+        assert all(item == numbers for item in found)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_masters_go_along(ranks: Any, runs: Any, tmp_path: Path, kind: str) -> None:
+    folder, numbers = runs("1d", 2, "master")
+    made = str(tmp_path / "step_00000002")
+    reshard(at(folder, "local"), made, world_size=3, type=kind)
+    for found in ranks.run(reshard_jobs.load, 3, [made], "1d", "master"):
+        assert found == [numbers]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("1d", 3), ("hsdp", 4), ("tp", 4)])
+def test_a_rank_reads_hardly_more_than_it_needs(ranks: Any, tmp_path: Path, layout: str, world_size: int) -> None:
+    ranks.run(reshard_jobs.save_wide, 2, str(tmp_path / "run"), "1d")
+    made = str(tmp_path / "new" / "step_00000001")
+    plan = TP_PLAN if layout == "tp" else None
+    reshard(str(tmp_path / "run"), made, world_size=world_size, mesh=MESHES[layout], tp_plan=plan)
+    for counted in ranks.run(reshard_jobs.count_reads, world_size, made, layout):
+        for read, needed in counted.values():
+            assert needed > 500_000
+            assert needed <= read <= 1.05 * needed
+
+
+def test_a_missing_rank_file_is_named_with_its_rank(runs: Any, tmp_path: Path) -> None:
+    copy = _copied(runs("1d", 3)[0], "local", tmp_path)
+    (copy / "local_00001.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"local_00001.safetensors, which rank 1 wrote, is missing"):
+        reshard(str(copy), str(tmp_path / "new"), world_size=2)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_flipped_bit_of_the_source_is_named_with_its_tensor(runs: Any, tmp_path: Path, kind: str) -> None:
+    from ckptkit.formats.detect import open_source
+
+    copy = _copied(runs("1d", 3)[0], kind, tmp_path)
+    part = next(s for s in open_source(str(copy)).catalog.tensors["model.up.weight"].slices if s.rank == 1)
+    damaged = bytearray((copy / part.path).read_bytes())
+    damaged[part.start + 5] ^= 4
+    (copy / part.path).write_bytes(damaged)
+    with pytest.raises(IntegrityError, match=r"model\.up\.weight"):
+        reshard(str(copy), str(tmp_path / "new"), world_size=2)
+    assert not (tmp_path / "new").exists()
+
+
+def _copied(folder: Path, kind: str, tmp_path: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(at(folder, kind), tmp_path / "step_00000002"))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_result_passes_verify_and_carries_the_record(runs: Any, tmp_path: Path, kind: str) -> None:
+    from ckptkit.formats.layout import read_record
+    from ckptkit.storage.store import open_store
+
+    made = str(tmp_path / "step_00000002")
+    reshard(at(runs("1d", 2)[0], "sharded"), made, world_size=3, type=kind)
+    assert verify(made).ok
+    record = read_record(open_store(made))
+    assert (record.metrics, record.client_state, record.world_size) == ({"loss": 0.5}, {"seen": 3}, 3)
+    assert record.state_dict_type == kind
+
+
+def test_a_local_checkpoint_loads_only_where_it_was_made_for(ranks: Any, runs: Any, tmp_path: Path) -> None:
+    made = str(tmp_path / "step_00000002")
+    reshard(at(runs("1d", 2)[0], "local"), made, world_size=4, mesh="replicate=2,shard=2", type="local")
+    with pytest.raises(AssertionError, match="CheckpointMismatchError"):
+        ranks.run(reshard_jobs.load, 4, [made], "1d")
+    assert CheckpointMismatchError.__name__
+
+
+def test_a_manager_of_the_parent_resumes_from_the_copy(ranks: Any, runs: Any, tmp_path: Path) -> None:
+    folder, numbers = runs("1d", 2)
+    reshard(at(folder, "sharded"), str(tmp_path / "run" / "for-one"), world_size=1)
+    assert ranks.run(reshard_jobs.resume, 1, str(tmp_path / "run")) == [(2, numbers)]
+
+
+def test_a_copy_beside_its_source_is_the_same_moment_of_the_run(ranks: Any, tmp_path: Path) -> None:
+    from ckptkit.checkpoint.inventory import list_checkpoints
+    from ckptkit.storage.store import open_store
+
+    run = tmp_path / "run"
+    ranks.run(_save_steps, 1, str(run))
+    reshard(str(run / "step_00000001"), str(run / "for-two"), world_size=2)
+    names = [item.name for item in list_checkpoints(open_store(str(run))).committed]
+    assert names == ["step_00000001", "for-two", "step_00000003"]
+
+
+def _save_steps(url: str) -> None:
+    from tests.checkpoint import jobs
+
+    job = jobs.make("plain")
+    with CheckpointManager(url) as manager:
+        for step in (1, 3):
+            manager.save(step, job.state())
+
+
+def test_a_copy_takes_its_place_by_the_step_in_another_run(ranks: Any, runs: Any, tmp_path: Path) -> None:
+    from ckptkit.checkpoint.inventory import list_checkpoints
+    from ckptkit.storage.store import open_store
+
+    run = tmp_path / "run"
+    ranks.run(_save_steps, 1, str(run))
+    reshard(at(runs("1d", 2)[0], "sharded"), str(run / "other"), world_size=2)
+    names = [item.name for item in list_checkpoints(open_store(str(run))).committed]
+    assert names == ["step_00000001", "other", "step_00000003"]
+
+
+@pytest.mark.parametrize("name", ["step_00000003", "3", "latest", "with space"])
+def test_a_name_that_says_something_else_is_refused(runs: Any, tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="step 3|refused"):
+        reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / name), world_size=2)
+    assert not (tmp_path / name).exists()
+
+
+def test_a_tp_mesh_without_a_plan_is_refused(runs: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--tp-plan"):
+        reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / "new"), world_size=2, mesh="tp=2")
+
+
+def test_a_glob_that_fits_nothing_is_refused(runs: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'upp"):
+        source = at(runs("1d", 2)[0], "sharded")
+        reshard(source, str(tmp_path / "new"), world_size=2, mesh="tp=2", tp_plan={"upp.*": 0})
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_dry_run_proves_coverage_and_writes_nothing(runs: Any, tmp_path: Path, kind: str) -> None:
+    report = reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / "new"), world_size=3, type=kind, dry_run=True)
+    assert any("model.up.weight" in line for line in report.plan_lines())
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_state_of_single_ranks_stays_under_their_keys(runs: Any, tmp_path: Path) -> None:
+    from ckptkit.formats.detect import open_source
+
+    made = str(tmp_path / "step_00000002")
+    report = reshard(at(runs("1d", 3)[0], "local"), made, world_size=2)
+    objects = open_source(made).catalog.objects
+    assert {f"{kind}.{rank}" for kind in ("rng", "dataloader") for rank in range(3)} <= set(objects)
+    assert any("rng_on_resize" in note for note in report.notes)
+
+
+def test_plain_torch_finds_the_settings_of_a_checkpoint_that_was_local(runs: Any, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    made = str(tmp_path / "step_00000002")
+    reshard(at(runs("1d", 2)[0], "local"), made, world_size=2)
+    known = FileSystemReader(made).read_metadata().state_dict_metadata
+    assert {"optimizer.param_groups.0.lr", "optimizer.param_groups.1.params"} <= set(known)
