@@ -1,51 +1,58 @@
-"""Objects in a bucket, or on anything else that fsspec opens. The only module that talks to fsspec."""
+"""Objects in a bucket, or on anything else that fsspec opens."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import errno
-import os
+import logging
 import re
-import threading
+import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ckptkit.errors import IncompleteCheckpointError, MissingExtraError, StorageError, UsageError
+from ckptkit.errors import IncompleteCheckpointError, StorageError
 from ckptkit.storage.coalesce import coalesce
+from ckptkit.storage.connection import PART_BYTES, Connection
+from ckptkit.storage.object_api import Entry, FsspecApi, ObjectApi, Uploads
 from ckptkit.storage.paths import checked_path
-from ckptkit.storage.retry import retrying
+from ckptkit.storage.retry import call_with_retries, is_transient, timeout_s
 from ckptkit.storage.store import FileInfo, ReadInto, split_url
+from ckptkit.storage.upload import PartWriter
 
 __all__ = ["RemoteStore", "without_secrets"]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _MAX_GAP = 512 << 10  # a request costs about as long as reading this much
-_PART = 16 << 20  # one ranged read or one part of an upload
-_IN_FLIGHT = 8
 _PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
+_SECRET_OPTION = re.compile(r"(?i)secret|token|passw|key|credential|signature|sas")
 _Infos = list[FileInfo]  # the class has a method called list
+_Job = tuple[str, int, int, list[ReadInto]]
 
 
 class RemoteStore:
     """Files below a URL that fsspec opens.
 
-    Listings are never cached: a reader sees a checkpoint as soon as it is committed. One file system
-    object serves a process; a forked rank makes its own, since event loops do not survive a fork.
+    Listings are never cached: a reader sees a checkpoint as soon as it is committed.
+
+    Attributes:
+        url: Without what may be secret in it; errors, logs and records show it.
     """
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
         self.protocol, rest = split_url(url)
         self.storage_options = dict(storage_options or {})
-        self.url = f"{self.protocol}://{rest.rstrip('/')}"
-        self._lock = threading.Lock()
-        self._fs: Any = None
-        self._pid = -1
+        self._place = f"{self.protocol}://{rest.rstrip('/')}"
+        self._connection = Connection(self.protocol, self.storage_options)
+        self._api = _api_of(self.protocol, self._connection)
+        self.url = self._clean(self._place)
 
     def __repr__(self) -> str:
-        return f"RemoteStore({without_secrets(self.url)!r})"
+        return f"RemoteStore({self.url!r})"
 
     @property
     def local_root(self) -> str | None:
@@ -54,58 +61,66 @@ class RemoteStore:
     @property
     def fs(self) -> Any:
         """The fsspec file system of this process."""
-        with self._lock:
-            if self._pid != os.getpid():
-                self._fs, self._pid = _open_file_system(self.protocol, self.storage_options), os.getpid()
-            return self._fs
-
-    def _full(self, path: str, *, root_allowed: bool = False) -> str:
-        checked_path(path, root_allowed=root_allowed)
-        full = f"{self.url}/{path}" if path else self.url
-        return str(self.fs._strip_protocol(full))
-
-    def _call(self, path: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        try:
-            return retrying(function)(*args, **kwargs)
-        except _PASSED_ON as error:
-            raise type(error)(error.errno or errno.EIO, f"{self._shown(path)}: {error}") from error
-        except Exception as error:
-            if isinstance(error, (StorageError, IncompleteCheckpointError)):
-                raise
-            raise StorageError(
-                getattr(error, "errno", None) or errno.EIO,
-                f"{self._shown(path)}: {type(error).__name__}: {without_secrets(str(error))}",
-            ) from error
-
-    def _shown(self, path: str) -> str:
-        return without_secrets(f"{self.url}/{path}" if path else self.url)
+        return self._connection.fs
 
     def child(self, path: str) -> RemoteStore:
         checked_path(path)
-        store = RemoteStore(f"{self.url}/{path}", storage_options=self.storage_options)
-        store._fs, store._pid = self.fs, self._pid
+        store = RemoteStore(f"{self._place}/{path}", storage_options=self.storage_options)
+        store._connection, store._api = self._connection, self._api
         return store
+
+    # --- names and errors
+
+    def _full(self, path: str, *, root_allowed: bool = False) -> str:
+        checked_path(path, root_allowed=root_allowed)
+        return str(self.fs._strip_protocol(f"{self._place}/{path}" if path else self._place))
+
+    def _shown(self, path: str) -> str:
+        return self._clean(f"{self._place}/{path}" if path else self._place)
+
+    def _clean(self, text: str) -> str:
+        for name, value in self.storage_options.items():
+            if _SECRET_OPTION.search(name) and isinstance(value, str) and len(value) > 3:
+                text = text.replace(value, "***")
+        return without_secrets(text)
+
+    def _call(self, path: str, function: Callable[[], T]) -> T:
+        """Return what `function` does, retried where that is worth it, its failures as the errors of a Store."""
+        started = time.monotonic()
+        try:
+            return call_with_retries(function)
+        except _PASSED_ON as error:
+            raise type(error)(error.errno or errno.EIO, f"{self._shown(path)}: {self._text(error)}") from error
+        except StorageError:
+            raise
+        except Exception as error:
+            text = f"{self._shown(path)}: {type(error).__name__}: {self._text(error)}"
+            if is_transient(error):
+                text += (
+                    f" (tried for {time.monotonic() - started:.0f} s; CKPTKIT_STORAGE_TIMEOUT, now {timeout_s():g}s, "
+                    "sets how long)"
+                )
+            raise StorageError(getattr(error, "errno", None) or errno.EIO, text) from error
+
+    def _text(self, error: BaseException) -> str:
+        words = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error
+        return self._clean(str(words))
 
     # --- looking
 
     def info(self, path: str) -> FileInfo | None:
         full = self._full(path, root_allowed=True)
         try:
-            found = self._call(path, self.fs.info, full)
+            return _file_info(path, self._call(path, lambda: self._api.info(full)))
         except FileNotFoundError:
             return None
-        return _file_info(path, found)
 
     def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
         full = self._full(path, root_allowed=True)
         root = self._full("", root_allowed=True)
-        self.fs.invalidate_cache()
         try:
-            if recursive:
-                found = list(self._call(path, self.fs.find, full, detail=True).values())
-            else:
-                found = self._call(path, self.fs.ls, full, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
+            found = self._call(path, lambda: self._api.list(full, recursive=recursive))
+        except FileNotFoundError:
             return []
         entries = [_file_info(item["name"].rstrip("/")[len(root) :].lstrip("/"), item) for item in found]
         # A store may list the folder itself, as a marker object.
@@ -120,16 +135,20 @@ class RemoteStore:
         full = self._full(path)
         if stop is not None and stop <= start:
             return b""
+        if stop is not None and stop - start <= PART_BYTES:
+            return self._call(path, lambda: self._api.get(full, start, stop))
         if start == 0 and stop is None:
-            return bytes(self._call(path, self.fs.cat_file, full))
-        try:
-            return bytes(self._call(path, self.fs.cat_file, full, start=start, end=stop))
-        except (StorageError, ValueError):
-            # A range that starts past the end of an object is an error to the store (416).
-            found = self.info(path)
-            if found is not None and start >= found.size:
-                return b""
-            raise
+            data, total = self._call(path, lambda: self._api.get_whole(full))
+            return data if len(data) >= total else data + self._range(path, len(data), total)
+        found = self.info(path)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, f"{self._shown(path)} does not exist")
+        return self._range(path, start, found.size if stop is None else min(stop, found.size))
+
+    def _range(self, path: str, start: int, stop: int) -> bytes:
+        data = bytearray(max(0, stop - start))
+        self.read_into(path, start, memoryview(data))
+        return bytes(data)
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
         self.read_many([ReadInto(path, start, view)])
@@ -139,125 +158,146 @@ class RemoteStore:
         for read in reads:
             for piece in _cut(read):
                 by_file.setdefault(read.path, []).append(piece)
-        jobs: list[tuple[str, int, int, list[ReadInto]]] = []
+        jobs: list[_Job] = []
         for path, items in by_file.items():
             ranges = [(item.start, item.start + item.view.nbytes) for item in items]
-            for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=_PART):
+            for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=PART_BYTES):
                 jobs.append((path, span.start, span.stop, [items[i] for i in span.members]))
-        batch = workers or _IN_FLIGHT
-        for i in range(0, len(jobs), batch):
-            self._read_jobs(jobs[i : i + batch])
+        self._connection.each(self._read_job, jobs)
 
-    def _read_jobs(self, jobs: Sequence[tuple[str, int, int, Sequence[ReadInto]]]) -> None:
-        paths = [self._full(job[0]) for job in jobs]
-        starts, stops = [job[1] for job in jobs], [job[2] for job in jobs]
-        answers = self.fs.cat_ranges(paths, starts, stops, batch_size=_IN_FLIGHT, on_error="return")
-        for (path, start, stop, items), answer in zip(jobs, answers, strict=True):
-            if isinstance(answer, Exception):
-                # Alone, with its own retries and its own message.
-                answer = self.read(path, start, stop)  # noqa: PLW2901
-            if len(answer) != stop - start:
-                answer = self._read_again(path, start, stop)  # noqa: PLW2901
-            for item in items:
-                low = item.start - start
-                item.view.cast("B")[:] = answer[low : low + item.view.nbytes]
-
-    def _read_again(self, path: str, start: int, stop: int) -> bytes:
-        # A connection cut in mid-body can look like a short answer.
-        answer = self.read(path, start, stop)
-        if len(answer) != stop - start:
+    def _read_job(self, job: _Job) -> None:
+        path, start, stop, items = job
+        full = self._full(path)
+        data = memoryview(self._call(path, lambda: self._api.get(full, start, stop)))
+        if len(data) != stop - start:
             raise IncompleteCheckpointError(
-                f"{self._shown(path)}: the object ends at byte {start + len(answer)}, but bytes up to {stop} are "
+                f"{self._shown(path)}: the object ends at byte {start + len(data)}, but bytes up to {stop} are "
                 "needed. It is truncated."
             )
-        return answer
+        for item in items:
+            low = item.start - start
+            item.view.cast("B")[:] = data[low : low + item.view.nbytes]
 
     # --- writing
 
     @contextlib.contextmanager
-    def writer(self, path: str, *, sync: bool = True) -> Iterator[_RemoteWriter]:
+    def writer(self, path: str, *, sync: bool = True) -> Iterator[PartWriter]:
+        """A new object. One that is there is not replaced, where the store has conditional puts."""
         full = self._full(path)
-        if self.info(path) is not None:
-            raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already")
-        # autocommit=False: nothing is visible before commit(). Not fs.transaction: that is one switch for
-        # every thread that shares the file system object.
-        handle = self._call(path, self.fs.open, full, "wb", autocommit=False, block_size=_PART)
+        writer = PartWriter(self._connection, self._api, full, lambda job: self._call(path, job))
         try:
-            yield _RemoteWriter(self, path, handle)
-            self._call(path, handle.close)
-            self._call(path, handle.commit)
+            yield writer
+            writer.finish(lambda data: self._put(path, full, data))
         except BaseException:
-            with contextlib.suppress(Exception):
-                handle.discard()
-            handle.closed = True  # its destructor would flush, and publish, what is left
+            writer.abort()
             raise
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        full = self._full(path)
+        full, body = self._full(path), bytes(data)
         if overwrite:
-            self._call(path, self.fs.pipe_file, full, bytes(data))
+            self._call(path, lambda: self._api.put(full, body, if_absent=False))
             return
-        if self.info(path) is not None:
+        if not self._conditional() and self.info(path) is not None:
             raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already")
-        self._put_if_absent(path, full, bytes(data))
+        self._put(path, full, body)
 
-    def _put_if_absent(self, path: str, full: str, data: bytes) -> None:
+    def _put(self, path: str, full: str, data: bytes) -> None:
+        """Put if absent, where the store can; else put."""
+        tries = 0
+
+        def put() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                self._api.put(full, data, if_absent=True)
+            except NotImplementedError:
+                self._api.put(full, data, if_absent=False)
+            except FileExistsError:
+                # The answer to an earlier try may have been lost after it was carried out.
+                if tries == 1 or self._api.get(full, 0, len(data) + 1) != data:
+                    raise
+
+        self._call(path, put)
+
+    def _conditional(self) -> bool:
+        """Tell whether this store refuses to replace an object when it is asked to. Tried once a connection."""
+        known = self._connection.conditional
+        if known is None:
+            known = self._call("", self._api.is_conditional)
+            if known is None:
+                known = self._probe()
+            self._connection.conditional = known
+            if not known:
+                logger.warning(
+                    "%s has no conditional writes: nothing but the lease, which can be lost, keeps two jobs from "
+                    "committing the same checkpoint. Let one job at a time write there.",
+                    self.url,
+                )
+        return known
+
+    def _probe(self) -> bool:
+        path = f".probe-{secrets.token_hex(8)}.part"  # a name that discovery passes over
+        full = self._full(path)
+        self._call(path, lambda: self._api.put(full, b"?", if_absent=False))
         try:
-            self._call(path, self.fs.pipe_file, full, data, mode="create")
-        except StorageError as error:
-            # Ceph words a failed precondition so that s3fs gives EINVAL. Look whether that is what it was.
-            if error.errno == errno.EINVAL and self.info(path) is not None:
-                raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already") from error
-            raise
+            # What is said of an object that is there counts, not what a server says it supports.
+            self._call(path, lambda: self._api.put(full, b"!", if_absent=True))
+        except FileExistsError:
+            return True
+        except (StorageError, NotImplementedError) as error:
+            logger.debug("%s refuses conditional writes: %s", self.url, error)
+        finally:
+            self.delete([path])
+        return False
 
     # --- deleting
 
     def delete(self, paths: Iterable[str]) -> None:
         names = list(paths)
         full = [self._full(path) for path in names]
-        for i in range(0, len(full), 1000):  # what one request of S3 takes
-            with contextlib.suppress(FileNotFoundError):
-                self._call(names[i], self.fs.rm, full[i : i + 1000])
+        if full:
+            self._call(names[0], lambda: self._api.delete(full))
 
     def delete_tree(self, path: str) -> None:
-        found = self.info(path)
-        if found is not None and found.kind == "file":
-            self.delete([path])
-        self.delete([item.path for item in self.list(path, recursive=True)])
+        """Delete what lies below `path`, and the uploads to there that nobody finished."""
+        self._full(path)
+        self.delete([path, *(item.path for item in self.list(path, recursive=True))])
+        self.abort_uploads(path)
+
+    def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
+        """Return the multipart uploads below `path` that were begun long ago and not finished.
+
+        Their parts cost as much as files do, and no listing of files shows them.
+        """
+        full = self._full(path, root_allowed=True)
+        try:
+            found = self._call(path, lambda: self._api.unfinished(full))
+        except (FileNotFoundError, StorageError) as error:
+            logger.debug("%s does not list unfinished uploads: %s", self.url, error)
+            return []
+        return [upload for upload in found if time.time() - upload.started >= older_than_s]
+
+    def abort_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> int:
+        """Throw away the unfinished uploads below `path`, and return how many there were."""
+        found = self.unfinished_uploads(path, older_than_s=older_than_s)
+        for upload in found:
+            self._call(path, lambda upload=upload: self._api.abort(upload))  # type: ignore[misc]
+        return len(found)
 
 
-class _RemoteWriter:
-    def __init__(self, store: RemoteStore, path: str, handle: Any) -> None:
-        self._store, self._path, self._handle = store, path, handle
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PART):
-            self._store._call(self._path, self._handle.write, view[start : start + _PART])
-
-
-def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
-    import fsspec
-
-    settings: dict[str, Any] = {"use_listings_cache": False, **options}
+def _api_of(protocol: str, connection: Connection) -> ObjectApi:
     if protocol in ("s3", "s3a"):
-        # A checksum of the whole object says nothing of a range, and some servers send it all the same.
-        config = {"response_checksum_validation": "when_required", **settings.get("config_kwargs", {})}
-        settings["config_kwargs"] = config
-    if protocol in ("gs", "gcs") and os.environ.get("STORAGE_EMULATOR_HOST"):
-        # gcsfs asks for the kind of bucket over gRPC, which no emulator answers: it waits a minute instead.
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    try:
-        return fsspec.filesystem(protocol, skip_instance_cache=True, **settings)
-    except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        hint = f"Install it from the checkout with: pip install -e '.[{extra}]'" if extra else str(error)
-        raise MissingExtraError(f"{protocol}:// needs a package that is not installed. {hint}") from error
-    except ValueError as error:
-        raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}") from error
+        from ckptkit.storage.s3 import S3Api
+
+        return S3Api(connection)
+    if protocol in ("gs", "gcs"):
+        from ckptkit.storage.gcs import GcsApi
+
+        return GcsApi(connection)
+    return FsspecApi(connection)
 
 
-def _file_info(path: str, found: Mapping[str, Any]) -> FileInfo:
+def _file_info(path: str, found: Entry) -> FileInfo:
     kind = "directory" if found.get("type") == "directory" else "file"
     size = int(found.get("size") or 0) if kind == "file" else 0
     when = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
@@ -268,8 +308,8 @@ def _file_info(path: str, found: Mapping[str, Any]) -> FileInfo:
 
 def _cut(read: ReadInto) -> Iterator[ReadInto]:
     view = read.view.cast("B")
-    for start in range(0, len(view), _PART):
-        yield ReadInto(read.path, read.start + start, view[start : start + _PART])
+    for start in range(0, len(view), PART_BYTES):
+        yield ReadInto(read.path, read.start + start, view[start : start + PART_BYTES])
 
 
 _SECRET = re.compile(r"(?i)((?:secret|token|password|key|signature|credential)[a-z_-]*=)[^&\s]+")

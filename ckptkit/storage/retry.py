@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import errno
-import functools
 import logging
+import os
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import stamina
 
-__all__ = ["is_transient", "retrying"]
+from ckptkit.errors import UsageError
+from ckptkit.units import parse_duration
+
+__all__ = ["call_with_retries", "is_transient", "timeout_s"]
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 ATTEMPTS = 8
-TIMEOUT_S = 120.0
-WAIT_MAX_S = 15.0
+TIMEOUT_S = 40.0  # no try starts later than this; one try waits at most 15 s for an answer
+WAIT_MAX_S = 8.0
+TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
 
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _TRANSIENT_ERRNO = frozenset(
@@ -38,6 +41,7 @@ _TRANSIENT_ERRNO = frozenset(
     ]
 )
 _TRANSIENT_STATUS = frozenset([408, 425, 429, 500, 502, 503, 504])
+_FINAL_STATUS = range(400, 500)
 # By name: aiohttp, botocore, urllib3 and gcsfs are not imported here, and may not be installed.
 _TRANSIENT_NAMES = frozenset(
     [
@@ -52,11 +56,14 @@ _TRANSIENT_NAMES = frozenset(
         "HTTPClientError",
         "IncompleteRead",
         "IncompleteReadError",
+        "ProxyError",  # what gcsfs gives for 502
         "ReadTimeoutError",
+        "ResponseParserError",  # a body cut in mid-XML
         "ResponseStreamingError",
         "ServerDisconnectedError",
         "ServerTimeoutError",
         "ChecksumError",
+        "TransportError",  # httpx and google-auth
     ]
 )
 
@@ -70,27 +77,59 @@ def is_transient(error: BaseException) -> bool:
         return False
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True
-    status = getattr(error, "code", None) or getattr(error, "status", None)
-    if isinstance(status, (int, str)) and str(status).isdigit():
-        return int(status) in _TRANSIENT_STATUS
+    status = _status(error)
+    if status is not None and (status >= 500 or status in _FINAL_STATUS):
+        return status in _TRANSIENT_STATUS or _code(error) in ("ConditionalRequestConflict", "OperationAborted")
     if any(base.__name__ in _TRANSIENT_NAMES for base in type(error).__mro__):
         return True
     return isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO
 
 
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error of gcsfs, aiohttp or, as the cause, of botocore states."""
+    for candidate in (getattr(error, "code", None), getattr(error, "status", None)):
+        if isinstance(candidate, (int, str)) and str(candidate).isdigit():
+            return int(candidate)
+    answer = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
+    if isinstance(answer, dict):
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
+    status = getattr(answer, "status_code", None)  # requests, httpx: huggingface_hub
+    return status if isinstance(status, int) else None
+
+
+def _code(error: BaseException) -> str:
+    """Return S3's own word for an error, "" where it has none."""
+    answer = getattr(error.__cause__, "response", None)
+    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else ""
+
+
+def timeout_s() -> float:
+    """Return how long a call is tried again, in seconds: CKPTKIT_STORAGE_TIMEOUT ("90s") or the default."""
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if not text:
+        return TIMEOUT_S
+    try:
+        return parse_duration(text)
+    except (UsageError, ValueError) as error:
+        raise UsageError(f"{TIMEOUT_VARIABLE}={text!r} is no duration; write 90s or 5m.") from error
+
+
 def _worth_it(error: Exception) -> bool:
     if not is_transient(error):
         return False
-    logger.debug("retrying after %s: %s", type(error).__name__, error)
+    logger.debug("trying again after %s", type(error).__name__)
     return True
 
 
-def retrying(function: Callable[P, T]) -> Callable[P, T]:
-    """Return `function` with retries: backoff grows exponentially with jitter, and ends in bounded time."""
+def call_with_retries(function: Callable[[], T]) -> T:
+    """Return what `function` returns, called again after transient errors with growing, jittered waits.
 
-    @functools.wraps(function)
-    def attempted(*args: P.args, **kwargs: P.kwargs) -> T:
-        caller = stamina.RetryingCaller(attempts=ATTEMPTS, timeout=TIMEOUT_S, wait_initial=0.1, wait_max=WAIT_MAX_S)
-        return caller(_worth_it, function, *args, **kwargs)
-
-    return attempted
+    It takes no arguments: the library logs those of what it retries, and they may be megabytes, or secret.
+    """
+    patience = timeout_s()
+    attempts = ATTEMPTS if patience <= TIMEOUT_S else None
+    caller = stamina.RetryingCaller(
+        attempts=attempts, timeout=patience, wait_initial=0.1, wait_max=WAIT_MAX_S, wait_jitter=0.5
+    )
+    return caller(_worth_it, function)

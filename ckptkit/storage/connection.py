@@ -1,0 +1,138 @@
+"""One fsspec file system, its threads and its memory per process: nothing of it survives a fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ckptkit.errors import MissingExtraError, UsageError
+
+__all__ = ["PART_BYTES", "Connection"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+PART_BYTES = 8 << 20  # one ranged read, or one part of an upload
+_THREADS = 12
+_UPLOADS = 8  # parts on their way at once, by all writers of a process
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
+
+@dataclass(frozen=True, slots=True)
+class _OfProcess:
+    pid: int
+    fs: Any
+    pool: ThreadPoolExecutor
+    slots: threading.BoundedSemaphore
+
+
+class Connection:
+    """What the stores below one URL share. A forked process opens its own at the first use.
+
+    fsspec runs one event loop in a thread of its own, which a child does not have; a lock that another thread held
+    at the fork stays held in the child. So everything here is by process id, the locks included.
+    """
+
+    def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
+        self.protocol = protocol
+        self.options = dict(options)
+        self._locks: dict[int, threading.Lock] = {}
+        self._held: _OfProcess | None = None
+        self.conditional: bool | None = None  # whether put-if-absent works here; None: not tried yet
+
+    def _mine(self) -> _OfProcess:
+        held, pid = self._held, os.getpid()
+        if held is not None and held.pid == pid:
+            return held
+        with self._locks.setdefault(pid, threading.Lock()):
+            if self._held is None or self._held.pid != pid:
+                self._held = _OfProcess(
+                    pid,
+                    _open_file_system(self.protocol, self.options),
+                    ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-remote"),
+                    threading.BoundedSemaphore(_UPLOADS),
+                )
+            return self._held
+
+    @property
+    def fs(self) -> Any:
+        """The fsspec file system of this process."""
+        return self._mine().fs
+
+    @property
+    def slots(self) -> threading.BoundedSemaphore:
+        """Taken for each part that is on its way: what bounds the memory of uploads."""
+        return self._mine().slots
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function` in a thread of the pool. It must not wait for another one there."""
+        return self._mine().pool.submit(function)
+
+    def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Return `function` of each item, several at once; the first failure is raised once all have ended."""
+        todo = list(items)
+        if len(todo) <= 1:
+            return [function(item) for item in todo]
+        pool = self._mine().pool
+        futures = [pool.submit(function, item) for item in todo]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            for future in futures:  # none may write into a view that the caller believes is his again
+                if not future.cancelled():
+                    future.exception()
+
+
+def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
+    import fsspec
+
+    settings: dict[str, Any] = {"use_listings_cache": False, **options}
+    if protocol in ("s3", "s3a"):
+        settings["config_kwargs"] = {
+            # A checksum of the whole object says nothing of a range, and some servers send it all the same.
+            "response_checksum_validation": "when_required",
+            "max_pool_connections": 2 * _THREADS,
+            # retry.py does it, for all stores alike. Three layers of retries would multiply into minutes.
+            "retries": {"max_attempts": 0, "mode": "standard"},
+            **settings.get("config_kwargs", {}),
+        }
+    if protocol in ("gs", "gcs"):
+        _prepare_gcs(settings)
+    try:
+        made = fsspec.filesystem(protocol, skip_instance_cache=True, **settings)
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        hint = f"Install it from the checkout with: pip install -e '.[{extra}]'" if extra else str(error)
+        raise MissingExtraError(f"{protocol}:// needs a package that is not installed. {hint}") from error
+    except ValueError as error:
+        raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}") from error
+    if protocol in ("s3", "s3a"):
+        made.retries = 1
+    if protocol in ("gs", "gcs"):
+        _without_inner_retries(made)
+    return made
+
+
+def _prepare_gcs(settings: dict[str, Any]) -> None:
+    if os.environ.get("STORAGE_EMULATOR_HOST") or str(settings.get("endpoint_url", "")).startswith("http://"):
+        # gcsfs asks for the kind of bucket over gRPC, which no emulator answers: it waits a minute instead.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    try:
+        import aiohttp
+    except ImportError:
+        return
+    # As s3fs has it. By itself gcsfs waits five minutes for a server that accepts and says nothing.
+    settings.setdefault("requests_timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
+
+
+def _without_inner_retries(fs: Any) -> None:
+    """Let one call of gcsfs be one request; where it is built otherwise, its own six tries stay."""
+    once = getattr(type(fs)._request, "__wrapped__", None)
+    if once is not None:
+        fs._request = once.__get__(fs)

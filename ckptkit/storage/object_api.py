@@ -1,0 +1,182 @@
+"""The few requests that a store is made of: get, put, put if absent, list, delete, upload in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ckptkit.storage.connection import PART_BYTES, Connection
+
+__all__ = ["Entry", "FsspecApi", "ObjectApi", "UnfinishedUpload", "Upload", "Uploads"]
+
+Entry = Mapping[str, Any]
+"""One entry of a listing or of a look, as fsspec gives it: name, type, size, a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedUpload:
+    """A multipart upload that was begun and neither completed nor aborted. It costs, and nobody sees it."""
+
+    name: str
+    upload_id: str
+    started: float
+
+
+Uploads = list[UnfinishedUpload]  # classes here have a method called list
+
+
+class Upload(Protocol):
+    """One object on its way in parts; nothing is visible before `complete`."""
+
+    in_order: bool  # whether a part may start only when the one before has ended
+
+    def part(self, number: int, data: bytes, *, last: bool) -> None:
+        """Send part `number`, from 1. May be called again after a failure."""
+
+    def complete(self) -> None:
+        """Let the object appear. May be called again after a failure. Raises FileExistsError."""
+
+    def abort(self) -> None:
+        """Throw away what was sent."""
+
+
+class ObjectApi(Protocol):
+    """Requests by full name ("bucket/key"). No retries here: each method is tried again as a whole by its caller."""
+
+    def info(self, name: str) -> Entry:
+        """Return what is at `name`. Raises FileNotFoundError."""
+
+    def list(self, name: str, *, recursive: bool) -> list[Entry]:
+        """Return what lies below `name`; [] where nothing does."""
+
+    def get(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop), fewer where the object ends."""
+
+    def get_whole(self, name: str) -> tuple[bytes, int]:
+        """Return the first bytes of an object, and how many it has in all."""
+
+    def put(self, name: str, data: bytes, *, if_absent: bool) -> None:
+        """Write an object in one request. `if_absent`: raises FileExistsError, where the store can."""
+
+    def upload(self, name: str) -> Upload:
+        """Begin an upload in parts, if absent where the store can."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; what is gone already is no error."""
+
+    def unfinished(self, name: str) -> Uploads:
+        """Return the unfinished uploads below `name`."""
+
+    def abort(self, upload: UnfinishedUpload) -> None:
+        """Throw away an unfinished upload."""
+
+    def is_conditional(self) -> bool | None:
+        """Tell whether put-if-absent is known to work, or not to; None: try it."""
+
+
+class FsspecApi:
+    """The plain interface of fsspec, for whatever it opens."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    @property
+    def fs(self) -> Any:
+        return self.connection.fs
+
+    def info(self, name: str) -> Entry:
+        found: Entry = self.fs.info(name)
+        return found
+
+    def list(self, name: str, *, recursive: bool) -> list[Entry]:
+        self.fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if recursive:
+                return list(self.fs.find(name, detail=True).values())
+            return list(self.fs.ls(name, detail=True))
+        return []
+
+    def get(self, name: str, start: int, stop: int) -> bytes:
+        try:
+            return bytes(self.fs.cat_file(name, start=start, end=stop))
+        except (OSError, ValueError):
+            if start and int(self.info(name).get("size") or 0) <= start:
+                return b""  # a range that starts past the end is an error to many stores (416)
+            raise
+        except Exception as error:
+            if str(getattr(error, "code", "")) == "416":
+                return b""
+            raise
+
+    def get_whole(self, name: str) -> tuple[bytes, int]:
+        data = bytes(self.fs.cat_file(name))
+        return data, len(data)
+
+    def put(self, name: str, data: bytes, *, if_absent: bool) -> None:
+        if not if_absent:
+            self.fs.pipe_file(name, data)
+            return
+        try:
+            self.fs.pipe_file(name, data, mode="create")
+        except TypeError as error:  # a file system that knows no modes
+            raise NotImplementedError(str(error)) from error
+
+    def upload(self, name: str) -> Upload:
+        return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
+
+    def delete(self, names: Sequence[str]) -> None:
+        def remove(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(name)
+
+        for name in names:
+            remove(name)
+
+    def unfinished(self, name: str) -> Uploads:
+        return []
+
+    def abort(self, upload: UnfinishedUpload) -> None:
+        raise NotImplementedError
+
+    def is_conditional(self) -> bool | None:
+        return None
+
+
+class _FileUpload:
+    """A file of fsspec that is committed at the end."""
+
+    in_order = True
+
+    def __init__(self, handle: Any) -> None:
+        # Not fs.transaction: that is one switch for every thread that shares the file system object.
+        self._handle = handle
+        self._broken: str | None = None
+
+    @contextlib.contextmanager
+    def _once(self) -> Iterator[None]:
+        """Refuse a second try: what a failed write had already taken over is not known."""
+        if self._broken is not None:
+            raise OSError(errno.EINVAL, self._broken)
+        try:
+            yield
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def part(self, number: int, data: bytes, *, last: bool) -> None:
+        with self._once():
+            self._handle.write(data)
+
+    def complete(self) -> None:
+        with self._once():
+            self._handle.close()
+            self._handle.commit()
+
+    def abort(self) -> None:
+        try:
+            self._handle.discard()
+        finally:
+            self._handle.closed = True  # its destructor would flush, and publish, what is left

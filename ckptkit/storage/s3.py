@@ -1,0 +1,211 @@
+"""S3 in as few requests as it takes, over the client of s3fs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from ckptkit.storage.connection import Connection
+from ckptkit.storage.object_api import Entry, FsspecApi, UnfinishedUpload, Uploads
+
+__all__ = ["S3Api"]
+
+_GONE = ("NoSuchKey", "NoSuchUpload")
+_HEAD_BYTES = 8 << 20  # what a whole object is asked for first: nearly all are smaller
+_PER_REQUEST = 1000  # keys that one request deletes
+
+
+class S3Api(FsspecApi):
+    """What s3fs does in more requests than needed is asked of its client directly; the session, the credentials
+    and the translation of errors are s3fs's.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+
+    def _call(self, method: str, **kwargs: Any) -> Any:
+        return self.fs.call_s3(method, **kwargs)
+
+    def _split(self, name: str) -> tuple[str, str]:
+        bucket, key, _ = self.fs.split_path(name)
+        return bucket, key
+
+    def list(self, name: str, *, recursive: bool) -> list[Entry]:
+        bucket, key = self._split(name)
+        prefix = f"{key}/" if key else ""
+        found: list[Entry] = []
+        more: dict[str, Any] = {} if recursive else {"Delimiter": "/"}
+        while True:
+            page = self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
+            for item in page.get("Contents", ()):
+                if not item["Key"].endswith("/"):  # a marker, as consoles make for an empty folder
+                    full = f"{bucket}/{item['Key']}"
+                    found.append(
+                        {"name": full, "type": "file", "size": item["Size"], "LastModified": item["LastModified"]}
+                    )
+            found += [{"name": f"{bucket}/{p['Prefix']}", "type": "directory"} for p in page.get("CommonPrefixes", ())]
+            if not page.get("IsTruncated"):
+                return found
+            more["ContinuationToken"] = page["NextContinuationToken"]
+
+    def get(self, name: str, start: int, stop: int) -> bytes:
+        return self._get(name, start, stop)[0]
+
+    def get_whole(self, name: str) -> tuple[bytes, int]:
+        return self._get(name, 0, _HEAD_BYTES)
+
+    def _get(self, name: str, start: int, stop: int) -> tuple[bytes, int]:
+        from fsspec.asyn import sync
+
+        try:
+            data, total = sync(self.fs.loop, self._fetch, name, start, stop)
+        except OSError as error:
+            if _status(error) == 416:  # the range starts past the end: the object is empty, or shorter than that
+                return b"", 0
+            raise
+        return data, total
+
+    async def _fetch(self, name: str, start: int, stop: int) -> tuple[bytes, int]:
+        bucket, key = self._split(name)
+        answer = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}")
+        try:
+            data: bytes = await answer["Body"].read()
+        finally:
+            answer["Body"].close()
+        expected = answer.get("ContentLength", len(data))
+        if len(data) != expected:  # a connection that was cut can look like a short answer
+            raise ConnectionError(f"the answer has {len(data)} of {expected} bytes")
+        stated = str(answer.get("ContentRange", "")).rpartition("/")[2]
+        if not stated.isdigit():  # a server that knows no ranges sent all
+            return data[start:stop], len(data)
+        return data, int(stated)
+
+    def put(self, name: str, data: bytes, *, if_absent: bool) -> None:
+        bucket, key = self._split(name)
+        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        with _taken(name):
+            self._call("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+
+    def upload(self, name: str) -> S3Upload:
+        bucket, key = self._split(name)
+        upload_id = self._call("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
+        return S3Upload(self, bucket, key, upload_id)
+
+    def delete(self, names: Sequence[str]) -> None:
+        split = [self._split(name) for name in names]
+        for i in range(0, len(split), _PER_REQUEST):
+            bucket = split[i][0]
+            keys = [{"Key": key} for _, key in split[i : i + _PER_REQUEST]]
+            answer = self._call("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
+            # s3fs's own rm does not look at these: what may not be deleted would count as deleted.
+            failed = [item for item in answer.get("Errors", ()) if item.get("Code") not in _GONE]
+            if failed:
+                _raise_refused(bucket, failed[0])
+
+    def unfinished(self, name: str) -> Uploads:
+        bucket, key = self._split(name)
+        prefix = f"{key}/" if key else ""
+        found, more = [], {"Prefix": prefix}
+        while True:
+            page = self._call("list_multipart_uploads", Bucket=bucket, **more)
+            for item in page.get("Uploads", ()):
+                if item["Key"].startswith(prefix):  # not every server heeds the prefix
+                    started = item["Initiated"].timestamp()
+                    found.append(UnfinishedUpload(f"{bucket}/{item['Key']}", item["UploadId"], started))
+            if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
+                return found
+            more |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
+
+    def abort(self, upload: UnfinishedUpload) -> None:
+        bucket, key = self._split(upload.name)
+        with contextlib.suppress(FileNotFoundError):
+            self._call("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.upload_id)
+
+    def is_conditional(self) -> bool | None:
+        host = urlsplit(self.fs.s3.meta.endpoint_url).hostname or ""
+        return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
+
+
+class S3Upload:
+    """A multipart upload; its parts may go in any order."""
+
+    in_order = False
+
+    def __init__(self, api: S3Api, bucket: str, key: str, upload_id: str) -> None:
+        self._api = api
+        self._where = {"Bucket": bucket, "Key": key, "UploadId": upload_id}
+        self._tags: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._completing = False
+
+    def part(self, number: int, data: bytes, *, last: bool) -> None:
+        answer = self._api._call("upload_part", PartNumber=number, Body=data, **self._where)
+        with self._lock:
+            self._tags[number] = answer["ETag"]
+
+    def complete(self) -> None:
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._tags.items())]
+        again, self._completing = self._completing, True
+        name = f"{self._where['Bucket']}/{self._where['Key']}"
+        try:
+            with _taken(name):
+                self._api._call(
+                    "complete_multipart_upload", MultipartUpload={"Parts": parts}, IfNoneMatch="*", **self._where
+                )
+        except (FileNotFoundError, FileExistsError):
+            # The answer to the first try may have been lost after it was carried out.
+            if not (again and self._is_ours(name)):
+                raise
+
+    def _is_ours(self, name: str) -> bool:
+        """Tell whether the object that is there has as many parts as ours; its key is ours alone, or it was absent."""
+        try:
+            tag = str(self._api.info(name).get("ETag", "")).strip('"')
+        except FileNotFoundError:
+            return False
+        return tag == _combined_tag([self._tags[number] for number in sorted(self._tags)])
+
+    def abort(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._api._call("abort_multipart_upload", **self._where)
+
+
+def _combined_tag(tags: Sequence[str]) -> str:
+    """Return the tag that S3 gives an object of these parts: MD5 of their MD5s, and their number."""
+    import hashlib
+
+    try:
+        digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in tags)
+    except ValueError:
+        return ""  # encrypted with a customer's key: tags say nothing
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(tags)}"
+
+
+def _status(error: BaseException) -> int:
+    answer = getattr(error.__cause__, "response", None) or {}
+    code = answer.get("Error", {}).get("Code")
+    return 416 if code in ("InvalidRange", "416") else int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+@contextlib.contextmanager
+def _taken(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if _status(error) == 412:  # Ceph and others word it so that s3fs takes it for a bad argument
+            raise FileExistsError(errno.EEXIST, f"{name} exists already") from error
+        raise
+
+
+def _raise_refused(bucket: str, item: Any) -> None:
+    text = f"{bucket}/{item.get('Key')} was not deleted: {item.get('Code')}: {item.get('Message')}"
+    if item.get("Code") == "AccessDenied":
+        raise PermissionError(errno.EACCES, text)
+    busy = item.get("Code") in ("InternalError", "SlowDown", "ServiceUnavailable")
+    raise OSError(errno.EBUSY if busy else errno.EINVAL, text)
