@@ -10,7 +10,7 @@ from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
 
 __all__ = ["heat_map", "split_layer"]
 
-WIDTH, LEFT, CELL = 1100.0, 120.0, 18.0
+WIDTH, LEFT, RIGHT, CELL = 1100.0, 120.0, 90.0, 18.0  # to the right, the slanted name of the last column
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
 _LAYER = re.compile(r"^(.*?)(\d+)\.(.*)$")
 
@@ -37,9 +37,10 @@ def heat_map(changes: Mapping[str, float]) -> Panel:
         layers.setdefault(layer)
         modules.setdefault(module)
         cells[layer, module] = change
-    width = (WIDTH - LEFT) / max(len(modules), 1)
+    width = (WIDTH - LEFT - RIGHT) / max(len(modules), 1)
     parts = []
-    for j, module in enumerate(modules):
+    every = max(1, math.ceil(12 / width))  # where columns are narrow, not all have room for a name
+    for j, module in list(enumerate(modules))[::every]:
         x = LEFT + j * width + width / 2
         parts.append(f'<g transform="translate({x:.1f} 116) rotate(-40)">{text(0, 0, label(module, 150.0))}</g>')
     for i, layer in enumerate(layers):

@@ -21,8 +21,8 @@ MAX_RANKS = 64  # beyond, neighbouring ranks are drawn together
 
 def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.NDArray[np.int64]:
     """Return [ranks before, ranks after]: the bytes that go from one to the other, replicas once."""
-    old = {entry.name: entry for entry in before}
-    pairs = [(old[entry.name], entry) for entry in after if entry.name in old]
+    old = {_identity(entry): entry for entry in before}
+    pairs = [(old[_identity(entry)], entry) for entry in after if _identity(entry) in old]
     ranks = (
         [max((_top(e.slices) for e in side), default=0) + 1 for side in zip(*pairs, strict=True)] if pairs else [1, 1]
     )
@@ -35,6 +35,11 @@ def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.ND
         columns = _group(target.slices, ranks[1], groups[1])
         np.add.at(total, (rows[:, None], columns[None, :]), shared)
     return total
+
+
+def _identity(entry: TensorEntry) -> tuple[str, ...]:
+    """What the tensor is, whatever its format calls it."""
+    return (entry.role.value, entry.fqn, entry.state) if entry.fqn else (entry.name,)
 
 
 def _top(slices: SliceArray) -> int:

@@ -1,0 +1,162 @@
+"""The pages: in a real browser, without network, whatever the names, at any size, and on paper."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckptkit.formats.detect import open_source
+from ckptkit.offline.diff import diff
+from ckptkit.offline.pictures.heat_map import heat_map
+from ckptkit.offline.pictures.pages import inspect_page, write_diff_page, write_inspect_page
+from ckptkit.offline.pictures.reshard_map import flows
+from ckptkit.offline.pictures.shard_map import rank_totals
+from ckptkit.offline.pictures.timeline import TimelineItem, timeline
+from ckptkit.offline.pictures.treemap import squarify
+from ckptkit.offline.reshard import reshard
+from tests.offline.browser import dom, printed
+
+HOSTILE = '</title><script>document.title="owned"</script><img src=http://x.invalid/a onerror=alert(1)>"\'&'
+
+
+class _Tags(HTMLParser):
+    """Every tag and its attributes, and what was opened and not closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "br", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(page: str) -> _Tags:
+    parser = _Tags()
+    parser.feed(page)
+    return parser
+
+
+@pytest.fixture(scope="module")
+def pages(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pages of 2 ranks (with a reshard to 3), 64 ranks, one tensor with a hostile name, 2,000 tensors, a diff."""
+    work = tmp_path_factory.mktemp("pages")
+    two = zoo / "verl_fsdp2_w2"
+    for ranks in (3, 64):
+        reshard(str(two), str(work / f"w{ranks}"), world_size=ranks)
+    save_file({HOSTILE: np.zeros((4, 4), np.float32)}, work / "one.safetensors")
+    many = {f"model.layers.{i // 10}.block{i % 10}.weight": np.zeros((4, 4), np.float32) for i in range(2000)}
+    save_file(many, work / "many.safetensors")
+    found = {name: work / f"{name}.html" for name in ("two", "w64", "one", "many", "diff")}
+    write_inspect_page(str(two), str(found["two"]), other=str(work / "w3"))
+    write_inspect_page(str(work / "w64"), str(found["w64"]))
+    write_inspect_page(str(work / "one.safetensors"), str(found["one"]))
+    write_inspect_page(str(work / "many.safetensors"), str(found["many"]))
+    report = diff(str(two), str(zoo / "hf_ref_llama_untied"))
+    write_diff_page(report.a, report.changes, [("B", report.b)], str(found["diff"]))
+    return found
+
+
+PAGES = ["two", "w64", "one", "many", "diff"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_whole_html_without_scripts_links_or_requests(pages: dict[str, Path], name: str) -> None:
+    found = parsed(pages[name].read_text(encoding="utf-8"))
+    assert not found.open
+    assert not {tag for tag, _ in found.tags} & {"script", "img", "link", "iframe", "object", "a", "use", "image"}
+    assert not [attr for _, attrs in found.tags for attr in attrs if attr.startswith("on") or attr in ("src", "href")]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_browser_shows_every_bar_and_asks_for_nothing(pages: dict[str, Path], tmp_path: Path, name: str) -> None:
+    shown, log = dom(pages[name], tmp_path)
+    written = pages[name].read_text(encoding="utf-8")
+    assert shown.count("<rect") == written.count("<rect") > 0
+    assert "Refused to" not in log
+    assert "<title>owned</title>" not in shown
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_rectangle_leaves_its_picture(pages: dict[str, Path], name: str) -> None:
+    for box, body in re.findall(
+        r'<svg viewBox="0 0 ([\d. ]+)"(.*?)</svg>', pages[name].read_text(encoding="utf-8"), re.S
+    ):
+        width, height = map(float, box.split())
+        for x, y, w, h in re.findall(r'x="([-\d.]+)" y="([-\d.]+)" width="([\d.]+)" height="([\d.]+)"', body):
+            assert float(x) >= -0.1 and float(x) + float(w) <= width + 0.1
+            assert float(y) >= -0.1 and float(y) + float(h) <= height + 0.1
+
+
+def test_a_page_prints_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
+    pdf = printed(pages["two"], tmp_path)
+    assert pdf.startswith(b"%PDF-")
+    assert len(pdf) > 20_000  # not a blank sheet: those have 1 kB
+
+
+def test_a_hostile_name_is_text(pages: dict[str, Path]) -> None:
+    assert "&lt;script&gt;" in pages["one"].read_text(encoding="utf-8")
+
+
+def test_a_large_checkpoint_draws_its_largest_tensors_and_says_so(pages: dict[str, Path]) -> None:
+    page = pages["many"].read_text(encoding="utf-8")
+    assert "The 300 largest of 2000 tensors are drawn." in page
+    assert len(page) < 1_000_000
+
+
+def test_the_totals_of_the_ranks_are_the_bytes_of_the_slices(zoo: Path) -> None:
+    catalog = open_source(str(zoo / "verl_fsdp2_w2")).catalog
+    totals = rank_totals(catalog.tensors.values())
+    assert sorted(totals) == [0, 1]
+    assert sum(totals.values()) == sum(entry.nbytes for entry in catalog.tensors.values())
+
+
+def test_the_ribbons_of_a_reshard_hold_every_byte_once(zoo: Path, tmp_path: Path) -> None:
+    reshard(str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3"), world_size=3)
+    before = open_source(str(zoo / "verl_fsdp2_w2")).catalog.tensors.values()
+    after = open_source(str(tmp_path / "w3")).catalog.tensors.values()
+    matrix = flows(before, after)
+    assert matrix.shape == (2, 3)
+    assert matrix.sum() == sum(entry.nbytes for entry in after)
+
+
+def test_a_page_keeps_no_secret_of_its_url(zoo: Path) -> None:
+    catalog = open_source(str(zoo / "hf_ref_llama_untied")).catalog
+    assert "hunter2" not in inspect_page(catalog, "https://user:hunter2@host/run")
+
+
+def test_areas_are_in_proportion_to_sizes() -> None:
+    placed = squarify([6.0, 3.0, 1.0], (0.0, 0.0, 100.0, 50.0))
+    assert [round(w * h) for _, _, w, h in placed] == [3000, 1500, 500]
+
+
+def test_the_timeline_draws_each_limit_where_it_falls() -> None:
+    items = [TimelineItem(f"step_{i}", i, 100, "kept" if i > 6 else "delete", "why") for i in range(10)]
+    picture = timeline(items, max_num=3, max_mem=500).picture
+    lines = [float(x) for x in re.findall(r'd="M([\d.]+) 4', picture)]
+    slot = (1100 - 70 - 10) / 10
+    assert lines == pytest.approx([70 + 7 * slot, 70 + 5 * slot])
+
+
+def test_a_timeline_of_what_has_no_step_shows_its_name() -> None:
+    assert "half-made" in timeline([TimelineItem("half-made", None, 0, "in progress", "by host")]).picture
+
+
+def test_equal_small_and_endless_changes_have_colours_of_their_own() -> None:
+    picture = heat_map({"layers.0.a": 0.0, "layers.0.b": 1e-5, "layers.0.c": float("inf")}).picture
+    fills = re.findall(r'fill="([^"]+)"><title>', picture)
+    assert len(set(fills)) == 3
+
+
+def test_nothing_in_common_is_said() -> None:
+    assert "no tensor in common" in heat_map({}).explanation
