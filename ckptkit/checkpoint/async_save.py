@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -84,7 +85,20 @@ def _report_unasked() -> None:
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:
-            _log.error("the save of step %d failed, and nothing of it was published: %s", handle.step, error)
+            text = f"the save of step {handle.step} failed, and nothing of it was published: {error}"
+            _log.error("%s", text)
+            if not _is_heard() and sys.stderr is not None:
+                sys.stderr.write(f"ckptkit: {text}\n")
+
+
+def _is_heard() -> bool:
+    """Whether what is logged here reaches anybody: a program without logging must learn of a lost save, too."""
+    logger: logging.Logger | None = _log
+    while logger is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 atexit.register(_report_unasked)

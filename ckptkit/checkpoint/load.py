@@ -15,7 +15,7 @@ from ckptkit.checkpoint.foreign import Adopted, adopt
 from ckptkit.checkpoint.load_plan import LoadOptions, LoadPlan, ObjectTarget, OptimizerPlan, plan_load
 from ckptkit.checkpoint.optimizer_state import apply_settings, apply_state, new_state_tensor
 from ckptkit.checkpoint.parts import layout_of, part_view
-from ckptkit.checkpoint.report import LoadReport
+from ckptkit.checkpoint.report import LoadReport, PhaseClock
 from ckptkit.checkpoint.rng import reseed, restore_rng
 from ckptkit.checkpoint.state import PerRank, TrainState, canonical_modules, is_stateful, model_tensors, section
 from ckptkit.checkpoint.values import JSON, decode, encode
@@ -203,17 +203,20 @@ def restore(
         CorruptCheckpointError: The checkpoint is damaged.
         RankFailedError: Another rank failed.
     """
-    started = time.perf_counter()
+    clock = PhaseClock()
     rank, world_size = coordinator.rank, coordinator.world_size
     made: list[tuple[Staged, LoadReport]] = []
 
     def read() -> CkptkitError | None:
         try:
-            catalog, store = opened()
-            check_local(state, catalog, store.url, world_size=world_size)
+            with clock.phase("plan"):
+                catalog, store = opened()
+                check_local(state, catalog, store.url, world_size=world_size)
+            started = time.perf_counter()
             staged = stage(state, catalog, store, options, rank=rank, world_size=world_size, workers=workers)
         except CkptkitError as error:
             return error
+        clock.add("read", time.perf_counter() - started, staged.nbytes)
         made.append((staged, LoadReport(store.url, catalog.info.step, nbytes=staged.nbytes)))
         return None
 
@@ -227,8 +230,9 @@ def restore(
     def agree(outcome: Outcome) -> None:
         coordinator.settle(outcome, "restoring the state of schedulers, dataloaders and extras")
 
-    apply(state, staged, report, agree=agree, rank=rank)
-    report.seconds = time.perf_counter() - started
+    with clock.phase("apply"):
+        apply(state, staged, report, agree=agree, rank=rank)
+    report.seconds, report.phases = clock.seconds(), clock.phases
     return report
 
 

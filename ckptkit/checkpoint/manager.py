@@ -53,7 +53,7 @@ class CheckpointManager:
             that training shares its interpreter lock with nobody (SHARDED, Linux).
         on_signal: Signals that `interrupted` reports, such as (signal.SIGTERM, signal.SIGUSR1).
         on_commit: Called on every rank after each commit with the report, to log it (W&B, TensorBoard, MLflow).
-        trace: A directory for Chrome traces, one file a save and rank.
+        trace: A directory for Chrome traces, one file a rank and a save or load.
         process_group: The ranks that take part; None for all.
         side_files: A directory whose config, tokenizer, chat template and licence every checkpoint carries, so that
             it can be exported with nothing else at hand. A transformers model brings its own config.
@@ -361,10 +361,8 @@ class CheckpointManager:
     def _announce(self, report: SaveReport) -> None:
         if self._coordinator.is_main:
             _log.info("%s", report.line())
-        if self._trace is not None:
-            self._trace.mkdir(parents=True, exist_ok=True)
-            rank = self._coordinator.rank
-            report.write_trace(str(self._trace / f"save-{report.step:08d}-rank{rank:05d}.json"), rank=rank)
+            _log.info("step %d: %s", report.step, report.phase_line())
+        self._write_trace("save", report)
         if self._on_commit is not None:
             try:
                 self._on_commit(report)
@@ -410,6 +408,14 @@ class CheckpointManager:
                 _log.info("not loaded: %s (%s)", name, reason)
             for note in report.notes:
                 _log.info("%s", note)
+            _log.info("step %s: %s", report.step, report.phase_line())
+        self._write_trace("load", report)
+
+    def _write_trace(self, what: str, report: SaveReport | LoadReport) -> None:
+        if self._trace is not None:
+            self._trace.mkdir(parents=True, exist_ok=True)
+            rank = self._coordinator.rank
+            report.write_trace(str(self._trace / f"{what}-{report.step or 0:08d}-rank{rank:05d}.json"), rank=rank)
 
     def _busy(self) -> bool:
         """Whether the save before is under way on any rank; the same answer on all."""

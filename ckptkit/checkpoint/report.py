@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,29 +105,47 @@ class SaveReport:
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}."""
-        totals: dict[str, dict[str, float]] = {}
-        for phase in self.phases:
-            entry = totals.setdefault(phase.name, {"seconds": 0.0, "bytes": 0.0})
-            entry["seconds"] += phase.seconds
-            entry["bytes"] += phase.nbytes
-        for entry in totals.values():
-            entry["gb_per_s"] = entry["bytes"] / max(entry["seconds"], 1e-9) / 1e9
-        return totals
+        return _totals(self.phases)
+
+    def phase_line(self) -> str:
+        """Return what took the time, in a line."""
+        return _phase_line(self.phases)
 
     def write_trace(self, path: str, *, rank: int = 0) -> None:
         """Write the phases as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
-        threads = {name: i for i, name in enumerate(dict.fromkeys(phase.thread for phase in self.phases))}
-        events: list[dict[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
-            for name, tid in threads.items()
-        ]
-        for phase in self.phases:
-            times = {"ts": phase.start * 1e6, "dur": phase.seconds * 1e6}
-            args = {"bytes": phase.nbytes, "step": self.step}
-            events.append(
-                {"name": phase.name, "ph": "X", "pid": rank, "tid": threads[phase.thread], **times, "args": args}
-            )
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        _write_trace(path, self.phases, rank=rank, step=self.step)
+
+
+def _totals(phases: Sequence[Phase]) -> dict[str, dict[str, float]]:
+    totals: dict[str, dict[str, float]] = {}
+    for phase in phases:
+        entry = totals.setdefault(phase.name, {"seconds": 0.0, "bytes": 0.0})
+        entry["seconds"] += phase.seconds
+        entry["bytes"] += phase.nbytes
+    for entry in totals.values():
+        entry["gb_per_s"] = entry["bytes"] / max(entry["seconds"], 1e-9) / 1e9
+    return totals
+
+
+def _phase_line(phases: Sequence[Phase]) -> str:
+    parts = []
+    for name, entry in _totals(phases).items():
+        moved = f" ({format_size(int(entry['bytes']))}, {entry['gb_per_s']:.2f} GB/s)" if entry["bytes"] else ""
+        parts.append(f"{name} {entry['seconds']:.3f} s{moved}")
+    return ", ".join(parts)
+
+
+def _write_trace(path: str, phases: Sequence[Phase], *, rank: int, step: int | None) -> None:
+    threads = {name: i for i, name in enumerate(dict.fromkeys(phase.thread for phase in phases))}
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
+        for name, tid in threads.items()
+    ]
+    for phase in phases:
+        times = {"ts": phase.start * 1e6, "dur": phase.seconds * 1e6}
+        args = {"bytes": phase.nbytes, "step": step}
+        events.append({"name": phase.name, "ph": "X", "pid": rank, "tid": threads[phase.thread], **times, "args": args})
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 @dataclass(slots=True)
@@ -144,6 +162,7 @@ class LoadReport:
         notes: Hyper-parameters that only one side knows, casts, random numbers that were seeded anew.
         extra: Values of `extra` that the training state has no place for.
         metrics, client_state: Of the checkpoint.
+        phases: What took the time: plan, read, apply. What is read is checked on the way.
         deferred: With optimizer="deferred": applies the optimizer's state, once.
     """
 
@@ -159,6 +178,7 @@ class LoadReport:
     client_state: Any = None
     nbytes: int = 0
     seconds: float = 0.0
+    phases: tuple[Phase, ...] = ()
     deferred: DeferredOptimizer | None = None
 
     def line(self) -> str:
@@ -174,3 +194,15 @@ class LoadReport:
             if items:
                 parts.append(f"{len(items)} {name}")
         return " · ".join(parts)
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Return seconds, bytes and GB/s of each phase, for a logger."""
+        return _totals(self.phases)
+
+    def phase_line(self) -> str:
+        """Return what took the time, in a line."""
+        return _phase_line(self.phases)
+
+    def write_trace(self, path: str, *, rank: int = 0) -> None:
+        """Write the phases as a Chrome trace."""
+        _write_trace(path, self.phases, rank=rank, step=self.step)

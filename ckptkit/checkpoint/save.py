@@ -229,15 +229,16 @@ class Saver:
         small = {**prepared.side_files, OBJECTS_NAME: _json({"format": 1, "objects": objects})}
         for path, data in small.items():
             store.write(path, data, sync=self._sync)
+        indexed = [len(data) for data in small.values()]
         files = prepared.plan.index(
             [part for part, _, _ in answers],
             store,
             save_id=save_id,
             extra={"step": prepared.request.step, "objects": OBJECTS_NAME},
             sync=self._sync,
-            report=lambda *_: None,
+            report=lambda phase, seconds, nbytes: indexed.append(nbytes),
         )
-        prepared.clock.add("index", time.perf_counter() - started, sum(map(len, small.values())))
+        prepared.clock.add("index", time.perf_counter() - started, sum(indexed))
         records = {path: FileRecord(len(data), xxhash.xxh3_64_hexdigest(data)) for path, data in small.items()}
         return {**files, **records}
 

@@ -157,20 +157,34 @@ manager.save_async(1, state)
     assert "No space left" in done.stderr
 
 
-def test_the_report_says_what_took_the_time(tmp_path: Path) -> None:
-    reports = []
+@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
+def test_the_report_says_what_took_the_time(tmp_path: Path, mode: Any) -> None:
+    reports: list[Any] = []
     trace = tmp_path / "traces"
     state = TrainState(model=nn.Linear(500, 500))
-    with CheckpointManager(tmp_path / "run", on_commit=reports.append, trace=trace) as manager:
-        report = manager.save_async(3, state).result()
+    size = 501 * 500 * 4
+    threads = {"async_mode": "thread" if mode == "sync" else mode}
+    with CheckpointManager(tmp_path / "run", on_commit=reports.append, trace=trace, **threads) as manager:
+        report = manager.save(3, state) if mode == "sync" else manager.save_async(3, state).result()
+        loaded = manager.load(state)
     assert reports == [report]
     totals = report.totals()
-    assert {"plan", "stage", "write", "commit"} <= set(totals)
-    assert totals["stage"]["bytes"] >= 500 * 500 * 4
+    moved = {"write", "digest", "sync", "index"} | ({"stage"} if mode != "sync" else set())
+    assert set(totals) == moved | {"plan", "agree", "begin", "commit", "rotate"}
+    assert all(entry["seconds"] > 0 for entry in totals.values())
+    assert all(size <= totals[name]["bytes"] < 2 * size for name in moved - {"index"})
+    assert totals["index"]["bytes"] > 1000
     assert 0 < report.stall_seconds <= report.seconds
-    (path,) = trace.iterdir()
-    events = json.loads(path.read_text())["traceEvents"]
-    assert {"stage", "write"} <= {event["name"] for event in events}
+    assert all(f"{name} 0." in report.phase_line() for name in totals)
+    assert loaded is not None
+    assert set(loaded.totals()) == {"plan", "read", "apply"}
+    assert size <= loaded.totals()["read"]["bytes"] < 2 * size
+    for name, phases in (("save", report.phases), ("load", loaded.phases)):
+        events = json.loads((trace / f"{name}-00000003-rank00000.json").read_text())["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        assert [event["name"] for event in spans] == [phase.name for phase in phases]
+        assert [event["args"]["bytes"] for event in spans] == [phase.nbytes for phase in phases]
+        assert {event["tid"] for event in spans} == {event["tid"] for event in events if event["ph"] == "M"}
 
 
 def test_a_callback_that_fails_does_not_undo_the_save(tmp_path: Path) -> None:
