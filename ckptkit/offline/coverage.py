@@ -93,9 +93,13 @@ def _placed(placements: tuple[Placement, ...]) -> tuple[Int64, Int64, Int64]:
 
 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:
-    literals = np.array([(item.start, len(item.data)) for item in file.literals], np.int64).reshape(-1, 2)
-    starts = np.concatenate([starts, literals[:, 0]])
-    lengths = np.concatenate([lengths, literals[:, 1]])
+    extents = getattr(file.literals, "extents", None)
+    if extents is not None:  # a record a box, in the order of their starts: no need to make a million literals
+        own, sizes = extents(lengths)
+    else:
+        table = np.array([(item.start, len(item.data)) for item in file.literals], np.int64).reshape(-1, 2)
+        own, sizes = table.T
+    starts, lengths = np.concatenate([starts, own]), np.concatenate([lengths, sizes])
     filled = lengths > 0
     starts, lengths = starts[filled], lengths[filled]
     order = np.argsort(starts, kind="stable")

@@ -153,6 +153,8 @@ class _Frames:
     owners: Int64  # [n] tensor
     rows: Int64  # [n] row among the tensor's records
     starts: Int64
+    payloads: Int64  # [n] where the payload starts
+    lengths: Int64  # [n] of the whole record
     records: dict[int, _Records]
 
     @classmethod
@@ -164,7 +166,18 @@ class _Frames:
         rows = np.concatenate([empty, *(np.arange(len(item.ranks)) for item in records)])
         order = np.lexsort((starts, ranks))
         bounds = np.searchsorted(ranks[order], np.arange(world_size + 1))
-        return cls(tensors, bounds, owners[order], rows[order], starts[order], {item.tensor: item for item in records})
+        payloads = starts + np.concatenate([empty, *(item.heads for item in records)])
+        lengths = np.concatenate([empty, *(item.lengths for item in records)])
+        return cls(
+            tensors,
+            bounds,
+            owners[order],
+            rows[order],
+            starts[order],
+            payloads[order],
+            lengths[order],
+            {item.tensor: item for item in records},
+        )
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, RecordFrame]]:
         """Yield (start, frame) of the records in a rank's file."""
@@ -181,6 +194,18 @@ class _FrameLiterals:
     frames: _Frames
     rank: int
     head: bytes = b""
+
+    def extents(self, payloads: Int64) -> tuple[Int64, Int64]:
+        """Return (starts, lengths) of the literals, given the bytes of each payload in the order of the file: what
+        iterating would give, without making the frames of a thousand files."""
+        part = slice(int(self.frames.bounds[self.rank]), int(self.frames.bounds[self.rank + 1]))
+        starts, inner = self.frames.starts[part], self.frames.payloads[part]
+        ends = starts + self.frames.lengths[part]
+        behind = inner + payloads
+        gaps = np.concatenate([[len(self.head)], ends[:-1]])[: len(starts)]
+        places = (np.zeros(1, np.int64), gaps, starts, behind)
+        sizes = (np.array([len(self.head)]), starts - gaps, inner - starts, ends - behind)
+        return np.concatenate(places), np.concatenate(sizes)
 
     def __iter__(self) -> Iterator[Literal]:
         end = len(self.head)

@@ -174,7 +174,7 @@ def test_a_copy_takes_its_place_by_the_step_in_another_run(ranks: Any, runs: Any
 
 @pytest.mark.parametrize("name", ["step_00000003", "3", "latest", "with space"])
 def test_a_name_that_says_something_else_is_refused(runs: Any, tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="step 3|refused"):
+    with pytest.raises(UsageError, match=r"step 3|refused"):
         reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / name), world_size=2)
     assert not (tmp_path / name).exists()
 
