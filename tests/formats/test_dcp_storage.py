@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 
@@ -238,6 +239,32 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(ranks, tmp_path):
     answers = ranks.run(full_disk, 2, str(tmp_path))
     assert all(a.startswith("[1]") and "No space left" in a for a in answers)
     assert not (tmp_path / ".metadata").exists()
+
+
+def saved_in_the_background(url: str) -> list[str]:
+    made = state("hsdp@4")
+    group = dist.new_group(backend="gloo")
+    wanted = copy.deepcopy(made["model"]["large"])
+    future = dcp.async_save(made, storage_writer=DCPWriter(url, sync=False), process_group=group)
+    made["model"]["large"] += 1  # training goes on
+    future.result()
+    made["model"]["large"] = wanted
+    target = state("hsdp@4", zeros=True)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(url))
+    dist.destroy_process_group(group)
+    return differences(target, made)
+
+
+def test_torchs_async_save_takes_our_writer(ranks, tmp_path):
+    assert ranks.run(saved_in_the_background, 4, str(tmp_path)) == [[]] * 4
+
+
+def test_a_writer_can_be_sent_to_torchs_background_process(tmp_path):
+    writer = pickle.loads(pickle.dumps(DCPWriter(tmp_path)))
+    dcp.save({"w": torch.arange(4.0)}, storage_writer=writer, no_dist=True)
+    found = {"w": torch.zeros(4)}
+    dcp.load(found, storage_reader=pickle.loads(pickle.dumps(DCPReader(tmp_path))), no_dist=True)
+    assert torch.equal(found["w"], torch.arange(4.0))
 
 
 def cached(url: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, I
 from ckptkit.formats.ckptkit import open_manifest
 from ckptkit.formats.dcp_plan import ShardedPlan, plan_sharded
 from ckptkit.formats.dcp_read import Verify, read_sharded
+from ckptkit.formats.dcp_storage import DCPReader
 from ckptkit.formats.dcp_write import write_index, write_part, write_sharded
 from ckptkit.formats.manifest import PLACEMENTS
 from ckptkit.storage.local import LocalStore
@@ -342,6 +344,34 @@ def test_a_reshard_gives_the_same_elements(ranks, tmp_path, placement, verify):
 def test_a_row_reshard_reads_only_the_rows_needed(ranks, tmp_path):
     alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
     assert all(ratio <= 1.05 for _, ratio in ranks.run(resharded, 3, str(tmp_path), Shard(0), "read"))
+
+
+def asked_of_the_system(url: str, reader: str) -> float:
+    """Bytes that read calls of this process returned, over those that its rows have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    made = {"w": distribute_tensor(torch.zeros(3 << 10, 1 << 10), mesh, (Shard(0),), src_data_rank=None)}
+    catalog, own = catalog_of(url), DCPReader(url)
+    assert own.catalog is not None
+    before = returned()
+    if reader == "read_sharded":
+        read_sharded(catalog, LocalStore(url), made)
+    else:
+        dcp.load(made, storage_reader=own, no_dist=True)
+    found = returned() - before
+    assert torch.equal(made["w"].to_local()[0, :3], 1024.0 * (dist.get_rank() << 10) + torch.arange(3.0))
+    return found / (made["w"].to_local().numel() * 4)
+
+
+def returned() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+@pytest.mark.parametrize("reader", ["read_sharded", "DCPReader"])
+def test_a_row_reshard_asks_the_system_for_the_rows_needed_only(ranks, tmp_path, reader):
+    alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
+    for ratio in ranks.run(asked_of_the_system, 3, str(tmp_path), reader):
+        assert 1.0 <= ratio <= 1.05
 
 
 def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
