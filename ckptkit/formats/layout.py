@@ -52,7 +52,7 @@ _FIRST_READ = 1 << 20
 
 _FORMAT = re.compile(r"ckptkit/([0-9]{1,6})")
 _STEP = re.compile(r"step_([0-9]{8,18})")
-_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")  # "=": Lightning's "epoch=1-step=40.ckpt"
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _MAX_STEP = 10**18 - 1
@@ -77,12 +77,12 @@ def check_tag(tag: str, step: int | None = None) -> str:
     """Return `tag` if a directory can be called so on every system and nothing else is.
 
     Raises:
-        UsageError: It has other characters than letters, digits, ".", "_" and "-", is too long, starts with
+        UsageError: It has other characters than letters, digits, ".", "_", "-" and "=", is too long, starts with
             "." or "-", is a device name, a word that `resolve` knows, or states another step than `step`.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or not is_safe_name(tag):
         raise UsageError(
-            f"tag {tag!r} is refused: a tag is 1 to 128 letters, digits, '.', '_' or '-', starts with a letter, a "
+            f"tag {tag!r} is refused: a tag is 1 to 128 letters, digits, '.', '_', '-' or '=', starts with a letter, a "
             "digit or '_', does not end in '.', and is no device name."
         )
     if tag.lower() in _RESERVED:

@@ -1,0 +1,15 @@
+"""What to say where the framework of an integration is not installed."""
+
+from __future__ import annotations
+
+from ckptkit.errors import MissingExtraError
+
+__all__ = ["missing"]
+
+
+def missing(package: str, extra: str) -> MissingExtraError:
+    """Return the error that names the package and the extra that brings it."""
+    return MissingExtraError(
+        f"this needs {package}, which is not installed: add the extra {extra!r} of ckptkit, as in 'ckptkit[{extra}]', "
+        f"or install {package} itself."
+    )

@@ -1,0 +1,28 @@
+"""ckptkit in Lightning: a strategy for FSDP2, a CheckpointIO for every other strategy, and a ModelCheckpoint.
+
+from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint
+trainer = Trainer(strategy=FSDP2Strategy(), callbacks=[ManagedCheckpoint(dirpath=..., monitor="val_loss")])
+"""
+
+from __future__ import annotations
+
+from ckptkit.integrations.extras import missing
+
+try:
+    import lightning.pytorch  # noqa: F401  asked for once, here
+except ImportError as error:
+    raise missing("lightning", "lightning") from error
+
+from ckptkit.integrations.lightning_callback import ManagedCheckpoint
+from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
+from ckptkit.integrations.lightning_strategy import FSDP2Strategy, fsdp2_strategy_parallelize, register_strategies
+
+__all__ = [
+    "FSDP2Strategy",
+    "fsdp2_strategy_parallelize",
+    "CkptkitCheckpointIO",
+    "ManagedCheckpoint",
+    "register_strategies",
+]
+
+register_strategies()

@@ -1,0 +1,128 @@
+"""Whole tensors on rank 0 from sharded ones, and back: for a CheckpointIO that takes dictionaries of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ckptkit.checkpoint.optimizer_state import apply_settings, apply_state, capture_optimizer, named_parameters
+from ckptkit.checkpoint.state import TrainState, model_tensors, parameter_names
+from ckptkit.checkpoint.values import decode
+from ckptkit.errors import CheckpointMismatchError
+
+__all__ = ["gathered", "gathered_optimizer", "scatter_model", "scatter_optimizer", "sharded_optimizer"]
+
+
+def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whole tensors on the CPU of rank 0, {} elsewhere. All ranks must call it; one tensor at a time."""
+    main = _rank() == 0
+    found: dict[str, Any] = {}
+    for name, value in tensors.items():
+        whole = value.detach() if isinstance(value, torch.Tensor) else value
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        if main:
+            found[name] = whole.to("cpu", copy=True) if isinstance(whole, torch.Tensor) else whole
+    return found
+
+
+def sharded_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
+    """Return an optimizer's state by FQN, aliasing it: {"state": {fqn: {...}}, "param_groups": [...]}."""
+    taken = capture_optimizer(optimizer, parameter_names(state), "optimizer")
+    master = getattr(optimizer, "master_state_name", None)
+    states: dict[str, dict[str, Any]] = {}
+    for (fqn, name), tensor in taken.tensors.items():
+        states.setdefault(fqn, {})[name] = tensor
+    for fqn, tensor in taken.masters.items():
+        states.setdefault(fqn, {})[str(master)] = tensor
+    for fqn, values in taken.tree["values"].items():
+        states.setdefault(fqn, {}).update({k: decode(v, taken.loose.__getitem__) for k, v in values.items()})
+    groups = [
+        {k: v if k == "params" else decode(v, taken.loose.__getitem__) for k, v in group.items()}
+        for group in taken.tree["param_groups"]
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def gathered_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
+    """Return `sharded_optimizer` with whole tensors on rank 0, {} elsewhere. All ranks must call it."""
+    taken = sharded_optimizer(optimizer, state)
+    states = {fqn: gathered(values) for fqn, values in taken["state"].items()}
+    return {"state": states, "param_groups": taken["param_groups"]} if _rank() == 0 else {}
+
+
+def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Give a live model the tensors that rank 0 has. All ranks must call it; others pass {}.
+
+    Raises:
+        CheckpointMismatchError: Names or shapes differ; nothing was changed. The same on every rank.
+    """
+    live = model_tensors(module)[0]
+    shapes = _from_main({name: tuple(value.shape) for name, value in whole.items() if isinstance(value, torch.Tensor)})
+    missing, unexpected = sorted(set(live) - set(shapes)), sorted(set(shapes) - set(live))
+    wrong = [name for name in live if name in shapes and shapes[name] != tuple(live[name].shape)]
+    if wrong or (strict and (missing or unexpected)):
+        raise CheckpointMismatchError(
+            f"the checkpoint does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}, other shapes "
+            f"{wrong[:5]} ({len(missing)}, {len(unexpected)}, {len(wrong)} in all). Nothing was loaded."
+        )
+    with torch.no_grad():
+        for name, tensor in live.items():
+            if name in shapes:
+                tensor.copy_(_placed(whole.get(name), tensor, tensor.dtype, shapes[name]))
+
+
+def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any]) -> None:
+    """Give a live optimizer the state that rank 0 has, by FQN or by numbers. All ranks must call it."""
+    parameters = named_parameters(optimizer, parameter_names(state), "optimizer")
+    names = list(parameters)
+    given = {names[k] if isinstance(k, int) else k: v for k, v in whole.get("state", {}).items()}
+    table = _from_main({
+        fqn: {k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        for fqn, values in given.items()
+    })  # fmt: skip
+    states: dict[str, dict[str, Any]] = {}
+    for fqn, values in table.items():
+        parameter = parameters[fqn]
+        for name, value in values.items():
+            if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], torch.dtype):
+                states.setdefault(fqn, {})[name] = value
+                continue
+            like = parameter if value[0] == tuple(parameter.shape) else None
+            mine = given[fqn][name] if given else None
+            states.setdefault(fqn, {})[name] = _placed(mine, like, value[1], value[0])
+    groups = whole.get("param_groups", ())
+    settings = _from_main([{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups])
+    if len(settings) != len(optimizer.param_groups):
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizer has {len(settings)} groups, the live one {len(optimizer.param_groups)}."
+        )
+    apply_state(optimizer, parameters, states, {})
+    apply_settings(optimizer, settings)
+
+
+def _placed(whole: Any, like: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return rank 0's tensor on every rank, cut as `like` is."""
+    device = like.device if like is not None else torch.device("cpu")
+    full = whole.to(device=device, dtype=dtype) if whole is not None else torch.empty(shape, dtype=dtype, device=device)
+    full = full.contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(full, 0)
+    if isinstance(like, DTensor):
+        return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    return full
+
+
+def _from_main(value: Any) -> Any:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

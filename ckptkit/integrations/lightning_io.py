@@ -1,0 +1,99 @@
+"""A CheckpointIO that gives any Lightning strategy our storage, commit and rotation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from ckptkit.catalog.entry import Role
+from ckptkit.checkpoint.open import open_checkpoint
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.integrations.lightning_state import LightningCheckpoints, StateView, lightning_extras
+
+__all__ = ["CkptkitCheckpointIO"]
+
+
+class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's types are not followed
+    """Saves the dictionary that a strategy gathers on rank 0 as a committed checkpoint; loads those, and Lightning's.
+
+    For DDP and single devices. Strategies that save shards on every rank (FSDPStrategy, ModelParallelStrategy) do not
+    ask a CheckpointIO: use `FSDP2Strategy` or the callback `ManagedCheckpoint` there.
+
+    Args:
+        retention: What rotation keeps in a directory of checkpoints. What Lightning removes itself is removed.
+        state_dict_type: "full" (the model in safetensors files) or "sharded" (DCP).
+        storage_options: Passed to fsspec.
+    """
+
+    def __init__(
+        self,
+        *,
+        retention: RetentionPolicy | None = None,
+        state_dict_type: str = "full",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._retention = retention
+        self._state_dict_type = state_dict_type
+        self._storage_options = storage_options
+        self._made: LightningCheckpoints | None = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Save; return once the checkpoint survives a power cut. Called on rank 0 alone.
+
+        Raises:
+            SaveError: Nothing was published.
+        """
+        rest = dict(checkpoint)
+        rest["ckptkit_keys"] = list(rest.get("state_dict", ()))
+        tensors = rest.pop("state_dict", {})
+        state = TrainState(model=StateView(tensors), rng=False)
+        self._checkpoints(storage_options).save(path, rest, state)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the dictionary that was saved at `path`, whoever saved it; any rank may call it."""
+        text = str(path) if "://" in str(path) else os.path.abspath(path)
+        if os.path.isfile(text):
+            return dict(TorchCheckpointIO().load_checkpoint(text, map_location, weights_only=weights_only))
+        source = open_checkpoint(text, storage_options=self._storage_options)
+        models = source.catalog.by_role(Role.MODEL)
+        tensors = {entry.fqn: source[entry.name].to_torch() for entry in models.values()}
+        extras = {name[6:]: source[name] for name in source.catalog.objects if name.startswith("extra.")}
+        checkpoint = lightning_extras(extras or ({"meta": source["meta"]} if "meta" in source else {}))
+        keys = checkpoint.pop("ckptkit_keys", None) or list(tensors)
+        aliases = dict(source.info.extra.get("aliases", {}).get("model", {}))
+        extra_state = source.get("model.extra_state", {})
+        found = {**extra_state, **tensors}
+        checkpoint["state_dict"] = {key: found[key if key in found else aliases.get(key, key)] for key in keys}
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove the checkpoint at `path`; a link goes, what it points to stays."""
+        self._checkpoints(None).remove(path)
+
+    def teardown(self) -> None:
+        """Give everything back."""
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
+    def _checkpoints(self, storage_options: Any) -> LightningCheckpoints:
+        if self._made is None:
+            group = None
+            if dist.is_available() and dist.is_initialized():  # this rank alone: Lightning calls no other
+                group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            self._made = LightningCheckpoints(
+                self._state_dict_type,
+                retention=self._retention,
+                group=group,
+                storage_options=storage_options or self._storage_options,
+            )
+        return self._made

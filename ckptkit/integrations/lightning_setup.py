@@ -1,0 +1,181 @@
+"""What the arguments of NeMo's and Lightning's strategies mean here. Imports no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy, WrapPolicy
+from ckptkit.fsdp.units import Policy
+from ckptkit.fsdp.wrap import shard
+
+__all__ = [
+    "group_sizes",
+    "fsdp_config",
+    "wrap_policy",
+    "modules_of",
+    "roots",
+    "loose_parameters",
+    "fsdp2_strategy_parallelize",
+]
+
+Size = int | Literal["auto"]
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def group_sizes(
+    world_size: int, *, dp: Size, tp: Size, cp: int = 1, has_plan: bool = False, nodes: int = 1
+) -> tuple[int, int]:
+    """Return (data-parallel, tensor-parallel) ranks; "auto" is what the other leaves.
+
+    With both "auto" a plan of one's own makes each node one tensor-parallel group, as NeMo and Lightning do; without
+    one there is nothing to split by, and all ranks are data-parallel.
+
+    Raises:
+        UsageError: dp x cp x tp is not the number of ranks.
+    """
+    if dp == "auto" and tp == "auto":
+        tp = world_size // (nodes * cp) if has_plan else 1
+    known = cp * (1 if dp == "auto" else dp) * (1 if tp == "auto" else tp)
+    left = world_size // known if known > 0 and world_size % known == 0 else 0
+    sizes = (left if dp == "auto" else dp, left if tp == "auto" else tp)
+    if sizes[0] * sizes[1] * cp != world_size or min(sizes) < 1:
+        raise UsageError(
+            f"data_parallel_size={dp} x context_parallel_size={cp} x tensor_parallel_size={tp} does not make the "
+            f"{world_size} ranks of this run."
+        )
+    return sizes
+
+
+def fsdp_config(
+    *,
+    sharding_strategy: Any,
+    mesh: tuple[int, int] | None,
+    dp: int,
+    tp: int,
+    cp: int,
+    precision: str,
+    mp_policy: Any,
+    offload: bool,
+    state_dict_type: Any,
+    device: str,
+) -> FSDPConfig:
+    """Return the FSDPConfig of a strategy's arguments.
+
+    Args:
+        mesh: (replicate, shard) where it was given.
+        precision: Lightning's string, such as "bf16-mixed"; `mp_policy` (torch's or FSDP1's) wins over it.
+    """
+    strategy = str(getattr(sharding_strategy, "name", sharding_strategy)).upper().lstrip("_")
+    if mesh is not None and mesh[0] > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        strategy = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "HYBRID_SHARD_ZERO2"
+    if mesh is not None and mesh[0] * mesh[1] != dp:
+        raise UsageError(f"device_mesh={mesh} has {mesh[0] * mesh[1]} ranks, data_parallel_size is {dp}.")
+    values: dict[str, Any] = {"sharding_strategy": strategy, "tp": tp, "cp": cp, "device": device}
+    if mesh is not None and ShardingStrategy[strategy].is_hybrid:
+        values |= {"replicate": mesh[0], "shard": mesh[1]}
+    if mp_policy is not None:
+        values |= {
+            "mixed_precision": _low(mp_policy.param_dtype),
+            "reduce_dtype": _name(mp_policy.reduce_dtype),
+            "output_dtype": _name(getattr(mp_policy, "output_dtype", None)),
+        }
+    elif precision.endswith("-mixed"):
+        values["mixed_precision"] = "bf16" if precision.startswith("bf16") else "fp16"
+    if offload:
+        values["offload"] = "params"
+    return FSDPConfig(**values, state_dict_type=state_dict_type)
+
+
+def _low(dtype: torch.dtype | None) -> str | None:
+    return None if dtype in (None, torch.float32) else _name(dtype)
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    if dtype is not None and dtype not in _DTYPES:
+        raise UsageError(f"mp_policy has {dtype}; it may have bfloat16, float16 and float32.")
+    return None if dtype is None else _DTYPES[dtype]
+
+
+def wrap_policy(value: Any) -> Policy | None:
+    """Return the policy that a set of classes means, or FSDP1's callable (module, recurse, nonwrapped_numel)."""
+    if value is None:
+        return None
+    if isinstance(value, type):
+        value = {value}
+    if isinstance(value, Iterable):
+        classes = tuple(value)
+        return lambda model: [name for name, m in model.named_modules() if name and isinstance(m, classes)]
+    if not callable(value):
+        raise UsageError(f"auto_wrap_policy is {value!r}: give a set of module classes, or FSDP1's callable.")
+
+    def policy(model: nn.Module) -> list[str]:
+        return [name for name, module in model.named_modules() if name and _accepted(value, module)]
+
+    return policy
+
+
+def modules_of(model: nn.Module, value: Any) -> list[nn.Module]:
+    """Return the modules that a policy (classes, or FSDP1's callable) takes."""
+    policy = wrap_policy(value)
+    return [] if policy is None else [model.get_submodule(name) for name in policy(model)]
+
+
+def _accepted(rule: Callable[..., Any], module: nn.Module) -> bool:
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    return bool(rule(module=module, recurse=False, nonwrapped_numel=numel))
+
+
+def roots(module: nn.Module) -> list[nn.Module]:
+    """Return the modules with parameters below a LightningModule that are called as a whole: its children, or what is
+    in them where they are mere containers.
+
+    The LightningModule itself is no FSDP root: its steps are called, not its forward.
+    """
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += roots(child)
+        elif next(child.parameters(), None) is not None and all(child is not other for other in found):
+            found.append(child)
+    return found
+
+
+def loose_parameters(module: nn.Module, inside: list[nn.Module]) -> list[str]:
+    """Return the trainable parameters of a LightningModule that lie in none of `inside`."""
+    held = {id(parameter) for root in inside for parameter in root.parameters()}
+    return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: Any = None,
+    mp_policy: Any = None,
+    use_hf_tp_plan: bool = True,
+    tp_shard_plan: Mapping[str, Any] | None = None,
+    offload_policy: Any = None,
+) -> nn.Module:
+    """Shard a model as NeMo's function of this name does: each block of its ModuleLists, then the whole; the last
+    block stays gathered. `device_mesh` has the dimension data_parallel, and tensor_parallel where there is one."""
+    sizes = dict(zip(device_mesh.mesh_dim_names, device_mesh.mesh.shape, strict=True))
+    config = fsdp_config(
+        sharding_strategy="FULL_SHARD",
+        mesh=None,
+        dp=sizes["data_parallel"],
+        tp=sizes.get("tensor_parallel", 1),
+        cp=sizes.get("context_parallel", 1),
+        precision="32-true",
+        mp_policy=mp_policy,
+        offload=offload_policy is not None,
+        state_dict_type="SHARDED",
+        device=device_mesh.device_type,
+    )
+    config = replace(config, auto_wrap_policy=WrapPolicy.BLOCKS, keep_last_block=True)
+    del use_hf_tp_plan  # the plan that a model carries is used where none is given
+    plan = dict(tp_shard_plan) if tp_shard_plan is not None else None
+    return shard(model, config, tp_plan=plan)

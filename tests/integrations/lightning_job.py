@@ -1,0 +1,324 @@
+"""What a rank does under a real Trainer: run by torchrun, it writes what it found as JSON. `test_lightning` asks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+warnings.filterwarnings("ignore")
+import lightning.pytorch as pl  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+
+from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint  # noqa: E402
+
+ZOO = Path(__file__).parents[1] / "zoo"
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Data(Dataset):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.sin(torch.arange(8.0) * (index + 1))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Lit(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Net()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        loss = self.model(batch).pow(2).mean()
+        self.log("loss_of_step", loss.detach(), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        self.log("val_loss", self.model(batch).pow(2).mean(), sync_dist=True)
+
+    def test_step(self, batch: torch.Tensor, _: int) -> None:
+        self.log("test_loss", self.model(batch).pow(2).mean(), sync_dist=True)
+
+    def predict_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self.model(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5), "interval": "step"}
+        ]
+
+
+class Probe(Callback):
+    """Looks at the state before the first step, once the optimizer's is restored."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Any] | None = None
+        self.pending_before: bool | None = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if self.first is None:
+            self.pending_before = trainer.strategy._pending is not None
+            trainer.strategy.restore_pending()
+            self.first = snapshot(module, trainer)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
+
+
+def snapshot(module: Any, trainer: Any) -> dict[str, Any]:
+    weights = {name: whole(p) for name, p in module.state_dict().items()}
+    moments = {}
+    for i, optimizer in enumerate(trainer.optimizers):
+        names = {id(p): n for n, p in module.named_parameters()}
+        for p, values in optimizer.state.items():
+            moments |= {f"{i}.{names[id(p)]}.{k}": whole(v) for k, v in values.items()}
+    lrs = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return {"weights": weights, "moments": moments, "lrs": lrs, "step": trainer.global_step}
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    if os.environ.get("SHOW"):
+        for part in ("weights", "moments"):
+            for k in a[part]:
+                print(part, k, k in b[part] and (a[part][k]-b[part][k]).abs().max().item())
+        print(a["lrs"], b["lrs"], a["step"], b["step"])
+    same = a["lrs"] == b["lrs"] and a["step"] == b["step"] and bool(a["moments"])
+    return same and all(
+        a[part].keys() == b[part].keys() and all(torch.equal(a[part][k], b[part][k]) for k in a[part])
+        for part in ("weights", "moments")
+    )
+
+
+def trainer_of(work: Path, strategy: Any, *callbacks: Any, steps: int, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        max_steps=steps,
+        callbacks=list(callbacks),
+        default_root_dir=work,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        num_sanity_val_steps=0,
+        use_distributed_sampler=True,
+        **options,
+    )
+
+
+def loader() -> DataLoader:
+    return StatefulDataLoader(Data(), batch_size=2)  # goes on in the middle of an epoch, each rank where it was
+
+
+def fit(work: Path, strategy: Any, *callbacks: Any, steps: int, path: Any = None, module: Any = None, **options: Any):
+    pl.seed_everything(7 + int(os.environ["RANK"]), verbose=False)
+    module = module or Lit()
+    trainer = trainer_of(work, strategy, *callbacks, steps=steps, **options)
+    trainer.fit(module, loader(), val_dataloaders=loader() if options.get("val_check_interval") else None, ckpt_path=path)
+    return module, trainer
+
+
+# --- parts
+
+
+def resume(work: Path, facts: dict[str, Any]) -> None:
+    """6 steps in a row, and 3 + 3: of each state-dict type, in the middle of an epoch."""
+    straight = snapshot(*fit(work, "fsdp2", steps=6))
+    for kind in ("sharded", "full", "local"):
+        save = ManagedCheckpoint(dirpath=work / kind, every_n_train_steps=3, save_top_k=1, filename="{epoch}-{step}")
+        strategy = FSDP2Strategy(state_dict_type=kind)
+        fit(work, strategy, save, steps=3)
+        path = work / kind / "epoch=0-step=3.ckpt"
+        probe = Probe()
+        module, trainer = fit(work, FSDP2Strategy(), probe, steps=6, path=str(path))
+        facts[f"{kind}_bit_equal"] = equal(straight, snapshot(module, trainer))
+        facts[f"{kind}_deferred"] = probe.pending_before is True and trainer.strategy._pending is None
+        facts[f"{kind}_moments_at_start"] = len(probe.first["moments"])
+    torch.save(straight, work / f"straight{os.environ['RANK']}.pt")
+
+
+def evaluate(work: Path, facts: dict[str, Any]) -> None:
+    """Validate, test and predict from a checkpoint."""
+    path = str(work / "full" / "epoch=0-step=3.ckpt")
+    trainer = trainer_of(work, FSDP2Strategy(), steps=1)
+    facts["val_loss"] = trainer.validate(Lit(), loader(), ckpt_path=path, verbose=False)[0]["val_loss"]
+    trainer = trainer_of(work, FSDP2Strategy(), steps=1)
+    facts["test_loss"] = trainer.test(Lit(), loader(), ckpt_path=path, verbose=False)[0]["test_loss"]
+    trainer = trainer_of(work, FSDP2Strategy(), steps=1)
+    facts["predicted"] = list(trainer.predict(Lit(), loader(), ckpt_path=path)[0].shape)
+
+
+def rotate(work: Path, facts: dict[str, Any]) -> None:
+    """Monitor, save_top_k and save_last through the retention; an overwritten file of Lightning's goes."""
+    save = ManagedCheckpoint(
+        dirpath=work / "best", monitor="val_loss", save_top_k=2, save_last=True, filename="{step}",
+        save_on_train_epoch_end=False,
+    )  # fmt: skip
+    fit(work, FSDP2Strategy(), save, steps=8, val_check_interval=1)
+    facts["best_dir"] = sorted(p.name for p in (work / "best").iterdir() if p.is_dir())
+    facts["best_model_path"] = Path(save.best_model_path).name
+    facts["best_exists"] = Path(save.best_model_path).is_dir()
+
+
+def plain_callback(work: Path, facts: dict[str, Any]) -> None:
+    """Lightning's own ModelCheckpoint with our strategy: it removes what it saved itself, also through a link."""
+    save = ModelCheckpoint(dirpath=work / "plain", every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
+    _, trainer = fit(work, FSDP2Strategy(), save, steps=2)
+    facts["plain_dir"] = sorted(p.name for p in (work / "plain").iterdir() if not p.name.startswith(".") and p.is_dir())
+    facts["link"] = os.path.realpath(work / "plain" / "last.ckpt") == str(work / "plain" / "step=2.ckpt")
+    if dist.get_rank() == 0:
+        trainer.strategy.remove_checkpoint(work / "plain" / "last.ckpt")
+    dist.barrier()
+    facts["target_kept"] = (work / "plain" / "step=2.ckpt").is_dir() and not (work / "plain" / "last.ckpt").exists()
+
+
+def foreign(work: Path, facts: dict[str, Any]) -> None:
+    """Lightning's own checkpoints: what its ModelParallelStrategy writes, resumed by ours, with loops and callbacks."""
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Own(Lit):
+        def configure_model(self) -> None:
+            if not hasattr(self.model.head, "unshard"):
+                for block in self.model.blocks:
+                    fully_shard(block, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.model.head, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    world = int(os.environ["WORLD_SIZE"])
+    made = {
+        "mp_sharded": (ModelParallelStrategy(world, 1), Own),
+        "mp_full": (ModelParallelStrategy(world, 1, save_distributed_checkpoint=False), Own),
+        "ddp": (DDPStrategy(), Lit),
+    }
+    for name, (strategy, build) in made.items():
+        module, trainer = fit(work, strategy, steps=3, module=build())
+        path = work / f"{name}.ckpt"
+        trainer.save_checkpoint(path)
+        before = snapshot(module, trainer)
+        probe = Probe()
+        fit(work, FSDP2Strategy(), probe, steps=4, path=str(path))
+        facts[f"from_{name}"] = equal(before, probe.first)
+    save = ManagedCheckpoint(dirpath=work / "over", every_n_train_steps=1, save_top_k=1, filename="last")
+    (work / "over").mkdir(exist_ok=True)
+    if dist.get_rank() == 0:
+        (work / "ddp.ckpt").rename(work / "over" / "last.ckpt")
+    dist.barrier()
+    module, trainer = fit(work, FSDP2Strategy(), steps=2)
+    trainer.save_checkpoint(work / "over" / "last.ckpt")
+    facts["over_a_file"] = sorted(p.name for p in (work / "over").iterdir())
+    del save
+    # And the callback under a strategy that bypasses CheckpointIO, resumed by ours.
+    save = ManagedCheckpoint(dirpath=work / "theirs", every_n_train_steps=3, filename="three")
+    module, trainer = fit(work, ModelParallelStrategy(world, 1), save, steps=3, module=Own())
+    before = snapshot(module, trainer)
+    probe = Probe()
+    fit(work, FSDP2Strategy(), probe, steps=4, path=str(work / "theirs" / "three.ckpt"))
+    facts["callback_under_model_parallel"] = equal(before, probe.first)
+
+
+def other_world(work: Path, facts: dict[str, Any]) -> None:
+    """Another number of ranks goes on from what two saved."""
+    for kind in ("sharded", "full"):
+        probe = Probe()
+        _, trainer = fit(work, FSDP2Strategy(), probe, steps=5, path=str(work / kind / "epoch=0-step=3.ckpt"))
+        facts[f"{kind}_step"] = [probe.first["step"], trainer.global_step]
+        facts[f"{kind}_moments"] = len(probe.first["moments"])
+    one = probe.first["weights"]
+    from safetensors.torch import load_file
+
+    saved = load_file(next((work / "full" / "epoch=0-step=3.ckpt").glob("model*.safetensors")))
+    facts["weights_equal"] = all(torch.equal(one[k], saved[k]) for k in saved) and len(saved) == len(one)
+
+
+def pluggable(work: Path, facts: dict[str, Any]) -> None:
+    """A CheckpointIO sees every write, with whole tensors on rank 0; ours under DDP."""
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from ckptkit import RetentionPolicy
+    from ckptkit.integrations.lightning import CkptkitCheckpointIO
+
+    class Seen(TorchCheckpointIO):
+        paths: list[str] = []
+
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            self.paths.append(Path(path).name)
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    io = Seen()
+    module, trainer = fit(work, FSDP2Strategy(checkpoint_io=io), steps=3)
+    trainer.save_checkpoint(work / "io.ckpt")
+    before = snapshot(module, trainer)
+    facts["io_saw"] = io.paths
+    if dist.get_rank() == 0:
+        held = torch.load(work / "io.ckpt", weights_only=False)
+        facts["io_whole"] = all(torch.equal(v, before["weights"][k]) for k, v in held["state_dict"].items())
+    probe = Probe()
+    fit(work, FSDP2Strategy(checkpoint_io=Seen()), probe, steps=4, path=str(work / "io.ckpt"))
+    facts["io_resumed"] = equal(before, probe.first)
+    io = CkptkitCheckpointIO(retention=RetentionPolicy(max_num=1))
+    save = ModelCheckpoint(dirpath=work / "ddp", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    strategy = DDPStrategy()
+    strategy.checkpoint_io = io
+    module, trainer = fit(work, strategy, save, steps=3)
+    before = snapshot(module, trainer)
+    facts["ddp_kept"] = sorted(p.name for p in (work / "ddp").iterdir() if p.is_dir())
+    strategy = DDPStrategy()
+    strategy.checkpoint_io = CkptkitCheckpointIO()
+    first = FirstState()
+    fit(work, strategy, first, steps=4, path=str(work / "ddp" / "step=3.ckpt"))
+    facts["ddp_resumed"] = equal(before, first.state)
+
+
+class FirstState(Callback):
+    state: Any = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if self.state is None:
+            self.state = snapshot(module, trainer)
+
+
+def main() -> None:
+    work, parts = Path(sys.argv[1]), sys.argv[2].split(",")
+    torch.set_num_threads(1)
+    facts: dict[str, Any] = {}
+    for part in parts:
+        globals()[part](work, facts)
+    if os.environ["RANK"] == "0":
+        (work / f"{'-'.join(parts)}.json").write_text(json.dumps(facts))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
