@@ -135,6 +135,7 @@ def go_on(
     shapes: dict[str, tuple[str, tuple[int, ...]]],
     tied: dict[str, str],
     buffers: list[str],
+    groups: list[list[str]],
     masters: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], list[Any], list[str]]:
     """Load a checkpoint strictly into a sharded model with AdamW, return its numbers, then train a step.
@@ -147,12 +148,13 @@ def go_on(
     ignored = {p for p in model.parameters() if p.ndim == 0}
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     fully_shard(model, mesh=mesh, ignored_params=ignored)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=123.0)
+    named = dict(model.named_parameters())
+    optimizer: Any = torch.optim.AdamW([{"params": [named[fqn] for fqn in group]} for group in groups], lr=123.0)
     if masters:
         optimizer = MasterWeightOptimizer(optimizer)
     with CheckpointManager(str(Path(url).parent)) as manager:
         report = manager.load(TrainState(model=model, optimizer=optimizer, rng=False), url)
-    names = {id(p): n for n, p in model.named_parameters()}
+    names = {id(p): n for n, p in named.items()}
     weights = {n: _full(t) for n, t in model.state_dict().items()}
     states = {f"{names[id(p)]}.{k}": _full(v) for p, state in optimizer.state.items() for k, v in state.items()}
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
