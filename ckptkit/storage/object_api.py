@@ -58,8 +58,14 @@ class ObjectApi(Protocol):
     def get_whole(self, name: str) -> tuple[bytes, int]:
         """Return the first bytes of an object, and how many it has in all."""
 
-    def put(self, name: str, data: bytes, *, if_absent: bool) -> None:
-        """Write an object in one request. `if_absent`: raises FileExistsError, where the store can."""
+    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> None:
+        """Write an object in one request. `if_absent`: raises FileExistsError, where the store can.
+
+        `mark` goes with it where the store has a place for that.
+        """
+
+    def is_mine(self, name: str, data: bytes, *, mark: str, tries: int) -> bool:
+        """Tell whether what is there is what try `tries`, which was refused, or one before it has put."""
 
     def upload(self, name: str) -> Upload:
         """Begin an upload in parts, if absent where the store can."""
@@ -115,7 +121,10 @@ class FsspecApi:
         data = bytes(self.fs.cat_file(name))
         return data, len(data)
 
-    def put(self, name: str, data: bytes, *, if_absent: bool) -> None:
+    def is_mine(self, name: str, data: bytes, *, mark: str, tries: int) -> bool:
+        return tries > 1 and self.get(name, 0, len(data) + 1) == data
+
+    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> None:
         if not if_absent:
             self.fs.pipe_file(name, data)
             return

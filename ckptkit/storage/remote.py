@@ -203,18 +203,18 @@ class RemoteStore:
 
     def _put(self, path: str, full: str, data: bytes) -> None:
         """Put if absent, where the store can; else put."""
-        tries = 0
+        tries, mark = 0, secrets.token_hex(8)
 
         def put() -> None:
             nonlocal tries
             tries += 1
             try:
-                self._api.put(full, data, if_absent=True)
+                self._api.put(full, data, if_absent=True, mark=mark)
             except NotImplementedError:
                 self._api.put(full, data, if_absent=False)
             except FileExistsError:
                 # The answer to an earlier try may have been lost after it was carried out.
-                if tries == 1 or self._api.get(full, 0, len(data) + 1) != data:
+                if not self._api.is_mine(full, data, mark=mark, tries=tries):
                     raise
 
         self._call(path, put)

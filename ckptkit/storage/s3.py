@@ -16,6 +16,7 @@ __all__ = ["S3Api"]
 
 _GONE = ("NoSuchKey", "NoSuchUpload")
 _HEAD_BYTES = 8 << 20  # what a whole object is asked for first: nearly all are smaller
+_MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
 
 
@@ -84,9 +85,18 @@ class S3Api(FsspecApi):
             return data[start:stop], len(data)
         return data, int(stated)
 
-    def put(self, name: str, data: bytes, *, if_absent: bool) -> None:
+    def is_mine(self, name: str, data: bytes, *, mark: str, tries: int) -> bool:
+        # Also at the first try: the HTTP client below sends a PUT again by itself when a kept connection breaks.
         bucket, key = self._split(name)
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        with contextlib.suppress(FileNotFoundError):
+            return bool(mark) and self._call("head_object", Bucket=bucket, Key=key)["Metadata"].get(_MARK) == mark
+        return False
+
+    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> None:
+        bucket, key = self._split(name)
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+        if mark:
+            condition["Metadata"] = {_MARK: mark}
         with _taken(name):
             self._call("put_object", Bucket=bucket, Key=key, Body=data, **condition)
 

@@ -22,7 +22,7 @@ _counter = itertools.count()
 @pytest.fixture(scope="session")
 def moto_options() -> Iterator[Mapping[str, Any]]:
     with servers.moto() as options:
-        open_store("s3://bucket", storage_options=options).fs.mkdir("bucket")
+        open_store("s3://store", storage_options=options).fs.mkdir("store")
         yield options
 
 
@@ -47,7 +47,7 @@ def gcs_options() -> Iterator[Mapping[str, Any]]:
 class TestMoto(StoreTests):
     @pytest.fixture
     def store(self, moto_options: Mapping[str, Any]) -> RemoteStore:
-        return RemoteStore(f"s3://bucket/run{next(_counter)}", storage_options=moto_options)
+        return RemoteStore(f"s3://store/run{next(_counter)}", storage_options=moto_options)
 
     def test_two_writers_of_one_key_have_one_winner(self, store: RemoteStore) -> None:
         store.fs.pipe_file(store._full("record"), b"first", mode="create")

@@ -1,0 +1,149 @@
+"""A reverse proxy of a real server that counts requests, and fails, delays or cuts those that a rule picks."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+Rule = Callable[[int, str, str], str]
+"""(number of the request, method, path) -> "pass", "503", "reset", "lost", "cut" or "slow"."""
+
+
+@dataclass
+class Proxy:
+    """What went by, and the rule for what goes by next."""
+
+    url: str
+    rule: Rule = lambda number, method, path: "pass"
+    seen: list[tuple[str, str]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def clear(self) -> None:
+        self.seen.clear()
+
+    @property
+    def count(self) -> int:
+        return len(self.seen)
+
+    def kinds(self) -> Counter[str]:
+        """Requests by what they are."""
+        return Counter(_kind(method, path) for method, path in self.seen)
+
+
+def _kind(method: str, path: str) -> str:
+    query = parse_qs(urlsplit(path).query, keep_blank_values=True)
+    if "list-type" in query:
+        return "LIST"
+    for word in ("uploads", "delete", "partNumber", "uploadId"):
+        if word in query:
+            return f"{method} {word}"
+    return method
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    proxy: Proxy
+    target: tuple[str, int]
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def _any(self) -> None:
+        body = self._body()
+        with self.proxy.lock:
+            self.proxy.seen.append((self.command, self.path))
+            number = len(self.proxy.seen)
+        fate = self.proxy.rule(number, self.command, self.path)
+        if fate == "503":
+            self._answer(503, [("Content-Type", "application/xml")], b"<Error><Code>SlowDown</Code></Error>")
+            return
+        if fate == "reset":
+            self.close_connection = True
+            self.connection.close()
+            return
+        if fate == "slow":
+            time.sleep(0.3)
+        status, headers, data = self._forward(body)
+        if fate == "lost":  # it was carried out, and nobody hears of it
+            self.close_connection = True
+            self.connection.close()
+            return
+        self._answer(status, headers, data, cut=fate == "cut" and len(data) > 1)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any
+
+    def _body(self) -> bytes:
+        if self.headers.get("Expect", "").lower() == "100-continue":
+            pass  # the base class has answered it
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            data = b""
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                data += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return data
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection(*self.target, timeout=60)
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
+        headers["Content-Length"] = str(len(body))
+        try:
+            connection.request(self.command, self.path, body=body, headers=headers)
+            answer = connection.getresponse()
+            data = answer.read()
+            self._length = answer.headers.get("Content-Length")
+            return answer.status, answer.getheaders(), data
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, *, cut: bool = False) -> None:
+        self.send_response_only(status)
+        length = str(len(data))
+        for name, value in headers:
+            if self.command == "HEAD" and name.lower() == "content-length":
+                length = value
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        try:
+            if cut:
+                self.wfile.write(data[: len(data) // 2])
+                self.close_connection = True
+                self.connection.close()
+            elif self.command != "HEAD":
+                self.wfile.write(data)
+        except OSError:
+            self.close_connection = True
+
+
+@contextmanager
+def proxy_of(url: str) -> Iterator[Proxy]:
+    """Run a proxy of the server at `url` on loopback."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None
+    handler = type("Handler", (_Handler,), {"target": (parts.hostname, parts.port)})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    proxy = Proxy(f"http://127.0.0.1:{server.server_port}")
+    handler.proxy = proxy  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def every_third(fate: str) -> Rule:
+    """Return the rule that gives each third request `fate`."""
+    return lambda number, method, path: fate if number % 3 == 0 else "pass"

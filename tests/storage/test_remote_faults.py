@@ -1,0 +1,284 @@
+"""A store behind a network that fails: identical bytes at the end, one clear error, nothing published by halves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ckptkit.errors import StorageError
+from ckptkit.storage import open_store
+from ckptkit.storage.connection import PART_BYTES
+from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.retry import is_transient
+from ckptkit.storage.store import ReadInto
+from tests.storage import servers
+from tests.storage.proxy import Proxy, every_third, proxy_of
+
+Options = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[Options]:
+    with servers.moto() as options:
+        open_store("s3://bucket", storage_options=options).fs.mkdir("faults")
+        yield dict(options)
+
+
+@pytest.fixture(scope="module")
+def via(moto: Options) -> Iterator[Proxy]:
+    with proxy_of(moto["endpoint_url"]) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(moto: Options, via: Proxy, request: pytest.FixtureRequest) -> Iterator[RemoteStore]:
+    options = {**moto, "endpoint_url": via.url}
+    yield RemoteStore(f"s3://faults/{abs(hash(request.node.name))}", storage_options=options)
+    via.rule = lambda number, method, path: "pass"
+
+
+def direct(store: RemoteStore, moto: Options) -> RemoteStore:
+    return RemoteStore(store.url, storage_options=moto)
+
+
+@pytest.mark.parametrize("fate", ["503", "reset", "lost", "cut", "slow"])
+def test_bytes_are_identical_where_every_third_request_fails(
+    store: RemoteStore, via: Proxy, moto: Options, fate: str
+) -> None:
+    data = os.urandom(2 * PART_BYTES + 12345)
+    via.clear()
+    via.rule = every_third(fate)
+    with store.writer("big") as out:
+        out.write(data)
+    store.write("small", data[:1000])
+    assert store.read("big") == data
+    views = [bytearray(5000) for _ in range(4)]
+    store.read_many([ReadInto("big", i * 5_000_000, memoryview(v)) for i, v in enumerate(views)])
+    assert [bytes(v) for v in views] == [data[i * 5_000_000 :][:5000] for i in range(4)]
+    assert store.read("small") == data[:1000]
+    assert [item.path for item in store.list(recursive=True)] == ["big", "small"]
+    store.delete_tree("big")
+    via.rule = lambda number, method, path: "pass"
+    assert [item.path for item in direct(store, moto).list(recursive=True)] == ["small"]
+    assert store.unfinished_uploads() == []
+
+
+def test_each_request_of_an_upload_may_fail_in_turn(store: RemoteStore, via: Proxy) -> None:
+    data = os.urandom(PART_BYTES + 100)
+    for turn in range(1, 6):
+        via.clear()
+        via.rule = lambda number, method, path, turn=turn: "lost" if number == turn else "pass"  # type: ignore[misc]
+        with store.writer(f"x{turn}") as out:
+            out.write(data)
+        via.rule = lambda number, method, path: "pass"
+        assert store.read(f"x{turn}") == data
+
+
+def test_a_lost_answer_to_put_if_absent_is_not_taken_for_another_writer(store: RemoteStore, via: Proxy) -> None:
+    store.write("first", b"1")
+    via.clear()
+    via.rule = lambda number, method, path: "lost" if number == 1 else "pass"
+    store.write("record", b"mine")
+    with pytest.raises(FileExistsError):
+        store.write("record", b"theirs")
+    assert store.read("record") == b"mine"
+
+
+def test_what_stays_wrong_is_not_tried_again(store: RemoteStore, via: Proxy) -> None:
+    via.clear()
+    with pytest.raises(FileNotFoundError):
+        store.read("nothing")
+    assert via.count == 1
+
+
+def test_a_server_that_fails_for_good_is_one_error_in_bounded_time(
+    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "2s")
+    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 4)
+    via.clear()
+    via.rule = lambda number, method, path: "503"
+    with pytest.raises(StorageError, match="CKPTKIT_STORAGE_TIMEOUT"):
+        store.read("x")
+    assert via.count == 4  # the retries of s3fs and botocore do not multiply ours
+
+
+def test_a_failed_upload_leaves_neither_an_object_nor_parts(store: RemoteStore, via: Proxy) -> None:
+    with pytest.raises(RuntimeError), store.writer("big") as out:
+        out.write(bytes(3 * PART_BYTES))
+        raise RuntimeError("on purpose")
+    assert store.list(recursive=True) == []
+    assert store.unfinished_uploads() == []
+
+
+def test_uploads_that_nobody_finished_are_found_and_thrown_away(store: RemoteStore) -> None:
+    full = store._full("step_1/big")
+    store._api.upload(full)
+    assert [upload.name for upload in store.unfinished_uploads()] == [full]
+    assert store.unfinished_uploads(older_than_s=100 * 365 * 86400) == []  # moto's clock is of 2010
+    assert store.abort_uploads("step_2") == 0
+    store.delete_tree("step_1")
+    assert store.unfinished_uploads() == []
+
+
+def test_a_writer_does_not_replace_a_large_object(store: RemoteStore) -> None:
+    for content in (b"a", b"b"):
+        try:
+            with store.writer("big") as out:
+                out.write(content * (PART_BYTES + 5))
+        except FileExistsError:
+            assert content == b"b"
+    assert store.read("big", 0, 1) == b"a"
+    assert store.unfinished_uploads() == []
+
+
+def test_parts_are_sent_while_the_caller_goes_on_and_in_bounded_number(store: RemoteStore, via: Proxy) -> None:
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def rule(number: int, method: str, path: str) -> str:
+        if "partNumber" in path:
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            time.sleep(0.2)
+            with lock:
+                now[0] -= 1
+        return "pass"
+
+    via.rule = rule
+    with store.writer("big") as out:
+        for _ in range(12):
+            out.write(bytes(PART_BYTES))
+    assert 2 <= most[0] <= 8
+
+
+def _child(store: RemoteStore, pipe: Any) -> None:
+    pipe.send(store.read("x"))
+    store.write("y", b"from the child")
+    pipe.send(id(store.fs.loop))
+
+
+def test_a_forked_process_opens_its_own_file_system(moto: Options) -> None:
+    store = RemoteStore("s3://faults/forked", storage_options=moto)
+    store.write("x", b"1")
+    store._connection._locks[os.getpid()].acquire()  # as if another thread were in it
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *args, **kwargs: None)
+        child = context.Process(target=_child, args=(store, theirs))
+        child.start()
+    assert mine.poll(20) and mine.recv() == b"1"
+    assert mine.poll(20)
+    mine.recv()
+    child.join(20)
+    store._connection._locks[os.getpid()].release()
+    assert child.exitcode == 0 and store.read("y") == b"from the child"
+
+
+def test_many_threads_share_a_store(moto: Options) -> None:
+    store = RemoteStore("s3://faults/threads", storage_options=moto)
+    errors: list[Exception] = []
+
+    def work(i: int) -> None:
+        try:
+            with store.writer(f"f{i}") as out:
+                out.write(bytes([i]) * 1000)
+                if i % 3 == 0:
+                    raise KeyError(i)
+        except KeyError:
+            pass
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert [item.path for item in store.list()] == sorted(f"f{i}" for i in range(12) if i % 3)
+
+
+def test_a_server_that_accepts_and_says_nothing_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "1s")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = {
+            "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "key": "k",
+            "secret": "hush-hush",
+            "config_kwargs": {"read_timeout": 1},
+        }
+        with pytest.raises(StorageError) as caught:
+            open_store("s3://faults/x", storage_options=options).read("y")
+    assert "hush" not in str(caught.value)
+
+
+def test_secrets_of_options_and_urls_are_in_no_message(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="ckptkit")
+    store = RemoteStore("nosuch://user:hunter22@host/x?token=abcdef", storage_options={"secret": "hush-hush"})
+    assert "hunter22" not in store.url and "abcdef" not in store.url and "hunter22" not in repr(store)
+
+    def fail() -> None:
+        raise OSError(22, "denied to hush-hush at nosuch://user:hunter22@host")
+
+    with pytest.raises(StorageError) as caught:
+        store._call("x", fail)
+    assert not any(word in str(caught.value) + caplog.text for word in ("hush-hush", "hunter22"))
+
+
+def test_a_store_without_conditional_writes_is_found_out_and_said_once(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path_factory.mktemp("rclone")
+    (folder / "bucket").mkdir()
+    with servers.rclone(folder) as options:
+        root = open_store("s3://bucket/run", storage_options=options)
+        root.write("a", b"1")
+        root.child("d").write("b", b"1")
+        with pytest.raises(FileExistsError):
+            root.write("a", b"2")
+        assert [record.message for record in caplog.records if "conditional" in record.message] == [
+            caplog.records[0].message
+        ]
+        assert [item.path for item in root.list(recursive=True)] == ["a", "d/b"]
+
+
+def test_a_store_with_conditional_writes_is_not_warned_about(moto: Options, caplog: pytest.LogCaptureFixture) -> None:
+    store = RemoteStore("s3://faults/conditional", storage_options=moto)
+    store.write("a", b"1")
+    assert store._connection.conditional is True
+    assert not [record for record in caplog.records if record.name.startswith("ckptkit")]
+
+
+def test_gcs_survives_every_third_request_failing() -> None:
+    with servers.fake_gcs() as options, proxy_of(options["endpoint_url"]) as via:
+        os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+        open_store("gs://bucket", storage_options=options).fs.mkdir("bucket")
+        store = RemoteStore("gs://bucket/run", storage_options={**options, "endpoint_url": via.url})
+        data = os.urandom(2 * PART_BYTES + 777)
+        via.rule = every_third("503")
+        store.write("small", data[:10])
+        assert store.read("small") == data[:10]
+        with store.writer("big") as out:
+            out.write(data)
+        buffer = bytearray(len(data))
+        store.read_into("big", 0, memoryview(buffer))
+        assert buffer == data
+
+
+def test_a_conflict_of_conditional_writes_is_worth_another_try() -> None:
+    error = OSError(5, "conflict")
+    error.__cause__ = Exception()
+    error.__cause__.response = {  # type: ignore[attr-defined]
+        "Error": {"Code": "ConditionalRequestConflict"},
+        "ResponseMetadata": {"HTTPStatusCode": 409},
+    }
+    assert is_transient(error)
