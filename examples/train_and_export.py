@@ -206,14 +206,15 @@ def launch(name: str, work: Path, *, ranks: int) -> dict[str, Any]:
 
 
 def command(*arguments: str | Path) -> None:
-    """Run `ckptkit` as one would in a shell, showing the command and its last line."""
+    """Run `ckptkit` as one would in a shell, showing the command and what it proved."""
     done = subprocess.run(
         [sys.executable, "-m", "ckptkit", *map(str, arguments)], capture_output=True, text=True, check=False
     )
     shown = " ".join(a.name if isinstance(a, Path) else a for a in arguments)
     if done.returncode:
         raise SystemExit(f"ckptkit {shown} failed with {done.returncode}:\n{done.stderr}")
-    say(f"ckptkit {shown}: {done.stdout.strip().splitlines()[-1]}")
+    proof = next(line for line in done.stdout.splitlines() if line.startswith("proved"))
+    say(f"ckptkit {shown}: {proof}")
 
 
 def steps_of(run: Path) -> list[str]:
