@@ -40,7 +40,13 @@ class LocalSink:
     def create(self, index: int) -> None:
         """Create a file and write its literals."""
         file = self._files[index]
-        os.close(self._store.create(file.path, file.nbytes))
+        descriptor = self._store.create(file.path)
+        try:
+            # Not posix_fallocate: tmpfs would fill every page with zeros first, half as slow again as the copy,
+            # and `execute` has compared the free space with all that is to be written.
+            os.ftruncate(descriptor, file.nbytes)
+        finally:
+            os.close(descriptor)
         if _any(file.crcs):
             self._crcs[index] = []
         for literal in file.literals:
