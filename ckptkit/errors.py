@@ -101,6 +101,11 @@ class RankFailedError(SaveError):
 class NoSpaceError(SaveError, OSError):
     """The storage has no room for what is to be written."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if len(args) > 1 and isinstance(args[0], int):  # OSError parses (errno, text) only where it comes first
+            self.errno, self.strerror = args[0], str(args[1])
+
 
 class LeaseHeldError(SaveError):
     """Another live job writes to this root."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ckptkit.checkpoint.inventory import Inventory, list_checkpoints
 from ckptkit.checkpoint.lease import Lease, acquire_lease
 from ckptkit.checkpoint.pins import list_pins
 from ckptkit.checkpoint.publish import Place, check_files, place_of, write_hint
-from ckptkit.errors import CheckpointExistsError, NoSpaceError, SaveError, UsageError
+from ckptkit.errors import CheckpointExistsError, LeaseHeldError, NoSpaceError, SaveError, UsageError
 from ckptkit.formats.layout import RECORD_NAME, CommitRecord, FileRecord, checkpoint_name, step_name
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.staging import new_nonce
@@ -72,7 +73,7 @@ def begin_save(
     planned_bytes: int | None = None,
     coordinator: Coordinator | None = None,
     overwrite: bool = False,
-    lease: Lease | None = None,
+    lease: Lease | Callable[[], Lease] | None = None,
     message: bytes = b"",
 ) -> SaveAttempt:
     """Return an attempt to save `step`: a private place to write to. All ranks must call it.
@@ -82,7 +83,8 @@ def begin_save(
     Args:
         planned_bytes: What this rank will write; None where it can't tell (no check for space then).
         overwrite: Replace a committed checkpoint of that name; the old one goes after the new one is there.
-        lease: The lease of the run, on rank 0, where the caller holds one; else the attempt takes its own.
+        lease: The lease of the run, or what returns it, asked on rank 0 only; else the attempt takes its own. The
+            attempts of one lease take turns.
         message: Any bytes; `SaveAttempt.messages` has those of all ranks, on every rank.
 
     Raises:
@@ -93,7 +95,7 @@ def begin_save(
         RankFailedError: A rank died, hung, or does not see the same storage.
     """
     coordinator = coordinator or Coordinator()
-    opening = _Opening(root, lease)
+    opening = _Opening(root, lease, coordinator.timeout_s)
     what = f"starting to save step {step!r:.40}"
     try:
         # 1. Invariant: every rank names the same attempt, or none goes on.
@@ -118,16 +120,21 @@ def _request(step: int, tag: str | None, overwrite: bool, planned_bytes: int | N
 class _Opening:
     """Rank 0's part of the start, and of the end: what it took it gives back."""
 
-    def __init__(self, root: Store, lease: Lease | None) -> None:
-        self.root, self.lease = root, lease
+    def __init__(self, root: Store, lease: Lease | Callable[[], Lease] | None, patience_s: float) -> None:
+        self.root, self._given, self._patience_s = root, lease, patience_s
+        self.lease: Lease | None = None
         self._own_lease: Lease | None = None
+        self._has_turn = False
         self.place: Place | None = None
 
     def open(self, requests: Sequence[_Request]) -> _Start:
         first = requests[0]
         _check_equal(requests)
-        if self.lease is None:
+        if self._given is None:
             self.lease = self._own_lease = acquire_lease(self.root)
+        else:
+            self.lease = self._given if isinstance(self._given, Lease) else self._given()
+        self._take_turn(self.lease)
         self.lease.check()
         # Invariant: no other attempt is under way here. What dead ones left goes first: it may be the space we need.
         inventory = list_checkpoints(self.root)
@@ -143,6 +150,14 @@ class _Opening:
         self.place.open()
         return start
 
+    def _take_turn(self, lease: Lease) -> None:
+        self._has_turn = lease.turn.acquire(timeout=min(self._patience_s, threading.TIMEOUT_MAX))
+        if not self._has_turn:
+            raise LeaseHeldError(
+                f"{self.root.url}: another save of this process is not done after {self._patience_s:g} s; nothing was "
+                "written. Wait for it, or give the manager a longer timeout_s."
+            )
+
     def close(self) -> None:
         """Give back space and lease. The outcome is decided: a failure here is logged, the next save cleans up."""
         try:
@@ -151,6 +166,9 @@ class _Opening:
         except OSError as error:
             logger.warning("%s could not be cleaned up: %s. The next save tries again.", self.root.url, error)
         finally:
+            if self.lease is not None and self._has_turn:
+                self._has_turn = False
+                self.lease.turn.release()
             if self._own_lease is not None:
                 self._own_lease.release()
 

@@ -15,7 +15,9 @@ from ckptkit.storage.store import Store
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Fill", "fill", "read_whole"]
+    from ckptkit.formats.dcp_fill import Filler, SliceCheck
+
+__all__ = ["Fill", "fill", "prepare", "read_whole", "run", "share_checks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,16 @@ class Fill:
     parts: Sequence[LocalPart]
 
 
-def fill(catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int = 0) -> int:
-    """Fill the tensors and return the bytes read. The digest of every slice that is read whole is checked.
+def prepare(catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int = 0, verify: bool = True) -> Filler:
+    """Return what reads all that the tensors need.
 
     Raises:
-        IntegrityError: Bytes are not those that were written; names tensor and file.
         IncompleteCheckpointError: The slices do not hold every element that is wanted.
     """
-    from ckptkit.formats.dcp_fill import Filler
+    from ckptkit.formats.dcp_fill import Filler, Verify
     from ckptkit.formats.dcp_read import add_box
 
-    filler = Filler(store, workers=workers)
+    filler = Filler(store, workers=workers, verify=Verify.READ if verify else Verify.OFF)
     for item in fills:
         entry = catalog.tensors[item.entry]
         for part in item.parts:
@@ -52,8 +53,60 @@ def fill(catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int 
                 for dim, (start, length) in enumerate(zip(part.local_offsets, part.box.sizes, strict=True)):
                     target = target.narrow(dim, start, length)
             add_box(filler, entry, part.box, target)
-    filler.run()
-    return filler.nbytes
+    return filler
+
+
+def run(filler: Filler, checks: Sequence[SliceCheck] = ()) -> int:
+    """Fill what was prepared, and return the bytes read. The digest of every slice that is read whole is checked.
+
+    Args:
+        checks: Slices to check beside: others read parts of them.
+
+    Raises:
+        IntegrityError: Bytes are not those that were written; names tensor and file.
+        IncompleteCheckpointError: A file is missing or too short; names tensor and file.
+    """
+    names = filler.names()
+    try:
+        filler.run()
+        return filler.nbytes + filler.check(checks)
+    except (FileNotFoundError, IncompleteCheckpointError) as error:
+        missing = next((path for path in sorted(names, key=len, reverse=True) if path in str(error)), None)
+        if missing is None or names[missing] in str(error):
+            raise
+        raise IncompleteCheckpointError(f"tensor {names[missing]!r}, file {missing}: {error}") from error
+
+
+def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
+    """Give each slice that ranks read only parts of to one of them, the one with the least to check so far.
+
+    So every slice is read whole by somebody before any rank takes what it has read: no rank checks more than its
+    share, and together they read the slices once more at most.
+    """
+    readers: dict[tuple[str, int], list[int]] = {}
+    slices: dict[tuple[str, int], SliceCheck] = {}
+    for rank, items in enumerate(wanted):
+        for item in items:
+            slices[item.path, item.start] = item
+            readers.setdefault((item.path, item.start), []).append(rank)
+    shares: list[list[SliceCheck]] = [[] for _ in wanted]
+    load = [0] * len(wanted)
+    for key, item in sorted(slices.items(), key=lambda pair: (-pair[1].nbytes, pair[0])):
+        rank = min(readers[key], key=load.__getitem__)
+        load[rank] += item.nbytes
+        shares[rank].append(item)
+    return shares
+
+
+def fill(catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int = 0) -> int:
+    """Fill the tensors now and return the bytes read; slices that are read in part are checked whole.
+
+    Raises:
+        IntegrityError: Bytes are not those that were written; names tensor and file.
+        IncompleteCheckpointError: The slices do not hold every element that is wanted, or a file is missing.
+    """
+    filler = prepare(catalog, store, fills, workers=workers)
+    return run(filler, filler.unchecked())
 
 
 def read_whole(catalog: Catalog, store: Store, names: Iterable[str]) -> dict[str, torch.Tensor]:

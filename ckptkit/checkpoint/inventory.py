@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ckptkit.checkpoint.lease import STATE_DIRECTORY
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UsageError
 from ckptkit.formats.layout import LATEST_HINT, CommitRecord, find_record, record_path, step_of_name
 from ckptkit.storage.owner import Owner
 from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, read_owner
 from ckptkit.storage.store import FileInfo, Store
 
-__all__ = ["Attempt", "Committed", "Inventory", "Skipped", "list_checkpoints", "rank_by", "resolve"]
+__all__ = ["Attempt", "Committed", "Inventory", "Skipped", "choose", "list_checkpoints", "rank_by", "resolve"]
 
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" is in no tag
@@ -56,10 +56,15 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A directory that looks like a checkpoint of ours and is none."""
+    """A directory that looks like a checkpoint of ours and is none.
+
+    Attributes:
+        damaged: It has a commit record that can't be read: a checkpoint that was saved, and is lost.
+    """
 
     path: str
     reason: str
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,13 @@ class Inventory:
         return self.committed[-1] if self.committed else None
 
     @property
+    def newest_damaged(self) -> Skipped | None:
+        """A checkpoint beyond the latest one whose record is damaged: its name alone says that it was newer."""
+        last = -1 if self.latest is None else self.latest.step
+        found = [(step_of_name(item.path), item) for item in self.skipped if item.damaged]
+        return max(((s, item) for s, item in found if s is not None and s > last), default=(0, None), key=_first)[1]
+
+    @property
     def next_sequence(self) -> int:
         """What the next save counts."""
         return 1 + max((item.record.sequence for item in self.committed), default=0)
@@ -86,6 +98,10 @@ class Inventory:
     def find(self, name: str) -> Committed | None:
         """Return the checkpoint called `name`."""
         return next((item for item in self.committed if item.name == name), None)
+
+
+def _first(pair: tuple[int, Skipped | None]) -> int:
+    return pair[0]
 
 
 def list_checkpoints(root: Store) -> Inventory:
@@ -141,7 +157,7 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
-        return Skipped(path, str(error))
+        return Skipped(path, str(error), damaged=isinstance(error, CorruptCheckpointError))
     except OSError as error:
         return Skipped(path, f"its checkpoint.json can't be read: {error}")
     if record is None:
@@ -202,6 +218,32 @@ def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
 
 
 # --- names that people give
+
+
+def choose(
+    root: Store, which: str | int, *, damaged: Collection[str] = (), best: tuple[str, str] | None = None
+) -> tuple[str, CommitRecord] | Skipped | None:
+    """Return path and record of what a load means by `which`, None where a run has no checkpoint yet.
+
+    Where the newest checkpoint's record can't be read, "latest" is that one, as it was skipped: it is not to be
+    passed over in silence.
+
+    Args:
+        damaged: Names of checkpoints that can't be loaded: then it is the newest one before them.
+    """
+    inventory = list_checkpoints(root)
+    found: Committed | None
+    if which == "latest":
+        lost = inventory.newest_damaged
+        if lost is not None and lost.path not in damaged:
+            return lost
+        found = inventory.latest
+    else:
+        found = resolve(inventory, str(which), best=best)
+    if found is not None and found.name in damaged:
+        before = inventory.committed[: inventory.committed.index(found)]
+        found = next((item for item in reversed(before) if item.name not in damaged), None)
+    return None if found is None else (found.path, found.record.without_files())
 
 
 def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, str] | None = None) -> Committed:

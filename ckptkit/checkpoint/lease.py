@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.errors import LeaseHeldError, SaveError
+from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
@@ -53,6 +54,7 @@ class Lease:
         self.root = root
         self.nonce = state.nonce
         self._state = state
+        self.turn = threading.Lock()  # of the saves of this process: one at a time
         self._lock = threading.Lock()
         self._stop = threading.Event()
         _here[state.nonce] = self
@@ -60,7 +62,7 @@ class Lease:
             target=_beat, args=(weakref.ref(self), self._stop, BEAT_S), name="ckptkit-lease", daemon=True
         )
         thread.start()
-        weakref.finalize(self, self._stop.set)
+        weakref.finalize(self, self._stop.set).atexit = False  # at exit `release` comes first
 
     def check(self) -> None:
         """Raise SaveError unless the lease is still ours: the root may be gone, or another job took over."""
@@ -81,7 +83,7 @@ class Lease:
         with self._lock:
             if not self._stop.is_set():
                 self._state = replace(self._state, beat=self._state.beat + 1)
-                self.root.write(self._state.path, self._state.to_json(), overwrite=True, sync=False)
+                self._write(self._state)
 
     def release(self) -> None:
         """Give the lease back, so that the next writer need not ask whether we live. Never raises."""
@@ -93,10 +95,17 @@ class Lease:
             state = replace(self._state, released=True)
             try:
                 top = _top(self.root)
-                if top is not None and top.nonce == self.nonce:
-                    self.root.write(state.path, state.to_json(), overwrite=True, sync=False)
+                if top is not None and top.nonce == self.nonce and state.owner == this_process():  # not in a fork
+                    self._write(state)
             except OSError as error:
                 logger.warning("the lease of %s could not be given back: %s", self.root.url, error)
+
+    def _write(self, state: _State) -> None:
+        # Invariant: a root that is gone stays gone, or the next `check` would take another disk for ours.
+        folder, _, name = state.path.rpartition("/")
+        store = self.root.child(folder)
+        store = store.existing() if isinstance(store, LocalStore) else store
+        store.write(name, state.to_json(), overwrite=True, sync=False)
 
 
 def _beat(lease: weakref.ref[Lease], stop: threading.Event, seconds: float) -> None:

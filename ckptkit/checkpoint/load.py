@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.checkpoint.coordinator import Coordinator, Outcome
-from ckptkit.checkpoint.fill import Fill, fill, read_whole
+from ckptkit.checkpoint.fill import Fill, prepare, read_whole, run, share_checks
 from ckptkit.checkpoint.foreign import Adopted, adopt
 from ckptkit.checkpoint.load_plan import LoadOptions, LoadPlan, ObjectTarget, OptimizerPlan, plan_load
 from ckptkit.checkpoint.optimizer_state import apply_settings, apply_state, new_state_tensor
@@ -19,13 +19,14 @@ from ckptkit.checkpoint.report import LoadReport, PhaseClock
 from ckptkit.checkpoint.rng import reseed, restore_rng
 from ckptkit.checkpoint.state import PerRank, TrainState, canonical_modules, is_stateful, model_tensors, section
 from ckptkit.checkpoint.values import JSON, decode, encode
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, LoadError
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, CorruptCheckpointError, LoadError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.manifest import MESHES, PLACEMENTS
 
 if TYPE_CHECKING:
     import torch
 
+    from ckptkit.formats.dcp_fill import Filler, SliceCheck
     from ckptkit.storage.store import Store
 
 __all__ = ["Staged", "apply", "json_objects", "restore", "stage"]
@@ -47,13 +48,14 @@ class Staged:
         weights: (live local tensor, what it gets), in the order of `plan.models`; the same twice if read in place.
         states: For each optimizer of the plan, FQN -> state name -> new tensor.
         refs: The tensors that objects refer to.
+        filler: Reads `weights`, `states` and `refs`.
     """
 
     plan: LoadPlan
     weights: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     states: list[dict[str, dict[str, torch.Tensor]]] = field(default_factory=list)
     refs: dict[str, torch.Tensor] = field(default_factory=dict)
-    nbytes: int = 0
+    filler: Filler | None = None
 
 
 def stage(
@@ -66,7 +68,8 @@ def stage(
     world_size: int,
     workers: int = 0,
 ) -> Staged:
-    """Read everything that a load needs into memory of its own. The training state is not touched. No communication.
+    """Plan what a load needs, with memory of its own for it; `fill.run(staged.filler)` reads it. The training state
+    is not touched. No communication.
 
     Raises:
         CheckpointMismatchError: Lists all that does not fit.
@@ -96,7 +99,7 @@ def stage(
     for optimizer in plan.optimizers:
         staged.states.append(_optimizer_fills(optimizer, fills))
     staged.refs = _reference_fills(state, plan, catalog, store, fills, rank, foreign.tensors)
-    staged.nbytes = fill(catalog, store, fills.fills, workers=workers)
+    staged.filler = prepare(catalog, store, fills.fills, workers=workers, verify=options.verify)
     return staged
 
 
@@ -207,21 +210,25 @@ def restore(
     rank, world_size = coordinator.rank, coordinator.world_size
     made: list[tuple[Staged, LoadReport]] = []
 
-    def read() -> CkptkitError | None:
-        try:
-            with clock.phase("plan"):
-                catalog, store = opened()
-                check_local(state, catalog, store.url, world_size=world_size)
-            started = time.perf_counter()
-            staged = stage(state, catalog, store, options, rank=rank, world_size=world_size, workers=workers)
-        except CkptkitError as error:
-            return error
-        clock.add("read", time.perf_counter() - started, staged.nbytes)
-        made.append((staged, LoadReport(store.url, catalog.info.step, nbytes=staged.nbytes)))
-        return None
+    def plan() -> Any:
+        catalog, store = opened()
+        check_local(state, catalog, store.url, world_size=world_size)
+        staged = stage(state, catalog, store, options, rank=rank, world_size=world_size, workers=workers)
+        made.append((staged, LoadReport(store.url, catalog.info.step)))
+        return [] if staged.filler is None else staged.filler.unchecked()
 
-    coordinator.settle(Outcome.of(read), "loading", then=_raise_one)
+    with clock.phase("plan"):
+        shares = coordinator.settle(Outcome.of(lambda: _or_error(plan)), "loading", then=_shared)
     staged, report = made[0]
+
+    def read() -> Any:
+        if staged.filler is not None:
+            started = time.perf_counter()
+            report.nbytes = run(staged.filler, shares[rank])
+            staged.filler = None
+            clock.add("read", time.perf_counter() - started, report.nbytes)
+
+    coordinator.settle(Outcome.of(lambda: _or_error(read)), "loading", then=_raise_one)
     report.missing = staged.plan.mismatches.everything("missing")
     report.unexpected = staged.plan.mismatches.everything("unexpected")
     report.skipped = dict(staged.plan.skipped)
@@ -236,6 +243,19 @@ def restore(
     return report
 
 
+def _or_error(part: Callable[[], Any]) -> Any:
+    """Return what `part` returned, or the ckptkit error that it raised: rank 0 makes one error of all."""
+    try:
+        return part()
+    except CkptkitError as error:
+        return error
+
+
+def _shared(answers: Sequence[Any]) -> list[list[SliceCheck]]:
+    _raise_one([answer if isinstance(answer, CkptkitError) else None for answer in answers])
+    return share_checks(answers)
+
+
 def _raise_one(errors: Sequence[CkptkitError | None]) -> None:
     """Raise what ranks ran into as one error. Most often it is the same on all: then as it is."""
     texts: dict[str, list[int]] = {}
@@ -247,6 +267,8 @@ def _raise_one(errors: Sequence[CkptkitError | None]) -> None:
         return
     lines = [text if len(ranks) == len(errors) else f"rank {ranks}: {text}" for text, ranks in texts.items()]
     kind = kinds.pop() if len(kinds) == 1 else LoadError
+    if kinds and all(issubclass(other, CorruptCheckpointError) for other in kinds):
+        kind = CorruptCheckpointError
     raise kind("\n".join(lines))
 
 

@@ -36,6 +36,8 @@ class LoadOptions:
         in_place: Read weights straight into the model: no second copy of them in memory, and faster. All that does
             not fit is still found first, but damage that is found while reading leaves the model half loaded. For a
             job that ends if its load fails.
+        verify: Compare every slice with its digest; those that no rank needs whole are read once more, each by one
+            rank. False trusts storage and writer.
         rng_on_resize: The number of ranks changed: "reseed" seeds every rank anew, from the saved state and its rank;
             "keep" leaves the generators alone; "error" refuses.
         per_rank_on_resize: The same for dataloaders and `PerRank` state, unless all ranks saved equal state: "error",
@@ -49,6 +51,7 @@ class LoadOptions:
     optimizer: Literal["restore", "skip", "deferred"] = "restore"
     convert_dtype: bool = False
     in_place: bool = False
+    verify: bool = True
     rng_on_resize: Literal["reseed", "keep", "error"] = "reseed"
     per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,26 +17,32 @@ from ckptkit.checkpoint.coordinator import Coordinator
 from ckptkit.checkpoint.deferred import DeferredOptimizer
 from ckptkit.checkpoint.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.hf_config import read_side_files
-from ckptkit.checkpoint.inventory import Committed, list_checkpoints, resolve
+from ckptkit.checkpoint.hold import RunHold
+from ckptkit.checkpoint.inventory import Skipped, choose, list_checkpoints, resolve
 from ckptkit.checkpoint.load import restore
 from ckptkit.checkpoint.load_plan import LoadOptions
-from ckptkit.checkpoint.pins import pin_while_reading
+from ckptkit.checkpoint.pins import pin_url, pin_while_reading
 from ckptkit.checkpoint.report import LoadReport, SaveReport
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.save import Prepared, Saver, SaveRequest
-from ckptkit.checkpoint.signals import SignalWatch
+from ckptkit.checkpoint.signals import SAVE_SIGNALS, SignalWatch
 from ckptkit.checkpoint.staging_buffers import StagingBuffers
 from ckptkit.checkpoint.state import StateDictType, TrainState
 from ckptkit.checkpoint.writer_process import WriterProcess
-from ckptkit.errors import CkptkitError, SaveError, UsageError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.ckptkit import open_catalog
-from ckptkit.formats.layout import CommitRecord
+from ckptkit.formats.layout import CommitRecord, checkpoint_name
 from ckptkit.storage.store import Store, open_store
 from ckptkit.units import parse_duration, parse_size
 
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger(__name__)
+
+_ADVICE = (
+    "`ckptkit verify {url}` names all the damage; load(..., fallback='previous') loads the checkpoint before it; "
+    "'latest~1' or a step loads another one."
+)
 
 
 class CheckpointManager:
@@ -51,7 +57,8 @@ class CheckpointManager:
         async_policy: What `save_async` does while a save is under way: "wait" for it, or "refuse".
         async_mode: Who writes what `save_async` staged: a "thread" of this process, or a "process" of its own, so
             that training shares its interpreter lock with nobody (SHARDED, Linux).
-        on_signal: Signals that `interrupted` reports, such as (signal.SIGTERM, signal.SIGUSR1).
+        on_signal: Signals that `interrupted` reports and `save_on_signal` acts upon; "save" is short for SIGTERM (a
+            scheduler that preempts) and SIGUSR1 (`sbatch --signal=USR1@300`).
         on_commit: Called on every rank after each commit with the report, to log it (W&B, TensorBoard, MLflow).
         trace: A directory for Chrome traces, one file a rank and a save or load.
         process_group: The ranks that take part; None for all.
@@ -70,7 +77,7 @@ class CheckpointManager:
         timeout_s: float | str = 1800.0,
         async_policy: Literal["wait", "refuse"] = "wait",
         async_mode: Literal["thread", "process"] = "thread",
-        on_signal: Sequence[int] = (),
+        on_signal: Sequence[int] | Literal["save"] = (),
         on_commit: Callable[[SaveReport], None] | None = None,
         trace: str | Path | None = None,
         process_group: Any = None,
@@ -88,10 +95,12 @@ class CheckpointManager:
         self._trace = None if trace is None else Path(trace)
         self._root = open_store(self.url, storage_options=storage_options)
         self._coordinator = Coordinator(process_group, timeout_s=parse_duration(timeout_s))
+        self._hold = RunHold(self._root)
+        signals = SAVE_SIGNALS if on_signal == "save" else tuple(on_signal)
         # A coordinator of its own for what is asked while a save is under way: the other one is in use then.
-        alone = async_policy == "refuse" or bool(on_signal)
+        alone = async_policy == "refuse" or bool(signals)
         self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
-        self._watch = SignalWatch(self._control, signals=on_signal) if self._control and on_signal else None
+        self._watch = SignalWatch(self._control, signals=signals) if self._control and signals else None
         self._storage_options = storage_options
         objective = retention.objective if retention is not None else None
         carried = {} if side_files is None or self._coordinator.rank else read_side_files(str(side_files))
@@ -101,6 +110,7 @@ class CheckpointManager:
             self._root,
             self._coordinator,
             max_shard_bytes=parse_size(max_shard_size),
+            lease=self._hold.lease,
             objective=objective,
             side_files=carried,
             extra=extra,
@@ -108,6 +118,8 @@ class CheckpointManager:
         self._buffers = StagingBuffers()
         self._in_flight: SaveHandle | None = None
         self._resumed_from: str | None = None
+        self._given_up: set[str] = set()  # damaged checkpoints that a load has fallen back from
+        self._last_saved: int | None = None
         self._closed = False
 
     # --- saving
@@ -175,6 +187,27 @@ class CheckpointManager:
         """
         return self._watch is not None and self._watch.agreed()
 
+    def save_on_signal(
+        self, step: int, state: TrainState, *, metrics: Mapping[str, float] | None = None, client_state: Any = None
+    ) -> bool:
+        """Return True once a rank got a signal of `on_signal`, and `state` is saved: end the job then.
+
+        All ranks call it between two steps, after any save of that step. It waits for a save under way; a step that
+        this manager has saved is not saved again, however many signals come.
+
+        Raises:
+            UsageError: The manager was made without `on_signal`.
+        """
+        if self._watch is None:
+            raise UsageError("save_on_signal: make the manager with on_signal='save'.")
+        if not self._watch.agreed():
+            return False
+        if self._last_saved != step:
+            self.save(step, state, metrics=metrics, client_state=client_state)
+        else:
+            self._settle()
+        return True
+
     # --- loading
 
     def load(
@@ -182,6 +215,7 @@ class CheckpointManager:
         state: TrainState,
         which: str | int = "latest",
         *,
+        fallback: Literal["error", "previous"] = "error",
         options: LoadOptions | None = None,
         **overrides: Any,
     ) -> LoadReport | None:
@@ -193,6 +227,8 @@ class CheckpointManager:
         Args:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint, of any format that
                 ckptkit reads.
+            fallback: Where the checkpoint is damaged: "error", or "previous" loads the newest one before it that is
+                not, and says so in the log. The damaged one may then be saved again.
             options: How to treat what does not fit; or its fields as keywords: `strict`, `include`, `exclude`,
                 `model`, `optimizer`, `convert_dtype`, `rng_on_resize`, `per_rank_on_resize`.
 
@@ -205,14 +241,14 @@ class CheckpointManager:
         wanted = _options(options, overrides)
         if isinstance(which, str) and _is_url(which):
             return self._load_url(which, state, wanted)
-        chosen = self._coordinator.decide(lambda: self._choose(which), "choosing a checkpoint")
-        if chosen is None:
+        if fallback not in ("error", "previous"):
+            raise UsageError(f"fallback={fallback!r}: it is 'error' or 'previous'.")
+        found = self._load_chosen(which, state, wanted, fallback == "previous")
+        if found is None:
             if self._coordinator.is_main:
                 _log.info("%s has no checkpoint yet", self.url)
             return None
-        path, record = chosen
-        report = self._load_committed(path, state, wanted)
-        self._resumed_from = record.name
+        path, record, report = found
         report.metrics = dict(record.metrics)
         report.client_state = record.client_state
         if wanted.optimizer == "deferred":
@@ -223,8 +259,12 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """Return the step of the newest committed checkpoint, None where there is none. All ranks must call it."""
-        found = self._coordinator.decide(lambda: self._choose("latest"), "looking for the latest checkpoint")
-        return None if found is None else found[1].step
+
+        def step() -> int | None:
+            found = list_checkpoints(self._root).latest
+            return None if found is None else found.step
+
+        return self._coordinator.decide(step, "looking for the latest checkpoint")
 
     def list(self) -> list[CommitRecord]:
         """Return the records of the committed checkpoints, oldest first, without their files. Collective."""
@@ -262,6 +302,7 @@ class CheckpointManager:
             self._settle()
         finally:
             self._closed = True
+            self._hold.release()
             self._buffers.release()
             if self._writer is not None:
                 self._writer.close()
@@ -287,6 +328,7 @@ class CheckpointManager:
             failure = _outcome(handle)
             if failure is not None:
                 _log.error("the save of step %d failed as well: %s", handle.step, failure)
+        self._hold.release()
 
     # --- inside
 
@@ -312,7 +354,7 @@ class CheckpointManager:
             tag=tag,
             metrics=dict(metrics or {}),
             client_state=client_state,
-            overwrite=overwrite,
+            overwrite=overwrite or checkpoint_name(step, tag) in self._given_up,
         )
 
     def _settle(self) -> None:
@@ -329,6 +371,8 @@ class CheckpointManager:
 
     def _publish(self, prepared: Prepared, tensors: Any, stall: float | None) -> SaveReport:
         record = self._saver.publish(prepared, tensors)
+        self._last_saved = record.step
+        self._given_up.discard(record.name)
         deleted: tuple[tuple[int, int], ...] = ()
         kept = 0
         if self._coordinator.is_main:
@@ -361,7 +405,7 @@ class CheckpointManager:
     def _announce(self, report: SaveReport) -> None:
         if self._coordinator.is_main:
             _log.info("%s", report.line())
-            _log.info("step %d: %s", report.step, report.phase_line())
+            _log.debug("step %d: %s", report.step, report.phase_line())
         self._write_trace("save", report)
         if self._on_commit is not None:
             try:
@@ -369,22 +413,53 @@ class CheckpointManager:
             except Exception:  # noqa: BLE001  a logger's fault must not undo a checkpoint that is there
                 _log.exception("on_commit failed; the checkpoint of step %d is committed", report.step)
 
-    def _choose(self, which: str | int) -> tuple[str, CommitRecord] | None:
-        found: Committed | None
-        if which == "latest":
-            found = list_checkpoints(self._root).latest
-        else:
-            best = self.retention.objective if self.retention is not None else None
-            found = resolve(self._root, str(which), best=best)
-        return None if found is None else (found.path, found.record.without_files())
+    def _choose(self, which: str | int, damaged: Collection[str] = ()) -> tuple[str, CommitRecord] | Skipped | None:
+        best = self.retention.objective if self.retention is not None else None
+        return choose(self._root, which, damaged=damaged, best=best)
 
-    def _load_committed(self, path: str, state: TrainState, options: LoadOptions) -> LoadReport:
+    def _load_chosen(
+        self, which: str | int, state: TrainState, options: LoadOptions, fall_back: bool
+    ) -> tuple[str, CommitRecord, LoadReport] | None:
+        """Load what `which` means; with `fall_back`, the newest before it that is not damaged."""
+        damaged: list[str] = []
+        first: CorruptCheckpointError | None = None
+        while True:
+            name = ""
+            try:
+                chosen = self._coordinator.decide(lambda: self._choose(which, damaged), "choosing a checkpoint")
+                if chosen is None:
+                    break
+                if isinstance(chosen, Skipped):
+                    name = chosen.path
+                    raise CorruptCheckpointError(chosen.reason)
+                path, record = chosen
+                name = record.name
+                report = self._load_committed(path, state, options, resume=True)
+                self._resumed_from = name
+                self._given_up.update(damaged)
+                return path, record, report
+            except CorruptCheckpointError as error:
+                if not fall_back or not name:
+                    raise type(error)(f"{error}\n{_ADVICE.format(url=f'{self.url}/{name}')}") from error
+                if self._coordinator.is_main:
+                    _log.warning("%s/%s is damaged, falling back to the one before it: %s", self.url, name, error)
+                first = first or error
+                damaged.append(name)
+        if first is not None:
+            raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
+        return None
+
+    def _load_committed(
+        self, path: str, state: TrainState, options: LoadOptions, *, resume: bool = False
+    ) -> LoadReport:
         store = self._root.child(path)
         with ExitStack() as stack:
             # Rank 0 holds the pin for all: it leaves only once every rank has read.
-            pin = pin_while_reading(self._root, path, why="load")
+            pin = pin_while_reading(self._root, path, why="resumed from" if resume else "load")
             self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
             report = restore(state, lambda: (open_catalog(store), store), options, coordinator=self._coordinator)
+            if resume and self._coordinator.is_main:
+                self._hold.keep(stack.pop_all())  # `ckptkit prune` beside this job must not delete it either
         self._announce_load(report)
         return report
 
@@ -392,13 +467,21 @@ class CheckpointManager:
         from ckptkit.formats.detect import open_source
 
         def opened() -> tuple[Catalog, Store]:
-            source = open_source(url, storage_options=self._storage_options)
+            source = open_source(exact, storage_options=self._storage_options)
             return source.catalog, source.store
 
-        report = restore(state, opened, options, coordinator=self._coordinator)
+        def choose() -> str:
+            return open_source(url, storage_options=self._storage_options).url
+
+        # Rank 0 chooses: the newest of a run may be another one a moment later.
+        exact = self._coordinator.decide(choose, "choosing a checkpoint")
+        with ExitStack() as stack:
+            pin = pin_url(exact, storage_options=self._storage_options)
+            self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
+            report = restore(state, opened, options, coordinator=self._coordinator)
         self._announce_load(report)
         if options.optimizer == "deferred":
-            report.deferred = DeferredOptimizer(state, options, lambda s, o: self._load_url(url, s, o))
+            report.deferred = DeferredOptimizer(state, options, lambda s, o: self._load_url(exact, s, o))
         return report
 
     def _announce_load(self, report: LoadReport) -> None:

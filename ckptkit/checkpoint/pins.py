@@ -13,13 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.checkpoint.lease import STATE_DIRECTORY, store_clock
-from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
 from ckptkit.formats.layout import find_record, read_record, record_path
+from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store, open_store
 
-__all__ = ["Pin", "deleting", "list_pins", "pin_forever", "pin_while_reading", "split_checkpoint_url", "unpin"]
+__all__ = [
+    "Pin",
+    "deleting",
+    "list_pins",
+    "pin_forever",
+    "pin_url",
+    "pin_while_reading",
+    "split_checkpoint_url",
+    "unpin",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +119,28 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
             root.delete([path])
 
 
+@contextlib.contextmanager
+def pin_url(url: str, *, why: str = "load", storage_options: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Keep what lies at `url` from deletion while the block runs, where it is a checkpoint of a run of ours."""
+    try:
+        root, name = split_checkpoint_url(url, storage_options=storage_options)
+        record = find_record(root, record_path(name))
+    except (CkptkitError, OSError, ValueError):  # a file, a foreign format: nobody of ours deletes it
+        record = None
+    if record is None or record.name != name:
+        yield
+        return
+    with pin_while_reading(root, name, why=why):
+        yield
+
+
 def _renew(root: Store, path: str, body: bytes, stop: threading.Event) -> None:
+    folder, _, name = path.rpartition("/")
+    store = root.child(folder)
+    store = store.existing() if isinstance(store, LocalStore) else store  # a root that is gone stays gone
     while not stop.wait(TTL_S / 5):
         try:
-            root.write(path, body, overwrite=True, sync=False)
+            store.write(name, body, overwrite=True, sync=False)
         except OSError as error:
             logger.warning("a pin in %s could not be renewed: %s", root.url, error)
 

@@ -81,9 +81,10 @@ class LocalPlace:
     data = ""
 
     def __init__(self, root: LocalStore, name: str, save_id: str) -> None:
-        self.root, self.name, self.save_id = root, name, save_id
+        # Invariant: a root, or a staging directory, that is gone is never made anew: that would be another disk.
+        self.root, self.name, self.save_id = root.existing(), name, save_id
         self.path = staging.staging_name(name, save_id)
-        self._store = root.child(self.path)
+        self._store = root.child(self.path).existing()
         self._replacement = f"{name}@{save_id}"  # a name that discovery knows, and no tag has
 
     @property
@@ -231,6 +232,7 @@ class RemotePlace:
 def write_hint(root: Store, name: str) -> None:
     """Let the file `latest` name the newest checkpoint, for people; nothing here reads it. Never raises."""
     with contextlib.suppress(OSError, ValueError):
+        root = root.existing() if isinstance(root, LocalStore) else root
         found = root.info(LATEST_HINT)
         if found is not None:
             if found.kind != "file" or found.size > 200:

@@ -6,7 +6,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,7 @@ class Saver:
         *,
         sync: bool = True,
         max_shard_bytes: int = 5 * 10**9,
-        lease: Lease | None = None,
+        lease: Lease | Callable[[], Lease] | None = None,
         objective: tuple[str, str] | None = None,
         side_files: Mapping[str, bytes] | None = None,
         extra: Mapping[str, Any] | None = None,

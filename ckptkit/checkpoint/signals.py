@@ -12,9 +12,11 @@ from typing import Any
 from ckptkit.checkpoint.coordinator import Coordinator
 from ckptkit.errors import UsageError
 
-__all__ = ["SignalWatch"]
+__all__ = ["SAVE_SIGNALS", "SignalWatch"]
 
 logger = logging.getLogger(__name__)
+
+SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class SignalWatch:
@@ -33,7 +35,7 @@ class SignalWatch:
         self,
         coordinator: Coordinator,
         *,
-        signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Iterable[int] = SAVE_SIGNALS,
         every: int = 1,
     ) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import os
 import time
@@ -25,7 +26,7 @@ from ckptkit.formats.objects import decode_zstd
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["Filler", "Verify", "check_bytes", "read_workers"]
+__all__ = ["Filler", "SliceCheck", "Verify", "check_bytes", "read_workers"]
 
 _SMALL = 1 << 20  # below, reads of one file are joined
 _BATCH = 8 << 20
@@ -87,6 +88,17 @@ class _Fill:
         return math.prod(self.sizes) * self.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class SliceCheck:
+    """A slice whose digest is to be checked apart from reading it."""
+
+    name: str
+    path: str
+    start: int
+    nbytes: int
+    digest: Digest
+
+
 class Filler:
     """Collects what is to be filled, then fills it all, several reads in flight.
 
@@ -139,6 +151,38 @@ class Filler:
                 target,
             )
         )
+
+    def unchecked(self) -> list[SliceCheck]:
+        """Return the slices of which only a part is to be read, so that their digests stay unchecked."""
+        found = {
+            (fill.path, fill.start): SliceCheck(fill.name, fill.path, fill.start, fill.nbytes, fill.digest)
+            for fill in self._fills
+            if fill.digest is not None and fill.checkable and not fill.whole and fill.codec is None
+        }
+        return list(found.values())
+
+    def names(self) -> dict[str, str]:
+        """Return for each file that is to be read a tensor in it."""
+        return {fill.path: fill.name for fill in self._fills}
+
+    def check(self, slices: Sequence[SliceCheck]) -> int:
+        """Read whole slices, a small piece at a time, compare them with their digests, and return the bytes read.
+
+        Raises:
+            IntegrityError: Bytes differ from their digest; the message names tensor and file.
+            IncompleteCheckpointError: A file is too short.
+        """
+        return sum(self._all([functools.partial(self._check_slice, item) for item in slices]))
+
+    def _check_slice(self, item: SliceCheck) -> int:
+        state = _State(item.digest)
+        size = _PIECE if self.store.local_root is not None else 4 * _REMOTE
+        buffer = memoryview(bytearray(min(size, item.nbytes)))
+        for at in range(0, item.nbytes, size):
+            piece = buffer[: min(size, item.nbytes - at)]
+            self._read_pieces(item.path, item.start + at, piece, state.update)
+        state.check(item)
+        return item.nbytes
 
     def run(self) -> float:
         """Fill everything that was added, and return the seconds it took.
@@ -413,7 +457,7 @@ class _State:
         elif self._digest is not None:
             self._crc = crc32(piece, self._crc)
 
-    def check(self, fill: _Fill) -> None:
+    def check(self, fill: _Fill | SliceCheck) -> None:
         if self._digest is not None:
             _check(fill, self._crc if self._xxh3 is None else self._xxh3.intdigest())
 
@@ -429,7 +473,7 @@ def check_bytes(digest: Digest, data: memoryview, path: str, name: str) -> None:
     _compare(digest, _digest_of(digest, data), path, name)
 
 
-def _check(fill: _Fill, found: int) -> None:
+def _check(fill: _Fill | SliceCheck, found: int) -> None:
     if fill.digest is not None:
         _compare(fill.digest, found, fill.path, fill.name)
 

@@ -61,6 +61,7 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self._must_exist = False
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
@@ -75,6 +76,16 @@ class LocalStore:
 
     def child(self, path: str) -> LocalStore:
         return LocalStore(self.path_of(path))
+
+    def existing(self) -> LocalStore:
+        """Return the same directory, to be written to only while it is there.
+
+        Writing makes what is missing below it, never the directory itself: where its mount was lost, or it was
+        removed, another one of its name would be somewhere else. It raises FileNotFoundError then.
+        """
+        store = LocalStore(self.url)
+        store._must_exist = True
+        return store
 
     # --- looking
 
@@ -308,7 +319,17 @@ class LocalStore:
                 os.close(fd)
 
     def _make_parents(self, full: str) -> None:
-        os.makedirs(os.path.dirname(full), exist_ok=True)
+        parent = os.path.dirname(full)
+        if not self._must_exist:
+            os.makedirs(parent, exist_ok=True)
+            return
+        missing = []
+        while parent != self.url and not os.path.isdir(parent):
+            missing.append(parent)
+            parent = os.path.dirname(parent)
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder)
 
     # --- deleting
 

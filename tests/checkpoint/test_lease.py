@@ -106,9 +106,12 @@ def _contend(say: Any, root: str) -> None:
         lease = acquire_lease(open_store(root))
     except LeaseHeldError:
         say(b"l")
+        Path(root, f"lost-{os.getpid()}").touch()
     else:
         say(b"w")
-        time.sleep(0.4)
+        deadline = time.monotonic() + 25
+        while len(list(Path(root).glob("lost-*"))) < 7 and time.monotonic() < deadline:
+            time.sleep(0.02)
         lease.check()
 
 
