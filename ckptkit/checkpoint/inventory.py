@@ -149,7 +149,13 @@ def _look_all(root: Store, names: Sequence[str]) -> list[Committed | Skipped | _
     if root.local_root is not None:
         return [_look(root, name) for name in names]
     with ThreadPoolExecutor(16, thread_name_prefix="ckptkit-ls") as pool:
-        return [look for looks in pool.map(lambda n: [_look(root, n), _look_inside(root, n)], names) for look in looks]
+        return [look for looks in pool.map(lambda name: _look_at(root, name), names) for look in looks]
+
+
+def _look_at(root: Store, name: str) -> list[Committed | Skipped | _Look | str]:
+    look = _look(root, name)
+    known = look.record.data if isinstance(look, Committed) else ""
+    return [look, _look_inside(root, name, known)]
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
@@ -170,10 +176,16 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     return Skipped(path, f"its record says that it is {record.name}: a copy, or renamed; left alone")
 
 
-def _look_inside(root: Store, name: str) -> _Look:
-    """Return the attempts whose files lie under `name` on an object store, without or beside the committed one."""
+def _look_inside(root: Store, name: str, known: str) -> _Look:
+    """Return the attempts whose files lie under `name` on an object store, without or beside the committed one.
+
+    Args:
+        known: The folder that a record was seen to name: no more is asked about it.
+    """
     looks = []
     for path in _attempt_folders(root.list(name)):
+        if known and path == f"{name}/{known}":
+            continue
         stated = read_owner(root, owner_path(path))
         looks.append((Attempt(path, name, stated.owner if stated else None), is_dead(root, owner_path(path))))
     found = _Look([], [])
