@@ -1,0 +1,131 @@
+"""Every code block of README.md and docs/ runs, and prints what the page says it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ckptkit.catalog.key_map_file import parse_key_map
+from ckptkit.cli.main import cli
+from tests.docs.place import make_place, run_python
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "plan.md")]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+KINDS = {"console", "python", "toml", "text", ""}  # the last two are output, or pictures of trees
+ELSEWHERE = ("make ", "python3 -m venv", "torchrun ", "git clone")  # `.ci/run` does those for real
+
+
+def blocks(kind: str) -> list[object]:
+    found = []
+    for page in PAGES:
+        for match in BLOCK.finditer(page.read_text(encoding="utf-8")):
+            if match[1] == kind:
+                line = page.read_text(encoding="utf-8")[: match.start()].count("\n") + 1
+                found.append(pytest.param(match[2], id=f"{page.relative_to(ROOT)}:{line}"))
+    return found
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("docs")
+    make_place(place)
+    return place
+
+
+@pytest.fixture
+def place(template: Path, tmp_path: Path) -> Path:
+    """A fresh copy for each block: no page depends on what another one did."""
+    return Path(shutil.copytree(template, tmp_path / "place", symlinks=True))
+
+
+def commands(block: str) -> list[tuple[str, list[str]]]:
+    """The command lines of a console block, each with the output that the page shows."""
+    found: list[tuple[str, list[str]]] = []
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            assert found, f"a console block starts with a prompt: {line}"
+            found[-1][1].append(line)
+    return found
+
+
+def shape(line: str) -> str:
+    """The line without what differs from run to run: numbers, units of time and size, widths of columns."""
+    line = re.sub(r"\b(d|h|min|ms|s|B|kB|MB|GB)\b", "", re.sub(r"\d[\d.]*(e-\d+)?", "0", line))
+    return re.sub(r"[\s0-]+", " ", line).strip()
+
+
+@pytest.mark.parametrize("block", blocks("console"))
+def test_commands_run_and_print_what_the_page_shows(block: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    for line, shown in commands(block):
+        words = shlex.split(line, comments=True)
+        if "://" in line and words[0] == "ckptkit":  # no such bucket here: the options must be right all the same
+            command = cli.get_command(cli.make_context("ckptkit", ["ls", "-h"], resilient_parsing=True), words[1])
+            assert command is not None
+            command.make_context(words[1], words[2:])
+            continue
+        if line.startswith(ELSEWHERE) or "://" in line:
+            _check_elsewhere(line)
+            continue
+        code, output = _run(line, words, place)
+        expected = int(match[1]) if (match := re.search(r"# exit (\d)", line)) else 0
+        assert code == expected, f"$ {line}\n{output}"
+        printed = [shape(text) for text in output.replace(f"{place}/", "").splitlines()]
+        for text in shown:
+            assert text == "..." or shape(text) in printed, f"$ {line}\npage: {text}\n{output}"
+
+
+def _run(line: str, words: list[str], place: Path) -> tuple[int, str]:
+    """Run a line; a plain command of ours in this process, which saves the start of another, and the rest in bash."""
+    if words[0] == "ckptkit" and not re.search(r"[$>|;&]", line):
+        result = CliRunner().invoke(cli, words[1:], env={"NO_COLOR": "1"})
+        return result.exit_code, result.output
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NO_COLOR": "1"}
+    done = subprocess.run(["bash", "-c", line], cwd=place, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _check_elsewhere(line: str) -> None:
+    """What would install packages or start other programs is checked against the files it names."""
+    if line.startswith("make "):
+        assert re.search(rf"^{shlex.split(line, comments=True)[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for extras in re.findall(r"'\.\[([\w,]+)\]'", line):
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        for extra in extras.split(","):
+            assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_runs(block: str, place: Path) -> None:
+    run_ranks(run_python, 1, block, str(place))
+
+
+@pytest.mark.parametrize("block", blocks("toml"))
+def test_key_maps_parse(block: str) -> None:
+    if sys.version_info >= (3, 11):
+        assert parse_key_map(block, file="docs.toml").rules
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_says_what_it_is(page: Path) -> None:
+    fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(fences) % 2 == 0
+    assert set(fences[::2]) <= KINDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), target
