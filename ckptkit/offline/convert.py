@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckptkit.checkpoint.address import resolve_url
@@ -21,6 +22,7 @@ from ckptkit.units import parse_size
 if TYPE_CHECKING:
     from ckptkit.catalog.names import NameMap
     from ckptkit.formats.detect import Source
+    from ckptkit.offline.rank_files import Laid
 
 __all__ = ["ConvertReport", "Format", "convert"]
 
@@ -78,7 +80,8 @@ def convert(  # noqa: PLR0913 - one argument an option
 
     Args:
         to: "hf" (a directory of model*.safetensors), "dcp" (for `world_size` ranks), "torch" (one file of
-            `torch.save`; `dst` names the file, or a directory to put pytorch_model.bin in), "local".
+            `torch.save`; `dst` names the file, or a directory to put pytorch_model.bin in), "local" (a committed
+            checkpoint of ours with the model alone: one file for each of `world_size` ranks).
         dtype: "keep", or the float dtype that floats are cast to.
         weights: "master" exports the fp32 copies that some optimizers keep.
         base: Hugging Face directory or repo: config, tokenizer, and the names and shapes that are wanted.
@@ -111,7 +114,16 @@ def convert(  # noqa: PLR0913 - one argument an option
     )  # fmt: skip
     chosen = _choose(source, choice, storage_options)
     target = open_target(dst, single_file=to == "torch", overwrite=overwrite, storage_options=storage_options)
-    plan = _plan(source, chosen, to, target.file_name, parse_size(max_shard_size), world_size)
+    sealing = None
+    if to == "local":
+        from ckptkit.offline.local_target import local_target
+
+        laid, sealing = local_target(
+            source, chosen.tensors, dst, world_size=world_size or 1, storage_options=storage_options
+        )
+        plan = _planned(source, chosen, laid)
+    else:
+        plan = _plan(source, chosen, to, target.file_name, parse_size(max_shard_size), world_size)
     report = ConvertReport(
         src, dst, source.url, source.catalog.info.format, to, plan,
         tensors=len(chosen.tensors), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=dry_run,
@@ -139,6 +151,10 @@ def convert(  # noqa: PLR0913 - one argument an option
             session.one(lambda: check_headers(plan, session.store))
         if verify:
             verified = session.one(proved)
+        if sealing is not None:
+            from ckptkit.offline.seal import seal
+
+            session.one(partial(seal, plan, session.store, sealing, workers=workers))
     return replace(
         report,
         nbytes_read=done.nbytes_read,
@@ -227,12 +243,16 @@ def _plan(
 
         files, placements, last = torch_file(catalog, tensors, path=file_name)
     else:
-        from ckptkit.offline.rank_files import dcp_files, local_files
+        from ckptkit.offline.rank_files import dcp_files
 
-        lay_out = dcp_files if to == "dcp" else local_files
-        files, placements, last = lay_out(catalog, tensors, world_size=world_size or 1)
+        files, placements, last = dcp_files(catalog, tensors, world_size=world_size or 1)
+    return _planned(source, chosen, (files, placements, last))
+
+
+def _planned(source: Source, chosen: _Chosen, laid: Laid) -> Plan:
+    files, placements, last = laid
     return Plan(
-        catalog,
+        source.catalog,
         (*files, *chosen.files),
         tuple(placements),
         last,

@@ -30,6 +30,7 @@ from ckptkit.errors import (
 from ckptkit.formats import torch_encode
 from ckptkit.formats.dcp_encode import STREAMED
 from ckptkit.offline.convert import convert
+from ckptkit.offline.verify import verify
 
 ZOO = Path(__file__).parents[1] / "zoo"
 CASES = {case["name"]: case for case in json.loads((ZOO / "MANIFEST.json").read_text())}
@@ -152,15 +153,41 @@ def test_every_dtype_goes_through_torch_save(tmp_path):
     assert state["c64"].dtype is torch.complex64
 
 
-def test_local_files_hold_what_each_rank_of_fsdp2_holds(tmp_path):
-    convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), to="local", world_size=3)
-    expected = load_file(UNEVEN / "EXPECTED.safetensors")
-    for rank in range(3):
-        got = load_file(tmp_path / "out" / f"local_{rank:05d}.safetensors")
-        for key, value in expected.items():
-            chunks = torch.chunk(value, 3) if value.ndim else (value,) * 3
-            part = chunks[rank] if rank < len(chunks) else value[:0]
-            assert same(got[f"model.{key}"], part)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_local_is_a_committed_checkpoint_that_comes_back_bit_for_bit(world_size, tmp_path):
+    out = tmp_path / "runs" / "export"
+    convert(str(UNEVEN / "ckpt"), str(out), to="local", world_size=world_size, verify=True)
+    assert (out / "checkpoint.json").exists()
+    assert len(list(out.glob("local_*.safetensors"))) == world_size
+    report = verify(str(out))
+    assert report.ok and report.digests > 0
+    assert convert(str(out), str(tmp_path / "hf")).format == "ckptkit-local"
+    assert_expected(tensors_in(tmp_path / "hf"), UNEVEN.name)
+
+
+def load_local_on_a_rank(root: str) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ckptkit import CheckpointManager, TrainState
+
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("shard",))
+    fully_shard(model, mesh=mesh)
+    with CheckpointManager(root) as manager:
+        manager.load(TrainState(model=model))
+    expected = load_file(f"{root}/../in/model.safetensors")
+    found = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return all(same(found[name], value) for name, value in expected.items())
+
+
+def test_a_manager_of_that_world_size_loads_local(ranks, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "run").mkdir()
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    save_file(model.state_dict(), tmp_path / "in" / "model.safetensors")
+    convert(str(tmp_path / "in"), str(tmp_path / "run" / "start"), to="local", world_size=2)
+    assert ranks.run(load_local_on_a_rank, 2, str(tmp_path / "run")) == [True, True]
 
 
 # --- Hugging Face
