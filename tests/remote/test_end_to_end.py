@@ -1,0 +1,187 @@
+"""What a path does, s3:// does: saves, rotation, resuming at another world size, and every command."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.offline.convert import convert
+from ckptkit.offline.diff import diff
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage import open_store
+from tests.storage import servers
+from tests.storage.proxy import Proxy
+
+Options = dict[str, Any]
+
+
+def state_of(seed: int) -> TrainState:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    if torch.distributed.is_initialized():
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    return TrainState(model=model, optimizer=optimizer)
+
+
+def full(state: TrainState) -> dict[str, torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    (model,) = state.models.values() if hasattr(state, "models") else (state.model,)
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.state_dict().items()
+    }
+
+
+def saved(url: str, options: Options) -> tuple[list[int], dict[str, torch.Tensor]]:
+    state = state_of(3)
+    with CheckpointManager(url, retention=RetentionPolicy(max_num=2), storage_options=options) as manager:
+        manager.save(1, state)
+        manager.save_async(2, state).result()
+        manager.save(3, state, metrics={"loss": 0.5})
+        steps = [record.step for record in manager.list()]
+    return steps, full(state)
+
+
+def loaded(url: str, options: Options) -> tuple[int | None, dict[str, torch.Tensor]]:
+    state = state_of(99)
+    with CheckpointManager(url, storage_options=options) as manager:
+        report = manager.load(state)
+        assert report is not None
+        return manager.latest(), full(state)
+
+
+def test_a_run_on_s3_saves_rotates_and_resumes_at_other_world_sizes(ranks: Any, url: str, s3: Options) -> None:
+    answers = ranks.run(saved, 2, url, s3)
+    assert answers[0][0] == [2, 3]
+    for world_size in (3, 1):
+        for latest, weights in ranks.run(loaded, world_size, url, s3):
+            assert latest == 3
+            assert all(torch.equal(weights[name], value) for name, value in answers[0][1].items())
+    assert open_store(url, storage_options=s3).unfinished_uploads() == []
+
+
+@pytest.fixture(scope="module")
+def source(zoo: Path) -> str:
+    return str(zoo / "dcp_fsdp2_uneven_w4" / "ckpt")
+
+
+def test_conversions_between_s3_and_s3_make_no_local_file(
+    source: str, url: str, s3: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    convert(source, f"{url}/dcp", to="dcp", world_size=2, storage_options=s3)
+    convert(f"{url}/dcp", f"{url}/hf", verify=True, storage_options=s3)
+    reshard(f"{url}/dcp", f"{url}/three", world_size=3, storage_options=s3)
+    assert verify(f"{url}/three", storage_options=s3).ok
+    assert diff(f"{url}/dcp", f"{url}/three", storage_options=s3).equal
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_remote_and_local_ends_go_together(source: str, url: str, s3: Options, tmp_path: Path) -> None:
+    convert(source, f"{url}/up", to="dcp", storage_options=s3)
+    convert(f"{url}/up", str(tmp_path / "down"), to="dcp", storage_options=s3)
+    assert diff(f"{url}/up", str(tmp_path / "down"), storage_options=s3).equal
+
+
+def run_cli(*args: str) -> tuple[int, str]:
+    from click.testing import CliRunner
+
+    from ckptkit.cli.main import cli
+
+    done = CliRunner().invoke(cli, list(args))
+    return done.exit_code, done.output
+
+
+def test_commands_take_storage_options_or_the_environment(
+    url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, ranks: Any, source: str
+) -> None:
+    ranks.run(saved, 1, url, s3)
+    given = [f"--storage-option={name}={value}" for name, value in s3.items()]
+    code, text = run_cli("ls", url, "--json", *given)
+    assert code == 0 and [item["step"] for item in json.loads(text)["checkpoints"]] == [2, 3]
+    for name, value in {**servers.CREDENTIALS, "AWS_ENDPOINT_URL": s3["endpoint_url"]}.items():
+        monkeypatch.setenv(name, value)
+    for command in (
+        ["inspect", f"{url}/step_00000003"],
+        ["verify", f"{url}/step_00000003"],
+        ["diff", f"{url}/step_00000002", f"{url}/step_00000003"],
+        ["convert", source, f"{url}/hf"],
+        ["reshard", f"{url}/step_00000003", f"{url}/two", "--world-size", "2"],
+        ["prune", url, "--max-num", "1"],
+    ):
+        code, text = run_cli(*command)
+        assert code == 0, (command, text)
+    code, text = run_cli("verify", f"{url}/step_00000002")
+    assert code != 0 and s3["secret"] not in text
+
+
+# --- how many requests
+
+
+def test_a_save_of_many_tensors_takes_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
+    proxy, options = counted
+    state = TrainState(model=nn.Sequential(*(nn.Linear(8, 8) for _ in range(100))))
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, state)
+        proxy.clear()
+        manager.save(2, state)
+        saving = proxy.kinds()
+        proxy.clear()
+        manager.load(state)
+        loading = proxy.kinds()
+        proxy.clear()
+        manager.latest()
+        looking = proxy.kinds()
+    print("save", dict(saving), "load", dict(loading), "latest of 2", dict(looking))
+    assert sum(saving.values()) <= 40
+    assert sum(loading.values()) <= 25
+    assert sum(looking.values()) <= 12
+
+
+def test_listing_a_hundred_checkpoints_takes_two_requests_each(counted: tuple[Proxy, Options], url: str) -> None:
+    from ckptkit.checkpoint.inventory import list_checkpoints
+    from ckptkit.formats.layout import CommitRecord, record_path, step_name
+
+    proxy, options = counted
+    root = open_store(url, storage_options=options)
+    for step in range(100):
+        save_id = f"{step:016x}"
+        record = CommitRecord(step=step, save_id=save_id, data=save_id, state_dict_type="sharded", files={})
+        root.write(record_path(step_name(step)), record.to_json(), overwrite=True)
+        root.write(f"{step_name(step)}/{save_id}/x", b"1", overwrite=True)
+    proxy.clear()
+    assert len(list_checkpoints(root).committed) == 100
+    print("ls of 100", dict(proxy.kinds()))
+    assert proxy.count <= 210
+
+
+def test_many_small_ranges_are_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
+    from ckptkit.storage.store import ReadInto
+
+    proxy, options = counted
+    store = open_store(url, storage_options=options)
+    data = os.urandom(4 << 20)
+    store.write("x", data)
+    proxy.clear()
+    views = [bytearray(100) for _ in range(1000)]
+    store.read_many([ReadInto("x", i * 4000, memoryview(view)) for i, view in enumerate(views)])
+    assert proxy.count == 1 and all(bytes(v) == data[i * 4000 :][:100] for i, v in enumerate(views))
