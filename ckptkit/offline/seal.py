@@ -26,6 +26,7 @@ from ckptkit.version import __version__
 __all__ = ["Seal", "SealedTensor", "planned_catalog", "seal"]
 
 _CHUNK = 256 << 10  # stays in the second-level cache between two digests
+_REMOTE_CHUNK = 8 << 20
 Digests = Sequence[npt.NDArray[np.uint64]]
 
 
@@ -181,13 +182,14 @@ def _hash_files(plan: Plan, store: Store, workers: int) -> tuple[Digests, dict[s
 def _hash_file(reader: SourceReader, index: int, nbytes: int, boxes: _Boxes, digests: Digests) -> FileRecord:
     """Hash a file once from its start to its end: the whole, and each box in it."""
     whole = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(_CHUNK, max(nbytes, 1))))
+    chunk = _CHUNK if reader.is_local else _REMOTE_CHUNK
+    buffer = memoryview(bytearray(min(chunk, max(nbytes, 1))))
     part = slice(int(boxes.bounds[index]), int(boxes.bounds[index + 1]))
     columns = (boxes.starts[part], boxes.nbytes[part], boxes.owners[part], boxes.rows[part])
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
     at, state = 0, None  # of the box that the last chunk ended in
-    for first in range(0, nbytes, _CHUNK):
-        view = buffer[: min(_CHUNK, nbytes - first)]
+    for first in range(0, nbytes, chunk):
+        view = buffer[: min(chunk, nbytes - first)]
         reader.read(index, first, view)
         whole.update(view)
         stop = first + len(view)

@@ -107,10 +107,18 @@ class _Staged:
         return self.inner.read(path, start, stop) if held is None else held[start:stop]
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        self.inner.read_into(path, start, view)
+        self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        self.inner.read_many(reads, workers=workers)
+        rest = []
+        for read in reads:
+            data = None if (held := self.root.held.get(self.prefix + read.path)) is None else held[read.start :]
+            if data is None or len(data) < len(read.view):
+                rest.append(read)
+            else:
+                read.view[:] = data[: len(read.view)]
+        if rest:
+            self.inner.read_many(rest, workers=workers)
 
     def free_bytes(self) -> int | None:
         return self.inner.free_bytes()
