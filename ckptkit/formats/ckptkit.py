@@ -22,6 +22,7 @@ __all__ = ["OBJECTS_NAME", "open_catalog", "open_manifest"]
 OBJECTS_NAME = "objects.json"
 _OBJECTS_FORMAT = 1
 _METADATA_NAME = ".metadata"
+_DIGEST_PIECE = 8 << 20
 _MAX_INDEX_BYTES = 8 << 30
 
 
@@ -65,13 +66,25 @@ def open_manifest(store: Store) -> Catalog | None:
     metadata = store.info(_METADATA_NAME)
     if found is None or found.kind != "file" or metadata is None or found.size > _MAX_INDEX_BYTES:
         return None
-    catalog = Manifest.from_bytes(store.read(MANIFEST_NAME), file=MANIFEST_NAME).catalog()
+    data = bytearray(found.size)
+    store.read_into(MANIFEST_NAME, 0, memoryview(data))
+    catalog = Manifest.from_bytes(data, file=MANIFEST_NAME).catalog()
     digests = catalog.info.extra.get("digests")
     expected = digests.get(_METADATA_NAME) if isinstance(digests, dict) else None
     if expected is None or catalog.info.files.get(_METADATA_NAME) != metadata.size:
         return None
-    same = xxhash.xxh3_64_hexdigest(store.read(_METADATA_NAME)) == expected
-    return catalog if same else None
+    return catalog if _digest(store, _METADATA_NAME, metadata.size) == expected else None
+
+
+def _digest(store: Store, path: str, size: int) -> str:
+    """Return the xxh3_64 of a file, with little of it in memory at a time."""
+    state = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(size, _DIGEST_PIECE)))
+    for start in range(0, size, _DIGEST_PIECE):
+        piece = buffer[: min(size - start, _DIGEST_PIECE)]
+        store.read_into(path, start, piece)
+        state.update(piece)
+    return state.hexdigest()
 
 
 def _checked(store: Store, path: str, expected: FileRecord | None) -> bytes:
