@@ -13,7 +13,9 @@ import xxhash
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
 from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME
 from ckptkit.formats.options import ReadOptions
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size, parse_size
@@ -161,6 +163,9 @@ def verify(
 
 
 def _file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
+    ours = all(store.info(path) is not None for path in (MANIFEST_NAME, OBJECTS_NAME))
+    if ours and store.info(RECORD_NAME) is None:
+        yield Problem(RECORD_NAME, "", f"{RECORD_NAME}: the commit record is missing: nothing says that it is whole.")
     for path, size in catalog.info.files.items():
         found = store.info(path)
         if found is None:

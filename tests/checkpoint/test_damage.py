@@ -1,0 +1,214 @@
+"""Damage of every kind, in every file: `verify` finds it, and no load takes it for good."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.errors import CkptkitError
+from ckptkit.formats.ckptkit import open_catalog
+from ckptkit.formats.detect import open_source
+from ckptkit.offline.verify import verify
+from ckptkit.storage.store import open_store
+from tests.checkpoint import jobs
+
+KINDS = ("sharded", "full", "local")
+Damage = Callable[[], str]
+
+
+def make_run(root: str) -> None:
+    """Save two steps of each kind on these ranks, and vanilla DCP."""
+    job = jobs.make("1d")
+    for kind in KINDS:
+        with CheckpointManager(f"{root}/{kind}", state_dict_type=kind) as manager:
+            for step in (1, 2):
+                job.train(1)
+                manager.save(step, job.state())
+    for step in (1, 2):
+        job.train(1)
+        dcp.save({"model": job.model.state_dict(), "step": step}, checkpoint_id=f"{root}/dcp/{step}")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.ranks import run_ranks
+
+    root = tmp_path_factory.mktemp("damage")
+    run_ranks(make_run, 2, str(root))
+    return root
+
+
+def damages(folder: Path, older: Path, seed: int) -> Iterator[tuple[str, str, Damage]]:
+    """Yield (what, file, how) for a checkpoint; each is done to a copy of it."""
+    chance = random.Random(seed)
+    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    for name in files:
+        data, file = (folder / name).read_bytes(), folder / name
+
+        def change(new: bytes, file: Path = file) -> Damage:
+            return lambda: str(file.write_bytes(new))
+
+        for _ in range(1 + name.endswith(".distcp")):
+            at = chance.randrange(len(data))
+            yield f"bit {at}", name, change(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        yield "truncated", name, change(data[: chance.randrange(len(data))])
+        tail = max(16, len(data) // 8)
+        if any(data[-tail:]):
+            yield "zeroed tail", name, change(data[:-tail] + bytes(tail))
+        page = len(data) // 4
+        if any(data[page : page + 512]):
+            yield "zeroed page", name, change(data[:page] + bytes(len(data[page : page + 512])) + data[page + 512 :])
+        yield "missing", name, lambda file=file: str(file.unlink())
+        other = older / name
+        if other.exists() and other.read_bytes() != data:
+            yield "of another save", name, change(other.read_bytes())
+    shards = [name for name in files if name.endswith((".distcp",)) or name.startswith("local_")]
+    for one, two in itertools.pairwise(shards):
+        yield "of another rank", one, lambda one=one, two=two: str(shutil.copy(folder / two, folder / one))
+    yield "stray", "notes.txt", lambda: str((folder / "notes.txt").write_bytes(b"mine"))
+
+
+def outcome(url: str) -> tuple[bool, str]:
+    """Return whether a fresh job loads all of what `url` should hold, or what the load said."""
+    job = jobs.make("1d", start=9)
+    run, _, step = url.rpartition("/step_")
+    try:
+        with CheckpointManager(run) as manager:
+            manager.load(job.state(), int(step), rng_on_resize="keep", per_rank_on_resize="keep")
+    except CkptkitError as error:
+        return False, str(error)
+    return True, repr(sorted((k, str(v)) for k, v in jobs.everything(job).items()))
+
+
+def loads(url: str) -> list[tuple[str, str, bool, tuple[str, ...], bool, str]]:
+    """Damage the checkpoint in every way in turn: (what, file, verified, paths and texts, loaded, said)."""
+    folder, found = Path(url), []
+    good = folder.parent / "good"
+    rank, everybody = dist.get_rank(), dist.barrier
+    if rank == 0:
+        shutil.copytree(folder, good)
+    everybody()
+    older = folder.parent / "step_00000001"
+    for what, name, do in damages(folder, older, 3):
+        if rank == 0:
+            do()
+        everybody()
+        ok, texts = True, ()
+        if rank == 0:
+            ok, texts = verified(url)
+        loaded, said = outcome(url)
+        found.append((what, name, ok, texts, loaded, said))
+        everybody()
+        if rank == 0:
+            shutil.rmtree(folder)
+            shutil.copytree(good, folder)
+        everybody()
+    found.append(("good", "", *verified(url), *outcome(url)))
+    return found
+
+
+def verified(url: str) -> tuple[bool, tuple[str, ...]]:
+    try:
+        report = verify(url)
+    except CkptkitError as error:
+        return False, (str(error),)
+    return report.ok, tuple(f"{p.path} {p.tensor} {p.message}" for p in report.problems)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_damage_is_missed_by_verify_or_loaded_as_good(ranks: Any, saved: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(saved / kind, tmp_path / "run", ignore=shutil.ignore_patterns(".ckptkit"))
+    folder_name = "step_00000002"
+    url = str(tmp_path / "run" / folder_name)
+    found = ranks.run(loads, 2, url, timeout=120)[0]
+    *cases, (_, _, fine, _, loads_well, content) = found
+    assert fine and loads_well
+    assert len(cases) >= 20
+    for what, name, ok, texts, loaded, said in cases:
+        where = f"{kind}: {name}, {what}: verify {ok} {texts}, load {said:.300}"
+        if what == "stray":
+            assert ok and loaded, where
+            continue
+        assert not ok, where
+        # A record of another save is a whole one: then the files differ from it, or it is of another step.
+        named = folder_name if name == "checkpoint.json" else name
+        assert any(named in text or name in text for text in texts), where
+        assert said == content if loaded else named in said, where
+        tensors = name.endswith((".distcp", ".safetensors")) and name != "manifest.safetensors"
+        if tensors and not loaded:
+            assert any(part in said for part in ("tensor", "model.", "optimizer.", "rng.")), where
+
+
+def test_verify_finds_flips_in_the_records_of_a_dcp_checkpoint_of_torch(saved: Path, tmp_path: Path) -> None:
+    """By the CRC-32 that torch writes and never looks at."""
+    folder = tmp_path / "dcp"
+    shutil.copytree(saved / "dcp" / "2", folder)
+    assert verified(str(folder))[0]
+    chance, missed = random.Random(4), []
+    slices = [
+        (entry.slices.paths[int(file)], int(start), int(nbytes))
+        for entry in open_source(str(folder)).catalog.tensors.values()
+        for file, start, nbytes in zip(entry.slices.files, entry.slices.starts, entry.slices.nbytes, strict=True)
+        if nbytes
+    ]
+    for _ in range(40):
+        path, start, length = chance.choice(slices)
+        data = (folder / path).read_bytes()
+        at = start + chance.randrange(length)
+        (folder / path).write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        if verified(str(folder))[0]:
+            missed.append((path, at - start, length))
+        (folder / path).write_bytes(data)
+    assert not missed
+
+
+# --- slices that are read in part
+
+
+def part_of_each(url: str, flip: int) -> tuple[bool, str, int]:
+    """Load on more ranks than saved; returns whether it loaded, what it said, and the bytes this rank read."""
+    from ckptkit.checkpoint.load_plan import LoadOptions
+
+    job = jobs.make("1d", start=9)
+    with CheckpointManager(url) as manager:
+        try:
+            report = manager.load(
+                job.state(), options=LoadOptions(verify=bool(flip), rng_on_resize="keep", per_rank_on_resize="keep")
+            )
+        except CkptkitError as error:
+            return False, f"{type(error).__name__} {error}", 0
+    assert report is not None
+    return True, "", report.nbytes
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_damage_in_a_slice_of_which_every_rank_reads_a_part_is_found(
+    ranks: Any, saved: Path, tmp_path: Path, kind: str
+) -> None:
+    shutil.copytree(saved / kind, tmp_path / "run", ignore=shutil.ignore_patterns(".ckptkit"))
+    folder = tmp_path / "run" / "step_00000002"
+    good = ranks.run(part_of_each, 4, str(tmp_path / "run"), 1)
+    plain = ranks.run(part_of_each, 4, str(tmp_path / "run"), 0)
+    assert all(loaded for loaded, _, _ in good + plain)
+    # Together they read the partial slices at most once more.
+    assert sum(n for *_, n in plain) < sum(n for *_, n in good) <= 2 * sum(n for *_, n in plain)
+    slices = open_catalog(open_store(str(folder))).tensors["model.up.weight"].slices
+    for at in (0, int(slices.nbytes[0]) // 2, int(slices.nbytes[0]) - 1):
+        file = folder / slices.paths[int(slices.files[0])]
+        data = bytearray(file.read_bytes())
+        data[int(slices.starts[0]) + at] ^= 1
+        file.write_bytes(data)
+        results = ranks.run(part_of_each, 4, str(tmp_path / "run"), 1)
+        assert len(set(results)) == 1 and results[0][1].startswith("IntegrityError"), results
+        assert "model.up.weight" in results[0][1] and file.name in results[0][1]
+        data[int(slices.starts[0]) + at] ^= 1
+        file.write_bytes(data)
