@@ -11,6 +11,7 @@ from ckptkit.checkpoint.publish import settle_replacements
 from ckptkit.formats.layout import LATEST_HINT
 from ckptkit.storage import staging
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, remove_leftover
 from ckptkit.storage.store import Store
 
@@ -18,6 +19,7 @@ __all__ = ["clean_leftovers"]
 
 logger = logging.getLogger(__name__)
 
+UPLOAD_AGE_S = 86400.0  # of an upload that nobody finished; those of a dead save go with its files at once
 _HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # as LocalStore names what it is writing
 
 
@@ -46,7 +48,17 @@ def clean_leftovers(
             removed.append(path)
         except OSError as error:
             logger.warning("%s/%s could not be removed: %s", root.url, path, error)
-    return removed
+    return removed + _old_uploads(root, dry_run=dry_run)
+
+
+def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
+    """Throw away multipart uploads that were begun a day ago: no listing of files shows them, and they cost."""
+    if not isinstance(root, RemoteStore):
+        return []
+    found = root.unfinished_uploads(older_than_s=UPLOAD_AGE_S)
+    if found and not dry_run:
+        root.abort_uploads(older_than_s=UPLOAD_AGE_S)
+    return [f"unfinished upload of {upload.name}" for upload in found]
 
 
 def _is_dead(root: Store, attempt: Attempt, *, leased: bool) -> bool:

@@ -16,9 +16,9 @@ __all__ = ["PART_BYTES", "Connection"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-PART_BYTES = 8 << 20  # one ranged read, or one part of an upload
-_THREADS = 12
-_UPLOADS = 8  # parts on their way at once, by all writers of a process
+PART_BYTES = 16 << 20  # one ranged read, or one part of an upload
+_THREADS = 8
+_UPLOADS = 6  # parts on their way at once, by all writers of a process
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 

@@ -15,7 +15,7 @@ from ckptkit.storage.object_api import Entry, FsspecApi, UnfinishedUpload, Uploa
 __all__ = ["S3Api"]
 
 _GONE = ("NoSuchKey", "NoSuchUpload")
-_HEAD_BYTES = 8 << 20  # what a whole object is asked for first: nearly all are smaller
+_HEAD_BYTES = 16 << 20  # what a whole object is asked for first: nearly all are smaller
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
 

@@ -1,0 +1,93 @@
+"""The commit protocol on S3: one of two writers wins, a kill at any moment leaves nothing half visible."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint import cleaning
+from ckptkit.checkpoint.cleaning import clean_leftovers
+from ckptkit.checkpoint.publish import RemotePlace
+from ckptkit.errors import CheckpointExistsError
+from ckptkit.formats.layout import CommitRecord, find_record, record_path
+from ckptkit.storage.store import open_store
+from tests.checkpoint.saving import check, fork, save
+
+Options = dict[str, Any]
+
+
+def test_of_two_writers_exactly_one_commits_fifty_times(url: str, s3: Options) -> None:
+    roots = [open_store(url, storage_options=s3) for _ in range(2)]
+    rng = random.Random(0)
+    for step in range(50):
+        name, wins = f"step_{step:08d}", []
+
+        def publish(place: RemotePlace, delay: float, wins: list[str] = wins, step: int = step) -> None:
+            time.sleep(delay)
+            record = CommitRecord(
+                step=step, save_id=place.save_id, data=place.save_id, state_dict_type="sharded", files={}
+            )
+            try:
+                place.publish(record.to_json(), overwrite=False)
+                wins.append(place.save_id)
+            except CheckpointExistsError:
+                pass
+
+        threads = [
+            threading.Thread(target=publish, args=(RemotePlace(root, name, letter * 16), rng.random() / 500))
+            for root, letter in zip(roots, "ab", strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        record = find_record(roots[0], record_path(name))
+        assert record is not None and wins == [record.save_id]
+
+
+def _saving(say: Any, url: str, options: Options) -> None:
+    root = open_store(url, storage_options=options)
+    threading.Timer(float(os.environ["KILL_AFTER"]), lambda: os.kill(os.getpid(), 9)).start()
+    for step in range(2, 1000):
+        save(root, step, nbytes=200_000)
+
+
+def test_a_save_killed_at_any_moment_leaves_nothing_half_visible(
+    url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = open_store(url, storage_options=s3)
+    save(root, 1)
+    last = 1
+    for round_ in range(4):
+        monkeypatch.setenv("KILL_AFTER", str(0.15 + 0.17 * round_))
+        here = f"{url}-{round_}"
+        base = open_store(here, storage_options=s3)
+        save(base, 1)
+        fork(_saving, here, s3)
+        steps = check(base)  # every committed checkpoint is whole, byte by byte
+        assert steps == list(range(1, len(steps) + 1))
+        save(base, 5000)
+        last = max(last, len(steps))
+        keys = {item.path.split("/")[0] for item in base.list(recursive=True)}
+        assert keys <= {".ckptkit", "latest", *(f"step_{step:08d}" for step in [*steps, 5000])}
+
+
+def test_prune_throws_away_old_uploads_and_touches_no_foreign_object(
+    url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = open_store(url, storage_options=s3)
+    save(root, 1)
+    root.write("notes/readme.txt", b"mine")
+    root._api.upload(root._full("step_00000009/0123456789abcdef/x"))  # type: ignore[attr-defined]
+    monkeypatch.setattr(cleaning, "UPLOAD_AGE_S", 1e11)
+    clean_leftovers(root)
+    assert len(root.unfinished_uploads()) == 1  # type: ignore[attr-defined]
+    monkeypatch.setattr(cleaning, "UPLOAD_AGE_S", 0.0)
+    assert len(clean_leftovers(root)) == 1
+    assert root.unfinished_uploads() == []  # type: ignore[attr-defined]
+    assert root.read("notes/readme.txt") == b"mine" and check(root) == [1]
