@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
+from ckptkit.checkpoint.foreign_files import with_files_beside
 from ckptkit.checkpoint.foreign_objects import foreign_extras, foreign_rng, foreign_schedulers
 from ckptkit.checkpoint.state import TrainState, model_tensors, parameter_names, section
 from ckptkit.checkpoint.values import JSON, encode
@@ -54,6 +55,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     Raises:
         CheckpointMismatchError: It holds another number of optimizers than `state`, more than none.
     """
+    catalog = with_files_beside(catalog, store)
     rename, notes = _aligned(catalog, state)
     tied = _tied(state)
     owners = _owners(catalog)

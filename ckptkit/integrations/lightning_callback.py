@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -74,6 +75,20 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         checkpoint["ckptkit_optimizers"] = len(optimizers) if with_optimizers else 0
         path = trainer.strategy.broadcast(filepath)
         self._made.save(path, checkpoint, state, metrics=metrics, retention=self.retention)
+
+    def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        """Let "last" be a link to what was just saved, which rotation keeps as the newest; a save only without one."""
+        saved = self._last_checkpoint_saved
+        fresh = bool(saved) and self._last_global_step_saved == trainer.global_step
+        if not self.save_last or not fresh or "://" in saved:
+            super()._save_last_checkpoint(trainer, monitor_candidates)
+            return
+        link = self.format_checkpoint_name(monitor_candidates, self.CHECKPOINT_NAME_LAST)
+        self.last_model_path = link
+        if trainer.is_global_zero and os.path.abspath(link) != os.path.abspath(saved):
+            trainer.strategy.remove_checkpoint(link)
+            os.symlink(os.path.basename(saved), link)
+        trainer.strategy.barrier("ManagedCheckpoint.last")
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
         """Leave it to the policy, which has removed it with the save, or keeps it."""

@@ -15,7 +15,12 @@ from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.open import open_checkpoint
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state import TrainState
-from ckptkit.integrations.lightning_state import LightningCheckpoints, StateView, lightning_extras
+from ckptkit.integrations.lightning_state import (
+    LightningCheckpoints,
+    StateView,
+    lightning_extras,
+    remove_checkpoint,
+)
 
 __all__ = ["CkptkitCheckpointIO"]
 
@@ -77,7 +82,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the checkpoint at `path`; a link goes, what it points to stays."""
-        self._checkpoints(None).remove(path)
+        remove_checkpoint(path, storage_options=self._storage_options)
 
     def teardown(self) -> None:
         """Give everything back."""

@@ -25,7 +25,7 @@ from ckptkit.checkpoint.state import PerRank, StateDictType, TrainState, model_t
 from ckptkit.errors import CheckpointExistsError
 from ckptkit.storage.store import open_store, split_url
 
-__all__ = ["LightningCheckpoints", "StateView", "lightning_extras"]
+__all__ = ["LightningCheckpoints", "StateView", "lightning_extras", "remove_checkpoint"]
 
 _log = logging.getLogger(__name__)
 _KEY = "lightning"
@@ -153,26 +153,6 @@ class LightningCheckpoints:
             _log.warning("The state of the dataloaders was not restored: another number of ranks saved it.")
         return checkpoint, report
 
-    # --- removing
-
-    def remove(self, filepath: str | Path) -> None:
-        """Remove what lies at a path, where that is a checkpoint. A link goes, what it points to stays. On one rank."""
-        root, name = _split(filepath)
-        local = split_url(root)[0] == "file"
-        place = Path(root) / name
-        if local and (place.is_symlink() or place.is_file()):
-            place.unlink()
-            return
-        store = open_store(root, storage_options=self._storage_options)
-        if list_checkpoints(store).find(name) is not None:
-            if not delete_checkpoint(store, name, reason="removed by Lightning"):
-                _log.warning("%s/%s is pinned; it is not removed.", root, name)
-        elif local and place.is_dir():
-            if any((place / mark).exists() for mark in _ALIEN):
-                shutil.rmtree(place)
-            else:
-                _log.warning("%s is no checkpoint; it is not removed.", place)
-
     def close(self) -> None:
         """Give everything back."""
         for manager in self._managers.values():
@@ -191,6 +171,25 @@ class LightningCheckpoints:
                 storage_options=self._storage_options,
             )
         return self._managers[key]
+
+
+def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Remove what lies at a path, if that is a checkpoint. Of a link only the link goes. No communication."""
+    root, name = _split(filepath)
+    local = split_url(root)[0] == "file"
+    place = Path(root) / name
+    if local and (place.is_symlink() or place.is_file()):
+        place.unlink()
+        return
+    store = open_store(root, storage_options=storage_options)
+    if list_checkpoints(store).find(name) is not None:
+        if not delete_checkpoint(store, name, reason="removed by Lightning"):
+            _log.warning("%s/%s is pinned; it is not removed.", root, name)
+    elif local and place.is_dir():
+        if any((place / mark).exists() for mark in _ALIEN):
+            shutil.rmtree(place)
+        else:
+            _log.warning("%s is no checkpoint; it is not removed.", place)
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from ckptkit.integrations.lightning_full import (
     sharded_optimizer,
 )
 from ckptkit.integrations.lightning_setup import fsdp2_strategy_parallelize
-from ckptkit.integrations.lightning_state import LightningCheckpoints, StateView
+from ckptkit.integrations.lightning_state import LightningCheckpoints, StateView, remove_checkpoint
 
 __all__ = ["FSDP2Strategy", "fsdp2_strategy_parallelize", "register_strategies"]
 
@@ -433,7 +433,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         if self._checkpoint_io is not None:
             self._checkpoint_io.remove_checkpoint(filepath)
             return
-        self._own().remove(filepath)
+        remove_checkpoint(filepath, storage_options=self._storage_options)
 
     def teardown(self) -> None:
         """Give everything back."""
@@ -448,7 +448,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
     # --- inside
 
     def _own(self) -> LightningCheckpoints:
-        """Return what saves and loads here. The first call is collective: saves and loads come before removals."""
+        """Return what saves and loads here. The first call is collective."""
         if self._checkpoints is None:
             self._checkpoints = LightningCheckpoints(self._state_dict_type, storage_options=self._storage_options)
         return self._checkpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -108,7 +109,7 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     if os.environ.get("SHOW"):
         for part in ("weights", "moments"):
             for k in a[part]:
-                print(part, k, k in b[part] and (a[part][k]-b[part][k]).abs().max().item())
+                print(part, k, k in b[part] and (a[part][k] - b[part][k]).abs().max().item())
         print(a["lrs"], b["lrs"], a["step"], b["step"])
     same = a["lrs"] == b["lrs"] and a["step"] == b["step"] and bool(a["moments"])
     return same and all(
@@ -143,7 +144,9 @@ def fit(work: Path, strategy: Any, *callbacks: Any, steps: int, path: Any = None
     pl.seed_everything(7 + int(os.environ["RANK"]), verbose=False)
     module = module or Lit()
     trainer = trainer_of(work, strategy, *callbacks, steps=steps, **options)
-    trainer.fit(module, loader(), val_dataloaders=loader() if options.get("val_check_interval") else None, ckpt_path=path)
+    trainer.fit(
+        module, loader(), val_dataloaders=loader() if options.get("val_check_interval") else None, ckpt_path=path
+    )
     return module, trainer
 
 
@@ -191,7 +194,9 @@ def rotate(work: Path, facts: dict[str, Any]) -> None:
 
 def plain_callback(work: Path, facts: dict[str, Any]) -> None:
     """Lightning's own ModelCheckpoint with our strategy: it removes what it saved itself, also through a link."""
-    save = ModelCheckpoint(dirpath=work / "plain", every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
+    save = ModelCheckpoint(
+        dirpath=work / "plain", every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link"
+    )
     _, trainer = fit(work, FSDP2Strategy(), save, steps=2)
     facts["plain_dir"] = sorted(p.name for p in (work / "plain").iterdir() if not p.name.startswith(".") and p.is_dir())
     facts["link"] = os.path.realpath(work / "plain" / "last.ckpt") == str(work / "plain" / "step=2.ckpt")
@@ -269,7 +274,8 @@ def pluggable(work: Path, facts: dict[str, Any]) -> None:
     from ckptkit.integrations.lightning import CkptkitCheckpointIO
 
     class Seen(TorchCheckpointIO):
-        paths: list[str] = []
+        def __init__(self) -> None:
+            self.paths: list[str] = []
 
         def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
             self.paths.append(Path(path).name)
@@ -311,6 +317,7 @@ class FirstState(Callback):
 def main() -> None:
     work, parts = Path(sys.argv[1]), sys.argv[2].split(",")
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(float(os.environ.get("HANG_S", "100")))
     facts: dict[str, Any] = {}
     for part in parts:
         globals()[part](work, facts)

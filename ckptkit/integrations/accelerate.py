@@ -1,0 +1,77 @@
+"""ckptkit in Accelerate: `save_state` and `load_state` of an Accelerator through a CheckpointManager."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptkit.integrations.extras import missing
+
+try:
+    from accelerate import Accelerator
+except ImportError as error:
+    raise missing("accelerate", "hf") from error
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.report import LoadReport, SaveReport
+from ckptkit.checkpoint.state import PerRank, TrainState
+
+__all__ = ["AcceleratorCheckpoints"]
+
+
+class AcceleratorCheckpoints:
+    """Saves and loads what an Accelerator has prepared, and what was registered with it.
+
+    Everything in one committed checkpoint: models, optimizers, schedulers, stateful dataloaders, objects of
+    `register_for_checkpointing`, random numbers of every rank. All ranks make it, and call its methods, together.
+    The hooks of `register_save_state_pre_hook` and `register_load_state_pre_hook` run as they do in Accelerate.
+
+    Args:
+        url: The root of the run's checkpoints.
+        options: Of `CheckpointManager`: `retention`, `state_dict_type`, `storage_options`, ...
+    """
+
+    def __init__(self, accelerator: Accelerator, url: str | Path, **options: Any) -> None:
+        self.accelerator = accelerator
+        self.manager = CheckpointManager(str(url), **options)
+
+    def save_state(self, step: int, **options: Any) -> SaveReport:
+        """Save; return once the checkpoint survives a power cut. `options`: of `CheckpointManager.save`."""
+        state = self.state()
+        for hook in self.accelerator._save_model_state_pre_hook.values():
+            hook(self.accelerator._models, [], self.manager.url)
+        return self.manager.save(step, state, **options)
+
+    def load_state(self, which: str | int = "latest", **options: Any) -> LoadReport | None:
+        """Restore from the newest checkpoint, or `which`: a step, a tag, or a URL, of `Accelerator.save_state` too.
+
+        Returns None where the run has none yet. `options`: of `CheckpointManager.load`.
+        """
+        for hook in self.accelerator._load_model_state_pre_hook.values():
+            hook(self.accelerator._models, self.manager.url)
+        return self.manager.load(self.state(), which, **options)
+
+    def state(self) -> TrainState:
+        """Return what a checkpoint holds."""
+        mine = self.accelerator
+        optimizers = [getattr(item, "optimizer", item) for item in mine._optimizers]
+        schedulers = list(mine._schedulers)
+        stateful = [item for item in mine._dataloaders if callable(getattr(item, "load_state_dict", None))]
+        extra: dict[str, Any] = {f"object_{i}": item for i, item in enumerate(mine._custom_objects)}
+        extra |= {f"sampler_{i}": PerRank(item) for i, item in enumerate(stateful)}
+        scaler = mine.scaler
+        return TrainState(
+            model=_one_or_named([mine.unwrap_model(model) for model in mine._models]),
+            optimizer=_one_or_named(optimizers),
+            scheduler=_one_or_named(schedulers),
+            grad_scaler=scaler if scaler is not None else None,
+            extra=extra,
+        )
+
+    def close(self) -> None:
+        """Give everything back. Collective."""
+        self.manager.close()
+
+
+def _one_or_named(items: list[Any]) -> Any:
+    return items[0] if len(items) == 1 else {str(i): item for i, item in enumerate(items)} or None

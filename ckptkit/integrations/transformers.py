@@ -1,0 +1,186 @@
+"""ckptkit in transformers: a Trainer callback that saves through a CheckpointManager, resumes, and exports.
+
+callback = CheckpointCallback("s3://bucket/run", retention=RetentionPolicy(max_num=2))
+trainer = Trainer(..., args=..., callbacks=[callback])
+callback.attach(trainer)
+trainer.train()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ckptkit.integrations.extras import missing
+
+try:
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    raise missing("transformers", "hf") from error
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.report import LoadReport
+from ckptkit.checkpoint.rng import capture_rng, restore_rng
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import UsageError
+
+__all__ = ["CheckpointCallback"]
+
+
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
+    """Saves model, optimizer, scheduler, random numbers and the Trainer's own state; resumes from the newest.
+
+    A save happens where the Trainer would save (`save_strategy`), and every `save_steps` here. At the start of
+    training the newest committed checkpoint is loaded, at any number of ranks; the Trainer then skips the batches
+    that were seen, as it does itself. At the end the model is exported as `from_pretrained` reads it. All ranks have
+    the callback; plain, DDP and FSDP2 models will do.
+
+    Args:
+        url: The root of the run's checkpoints.
+        save_steps: Save every so many steps; None: only where the Trainer says so.
+        resume: Whether to load the newest checkpoint at the start.
+        export: A directory for the export at the end of training; None: no export.
+        background: Save while training goes on.
+        options: Of `CheckpointManager`: `retention`, `state_dict_type`, `storage_options`, ...
+    """
+
+    def __init__(
+        self,
+        url: str | Path,
+        *,
+        save_steps: int | None = None,
+        resume: bool = True,
+        export: str | Path | None = None,
+        background: bool = False,
+        **options: Any,
+    ) -> None:
+        self.url = str(url)
+        self.save_steps = save_steps
+        self.resume = resume
+        self.export = None if export is None else str(export)
+        self.background = background
+        self.loaded: LoadReport | None = None
+        self._options = options
+        self._manager: CheckpointManager | None = None
+        self._trainer: Any = None
+        self._metrics: dict[str, float] = {}
+        self._random: dict[str, Any] | None = None
+        self._ours: str | None = None
+
+    def attach(self, trainer: Any) -> CheckpointCallback:
+        """Let `trainer` save, and resume, through this callback instead of its own files. Call it once.
+
+        Raises:
+            UsageError: The Trainer wants to load its best model at the end, which it looks for among its own files.
+        """
+        if trainer.args.load_best_model_at_end:
+            raise UsageError("load_best_model_at_end=True needs the Trainer's own checkpoints; use keep_best and load.")
+        self._trainer = trainer
+        train = trainer.train
+
+        def resumed(resume_from_checkpoint: Any = None, **arguments: Any) -> Any:
+            if resume_from_checkpoint is not None or not self.resume:
+                return train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
+            with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
+                found = self._write_trainer_state(folder)
+                self._ours = folder if found else None
+                return train(resume_from_checkpoint=self._ours, **arguments)
+
+        trainer.train = resumed
+        trainer._save_checkpoint = self._save
+        for name, method in {
+            "_load_from_checkpoint": self._load_model,
+            "_load_optimizer_and_scheduler": self._load,
+            "_load_scaler": self._skip,
+            "_load_rng_state": self._load_rng,
+        }.items():
+            setattr(trainer, name, self._instead(getattr(trainer, name), method))
+        return self
+
+    # --- events
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Ask for a save every `save_steps`."""
+        if self.save_steps and state.global_step % self.save_steps == 0:
+            control.should_save = True
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Keep the metrics for the next save."""
+        self._metrics = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the save under way, and export."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+        if self.export is not None:
+            from ckptkit.fsdp.hf_save import save_hf
+            from ckptkit.fsdp.wrap import unwrap_model
+
+            tokenizer = kwargs.get("processing_class")
+            save_hf(unwrap_model(kwargs["model"]), self.export, tokenizer=tokenizer, overwrite=True)
+
+    # --- in the Trainer's place
+
+    def _save(self, model: Any, trial: Any = None) -> None:
+        trainer = self._trainer
+        if trainer.hp_search_backend is None and trial is None:
+            trainer.store_flos()
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        state = self._state()
+        state.extra["trainer"] = json.loads(json.dumps(dataclasses.asdict(trainer.state)))
+        save = self._managed().save_async if self.background else self._managed().save
+        save(trainer.state.global_step, state, metrics=self._metrics)
+
+    def _write_trainer_state(self, folder: str) -> bool:
+        """Write what the Trainer reads before anything else; tell whether there is a checkpoint."""
+        manager = self._managed()
+        if manager.latest() is None:
+            return False
+        report = manager.load(TrainState(rng=False))
+        assert report is not None
+        path = Path(folder) / "trainer_state.json"
+        path.write_text(json.dumps(report.extra["trainer"], allow_nan=True), encoding="utf-8")
+        return True
+
+    def _load(self, path: Any) -> None:
+        """Restore model, optimizer, scheduler and random numbers, now that the Trainer has made them."""
+        self.loaded = self._managed().load(self._state())
+        self._random = capture_rng()
+
+    def _load_model(self, path: Any, model: Any = None) -> None:
+        """Wait: everything is restored at once, by `_load`."""
+
+    def _skip(self, path: Any) -> None:
+        """Wait likewise."""
+
+    def _load_rng(self, path: Any) -> None:
+        """Set the random numbers once more: skipping the batches that were seen has drawn some."""
+        if self._random is not None:
+            restore_rng(self._random)
+
+    def _instead(self, theirs: Any, ours: Any) -> Any:
+        """Return what does ours for the path that `train` was given here, and theirs for any other."""
+
+        def either(path: Any = None, *arguments: Any, **named: Any) -> Any:
+            mine = path is not None and path == self._ours
+            return (ours if mine else theirs)(path, *arguments, **named)
+
+        return either
+
+    def _state(self) -> TrainState:
+        trainer = self._trainer
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        return TrainState(model=trainer.model, optimizer=optimizer, scheduler=trainer.lr_scheduler)
+
+    def _managed(self) -> CheckpointManager:
+        if self._manager is None:
+            self._manager = CheckpointManager(self.url, **self._options)
+        return self._manager

@@ -1,0 +1,78 @@
+"""`AcceleratorCheckpoints`: what a real Accelerator prepared is saved and goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+accelerate = pytest.importorskip("accelerate")
+from ckptkit.integrations.accelerate import AcceleratorCheckpoints  # noqa: E402
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def prepared() -> tuple[Any, Any, Any, Any, Counter]:
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    return accelerator, model, optimizer, scheduler, counter
+
+
+def train(run: Any, steps: int) -> None:
+    accelerator, model, optimizer, scheduler, counter = run
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(2, 4)).pow(2).sum())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        counter.count += 1
+
+
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path):
+    run = prepared()
+    saved: list[str] = []
+    run[0].register_save_state_pre_hook(lambda models, weights, folder: saved.append(folder))
+    checkpoints = AcceleratorCheckpoints(run[0], tmp_path)
+    train(run, 3)
+    checkpoints.save_state(3)
+    train(run, 3)
+    checkpoints.close()
+    again = prepared()
+    checkpoints = AcceleratorCheckpoints(again[0], tmp_path)
+    assert checkpoints.load_state().step == 3
+    checkpoints.close()
+    assert again[4].count == 3
+    train(again, 3)
+    assert again[4].count == 6
+    assert again[3].state_dict() == run[3].state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(again[1].parameters(), run[1].parameters(), strict=True))
+    assert saved == [str(tmp_path)]
+
+
+def test_a_checkpoint_of_accelerate_itself_is_adopted(tmp_path):
+    run = prepared()
+    train(run, 2)
+    run[0].save_state(str(tmp_path / "old"))
+    again = prepared()
+    checkpoints = AcceleratorCheckpoints(again[0], tmp_path / "new")
+    checkpoints.load_state(str(tmp_path / "old"), rng_on_resize="keep")
+    checkpoints.close()
+    assert all(torch.equal(a, b) for a, b in zip(again[1].parameters(), run[1].parameters(), strict=True))
+    states = zip(again[2].optimizer.state.values(), run[2].optimizer.state.values(), strict=True)
+    assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in states)

@@ -1,0 +1,107 @@
+"""A real Lightning Trainer on two ranks of the CPU; `lightning_job` is what they run, and what is asked is here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+pytest.importorskip("torchdata")
+pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).parents[2]
+
+
+def run(work: Path, parts: str, ranks: int) -> dict[str, Any]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "RANK", "LOCAL_", "WORLD"))}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", "HANG_S": "280", "PYTHONPATH": str(ROOT)}
+    flags = ["--standalone", "--nproc-per-node", str(ranks), "-m", "tests.integrations.lightning_job"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *flags, str(work), parts],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((work / f"{parts.replace(',', '-')}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def two(work):
+    return run(work, "resume,evaluate,rotate,plain_callback,foreign,pluggable", 2)
+
+
+@pytest.fixture(scope="module")
+def one(work, two):
+    return run(work, "other_world", 1)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(two, kind):
+    assert two[f"{kind}_bit_equal"]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_optimizer_state_waits_for_the_first_step_and_is_let_go(two, kind):
+    assert two[f"{kind}_deferred"]
+    assert two[f"{kind}_moments_at_start"] == 18
+
+
+def test_a_checkpoint_is_validated_tested_and_predicted_with(two):
+    assert two["val_loss"] == two["test_loss"] > 0
+    assert two["predicted"] == [2, 3]
+
+
+def test_the_best_and_the_last_are_kept_and_the_last_is_a_link(two):
+    kept = [name for name in two["best_dir"] if name.startswith("step=")]
+    assert 2 <= len(kept) <= 3
+    assert "step=8.ckpt" in kept
+    assert "last.ckpt" in two["best_dir"]
+    assert two["best_exists"]
+
+
+def test_what_lightning_removes_is_removed_and_links_are_not_followed(two):
+    assert "step=1.ckpt" not in two["plain_dir"]
+    assert two["link"]
+    assert two["target_kept"]
+
+
+@pytest.mark.parametrize("source", ["mp_sharded", "mp_full", "ddp"])
+def test_lightnings_own_checkpoints_are_resumed_from(two, source):
+    assert two[f"from_{source}"]
+
+
+def test_a_file_of_lightnings_is_replaced_once_the_new_checkpoint_is_there(two):
+    assert "last.ckpt" in two["over_a_file"]
+    assert not [name for name in two["over_a_file"] if "replaced" in name]
+
+
+def test_the_callback_saves_under_a_strategy_that_bypasses_checkpoint_io(two):
+    assert two["callback_under_model_parallel"]
+
+
+def test_a_checkpoint_io_of_ones_own_sees_whole_tensors_and_is_resumed_from(two):
+    assert two["io_saw"] == ["io.ckpt"]
+    assert two["io_whole"]
+    assert two["io_resumed"]
+
+
+def test_our_checkpoint_io_rotates_and_resumes_under_ddp(two):
+    assert "step=3.ckpt" in two["ddp_kept"]
+    assert "step=2.ckpt" not in two["ddp_kept"]
+    assert two["ddp_resumed"]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_another_number_of_ranks_resumes(one, kind):
+    assert one[f"{kind}_step"] == [3, 5]
+    assert one[f"{kind}_moments"] == 18
+    assert one["weights_equal"]

@@ -1,0 +1,100 @@
+"""What the arguments of NeMo's and Lightning's strategies mean; no Lightning is needed for that."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.errors import MissingExtraError, UsageError
+from ckptkit.integrations.lightning_setup import fsdp_config, group_sizes, loose_parameters, roots, wrap_policy
+
+MADE = {"mesh": None, "dp": 2, "tp": 1, "cp": 1, "offload": False, "state_dict_type": "full", "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ({"dp": "auto", "tp": "auto"}, (8, 1)),
+        ({"dp": "auto", "tp": "auto", "has_plan": True, "nodes": 2}, (2, 4)),
+        ({"dp": "auto", "tp": 2}, (4, 2)),
+        ({"dp": 2, "tp": "auto", "cp": 2}, (2, 2)),
+    ],
+)
+def test_auto_is_what_the_other_sizes_leave(arguments, sizes):
+    assert group_sizes(8, **arguments) == sizes
+
+
+@pytest.mark.parametrize("arguments", [{"dp": 3, "tp": 2}, {"dp": 3, "tp": "auto"}, {"dp": 16, "tp": "auto"}])
+def test_sizes_that_do_not_make_the_world_are_refused(arguments):
+    with pytest.raises(UsageError, match="does not make the 8 ranks"):
+        group_sizes(8, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("32-true", None), ("bf16-true", None), ("16-true", None), ("bf16-mixed", "bf16"), ("16-mixed", "fp16")],
+)
+def test_the_precisions_of_the_trainer_mean_a_mixed_precision(precision, expected):
+    config = fsdp_config(sharding_strategy="full_shard", precision=precision, mp_policy=None, **MADE)
+    assert config.mixed_precision == expected
+
+
+def test_a_policy_wins_over_the_trainers_precision():
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    config = fsdp_config(sharding_strategy="FULL_SHARD", precision="16-mixed", mp_policy=policy, **MADE)
+    assert (config.mixed_precision, config.reduce_dtype) == ("bf16", "fp32")
+
+
+def test_a_mesh_of_two_dimensions_replicates():
+    made = {**MADE, "mesh": (2, 2), "dp": 4}
+    config = fsdp_config(sharding_strategy="FULL_SHARD", precision="32-true", mp_policy=None, **made)
+    assert (config.sharding_strategy.name, config.replicate, config.shard) == ("HYBRID_SHARD", 2, 2)
+
+
+def test_an_unknown_state_dict_type_and_sharding_strategy_are_refused():
+    for changes in ({"state_dict_type": "half"}, {"sharding_strategy": "SOME_SHARD"}):
+        with pytest.raises(UsageError, match="must be one of"):
+            fsdp_config(
+                **{"sharding_strategy": "FULL_SHARD", "precision": "32-true", "mp_policy": None, **MADE, **changes}
+            )
+
+
+def test_wrap_policies_are_classes_or_the_callable_of_fsdp1():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert wrap_policy({nn.Linear})(model) == ["0", "1.0"]
+
+    def big(module, recurse, nonwrapped_numel):
+        return nonwrapped_numel == 6 and isinstance(module, nn.Sequential)
+
+    assert wrap_policy(big)(model) == ["1"]
+
+
+def test_containers_are_no_roots_and_bare_parameters_are_found():
+    module = nn.Module()
+    module.parts = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
+    module.net = nn.Linear(2, 2)
+    module.scale = nn.Parameter(torch.ones(1))
+    assert roots(module) == [module.parts[0], module.parts[2], module.net]
+    assert loose_parameters(module, roots(module)) == ["scale"]
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("lightning", "lightning", "lightning"),
+        ("transformers", "transformers", "hf"),
+        ("accelerate", "accelerate", "hf"),
+    ],
+)
+def test_a_missing_framework_names_its_extra(module, package, extra, monkeypatch):
+    name = f"ckptkit.integrations.{module}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    for loaded in [key for key in sys.modules if key == package or key.startswith(f"{package}.")]:
+        monkeypatch.setitem(sys.modules, loaded, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, f"{package}.pytorch", None)
+    with pytest.raises(MissingExtraError, match=rf"ckptkit\[{extra}\]"):
+        __import__(name)

@@ -1,0 +1,90 @@
+"""A real transformers Trainer on the CPU saves, stops, resumes and exports through `CheckpointCallback`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from ckptkit import RetentionPolicy, open_checkpoint
+from ckptkit.errors import UsageError
+from ckptkit.integrations.transformers import CheckpointCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(6) * (index + 3)) % 32
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer_of(work: Path, callback: Any, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, attention_dropout=0.3, max_position_embeddings=16,
+    )  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=str(work / "out"), per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=3,
+        logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, max_steps=8, save_strategy="no", **options,
+    )  # fmt: skip
+    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=Texts(), callbacks=[callback])
+    callback.attach(trainer)
+    return trainer
+
+
+class Stop(CheckpointCallback):
+    """Ends training in the middle, as a job that is cut off."""
+
+    at = 3
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_training_stop = state.global_step == self.at
+        return super().on_step_end(args, state, control, **kwargs)
+
+
+@pytest.mark.parametrize("at", [3, 5])  # in the middle of an epoch of 5 steps, and at its end
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(at, tmp_path, monkeypatch):
+    straight = trainer_of(tmp_path, CheckpointCallback(tmp_path / "straight", resume=False))
+    straight.train()
+    monkeypatch.setattr(Stop, "at", at)
+    trainer_of(tmp_path, Stop(tmp_path / "run", save_steps=at)).train()
+    callback = CheckpointCallback(tmp_path / "run", export=tmp_path / "export")
+    resumed = trainer_of(tmp_path, callback)
+    resumed.train()
+    assert callback.loaded.step == at
+    assert resumed.state.global_step == 8
+    for mine, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    moments = zip(resumed.optimizer.optimizer.state.values(), straight.optimizer.optimizer.state.values(), strict=True)
+    assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in moments)
+    assert resumed.lr_scheduler.state_dict() == straight.lr_scheduler.state_dict()
+    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (resumed, straight)]
+    assert losses[0] == losses[1]
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "export")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), straight.model.parameters(), strict=True))
+
+
+def test_rotation_keeps_what_the_policy_says(tmp_path):
+    callback = CheckpointCallback(tmp_path / "run", save_steps=2, retention=RetentionPolicy(max_num=2), background=True)
+    trainer_of(tmp_path, callback).train()
+    assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000006", "step_00000008"]
+    assert open_checkpoint(str(tmp_path / "run")).step == 8
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_the_best_model_at_the_end_is_refused(tmp_path):
+    callback = CheckpointCallback(tmp_path / "run")
+    trainer = trainer_of(tmp_path, callback)
+    trainer.args.load_best_model_at_end = True
+    with pytest.raises(UsageError, match="load_best_model_at_end"):
+        callback.attach(trainer)
