@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -14,7 +15,7 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import new_nonce, stage
 from ckptkit.storage.store import Store, open_store
 
-__all__ = ["OutputPlace", "Session", "open_target"]
+__all__ = ["OutputPlace", "Session", "is_one_of_many", "open_target"]
 
 T = TypeVar("T")
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
@@ -70,7 +71,7 @@ class OutputPlace:
     @contextlib.contextmanager
     def stage(self, plan: Plan) -> Iterator[Session]:
         """Yield where to write the plan; it is published when the block ends well, and gone when it doesn't."""
-        if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1 and "RANK" in os.environ:
+        if is_one_of_many():
             from ckptkit.offline.team import staged_together
 
             with staged_together(self, plan) as session:
@@ -114,6 +115,19 @@ class OutputPlace:
             store.sync_directory("")
         finally:
             store.delete_tree(staging)
+
+
+def is_one_of_many() -> bool:
+    """Return whether this process is a rank among several that torchrun started, or that joined a group themselves.
+
+    RANK and WORLD_SIZE alone say nothing: a batch job may leave them to a shell in which one process converts,
+    and it would wait for the others for ever.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_world_size() > 1)
+    started = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+    return started and int(os.environ.get("WORLD_SIZE", "1") or 1) > 1
 
 
 def _sync_file(path: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TypeVar
 
 from ckptkit.checkpoint.coordinator import Coordinator, Outcome
+from ckptkit.errors import RankFailedError
 from ckptkit.offline.plan import Plan
 from ckptkit.offline.publish import OutputPlace, Session
 from ckptkit.storage.store import Store, open_store
@@ -14,6 +17,7 @@ from ckptkit.storage.store import Store, open_store
 __all__ = ["share_out", "staged_together"]
 
 T = TypeVar("T")
+_MEET_S = 120  # ranks that torchrun starts together are there within seconds
 
 
 def share_out(plan: Plan, world_size: int) -> list[int]:
@@ -89,7 +93,13 @@ def _process_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("gloo")
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=_MEET_S))
+    except (RuntimeError, ValueError) as error:
+        raise RankFailedError(
+            f"the {os.environ.get('WORLD_SIZE')} ranks that torchrun started did not meet within {_MEET_S} s: {error}. "
+            "Every rank must run the same command; nothing was written."
+        ) from error
     try:
         yield
     finally:

@@ -343,6 +343,14 @@ def test_ranks_share_the_files_out_and_publish_once(ranks, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_process_alone_does_not_wait_for_ranks_that_a_batch_job_names(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
+    assert_expected(tensors_in(tmp_path / "out"), UNEVEN.name)
+
+
 def failure_on_a_rank(src: str, dst: str) -> str:
     try:
         convert(src, dst, max_shard_size="3kB")
