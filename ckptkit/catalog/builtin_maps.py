@@ -324,12 +324,12 @@ def _torchtitan(targets: Mapping[str, Target], config: Mapping[str, Any], as_is:
 
 
 def _model_type(config: Mapping[str, Any]) -> str | None:
-    found = config.get("model_type")
-    if found in _BY_MODEL_TYPE:
-        return str(found)
     text = config.get("text_config")
     inner = text.get("model_type") if isinstance(text, Mapping) else None
-    return str(inner) if inner in _BY_MODEL_TYPE else None
+    for found in (config.get("model_type"), inner):
+        if isinstance(found, str) and found in _BY_MODEL_TYPE:
+            return found
+    return None
 
 
 def _stacked(targets: Mapping[str, Target]) -> bool:

@@ -80,7 +80,7 @@ def from_safetensors(name: str) -> DType:
     """
     found = _BY_SAFETENSORS.get(name)
     if found is None:
-        raise UnsupportedFormatError(f"safetensors dtype {name!r} is unknown. Known: {', '.join(_BY_SAFETENSORS)}.")
+        raise UnsupportedFormatError(f"safetensors dtype {name!r:.60} is unknown. Known: {', '.join(_BY_SAFETENSORS)}.")
     return found
 
 

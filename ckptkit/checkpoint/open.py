@@ -14,7 +14,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorEntry
 from ckptkit.catalog.tiles import pieces, source_layout
 from ckptkit.checkpoint.values import decode, references
-from ckptkit.errors import IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.layout import find_record
@@ -87,7 +87,13 @@ class Checkpoint(Mapping[str, Any]):
         value = read_object(self._store, item)
         if item.path.rpartition("/")[2] != OBJECTS_NAME:
             return value
-        tensors = {key: self[key].to_torch() for key in references(value)}
+        wanted = references(value)
+        missing = [key for key in wanted if key not in self.catalog.tensors]
+        if missing:
+            raise CorruptCheckpointError(
+                f"{item.path}: {name!r} refers to {missing[0]!r:.200}, which is no tensor here."
+            )
+        tensors = {key: self[key].to_torch() for key in wanted}
         return decode(value, tensors.__getitem__)
 
     def __iter__(self) -> Iterator[str]:
@@ -161,10 +167,9 @@ class TensorView:
         """Return the bytes of the smallest box that holds the part, [..., itemsize], and what to take of it."""
         box, rest = _box(index, self.shape)
         itemsize = dtype_of(self.dtype).itemsize
-        target = np.empty((*box.sizes, itemsize), np.uint8)
-        if box.numel:
-            _fill(self.entry, self.store, box, target)
-        return target, rest
+        if not box.numel:
+            return np.empty((*box.sizes, itemsize), np.uint8), rest
+        return _read_box(self.entry, self.store, box, itemsize), rest
 
 
 def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
@@ -196,17 +201,19 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     return Box(tuple(offsets), tuple(sizes)), tuple(rest)
 
 
-def _fill(entry: TensorEntry, store: Store, box: Box, target: npt.NDArray[np.uint8]) -> None:
+def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.NDArray[np.uint8]:
     """Read a box: the rows of each slice that hold it, gaps between its columns included."""
     if entry.slices.codecs:
         raise UnsupportedFormatError(f"tensor {entry.name!r} is compressed; rewrite it first: ckptkit convert.")
-    ndim, itemsize = box.ndim, target.shape[-1]
+    ndim = box.ndim
     found = pieces(
         entry, np.array([box.offsets], np.int64).reshape(1, ndim), np.array([box.sizes], np.int64).reshape(1, ndim)
     )
     numel = int(found.numel().sum()) if ndim else len(found)
     if numel != box.numel:
         raise IncompleteCheckpointError(f"tensor {entry.name!r}: its slices hold {numel} of the {box.numel} elements.")
+    # Only now: what slices hold is there on disk, what a shape claims need not be.
+    target = np.empty((*box.sizes, itemsize), np.uint8)
     starts, strides = source_layout(entry, found)
     reads, copies = [], []
     for i in range(len(found)):
@@ -223,3 +230,4 @@ def _fill(entry: TensorEntry, store: Store, box: Box, target: npt.NDArray[np.uin
     store.read_many(reads)
     for part, view in copies:
         part[...] = view
+    return target

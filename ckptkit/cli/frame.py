@@ -6,13 +6,14 @@ import functools
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TextIO, TypeVar, cast
 
 import click
 
@@ -23,12 +24,15 @@ __all__ = [
     "command_frame",
     "if_interrupted",
     "print_json",
+    "printable",
     "progress_bar",
     "storage_option",
     "with_storage_options",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+# C0 but tab and line end, DEL, C1, what breaks lines or turns the direction of text round, and half characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROGRESS_DELAY_S = 1.0  # what is quicker than this needs no bar
 
@@ -46,7 +50,8 @@ def command_frame(function: F) -> F:
         _set_up_logging(quiet=quiet, verbose=verbose or debug)
         click.get_current_context().meta["ckptkit.quiet"] = quiet
         try:
-            function(*args, **kwargs)
+            with redirect_stdout(cast(TextIO, _Printable(sys.stdout))):
+                function(*args, **kwargs)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except BrokenPipeError:
@@ -82,7 +87,27 @@ def _message(error: Exception) -> str:
     return f"Error: {type(error).__name__}: {error}. This is a bug in ckptkit; --debug shows where it happened."
 
 
+def printable(text: str) -> str:
+    """Return the text with control characters escaped: a name in a checkpoint must not command the terminal."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text) if _CONTROL.search(text) else text
+
+
+class _Printable:
+    """Standard output, through `printable`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(printable(text) if isinstance(text, str) else text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _say(text: str) -> None:
+    text = printable(text)
     width = min(100, shutil.get_terminal_size().columns) if sys.stderr.isatty() else 0
     body = "\n".join(_filled(line, width) for line in text.splitlines()) if width else text
     head, separator, rest = body.partition(":")

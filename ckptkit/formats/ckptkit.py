@@ -24,6 +24,7 @@ _OBJECTS_FORMAT = 1
 _METADATA_NAME = ".metadata"
 _DIGEST_PIECE = 8 << 20
 _MAX_INDEX_BYTES = 8 << 30
+_MAX_OBJECTS_BYTES = 256 << 20  # JSON costs up to twenty times its size in memory
 
 
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
@@ -50,7 +51,7 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
     catalog = manifest.catalog()
     objects = {name: _moved(entry, prefix) for name, entry in catalog.objects.items()}
     if OBJECTS_NAME in record.files:
-        data = _checked(place, OBJECTS_NAME, record.files[OBJECTS_NAME])
+        data = _checked(place, OBJECTS_NAME, record.files[OBJECTS_NAME], most=_MAX_OBJECTS_BYTES)
         objects.update(_json_objects(data, prefix + OBJECTS_NAME))
     return Catalog(catalog.tensors, objects, _info(catalog.info, record, prefix))
 
@@ -87,16 +88,21 @@ def _digest(store: Store, path: str, size: int) -> str:
     return state.hexdigest()
 
 
-def _checked(store: Store, path: str, expected: FileRecord | None) -> bytes:
+def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int = _MAX_INDEX_BYTES) -> bytes:
     if expected is None:
         raise CorruptCheckpointError(f"{store.url}: the commit record does not list {path!r}.")
+    if expected.nbytes > most:
+        raise CorruptCheckpointError(
+            f"{store.url}/{path}: the commit record says {expected.nbytes} bytes; no such file has more than {most}."
+        )
     try:
-        data = store.read(path)
+        data = store.read(path, 0, expected.nbytes + 1)  # a sparse file can claim any size: read what was committed
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(f"{store.url}/{path} is missing, though the commit record lists it.") from error
     if len(data) != expected.nbytes:
         raise IncompleteCheckpointError(
-            f"{store.url}/{path} has {len(data)} bytes, {expected.nbytes} were committed. It was replaced or truncated."
+            f"{store.url}/{path} has {'more' if len(data) > expected.nbytes else len(data)} bytes, {expected.nbytes} "
+            "were committed. It was replaced or truncated."
         )
     digest = xxhash.xxh3_64_hexdigest(data)
     if digest != expected.xxh3_64:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -139,9 +140,9 @@ def _no_constant(name: str) -> Any:
 def _unique(pairs: tuple[tuple[str, Any], ...], path: str, where: str) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise CorruptCheckpointError(f"{path}: the safetensors header has the key {twice!r}{where} twice.")
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise CorruptCheckpointError(f"{path}: the safetensors header has the key {twice!r:.200}{where} twice.")
     return found
 
 

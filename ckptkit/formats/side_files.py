@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.storage import FileInfo, Store
+from ckptkit.storage.paths import is_safe_name
 
 __all__ = ["SideFiles", "find_side_files", "is_side_file", "read_json"]
 
@@ -88,7 +89,8 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
     templates = f"{directory}/additional_chat_templates" if directory else "additional_chat_templates"
     if any(entry.path == templates for entry in entries):
         entries += store.list(templates)
-    files = [entry.path for entry in entries if entry.kind in ("file", "symlink")]
+    # A name that no system should be given is not carried on: it would fail, or fool somebody, where it is written.
+    files = [e.path for e in entries if e.kind in ("file", "symlink") and is_safe_name(e.path.rpartition("/")[2])]
     carried = tuple(path for path in files if _matches(path, directory, _CARRIED))
     code = tuple(path for path in files if _matches(path, directory, _CODE))
     config_path = f"{directory}/config.json" if directory else "config.json"

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.patterns import compile_regex
 from ckptkit.catalog.targets import Target
-from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.offline.plan import ComputedTensor
 
 __all__ = ["AdapterSplit", "LoraPair", "adapter_config", "export_adapter", "merge_adapter", "split_adapter"]
@@ -218,6 +219,10 @@ def scaling(config: Mapping[str, Any], module: str) -> float:
     """Return what B @ A is multiplied by: alpha / r, or alpha / sqrt(r) with rslora; patterns by module included."""
     rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
     alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in (rank, alpha)) or rank <= 0:
+        raise CorruptCheckpointError(
+            f"adapter_config.json: {module!r} has rank {rank!r:.40} and lora_alpha {alpha!r:.40}, expected numbers."
+        )
     return float(alpha / math.sqrt(rank)) if config.get("use_rslora") else float(alpha / rank)
 
 
@@ -297,6 +302,7 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
     """PEFT's rule: the first key that matches the module's name, or an end of it after a dot."""
     if isinstance(patterns, Mapping):
         for key, value in patterns.items():
-            if re.match(rf"(.*\.)?({key})$", module):
+            pattern = compile_regex(str(key)).pattern  # from adapter_config.json, which is anybody's
+            if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
     return default

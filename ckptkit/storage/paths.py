@@ -8,7 +8,15 @@ __all__ = ["checked_path", "is_safe_name"]
 
 # Names that Windows keeps for devices, whatever the extension: a checkpoint must be portable.
 _DEVICES = frozenset(
-    ["con", "prn", "aux", "nul", *(f"com{i}" for i in range(1, 10)), *(f"lpt{i}" for i in range(1, 10))]
+    [
+        "con",
+        "prn",
+        "aux",
+        "nul",
+        "conin$",
+        "conout$",
+        *(f"{port}{i}" for port in ("com", "lpt") for i in "123456789¹²³"),
+    ]
 )
 
 

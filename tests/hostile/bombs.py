@@ -1,0 +1,314 @@
+"""Checkpoints that are small on disk and ask for more memory or time than anybody has."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.hostile import sources
+from tests.hostile.harness import Place
+from tests.hostile.records import edit_json, edit_record, reseal
+from tests.hostile.sources import header
+
+__all__ = ["BOMBS", "HEAVY"]
+
+Build = Callable[[Place], None]
+_ZERO = b"\x80\x02"
+
+
+def _compressed_zip(place: Place) -> None:
+    sources.binary(place.outside)
+    with zipfile.ZipFile(place.outside / "pytorch_model.bin") as old:
+        with zipfile.ZipFile(place.src / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as new:
+            for item in old.infolist():
+                new.writestr(item.filename, old.read(item) if "/data/" not in item.filename else bytes(64 << 20))
+
+
+def _many_members(place: Place) -> None:
+    with zipfile.ZipFile(place.src / "pytorch_model.bin", "w") as new:
+        for i in range(10_000):
+            new.writestr(f"x/data/{i}", b"")
+
+
+def _expanded(place: Place) -> None:
+    torch.save({"w": torch.zeros(1).expand(2**40)}, place.src / "pytorch_model.bin")
+
+
+def _expanded_many(place: Place) -> None:
+    one = torch.zeros(4)
+    torch.save({f"w{i}": one.expand(2**20, 4) for i in range(64)}, place.src / "pytorch_model.bin")
+
+
+def _metadata(change: Callable[[Any], Any]) -> Build:
+    def build(place: Place) -> None:
+        sources.dcp(place.src)
+        sources.edit_metadata(place.src, change)
+
+    return build
+
+
+def _shape(*size: int) -> Build:
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["weight"]
+        entry.size = torch.Size(size)
+        entry.chunks[0].sizes = torch.Size(size)
+
+    return _metadata(change)
+
+
+def _half(metadata: Any) -> None:
+    metadata.state_dict_metadata["weight"].size = torch.Size((8, 4))
+
+
+def _info(**fields: int) -> Build:
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            for name, value in fields.items():
+                setattr(info, name, value)
+
+    return _metadata(change)
+
+
+def _chunks(count: int, *, overlapping: bool) -> Build:
+    """Very many boxes of one tensor; overlapping in part so that no grid can be told apart."""
+
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["weight"]
+        first = entry.chunks[0]
+        entry.size = torch.Size((count + 4, 4))
+        made = []
+        for i in range(count):
+            chunk = type(first)(torch.Size((i, 0)), torch.Size((4 if overlapping else 1, 4)))
+            made.append(chunk)
+        entry.chunks = made
+
+    return _metadata(change)
+
+
+def _staircase(count: int) -> Callable[[Path], None]:
+    """A manifest whose slices do not overlap, but where a sweep over rows compares every pair: quadratic."""
+
+    def write(folder: Path) -> None:
+        sources.dcp(folder)
+
+        def change(metadata: Any) -> None:
+            entry = metadata.state_dict_metadata["weight"]
+            first = entry.chunks[0]
+            entry.size = torch.Size((2 * count, 2 * count))
+            entry.chunks = [
+                type(first)(torch.Size((i, 2 * i)), torch.Size((count, 2 if i % 2 else 1))) for i in range(count)
+            ]
+            index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "weight")
+            del metadata.storage_data[index]
+            for i in range(count):
+                key = type(index)("weight", torch.Size((i, 2 * i)), i)
+                metadata.storage_data[key] = info
+
+        sources.edit_metadata(folder, change)
+
+    return write
+
+
+def _header(entries: Any, data: int = 0) -> Build:
+    def build(place: Place) -> None:
+        (place.src / "model.safetensors").write_bytes(header(entries) + bytes(data))
+
+    return build
+
+
+def _tensor(shape: list[int], offsets: list[Any], dtype: str = "F32") -> dict[str, Any]:
+    return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+
+
+def _raw(name: str, data: bytes) -> Build:
+    def build(place: Place) -> None:
+        (place.src / name).write_bytes(data)
+
+    return build
+
+
+def _many_keys(place: Place) -> None:
+    entries = {f"k{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(10_000)}
+    (place.src / "model.safetensors").write_bytes(header(entries))
+
+
+def _late_duplicate(place: Place) -> None:
+    names = [*range(20_000), 19_999]
+    text = ",".join(f'"k{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in names)
+    (place.src / "model.safetensors").write_bytes(header("{" + text + "}"))
+
+
+def _json(name: str, text: str) -> Build:
+    def build(place: Place) -> None:
+        sources.hf_sharded(place.src)
+        (place.src / name).write_text(text)
+
+    return build
+
+
+def _record_text(change: Callable[[str], str]) -> Build:
+    def build(place: Place) -> None:
+        sources.own(place.src)
+        for step in place.src.glob("step_*"):
+            path = step / "checkpoint.json"
+            path.write_text(change(path.read_text()))
+
+    return build
+
+
+def _objects(value: Any) -> Build:
+    def build(place: Place) -> None:
+        sources.own(place.src)
+        for step in place.src.glob("step_*"):
+            edit_json(step / "objects.json", lambda body: body["objects"].update(value))
+            reseal(step)
+
+    return build
+
+
+def _manifest(name: str, row: int, value: int) -> Build:
+    """One number of the manifest is a lie; record and digests fit."""
+
+    def build(place: Place) -> None:
+        from ckptkit.formats.columns import pack, unpack
+
+        sources.own(place.src)
+        for step in place.src.glob("step_*"):
+            path = step / "manifest.safetensors"
+            columns = unpack(path.read_bytes(), file="x")
+            arrays = {key: np.array(column) for key, column in columns.arrays.items()}
+            arrays[name][row] = value
+            path.write_bytes(pack(arrays, columns.header))
+            reseal(step)
+
+    return build
+
+
+def _zstd(place: Place) -> None:
+    """A shard whose zstd frame asks for a window of gigabytes and unfolds a thousandfold."""
+    import zstandard
+
+    sources.CONTROLS["zstd"](place.src)
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    bomb = zstandard.ZstdCompressor(compression_params=parameters).compress(bytes(64 << 20))
+    for path in place.src.rglob("*.distcp"):
+        size = path.stat().st_size
+        path.write_bytes((bomb * (size // len(bomb) + 1))[:size])
+
+
+def _opcodes(data: bytes) -> Build:
+    return _raw("model.pt", data)
+
+
+def _laughs(levels: int) -> bytes:
+    """Tuples of tuples: 2**levels elements in a few bytes."""
+    body = b"\x80\x04K\x01\x94"
+    return body + b"2\x86\x94" * levels + b"."
+
+
+def _set_steps(steps: int) -> Build:
+    def build(place: Place) -> None:
+        sources.own(place.src)
+        for i in range(steps):
+            (place.src / f"step_{i + 100:08d}").mkdir()
+
+    return build
+
+
+def _sizes_of_record(place: Place) -> None:
+    """A sparse file of a terabyte, and a record that says so."""
+    sources.own(place.src)
+    for step in place.src.glob("step_*"):
+        with (step / "objects.json").open("r+b") as file:
+            file.truncate(1 << 40)
+
+        def change(body: dict[str, Any]) -> None:
+            body["total_bytes"] += (1 << 40) - body["files"]["objects.json"]["nbytes"]
+            body["files"]["objects.json"]["nbytes"] = 1 << 40
+
+        edit_record(step, change)
+
+
+BOMBS: dict[str, Build] = {
+    "compressed_zip": _compressed_zip,
+    "expanded": _expanded,
+    "expanded_many": _expanded_many,
+    "dcp_shape": _shape(2**40),
+    "dcp_shape_product": _shape(2**31, 2**31, 2**31),
+    "dcp_half": _metadata(_half),
+    "dcp_negative_offset": _info(offset=-1),
+    "dcp_huge_offset": _info(offset=2**62),
+    "dcp_overflowing_length": _info(length=2**63 - 1),
+    "dcp_huge_integer": _info(length=2**400),
+    "dcp_zero_length": _info(length=0),
+    "dcp_overlapping": _chunks(2000, overlapping=True),
+    "dcp_same_place": _chunks(2000, overlapping=False),
+    "dcp_quadratic": lambda place: _staircase(4000)(place.src),
+    "zstd_window": _zstd,
+    "header_length": _raw("model.safetensors", (2**63 - 1).to_bytes(8, "little") + b"{}"),
+    "header_100mb": _raw("model.safetensors", (99_999_999).to_bytes(8, "little") + b"{}"),
+    "header_deep": _header('{"a":' * 50_000 + "1" + "}" * 50_000),
+    "header_duplicate": _header('{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],'
+                                '"data_offsets":[0,4]}}', 4),
+    "header_late_duplicate": _late_duplicate,
+    "header_shape": _header(_tensor([2**40], [0, 4]), 4),
+    "header_product": _header(_tensor([2**32, 2**32], [0, 0]), 0),
+    "header_negative": _header(_tensor([-1], [0, -4]), 4),
+    "header_overflow": _header(_tensor([1], [2**64, 2**64 + 4]), 4),
+    "header_float": _header(_tensor([1], [0, 4.0]), 4),
+    "header_digits": _header('{"w":{"dtype":"F32","shape":[' + "9" * 5000 + '],"data_offsets":[0,4]}}', 4),
+    "header_overlap": _header({**_tensor([2], [0, 8]), "v": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, 12),
+    "header_hole": _header({**_tensor([1], [0, 4]), "v": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]}}, 12),
+    "header_dtype": _header(_tensor([1], [0, 4], "F" * 100_000), 4),
+    "header_dims": _header(_tensor([1] * 5000, [0, 4]), 4),
+    "index_deep": _json("model.safetensors.index.json", "[" * 200_000),
+    "index_duplicate": _json("model.safetensors.index.json", '{"weight_map":{"weight":"model-00001-of-00002.safetensors",'
+                             '"weight":"model-00002-of-00002.safetensors"}}'),
+    "index_no_map": _json("model.safetensors.index.json", '{"weight_map": []}'),
+    "record_deep": _record_text(lambda text: "[" * 200_000),
+    "record_duplicate": _record_text(lambda text: text.replace('"step"', '"step": 1, "step"', 1)),
+    "record_binary": _record_text(lambda text: "\0" * 4096),
+    "record_digits": _record_text(lambda text: text.replace('"step": ', '"step": ' + "9" * 5000, 1)),
+    "record_sizes": _sizes_of_record,
+    "manifest_start": _manifest("slice.start", 0, 2**62),
+    "manifest_negative": _manifest("slice.start", 0, -1),
+    "manifest_nbytes": _manifest("slice.nbytes", 0, 2**62),
+    "manifest_size": _manifest("slice.size", 0, 2**40),
+    "manifest_offset": _manifest("slice.offset", 0, 2**62),
+    "manifest_shape": _manifest("tensor.shape", 0, 2**40),
+    "manifest_stop": _manifest("tensor.stop", -1, 2**40),
+    "manifest_file": _manifest("slice.file", 0, 10**6),
+    "manifest_names": _manifest("names.ends", 0, 2**40),
+    "pickle_laughs": _opcodes(_laughs(60)),
+    "pickle_memo": _opcodes(_ZERO + b"Nr\xff\xff\xff\x7f."),
+    "pickle_long": _opcodes(b"\x80\x04\x8b\xff\xff\xff\x7f" + bytes(100) + b"."),
+    "pickle_text": _opcodes(b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b"x."),
+    "pickle_bytearray": _opcodes(b"\x80\x05\x96" + (2**62).to_bytes(8, "little") + b"x."),
+    "pickle_deep": _opcodes(b"\x80\x04" + b"](" * 500_000 + b"e" * 500_000 + b"."),
+    "pickle_empties": _opcodes(b"\x80\x04]" + b"(" + b"}" * 5_000_000 + b"e."),
+    "pickle_self": _opcodes(b"\x80\x04]\x94h\x00a."),
+    "pickle_recursive_key": _opcodes(b"\x80\x04}\x94" + b"K\x01" + b"\x85" * 100_000 + b"K\x01s."),
+    "pickle_nothing": _opcodes(b""),
+    "pickle_stop": _opcodes(b"."),
+    "zip_truncated": _raw("pytorch_model.bin", b"PK\x03\x04" + bytes(100)),
+    "zip64_lies": _raw("pytorch_model.bin", b"PK\x06\x06" + b"\xff" * 52 + b"PK\x06\x07" + bytes(16) + b"PK\x05\x06" + b"\xff" * 18),
+    "legacy_storage": _raw("pytorch_model.bin", pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
+                           + pickle.dumps({}, 2) + pickle.dumps({"w": 1}, 2) + pickle.dumps(["0"], 2)
+                           + (2**62).to_bytes(8, "little")),
+}  # fmt: skip
+# Allowed: odd, and slow if somebody is careless.
+HEAVY: dict[str, Build] = {
+    "many_keys": _many_keys,
+    "many_members": _many_members,
+    "many_steps": _set_steps(300),
+    "objects_deep": _objects({"step": json.loads("[" * 300 + "]" * 300)}),
+    "objects_wrong": _objects({"step": {"$torch_save": "AAAA"}, "optimizer": 7, "scheduler": [], "rng.0": "x"}),
+    "objects_kinds": _objects({"step": {"$nothing": [1, 2]}, "optimizer": {"param_groups": [{"params": ["../x"]}]}}),
+}

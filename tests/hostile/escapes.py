@@ -1,0 +1,327 @@
+"""Checkpoints whose names and links point somewhere else, or at what is no file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.hostile import sources
+from tests.hostile.harness import Place
+from tests.hostile.records import edit_json, edit_record, reseal
+from tests.hostile.sources import header, safetensors
+
+__all__ = ["ALLOWED", "ESCAPES", "NAMES", "POINTERS"]
+
+Build = Callable[[Place], None]
+
+NAMES = (
+    "../../escape", "/tmp/escape", "a/../../b", "a\\..\\b", "C:\\x", "\\\\host\\share", "nul", "con.weight", "a\0b",
+    "weight\u2215..\u2215x", "\uff0e\uff0e/x", "we\u0131ght", "w\u202eeight", "\x1b[31mred\x1b[0m", "a\nError: b", ".", "..", "~/x",
+    "%2e%2e/x", "$(touch x)", "a" * 3000, "\ud800".encode("utf-8", "surrogatepass").decode("utf-8", "replace"),
+    "<script>alert(1)</script>",
+)  # fmt: skip
+POINTERS = (
+    "../outside", "/etc", "{outside}", "..", ".", "", "\0", "a\\..\\b", "\uff0e\uff0e/outside", "~", "nul", "-1",
+    "99999999999999999999", "step_00000009/../../outside", "file:///etc", "x" * 2000, "./../outside", "\n\n", "\x1b[2J",
+)  # fmt: skip
+
+
+def _relative_path(name: str) -> Build:
+    def build(place: Place) -> None:
+        sources.dcp(place.src)
+        (place.outside / "x.distcp").write_bytes((place.src / "__0_0.distcp").read_bytes())
+
+        def change(metadata: Any) -> None:
+            for info in metadata.storage_data.values():
+                info.relative_path = name.format(outside=place.outside)
+
+        sources.edit_metadata(place.src, change)
+
+    return build
+
+
+def _weight_map(value: Any) -> Build:
+    def build(place: Place) -> None:
+        sources.hf_sharded(place.src)
+        (place.outside / "x.safetensors").write_bytes(safetensors({"weight": [4, 4]}))
+        target = value.format(outside=place.outside) if isinstance(value, str) else value
+        sources.write_index(place.src, {"weight": target})
+
+    return build
+
+
+def _bin_weight_map(place: Place) -> None:
+    sources.binary(place.outside)
+    sources.write_index(place.src, {"weight": "../outside/pytorch_model.bin"}, "pytorch_model.bin.index.json")
+    torch.save({"bias": torch.zeros(4)}, place.src / "model-00002-of-00002.safetensors")
+
+
+def _link(control: str, name: str, target: str) -> Build:
+    """A file of the checkpoint is a symbolic link to a copy of it outside."""
+
+    def build(place: Place) -> None:
+        sources.CONTROLS[control](place.src)
+        path = sorted(place.src.rglob(name))[0]
+        if target == "{outside}":
+            (place.outside / path.name).write_bytes(path.read_bytes())
+        path.unlink()
+        path.symlink_to(target.format(outside=place.outside / path.name))
+
+    return build
+
+
+def _linked_folder(place: Place) -> None:
+    sources.own(place.outside)
+    (place.src / "step_00000002").symlink_to(place.outside / "step_00000002")
+
+
+def _special(control: str, name: str, make: Callable[[Path], None]) -> Build:
+    def build(place: Place) -> None:
+        sources.CONTROLS[control](place.src)
+        path = sorted(place.src.rglob(name))[-1]  # of the newest step
+        path.unlink()
+        make(path)
+
+    return build
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # names of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
+    except PermissionError:  # not root: a link to it is the next best
+        path.symlink_to("/dev/zero")
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _names(place: Place) -> None:
+    entries, end = {}, 0
+    for name in NAMES:
+        entries[name] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
+        end += 4
+    (place.src / "model.safetensors").write_bytes(header(entries) + bytes(end))
+
+
+def _names_in_dcp(place: Place) -> None:
+    sources.dcp(place.src, {name: torch.zeros(2) for name in NAMES})
+
+
+def _names_in_bin(place: Place) -> None:
+    torch.save({name: torch.zeros(2) for name in NAMES}, place.src / "pytorch_model.bin")
+
+
+def _members(place: Place) -> None:
+    """A zip archive whose members have names that leave it: they are read by offset, never unpacked."""
+    sources.binary(place.outside)
+    with zipfile.ZipFile(place.outside / "pytorch_model.bin") as old:
+        with zipfile.ZipFile(place.src / "pytorch_model.bin", "w") as new:
+            for item in old.infolist():
+                new.writestr("../../" + item.filename, old.read(item))
+
+
+def _hostile_files(place: Place) -> None:
+    sources.hf(place.src)
+    for name in ("tokenizer\x1b[31m.json", "tokenizer\n.json", "tokenizer\\..\\x.json", "-rf", "tokenizer<b>.json"):
+        (place.src / name).write_text("{}")
+
+
+def _record(change: Callable[[dict[str, Any], Place], Any]) -> Build:
+    def build(place: Place) -> None:
+        sources.own(place.src)
+        for step in sorted(place.src.glob("step_*")):
+            edit_record(step, lambda body: change(body, place))
+
+    return build
+
+
+def _file_of_record(name: str) -> Build:
+    def change(body: dict[str, Any], place: Place) -> None:
+        item = {"nbytes": 18, "xxh3_64": "0" * 16}
+        body["files"][name.format(outside=place.outside)] = item
+        body["total_bytes"] += 18
+
+    return _record(change)
+
+
+def _object_path(place: Place) -> None:
+    sources.own(place.src)
+    for step in sorted(place.src.glob("step_*")):
+        from ckptkit.formats.columns import unpack
+
+        data = (step / "manifest.safetensors").read_bytes()
+        unpack(data, file="x")
+        changed = data.replace(b"__0_0.distcp", b"../outside/x")
+        assert changed != data
+        (step / "manifest.safetensors").write_bytes(changed)
+        reseal(step)
+
+
+def _references(place: Place) -> None:
+    sources.own(place.src)
+    for step in sorted(place.src.glob("step_*")):
+        edit_json(step / "objects.json", lambda body: body["objects"].update({"step": {"$ref": "../../etc/passwd"}}))
+        reseal(step)
+
+
+ESCAPES: dict[str, Build] = {
+    **{f"relative_path {name!r:.30}": _relative_path(name) for name in (
+        "../outside/x.distcp", "{outside}/x.distcp", "a/../../outside/x.distcp", "__0_0.distcp\0x", "..\\outside\\x.distcp",
+        "", ".", "file://{outside}/x.distcp", "s3://bucket/x", "~/x", "\uff0e\uff0e/outside/x.distcp",
+    )},
+    **{f"weight_map {value!r:.30}": _weight_map(value) for value in (
+        "../outside/x.safetensors", "{outside}/x.safetensors", "a/../x.safetensors", "x\0.safetensors", "..\\x.safetensors",
+        "", "\uff0e\uff0e/outside/x.safetensors", "https://example.org/x.safetensors", ["x"], None, 7, {"a": 1},
+        "tokenizer.json", "model.safetensors.index.json",
+    )},
+    "bin_weight_map": _bin_weight_map,
+    "linked_shard": _link("dcp", "__0_0.distcp", "{outside}"),
+    "linked_metadata": _link("dcp", ".metadata", "{outside}"),
+    "linked_safetensors": _link("hf", "model.safetensors", "{outside}"),
+    "linked_bin": _link("binary", "pytorch_model.bin", "{outside}"),
+    "linked_config": _link("hf", "config.json", "{outside}"),
+    "linked_tokenizer": _link("hf", "tokenizer.json", "{outside}"),
+    "linked_to_passwd": _link("hf", "tokenizer.json", "/etc/passwd"),
+    "linked_rank_file": _link("verl", "model_world_size_2_rank_0.pt", "{outside}"),
+    "linked_folder": _linked_folder,
+    "linked_to_zero": _link("hf", "model.safetensors", "/dev/zero"),
+    "loop": _special("hf", "model.safetensors", _loop),
+    "fifo_metadata": _special("dcp", ".metadata", _fifo),
+    "fifo_shard": _special("dcp", "__0_0.distcp", _fifo),
+    "fifo_safetensors": _special("hf", "model.safetensors", _fifo),
+    "fifo_index": _special("hf_sharded", "model.safetensors.index.json", _fifo),
+    "fifo_bin": _special("binary", "pytorch_model.bin", _fifo),
+    "fifo_record": _special("own", "checkpoint.json", _fifo),
+    "device_safetensors": _special("hf", "model.safetensors", _device),
+    "device_metadata": _special("dcp", ".metadata", _device),
+    "socket_shard": _special("dcp", "__0_0.distcp", _socket),
+    "directory_shard": _special("hf", "model.safetensors", _directory),
+    "sparse_metadata": _special("dcp", ".metadata", _sparse),
+    "sparse_safetensors": _special("hf", "model.safetensors", _sparse),
+    "sparse_index": _special("hf_sharded", "model.safetensors.index.json", _sparse),
+    "sparse_bin": _special("binary", "pytorch_model.bin", _sparse),
+    "sparse_record": _special("own", "checkpoint.json", _sparse),
+    "sparse_manifest": _special("own", "manifest.safetensors", _sparse),
+    "sparse_objects": _special("own", "objects.json", _sparse),
+    "record_parent": _file_of_record("../../outside/secret.txt"),
+    "record_absolute": _file_of_record("{outside}/secret.txt"),
+    "record_missing": _file_of_record("not-there.bin"),
+    "record_control": _file_of_record("a\x1b[2Jb"),
+    "record_data": _record(lambda body, place: body.update(data="../outside")),
+    "record_tag": _record(lambda body, place: body.update(tag="../../outside")),
+    "record_other_directory": _record(lambda body, place: body.update(tag="other")),
+    "record_step": _record(lambda body, place: body.update(step=-1)),
+    "record_huge_step": _record(lambda body, place: body.update(step=10**30)),
+    "record_save_id": _record(lambda body, place: body.update(save_id="../../../outside")),
+    "record_sizes": _record(lambda body, place: body["files"][".metadata"].update(nbytes=2**61)),
+    "record_negative": _record(lambda body, place: body["files"][".metadata"].update(nbytes=-1)),
+    "record_manifest": _record(lambda body, place: body.update(manifest="../x")),
+    "manifest_path": _object_path,
+    "object_reference": _references,
+}  # fmt: skip
+
+
+def _pointer(name: str, content: str) -> Build:
+    def build(place: Place) -> None:
+        sources.dcp_in(place.src / "model_a")
+        sources.dcp_in(place.outside)
+        (place.src / name).write_bytes(content.format(outside=place.outside).encode("utf-8", "replace"))
+
+    return build
+
+
+def _pointer_of_run(content: str) -> Build:
+    def build(place: Place) -> None:
+        sources.own(place.src)
+        (place.src / "latest").write_bytes(content.format(outside=place.outside).encode("utf-8", "replace"))
+
+    return build
+
+
+def _special_pointer(make: Callable[[Path], None]) -> Build:
+    def build(place: Place) -> None:
+        sources.own(place.src)
+        (place.src / "latest").unlink(missing_ok=True)
+        make(place.src / "latest")
+
+    return build
+
+
+def _beside(name: str, make: Callable[[Path], None]) -> Build:
+    """A good export with something odd beside it, which nobody needs."""
+
+    def build(place: Place) -> None:
+        sources.hf(place.src)
+        path = place.src / name
+        path.unlink(missing_ok=True)
+        make(path)
+
+    return build
+
+
+# Odd, but nothing that has to be refused: the checkpoint itself is good.
+ALLOWED: dict[str, Build] = {
+    "names": _names,
+    "names_in_dcp": _names_in_dcp,
+    "names_in_bin": _names_in_bin,
+    "members": _members,
+    "hostile_files": _hostile_files,
+    **{f"latest {content!r:.30}": _pointer_of_run(content) for content in POINTERS},
+    **{f"pointer {content!r:.30}": _pointer("latest", content) for content in POINTERS[:6]},
+    "iteration": _pointer("latest_checkpointed_iteration.txt", "../outside"),
+    "latest_fifo": _special_pointer(_fifo),
+    "latest_link": _special_pointer(lambda path: path.symlink_to("../outside")),
+    "latest_directory": _special_pointer(_directory),
+    "latest_sparse": _special_pointer(_sparse),
+    "fifo_tokenizer": _beside("tokenizer.json", _fifo),
+    "fifo_config": _beside("config.json", _fifo),
+    "device_beside": _beside("tokenizer.model", _device),
+    "sparse_tokenizer": _beside("tokenizer.json", _sparse),
+    "sparse_config": _beside("config.json", _sparse),
+    "sparse_record_beside": _beside("checkpoint.json", _sparse),
+    "loop_beside": _beside("tokenizer.model", _loop),
+    "record_beside": lambda place: (sources.hf(place.src), (place.src / "checkpoint.json").write_text("{}"), None)[-1],
+    "config_null": lambda place: (sources.hf(place.src), (place.src / "config.json").write_text("null"), None)[-1],
+    "config_deep": lambda place: (
+        sources.hf(place.src), (place.src / "config.json").write_text("[" * 10**6), None,
+    )[-1],
+    "config_lies": lambda place: (
+        sources.hf(place.src),
+        (place.src / "config.json").write_text(json.dumps(
+            {"architectures": 7, "model_type": ["x"], "tie_word_embeddings": "yes", "vocab_size": -1, "dtype": {},
+             "hidden_size": 1e308, "num_hidden_layers": 2**70})),
+        None,
+    )[-1],
+}  # fmt: skip

@@ -1,0 +1,250 @@
+"""Runs every command on one directory in a forked process, and tells what each did: code, words, time, memory, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["COMMANDS", "LIMIT_BYTES", "LIMIT_SECONDS", "Outcome", "Place", "run_commands", "tree"]
+
+LIMIT_SECONDS = 10.0
+LIMIT_BYTES = 256 << 20
+_ADDRESS_SPACE = 6 << 30
+_SECRET = "S3CRET-OF-THE-HOST"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The directories of one case. `src` is hostile; `outside` holds what a hostile file would like to read."""
+
+    top: Path
+
+    @property
+    def src(self) -> Path:
+        return self.top / "src"
+
+    @property
+    def outside(self) -> Path:
+        return self.top / "outside"
+
+    @property
+    def work(self) -> Path:
+        return self.top / "work"
+
+    @property
+    def control(self) -> Path:
+        return self.top / "control"
+
+    @property
+    def marker(self) -> Path:
+        """A directory that exists once a payload has run."""
+        return self.top / "PWNED"
+
+    def prepare(self) -> None:
+        for path in (self.src, self.outside, self.work):
+            path.mkdir(parents=True)
+        (self.outside / "secret.txt").write_text(_SECRET)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one command did. `bad` lists what no command may do."""
+
+    command: str
+    code: int
+    text: str
+    seconds: float
+    grown: int
+    bad: tuple[str, ...] = ()
+
+
+def _read_all(url: str) -> None:
+    from ckptkit.checkpoint.open import open_checkpoint
+
+    checkpoint = open_checkpoint(url)
+    for name in list(checkpoint)[:200]:
+        value = checkpoint[name]
+        if hasattr(value, "to_torch"):
+            value.to_torch()
+
+
+def _load(url: str) -> None:
+    """Load into a job the way a training script does."""
+    import torch
+
+    from ckptkit.checkpoint.manager import CheckpointManager
+    from ckptkit.checkpoint.state import TrainState
+
+    with CheckpointManager(url) as manager:
+        if manager.load(TrainState(model=torch.nn.Linear(4, 4))) is None:
+            raise FileNotFoundError(url)
+
+
+Command = Sequence[str] | Callable[[str], None]
+COMMANDS: dict[str, Command] = {
+    "inspect": ("inspect", "{src}"),
+    "inspect --json": ("inspect", "{src}", "--json", "--tensors", "*"),
+    "inspect --html": ("inspect", "{src}", "--html", "{work}/page.html"),
+    "verify": ("verify", "{src}"),
+    "verify --quick": ("verify", "{src}", "--quick"),
+    "ls": ("ls", "{src}", "--all"),
+    "diff": ("diff", "{src}", "{control}"),
+    "convert hf": ("convert", "{src}", "{work}/hf"),
+    "convert local": ("convert", "{src}", "{work}/local", "--to", "local", "--world-size", "2"),
+    "reshard": ("reshard", "{src}", "{work}/resharded", "--world-size", "3"),
+    "open": _read_all,
+    "load": _load,
+    "pin": ("pin", "{src}/latest", "--why", "test"),
+    "prune": ("prune", "{src}", "--max-num", "1"),
+}
+CHANGING = ("pin", "prune", "load")  # may write into the run's directory: its pins, its lease
+
+
+def run_commands(place: Place, names: Sequence[str] = tuple(COMMANDS)) -> dict[str, Outcome]:
+    """Run these commands one after the other on `place.src`, in a child of this process."""
+    reader, writer = os.pipe()
+    before = tree(place.top, without=place.work)
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        _child(place, names, writer)
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        found = [json.loads(line) for line in lines]
+    _, status = os.waitpid(pid, 0)
+    outcomes = {item["command"]: Outcome(**{**item, "bad": tuple(item["bad"])}) for item in found}
+    if status or len(outcomes) != len(names):
+        name = next(name for name in names if name not in outcomes)
+        outcomes[name] = Outcome(name, -1, f"the process ended with status {status}", 0.0, 0, ("it died",))
+    after = tree(place.top, without=place.work)
+    if before != after and not set(names) & set(CHANGING):
+        bad = (f"files changed outside of DST: {sorted(set(before.items()) ^ set(after.items()))[:3]}",)
+        outcomes["tree"] = Outcome("tree", 0, "", 0.0, 0, bad)
+    if place.marker.exists():
+        outcomes["marker"] = Outcome("marker", 0, "", 0.0, 0, ("CODE FROM THE CHECKPOINT RAN",))
+    return outcomes
+
+
+def tree(top: Path, *, without: Path) -> dict[str, Any]:
+    """Every name below `top` with its kind, size, time of change and target."""
+    found = {}
+    for folder, folders, files in os.walk(top):
+        folders[:] = [name for name in folders if Path(folder, name) != without]
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            status = path.lstat()
+            target = os.readlink(path) if path.is_symlink() else ""
+            found[str(path)] = (status.st_mode, status.st_size, status.st_mtime_ns if name in files else 0, target)
+    return found
+
+
+# --- the child
+
+
+def _child(place: Place, names: Sequence[str], writer: int) -> None:
+    code = 1
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (size + _ADDRESS_SPACE, size + _ADDRESS_SPACE))
+        here = place.work / "cwd"
+        here.mkdir(exist_ok=True)
+        os.chdir(here)
+        events: list[str] = []
+        sys.addaudithook(_watch(place, events))
+        with os.fdopen(writer, "w") as lines:
+            for name in names:
+                lines.write(json.dumps(asdict(_run(place, name, events))) + "\n")
+                lines.flush()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _watch(place: Place, events: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
+    """An audit hook that notes what reaches beyond SRC and DST, and every start of a program."""
+    outside = str(place.outside)
+    written = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "pty.spawn", "socket.connect"):
+            events.append(f"{event} {args!r:.100}")
+        elif event == "open" and isinstance(args[0], (str, bytes)):
+            path = os.path.realpath(os.fsdecode(args[0]))
+            flags = args[2] if isinstance(args[2], int) else 0
+            if path.startswith(outside) or path in ("/etc/passwd", "/dev/zero"):
+                events.append(f"opened {path}")
+            elif flags & written and path.startswith("/etc"):
+                events.append(f"wrote {path}")
+
+    return hook
+
+
+def _run(place: Place, name: str, events: list[str]) -> Outcome:
+    from click.testing import CliRunner
+
+    from ckptkit.cli.main import cli
+    from ckptkit.errors import CkptkitError
+
+    events.clear()
+    shutil.rmtree(place.work / "hf", ignore_errors=True)
+    command = COMMANDS[name]
+    Path("/proc/self/clear_refs").write_text("5")
+    before, started = _memory("VmRSS"), time.monotonic()
+    signal.alarm(60)
+    if callable(command):
+        code, text, bad = 0, "", []
+        try:
+            command(str(place.src))
+        except (CkptkitError, OSError) as error:
+            code, text = 1, f"Error: {error}"
+        except Exception as error:
+            code, text, bad = 1, str(error), [f"raised {type(error).__name__}: {error}"]
+    else:
+        values = {"src": place.src, "work": place.work, "control": place.control}
+        result = CliRunner().invoke(cli, [part.format(**values) for part in command], color=True)
+        code, text, bad = result.exit_code, result.output, []
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            bad.append(f"raised {type(result.exception).__name__}: {result.exception}")
+    signal.alarm(0)
+    seconds, grown = time.monotonic() - started, max(0, _memory("VmHWM") - before)
+    bad += [*events, *_words(text, code, printed=not callable(command)), *_limits(seconds, grown)]
+    return Outcome(name, code, text[-4000:], round(seconds, 2), grown, tuple(bad))
+
+
+def _words(text: str, code: int, *, printed: bool) -> list[str]:
+    """What is wrong with what a command printed."""
+    bad = [f"it shows {word!r}" for word in ("Traceback", "bug in ckptkit", _SECRET) if word in text]
+    if printed and any((ord(c) < 32 and c not in "\n\t") or c in "\x7f\u202e\u2066\u2067" for c in text):
+        bad.append("it prints control characters of the checkpoint")
+    if code not in (0, 1, 2):
+        bad.append(f"exit code {code}")
+    errors = [line for line in text.splitlines() if line.startswith("Error: ")]
+    if len(errors) > 1 or any(len(line) > 3000 for line in errors):
+        bad.append("its error is no single paragraph")
+    return bad
+
+
+def _limits(seconds: float, grown: int) -> list[str]:
+    bad = []
+    if seconds > LIMIT_SECONDS:
+        bad.append(f"it took {seconds:.1f} s")
+    if grown > LIMIT_BYTES:
+        bad.append(f"it took {grown >> 20} MB")
+    return bad
+
+
+def _memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)

@@ -1,0 +1,222 @@
+"""Checkpoints that carry code: in every kind of file a training system pickles, and in every dress."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.hostile import sources
+from tests.hostile.harness import Place
+from tests.hostile.sources import Evil
+
+__all__ = ["GLOBALS", "PAYLOADS"]
+
+Build = Callable[[Place], None]
+
+
+def _evil_zip(place: Place, name: str) -> None:
+    torch.save({"state_dict": sources.weights(), "x": Evil(place.marker)}, place.src / name)
+
+
+def _replaced(control: str, pattern: str, *, raw: bool = False) -> Build:
+    """A good checkpoint in which one file is a payload."""
+
+    def build(place: Place) -> None:
+        sources.CONTROLS[control](place.src)
+        path = sorted(place.src.rglob(pattern))[0]
+        evil = Evil(place.marker)
+        if raw:
+            path.write_bytes(pickle.dumps(evil))
+        else:
+            torch.save(evil, path)
+
+    return build
+
+
+def _added(control: str, name: str) -> Build:
+    """A good torch file to whose value a payload was added."""
+
+    def build(place: Place) -> None:
+        sources.CONTROLS[control](place.src)
+        path = sorted(place.src.rglob(name))[0]
+        value = torch.load(path, weights_only=False)
+        value["hyper_parameters"] = Evil(place.marker)
+        torch.save(value, path)
+
+    return build
+
+
+def _metadata(place: Place) -> None:
+    sources.dcp(place.src)
+    (place.src / ".metadata").write_bytes(pickle.dumps(Evil(place.marker)))
+
+
+def _metadata_field(place: Place) -> None:
+    sources.dcp(place.src)
+
+    def change(metadata: Any) -> None:
+        metadata.planner_data["weight"] = Evil(place.marker)
+
+    sources.edit_metadata(place.src, change)
+
+
+def _rank_metadata(place: Place) -> None:
+    sources.dcp(place.src)
+    (place.src / ".metadata").rename(place.src / "__0.metadata")
+    (place.src / "__0.metadata").write_bytes(pickle.dumps(Evil(place.marker)))
+
+
+def _byte_entry(place: Place) -> None:
+    sources.dcp(place.src, {**sources.weights(), "extra": Evil(place.marker)})
+
+
+def _slice(place: Place) -> None:
+    """A tensor's item is no tensor but a payload."""
+    sources.dcp(place.src)
+    out = io.BytesIO()
+    torch.save(Evil(place.marker), out)
+    data = place.src / "__0_0.distcp"
+    start = data.stat().st_size
+    with data.open("ab") as file:
+        file.write(out.getvalue())
+
+    def change(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "weight":
+                info.offset, info.length = start, len(out.getvalue())
+
+    sources.edit_metadata(place.src, change)
+
+
+def _legacy(place: Place) -> None:
+    torch.save([Evil(place.marker)], place.src / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+
+def _tar(place: Place) -> None:
+    with tarfile.open(place.src / "pytorch_model.bin", "w", format=tarfile.PAX_FORMAT) as tar:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            data = pickle.dumps(Evil(place.marker), protocol=2)
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def _pickle(place: Place) -> None:
+    (place.src / "model.pt").write_bytes(pickle.dumps(Evil(place.marker)))
+
+
+def _own_object(place: Place) -> None:
+    """objects.json of a record that fits: the value is base64 of a torch.save file."""
+    import base64
+
+    from tests.hostile.records import edit_json, reseal
+
+    sources.own(place.src)
+    out = io.BytesIO()
+    torch.save(Evil(place.marker), out)
+    value = {"$torch_save": base64.b64encode(out.getvalue()).decode()}
+    for step in sorted(place.src.glob("step_*")):
+        edit_json(step / "objects.json", lambda body: body["objects"].update({"extra.x": value, "step": value}))
+        reseal(step)
+
+
+def _code_of_the_author(place: Place) -> None:
+    """A configuration that asks for code beside it (trust_remote_code): listed, never imported."""
+    sources.hf(place.src)
+    config = {"auto_map": {"AutoModel": "evil.Model", "AutoConfig": "evil.Config"}, "architectures": ["Model"]}
+    (place.src / "config.json").write_text(json.dumps(config))
+    for name in ("evil.py", "sitecustomize.py", "torch.py", "json.py"):
+        (place.src / name).write_text(f"import os\nos.mkdir({str(place.marker)!r})\n")
+
+
+def _global(name: str, argument: Callable[[Path], Any]) -> Build:
+    def build(place: Place) -> None:
+        value = pickle.dumps(argument(place.marker), protocol=2)[2:-1]
+        module, _, attribute = name.rpartition(".")
+        call = b"\x80\x02c" + module.encode() + b"\n" + attribute.encode() + b"\n" + value + b"\x85R."
+        (place.src / "model.pt").write_bytes(call)
+
+    return build
+
+
+def _command(marker: Path) -> str:
+    return f"mkdir {marker}"
+
+
+def _python(marker: Path) -> str:
+    return f"__import__('os').mkdir({str(marker)!r})"
+
+
+def _nested(marker: Path) -> bytes:
+    out = io.BytesIO()
+    torch.save(Evil(marker), out)
+    return out.getvalue()
+
+
+def _list(marker: Path) -> list[str]:
+    return ["mkdir", str(marker)]
+
+
+# The usual ways out of an unpickler, as Fickling's and picklescan's catalogues have them.
+GLOBALS: dict[str, Build] = {
+    name: _global(name, argument)
+    for name, argument in {
+        "os.system": _command, "posix.system": _command, "nt.system": _command, "subprocess.getoutput": _command,
+        "builtins.eval": _python, "builtins.exec": _python, "__builtin__.eval": _python, "builtins.compile": _python,
+        "builtins.__import__": _python, "timeit.timeit": _python, "cProfile.run": _python, "pdb.run": _python,
+        "code.InteractiveInterpreter": _python, "torch.storage._load_from_bytes": _nested, "pickle.loads": _nested,
+        "_pickle.loads": _nested, "torch.load": _command, "torch.jit.load": _command, "numpy.load": _command,
+        "torch.hub.load": _command, "torch.utils.cpp_extension.load_inline": _command, "runpy.run_path": _command,
+        "importlib.import_module": _command, "functools.partial": _command, "operator.attrgetter": _command,
+        "torch.distributed.run.main": _list, "pip.main": _list, "pip._internal.cli.main.main": _list,
+        "shutil.rmtree": _command, "os.mkdir": str, "pathlib.Path.mkdir": str, "builtins.open": str,
+        "subprocess.Popen": _list, "webbrowser.open": _command, "ctypes.CDLL": _command, "pty.spawn": _command,
+        "torch._dynamo.guards.GuardBuilder.get": _python, "torch.fx.experimental.symbolic_shapes.ShapeEnv": _python,
+        "idlelib.run.Executive.runcode": _python, "numpy.testing._private.utils.runstring": _python,
+        "torch._inductor.codecache.compile_file": _command, "ensurepip._run_pip": _list, "doctest.debug_script": _python,
+        "logging.config.listen": _command, "asyncio.unix_events._UnixSubprocessTransport": _list,
+        "bdb.Bdb.run": _python, "trace.Trace.run": _python, "profile.run": _python, "lib2to3.pgen2.grammar.Grammar": str,
+    }.items()
+}  # fmt: skip
+
+PAYLOADS: dict[str, Build] = {
+    "metadata": _metadata,
+    "metadata_field": _metadata_field,
+    "rank_metadata": _rank_metadata,
+    "byte_entry": _byte_entry,
+    "slice": _slice,
+    "zip_bin": lambda place: _evil_zip(place, "pytorch_model.bin"),
+    "zip_pt": lambda place: _evil_zip(place, "model.pt"),
+    "zip_ckpt": lambda place: _evil_zip(place, "last.ckpt"),
+    "legacy": _legacy,
+    "tar": _tar,
+    "pickle": _pickle,
+    "lightning_hyper_parameters": _added("lightning", "last.ckpt"),
+    "lightning_meta": _replaced("lightning_fsdp", "meta.pt"),
+    "deepspeed_model": _replaced("deepspeed", "mp_rank_00_model_states.pt"),
+    "deepspeed_optimizer": _replaced("deepspeed", "*optim_states.pt"),
+    "deepspeed3_model": _replaced("deepspeed3", "*model_states.pt"),
+    "verl_model": _replaced("verl", "model_world_size_2_rank_1.pt"),
+    "verl_optimizer": _replaced("verl", "optim_world_size_2_rank_0.pt"),
+    "lightrft_optimizer": _replaced("lightrft", "_rank0"),
+    "fsdp1_metadata": _replaced("fsdp1_dcp", ".metadata", raw=True),
+    "accelerate_metadata": _replaced("accelerate", ".metadata", raw=True),
+    "megatron_common": _replaced("megatron", "common.pt"),
+    "own_object": _own_object,
+}
+# What is carried along or left alone, never unpickled: a conversion may succeed.
+IGNORED: dict[str, Build] = {
+    "code_of_the_author": _code_of_the_author,
+    "lightrft_client_state": _replaced("lightrft", "client_state.pt"),
+    "verl_extra_state": _replaced("verl", "extra_state_world_size_2_rank_0.pt"),
+    "trainer_rng": _replaced("hf_trainer", "rng_state_0.pth"),
+    "trainer_scheduler": _replaced("hf_trainer", "scheduler.pt"),
+    "accelerate_random_states": _replaced("accelerate", "random_states_0.pkl", raw=True),
+}

@@ -1,0 +1,42 @@
+"""Lies in our own files, told well: whatever is changed, sizes and digests are made to fit again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ckptkit.formats.layout import _self_digest
+
+__all__ = ["edit_json", "edit_record", "reseal"]
+
+
+def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
+    body = json.loads(path.read_text())
+    change(body)
+    path.write_text(json.dumps(body))
+
+
+def edit_record(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change `checkpoint.json` and give it the digest that fits."""
+    path = step / "checkpoint.json"
+    body = json.loads(path.read_text())
+    change(body)
+    body.pop("self", None)
+    body["self"] = _self_digest(body)
+    path.write_text(json.dumps(body))
+
+
+def reseal(step: Path) -> None:
+    """Make the record state the sizes and digests that the files have now."""
+
+    def change(body: dict[str, Any]) -> None:
+        for name in body["files"]:
+            data = (step / name).read_bytes()
+            body["files"][name] = {"nbytes": len(data), "xxh3_64": xxhash.xxh3_64_hexdigest(data)}
+        body["total_bytes"] = sum(item["nbytes"] for item in body["files"].values())
+
+    edit_record(step, change)

@@ -1,0 +1,142 @@
+"""Good checkpoints, written by the real libraries, that hostile ones are made of: each is also the control."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state import TrainState
+
+ZOO = Path(__file__).parents[1] / "zoo"
+
+
+class Evil:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = str(marker)
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.mkdir, (self.marker,)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {"weight": torch.arange(16.0).reshape(4, 4), "bias": torch.arange(4.0)}
+
+
+def header(entries: Mapping[str, Any] | str) -> bytes:
+    text = entries if isinstance(entries, str) else json.dumps(entries)
+    return len(text.encode()).to_bytes(8, "little") + text.encode()
+
+
+def safetensors(names: Mapping[str, list[int]]) -> bytes:
+    """A safetensors file of float32 zeros."""
+    entries, end = {}, 0
+    for name, shape in names.items():
+        nbytes = 4 * int(torch.Size(shape).numel())
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    return header(entries) + bytes(end)
+
+
+def hf(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(safetensors({"weight": [4, 4], "bias": [4]}))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["X"], "model_type": "x"}))
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def hf_sharded(folder: Path) -> None:
+    (folder / "model-00001-of-00002.safetensors").write_bytes(safetensors({"weight": [4, 4]}))
+    (folder / "model-00002-of-00002.safetensors").write_bytes(safetensors({"bias": [4]}))
+    write_index(folder, {})
+
+
+def write_index(folder: Path, changes: Mapping[str, Any], name: str = "model.safetensors.index.json") -> None:
+    table = {"weight": "model-00001-of-00002.safetensors", "bias": "model-00002-of-00002.safetensors"}
+    (folder / name).write_text(json.dumps({"metadata": {"total_size": 80}, "weight_map": {**table, **changes}}))
+
+
+def dcp(folder: Path, state: Mapping[str, Any] | None = None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_dcp.save(dict(state or {**weights(), "step": 7}), checkpoint_id=str(folder), no_dist=True)
+
+
+def edit_metadata(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Unpickle the `.metadata` that we just wrote, change it, write it again."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    changed = change(metadata)
+    path.write_bytes(pickle.dumps(metadata if changed is None else changed))
+
+
+def own(folder: Path) -> None:
+    """A run with two SHARDED checkpoints of ours."""
+    torch.manual_seed(0)
+    with CheckpointManager(folder) as manager:
+        for step in (1, 2):
+            manager.save(step, TrainState(model=torch.nn.Linear(4, 4), step=step))
+
+
+def full(folder: Path) -> None:
+    with CheckpointManager(folder, state_dict_type="full") as manager:
+        manager.save(3, TrainState(model=torch.nn.Linear(4, 4), step=3))
+
+
+def binary(folder: Path) -> None:
+    torch.save(weights(), folder / "pytorch_model.bin")
+
+
+def legacy(folder: Path) -> None:
+    torch.save(weights(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+
+def lightning(folder: Path) -> None:
+    shutil.copy(ZOO / "lightning_trainer_full" / "epoch=0-step=3.ckpt", folder / "last.ckpt")
+
+
+def zoo(name: str) -> Callable[[Path], None]:
+    def build(folder: Path) -> None:
+        source = ZOO / name
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("EXPECTED*"))
+
+    return build
+
+
+CONTROLS: dict[str, Callable[[Path], None]] = {
+    "hf": hf,
+    "hf_sharded": hf_sharded,
+    "dcp": dcp,
+    "own": own,
+    "full": full,
+    "binary": binary,
+    "legacy": legacy,
+    "lightning": lightning,
+    "lightning_fsdp": zoo("lightning_trainer_fsdp_w2"),
+    "deepspeed": zoo("deepspeed_zero2_bf16_w2/ckpt"),
+    "deepspeed3": zoo("deepspeed_zero3_bf16_tied_w2/ckpt"),
+    "verl": zoo("verl_fsdp2_w2"),
+    "lightrft": zoo("lightrft_mp_optim_w2"),
+    "hf_trainer": zoo("hf_trainer_fsdp2_sharded_w2/out"),
+    "accelerate": zoo("accelerate_fsdp2_sharded_qwen3moe_w2/checkpoint"),
+    "megatron": zoo("megatron_torch_dist_emulated"),
+    "zstd": zoo("dcp_zstd_w2/ckpt"),
+    "fsdp1_dcp": zoo("fsdp1_dcp_sharded_nomesh_w2"),
+    "rank_shards": zoo("hf_dcp_sharded_w2/ckpt"),
+}
+
+
+def dcp_in(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    dcp(folder)

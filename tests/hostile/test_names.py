@@ -1,0 +1,77 @@
+"""Hostile names wherever a person or a file may give one: tags, steps, pointers, destinations, globs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ckptkit.cli.main import cli
+from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.formats.layout import checkpoint_name, step_of_name
+from ckptkit.storage.paths import checked_path, is_safe_name
+from tests.hostile.sources import safetensors
+
+NAMES = [
+    "", ".", "..", "../x", "/etc/x", "a/b", "a\\b", "a\0b", "a\nb", "\x1b[2J", "-rf", ".hidden", "latest", "best", "LATEST",
+    "checkpoint.json", "con", "NUL", "com1.x", "a.", "a ", "x" * 129, "\uff0e\uff0e", "st\u0435p_00000001", "\u202eabc",
+    "~", "*", "a:b", "step_00000009", "00012", "%2e%2e", "$(x)", "a;b", "step_00000001\n", "١٢",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_hostile_tag_is_refused(name: str) -> None:
+    with pytest.raises(UsageError):
+        checkpoint_name(1, name)
+
+
+def test_an_ordinary_tag_is_accepted() -> None:
+    assert [checkpoint_name(1, tag) for tag in ("best-1.0", "step_00000001", "keep_me", "1")] == [
+        "best-1.0", "step_00000001", "keep_me", "1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "step_00000009"], ids=ascii)
+def test_a_hostile_name_is_no_step(name: str) -> None:
+    assert step_of_name(name) is None
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "../x", "/x", "a//b", "a/./b", "a/..", "a\\b", "a\0", "a\n", "x/" * 4000],
+                         ids=lambda text: ascii(text)[:20])  # fmt: skip
+def test_a_store_refuses_paths_that_lead_elsewhere(path: str) -> None:
+    with pytest.raises(CkptkitError):
+        checked_path(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["nul", "CON.txt", "a:b", "a.", "x" * 256, "é" * 128, "a/b", "a\x7f", "COM¹", "conin$"]
+)
+def test_a_name_that_some_system_can_not_have_is_not_safe(name: str) -> None:
+    assert not is_safe_name(name)
+
+
+def test_an_ordinary_name_is_safe() -> None:
+    assert all(map(is_safe_name, ("model-00001-of-00002.safetensors", "__0_0.distcp", ".metadata", "null", "模型.bin")))
+
+
+@pytest.mark.parametrize(
+    "glob", ["[", "[!", "*" * 200, "../*", "\0", "(a+)+$", "[a-", "*" + "a*" * 60 + "b"], ids=ascii
+)
+def test_a_glob_of_any_text_is_no_more_than_a_glob(glob: str, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "model.safetensors").write_bytes(safetensors({"a" * 100: [1]}))
+    arguments = ["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--include", glob]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code in (0, 1, 2)
+    assert "bug in ckptkit" not in result.output
+
+
+@pytest.mark.parametrize("name", ["a\0b", "..", ".", "", "x" * 300], ids=ascii)
+def test_a_destination_that_can_not_be_is_refused_and_nothing_is_left(name: str, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "model.safetensors").write_bytes(safetensors({"a": [1]}))
+    result = CliRunner().invoke(cli, ["convert", str(tmp_path / "src"), f"{tmp_path}/{name}"])
+    assert result.exit_code in (1, 2)
+    assert "bug in ckptkit" not in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
