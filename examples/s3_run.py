@@ -1,0 +1,62 @@
+"""A run on S3: save, rotate, resume. Starts a server on loopback unless AWS_ENDPOINT_URL names one.
+
+python examples/s3_run.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+import torch
+
+from ckptkit import CheckpointManager, RetentionPolicy, TrainState
+from ckptkit.storage import open_store
+
+
+@contextlib.contextmanager
+def server() -> Iterator[None]:
+    """An S3 server for the time of the block, where none is given."""
+    if "AWS_ENDPOINT_URL" in os.environ:
+        yield
+        return
+    from moto.server import ThreadedMotoServer
+
+    os.environ.update(AWS_ACCESS_KEY_ID="x" * 16, AWS_SECRET_ACCESS_KEY="y" * 16, AWS_DEFAULT_REGION="us-east-1")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    started = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    started.start()
+    try:
+        host, port = started.get_host_and_port()
+        os.environ["AWS_ENDPOINT_URL"] = f"http://{host}:{port}"
+        open_store("s3://example").fs.mkdir("example")
+        yield
+    finally:
+        started.stop()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(model=model, optimizer=optimizer)
+    url = os.environ.get("RUN_URL", "s3://example/run")
+    with server(), CheckpointManager(url, retention=RetentionPolicy(max_num=2)) as manager:
+        manager.load(state)
+        first = (manager.latest() or 0) + 1
+        for step in range(first, first + 4):
+            model(torch.randn(8, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.save_async(step, state)
+        manager.wait()
+        print("kept:", [record.name for record in manager.list()])
+        report = manager.load(state)
+        assert report is not None
+        print(report.line())
+
+
+if __name__ == "__main__":
+    main()
