@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Levels of the tree of modules.")
 @click.option("--html", "html", metavar="OUT.html", help="Write one self-contained page with the shard map.")
 @click.option("--after", metavar="URL", help="With --html: draw what a reshard to this checkpoint moves.")
+@click.option("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @storage_option
 @command_frame
@@ -29,19 +30,21 @@ def command(
     depth: int,
     html: str | None,
     after: str | None,
+    layout: str | None,
     as_json: bool,
     storage_options: tuple[str, ...],
 ) -> None:
     """Show what is in the checkpoint at URL: format, mesh, parameters and bytes by section, the largest
     tensors and a tree of modules. Reads metadata only."""
+    from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.inspect import inspect
 
     options = with_storage_options(storage_options)
-    report = inspect(url, tensors=tensors, depth=depth, storage_options=options)
+    report = inspect(url, tensors=tensors, depth=depth, storage_options=options, options=ReadOptions(layout=layout))
     if html:
         from ckptkit.offline.pictures.pages import write_inspect_page
 
-        write_inspect_page(url, html, other=after, storage_options=options)
+        write_inspect_page(url, html, other=after, storage_options=options, options=ReadOptions(layout=layout))
         click.echo(f"wrote {html}", err=True)
     if as_json:
         print_json(report.to_json())

@@ -315,8 +315,8 @@ class _Comparison:
             gap = np.abs(u - v)
             both_nan = np.isnan(u) & np.isnan(v)
             gap[both_nan | (u == v)] = 0.0
-            self.max_abs = max(self.max_abs, float(np.nan_to_num(gap, nan=math.inf).max(initial=0.0)))
-            self.max_a = max(self.max_a, float(np.nan_to_num(np.abs(u), nan=0.0).max(initial=0.0)))
+            self.max_abs = max(self.max_abs, float(np.nan_to_num(gap, nan=math.inf, posinf=math.inf).max(initial=0.0)))
+            self.max_a = max(self.max_a, float(np.nan_to_num(np.abs(u), nan=0.0, posinf=math.inf).max(initial=0.0)))
             self.dot += float(u @ v)
             self.norm_a += float(u @ u)
             self.norm_b += float(v @ v)

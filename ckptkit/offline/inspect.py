@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, MeshInfo, Role, TensorEntry
 from ckptkit.checkpoint.address import resolve_url
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
@@ -130,7 +130,7 @@ def summarise(
         producer=info.producer,
         step=info.step,
         world_size=info.world_size,
-        mesh=dict(zip(info.mesh.names, info.mesh.shape, strict=True)) if info.mesh else None,
+        mesh=_mesh(info.mesh),
         sections=tuple(_sections(entries)),
         largest=tuple(_tensor(e, slices=False) for e in largest),
         tensors=tuple(_tensor(e, slices=True) for e in shown),
@@ -140,6 +140,14 @@ def summarise(
         files=dict(info.files),
         notes=info.notes,
     )
+
+
+def _mesh(mesh: MeshInfo | None) -> dict[str, int] | None:
+    """The sizes by name; dimensions that were never named are counted: dim0, dim1."""
+    if mesh is None:
+        return None
+    names = mesh.names or tuple(f"dim{i}" for i in range(len(mesh.shape)))
+    return dict(zip(names, mesh.shape, strict=False))
 
 
 def _matches(entry: TensorEntry, pattern: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.checkpoint.address import resolve_url
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.inspect import summarise
 from ckptkit.offline.pictures.heat_map import heat_map
 from ckptkit.offline.pictures.page import Panel, page
@@ -26,10 +27,16 @@ __all__ = ["inspect_page", "write_diff_page", "write_inspect_page", "write_run_p
 
 
 def write_inspect_page(
-    url: str, path: str, *, other: str | None = None, storage_options: Mapping[str, Any] | None = None
+    url: str,
+    path: str,
+    *,
+    other: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: ReadOptions | None = None,
 ) -> None:
     """Write the page of the checkpoint at `url` to the file `path`; with `other`, and the map from it to that one."""
-    source = open_source(resolve_url(url, storage_options=storage_options), storage_options=storage_options)
+    address = resolve_url(url, storage_options=storage_options)
+    source = open_source(address, storage_options=storage_options, options=options or ReadOptions())
     after = None
     if other is not None:
         after = open_source(

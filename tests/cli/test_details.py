@@ -1,0 +1,236 @@
+"""The details that make the commands pleasant: help, guesses, progress, interrupts, colours, logging, dry runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
+
+from ckptkit.cli import frame
+from ckptkit.cli.main import cli
+from ckptkit.offline.reshard import reshard
+from tests.test_package import HEAVY, modules_after, run_cli
+
+DCP = "dcp_fsdp2_uneven_w4/ckpt"
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+@pytest.fixture(scope="module")
+def run_root(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("details") / "RUN"
+    reshard(str(zoo / "verl_fsdp2_w2"), str(root / "step_00000004"), world_size=2)
+    return root
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+# --- help and guesses
+
+
+def test_help_has_a_heading_for_each_group_of_options() -> None:
+    page = run("convert", "--help").output
+    headings = [line for line in page.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["What:", "Model:", "Names:", "Files:", "Safety:", "Resources:", "Output:"]
+
+
+@pytest.mark.parametrize(("option", "typed", "meant"), [("--to", "hff", "hf"), ("--dtype", "bf15", "bf16"),
+                                                        ("--weights", "masters", "master")])  # fmt: skip
+def test_a_misspelt_choice_gets_a_guess(option: str, typed: str, meant: str) -> None:
+    result = run("convert", "a", "b", option, typed)
+    assert result.exit_code == 2
+    assert f"Did you mean '{meant}'?" in result.stderr
+
+
+def test_full_names_of_dtypes_are_understood(zoo: Path, tmp_path: Path) -> None:
+    assert run("convert", zoo / DCP, tmp_path / "out", "--dtype", "bfloat16", "--dry-run").exit_code == 0
+
+
+def test_completion_knows_commands_and_options() -> None:
+    env = {**os.environ, "_CKPTKIT_COMPLETE": "bash_complete", "COMP_WORDS": "ckptkit convert --ba", "COMP_CWORD": "2"}
+    script = "import sys; sys.argv = ['ckptkit']; from ckptkit.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert "plain,--base" in done.stdout
+
+
+# --- names for checkpoints
+
+
+@pytest.mark.parametrize("name", ["latest", "4", "step_00000004"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "convert", "reshard", "diff", "pin"])
+def test_every_verb_takes_a_name_for_a_checkpoint(run_root: Path, tmp_path: Path, verb: str, name: str) -> None:
+    more: dict[str, list[str | Path]] = {
+        "convert": [tmp_path / "o", "--dry-run"],
+        "reshard": [tmp_path / "o", "--world-size", "2", "--dry-run"],
+        "diff": [run_root / "latest"],
+        "pin": ["--why", "test"],
+    }
+    result = run(verb, run_root / name, *more.get(verb, []))
+    assert result.exit_code == 0, result.output
+
+
+# --- what a command says
+
+
+def test_an_export_with_a_config_ends_with_the_line_that_serves_it(zoo: Path, tmp_path: Path) -> None:
+    result = run("convert", zoo / "verl_fsdp2_w2", tmp_path / "out put", "--verify")
+    last = result.output.strip().splitlines()
+    assert last[-1] == f"serve it with: vllm serve '{tmp_path}/out put'"
+    assert "equal to the source" in last[-2]
+
+
+def test_a_dry_run_that_would_fail_lists_why_and_exits_with_1(zoo: Path, tmp_path: Path) -> None:
+    result = run("convert", zoo / DCP, tmp_path / "out", "--base", zoo / "hf_ref_llama_untied", "--dry-run")
+    assert result.exit_code == 1
+    assert "does not fit: missing: lm_head.weight" in result.output
+    assert "nothing was written" in result.output
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("[1]", "JSON object"), ("{", "no JSON")])
+def test_an_adapter_config_that_is_none_is_wrong_usage(tmp_path: Path, text: str | None, words: str) -> None:
+    file = tmp_path / "adapter.json"
+    if text is not None:
+        file.write_text(text)
+    result = run("convert", "a", "b", "--adapter-config", file)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert str(file) in result.stderr
+
+
+def test_an_adapter_config_from_a_file_is_written_into_the_export(zoo: Path, tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    source.mkdir()
+    lora = {f"base_model.model.q.lora_{x}.weight": np.ones(s, np.float32) for x, s in (("A", (2, 8)), ("B", (8, 2)))}
+    save_file(lora, source / "weights.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"], "base_model_name_or_path": "x/y"}
+    (tmp_path / "adapter.json").write_text(json.dumps(config))
+    result = run("convert", source, tmp_path / "out", "--adapter-config", tmp_path / "adapter.json")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 4
+
+
+def test_verify_names_the_files_it_could_not_prove(zoo: Path) -> None:
+    result = run("verify", zoo / "hf_ref_llama_untied")
+    assert result.exit_code == 0
+    assert "not proved: 101.0 kB in model.safetensors" in result.output
+
+
+def test_inspect_shows_how_tensors_are_cut(zoo: Path) -> None:
+    assert "21 dim 0 in 2" in run("inspect", zoo / "verl_fsdp2_w2").output
+
+
+def test_inspect_of_no_such_tensor_says_how_to_see_the_names(zoo: Path) -> None:
+    result = run("inspect", zoo / DCP, "--tensors", "nothing*")
+    assert result.exit_code == 2
+    assert "--tensors '*'" in result.stderr
+
+
+def test_ls_quiet_prints_names_alone(run_root: Path) -> None:
+    assert run("ls", "-q", run_root).output == "step_00000004\n"
+
+
+def test_ls_imports_no_framework_and_no_numpy(run_root: Path) -> None:
+    assert not modules_after(run_cli("ls", str(run_root))).intersection({*HEAVY, "numpy", "fsspec"})
+
+
+# --- progress, colours, interrupts
+
+
+def _with_bar(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, quiet: bool = False) -> str:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(frame, "PROGRESS_DELAY_S", 0.0)
+    with click.Context(click.Command("x")) as context:
+        context.meta["ckptkit.quiet"] = quiet
+        with frame.progress_bar("convert") as update:
+            if update is not None:
+                update(1_000_000, 4_000_000, "model-00001.safetensors")
+                time.sleep(0.15)  # tqdm draws ten times a second at most
+                update(4_000_000, 4_000_000, "model-00001.safetensors")
+    return stream.getvalue()
+
+
+def test_a_terminal_sees_bytes_rate_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = _with_bar(monkeypatch, Terminal())
+    assert "4.00M" in drawn
+    assert "B/s" in drawn
+    assert "model-00001.safetensors" in drawn
+
+
+def test_a_pipe_sees_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _with_bar(monkeypatch, io.StringIO()) == ""
+
+
+def test_quiet_silences_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _with_bar(monkeypatch, Terminal(), quiet=True) == ""
+
+
+def test_what_takes_under_a_second_draws_no_bar() -> None:
+    assert frame.PROGRESS_DELAY_S == 1.0
+
+
+@pytest.mark.parametrize(("stream", "no_color", "coloured"), [(Terminal(), "", True), (Terminal(), "1", False),
+                                                             (io.StringIO(), "", False)])  # fmt: skip
+def test_colours_are_for_terminals_without_no_color(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, no_color: str, coloured: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    assert frame._colour(stream) is coloured
+
+
+def test_ctrl_c_ends_with_130_leaves_nothing_and_says_how_to_go_on(zoo: Path, tmp_path: Path) -> None:
+    script = (
+        "import os, signal, ckptkit.offline.convert as c\n"
+        "from ckptkit.cli.main import main\n"
+        "real = c.execute\n"
+        "def execute(plan, source, destination, **kw):\n"
+        "    def progress(*a): os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return real(plan, source, destination, **{**kw, 'progress': progress})\n"
+        "c.execute = execute\n"
+        f"main(['convert', {str(zoo / DCP)!r}, {str(tmp_path / 'out')!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert "Interrupted." in done.stderr
+    assert "same command again" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the library logger
+
+
+def test_the_library_prints_nothing_by_itself_and_records_have_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    seen: list[Any] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.rank)  # type: ignore[attr-defined]
+
+    handler = Keep()
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("ckptkit").setLevel(logging.WARNING)  # a command of another test may have been --quiet
+    try:
+        logging.getLogger("ckptkit.checkpoint.anything").warning("hello")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert len(seen) == 1
+    assert isinstance(seen[0], int)
+    assert any(isinstance(h, logging.NullHandler) for h in logging.getLogger("ckptkit").handlers)

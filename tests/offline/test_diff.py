@@ -1,0 +1,121 @@
+"""The numbers of a difference, for every kind of dtype, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptkit.errors import UsageError
+from ckptkit.offline import diff as module
+from ckptkit.offline.diff import DiffReport, diff
+
+
+def compare(tmp_path: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], **options: Any) -> DiffReport:
+    save_file(a, tmp_path / "a.safetensors")
+    save_file(b, tmp_path / "b.safetensors")
+    return diff(str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), **options)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8]
+)
+def test_the_numbers_are_those_of_the_definitions(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a = (torch.randn(50, 7) * 20).to(dtype)
+    b = a.clone()
+    b[3, 2] = a[3, 2] + 5
+    found = compare(tmp_path, {"w": a}, {"w": b}).different[0]
+    x, y = a.double().flatten(), b.double().flatten()
+    assert found.elements == 1
+    assert found.max_abs == pytest.approx((x - y).abs().max().item())
+    assert found.max_rel == pytest.approx((x - y).abs().max().item() / x.abs().max().item())
+    assert found.cosine == pytest.approx(torch.cosine_similarity(x, y, dim=0).item())
+
+
+@pytest.mark.parametrize(
+    "name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+)
+def test_each_bit_pattern_of_an_8_bit_float_has_torchs_value(name: str) -> None:
+    bits = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name))
+    np.testing.assert_array_equal(module._float8_values(name), bits.double().numpy())
+
+
+def test_8_bit_floats_have_numbers(tmp_path: Path) -> None:
+    a = torch.tensor([1.0, 2.0, 4.0]).to(torch.float8_e4m3fn)
+    b = torch.tensor([1.0, 2.5, 4.0]).to(torch.float8_e4m3fn)
+    found = compare(tmp_path, {"w": a}, {"w": b}).different[0]
+    assert (found.elements, found.max_abs, found.max_rel) == (1, 0.5, 0.125)
+
+
+def test_complex_numbers_are_compared_by_their_parts(tmp_path: Path) -> None:
+    a = torch.tensor([1 + 2j, 3 - 4j])
+    b = torch.tensor([1 + 2j, 3 - 3j])
+    torch.save({"w": a}, tmp_path / "a.pt")
+    torch.save({"w": b}, tmp_path / "b.pt")
+    found = diff(str(tmp_path / "a.pt"), str(tmp_path / "b.pt")).different[0]
+    assert (found.elements, found.max_abs) == (1, 1.0)
+
+
+def test_nan_in_the_same_place_is_equal_and_elsewhere_endless(tmp_path: Path) -> None:
+    a = torch.tensor([math.nan, 1.0])
+    assert compare(tmp_path, {"w": a}, {"w": a.clone()}).equal
+    found = compare(tmp_path, {"w": a}, {"w": torch.tensor([0.5, 1.0])}).different[0]
+    assert (found.elements, found.max_abs) == (1, math.inf)
+
+
+def test_a_difference_that_is_not_finite_is_text_in_json(tmp_path: Path) -> None:
+    report = compare(tmp_path, {"w": torch.tensor([1.0])}, {"w": torch.tensor([math.inf])})
+    assert report.to_json()["different"][0]["max_abs"] == "inf"
+
+
+def test_minus_zero_differs_in_bits_but_by_nothing(tmp_path: Path) -> None:
+    found = compare(tmp_path, {"w": torch.tensor([0.0])}, {"w": torch.tensor([-0.0])}).different[0]
+    assert (found.elements, found.max_abs) == (1, 0.0)
+
+
+def test_names_shapes_and_dtypes_are_listed(tmp_path: Path) -> None:
+    a = {"x": torch.ones(2), "s": torch.ones(2, 3), "d": torch.ones(2)}
+    b = {"y": torch.ones(2), "s": torch.ones(3, 2), "d": torch.ones(2, dtype=torch.bfloat16)}
+    report = compare(tmp_path, a, b)
+    assert (report.only_a, report.only_b) == (("x",), ("y",))
+    assert report.shapes == {"s": ((2, 3), (3, 2))}
+    assert report.dtypes == {"d": ("float32", "bfloat16")}
+    assert not report.equal
+
+
+def test_layers_take_the_largest_change_below_them(tmp_path: Path) -> None:
+    a = {f"layers.{i}.{n}": torch.ones(4) for i in (0, 1) for n in ("p", "q")}
+    b = {**a, "layers.1.p": torch.full((4,), 1.25), "layers.1.q": torch.full((4,), 1.5)}
+    assert compare(tmp_path, a, b).layers() == {"layers.1": 0.5}
+
+
+def test_names_that_match_nothing_are_wrong_usage(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing"):
+        compare(tmp_path, {"w": torch.ones(1)}, {"w": torch.ones(1)}, include=["nothing*"])
+
+
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+    peaks = []
+    for megabytes in (16, 128):
+        for side in "ab":
+            tensor = torch.zeros(megabytes << 18)
+            tensor[-1] = float(side == "b")
+            save_file({"w": tensor}, tmp_path / f"{side}{megabytes}.safetensors")
+        script = (
+            "from ckptkit.offline.diff import diff\n"
+            f"assert not diff('{tmp_path}/a{megabytes}.safetensors', '{tmp_path}/b{megabytes}.safetensors',"
+            " max_memory='64MB').equal\n"
+            # Not ru_maxrss: that starts from the peak of the process that forked this one.
+            "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout) * 1024)
+    assert peaks[1] - peaks[0] < 40 << 20  # of 224 MiB more on the two sides together

@@ -1,0 +1,62 @@
+"""inspect: every format of the zoo, metadata alone, cuts and shared bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from ckptkit.formats.options import ReadOptions
+from ckptkit.offline.inspect import inspect
+
+ZOO = Path(__file__).parents[1] / "zoo"
+WHOLE = sorted(p.name for p in ZOO.iterdir() if p.is_dir() and not p.name.startswith(("broken", "hostile")))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_format_can_be_inspected(name: str) -> None:
+    place = ZOO / name
+    inner = place / "ckpt"
+    layout = place / "flat_param_layout_NOT_ON_DISK_NORMALLY.json"
+    options = ReadOptions(layout=str(layout) if layout.exists() else None)
+    report = inspect(str(inner if inner.is_dir() else place), tensors="*", depth=3, options=options)
+    assert report.format
+    assert report.sections
+    assert sum(s.tensors for s in report.sections) == len(report.tensors)
+    for section in report.sections:
+        assert sum(section.placements.values()) == section.tensors
+        assert sum(section.dtypes.values()) == section.nbytes
+    if report.tree is not None:
+        assert report.tree.nbytes == next(s.nbytes for s in report.sections if s.role == "model")
+
+
+def test_only_metadata_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a.w": np.ones((64, 64), np.float32)}, file)
+    before = inspect(str(file)).to_json()
+    data = file.read_bytes()
+    with file.open("r+b") as stream:  # the tensor's bytes become a hole: a read of them would give zeros
+        stream.truncate(len(data) - 64 * 64 * 4)
+        stream.truncate(len(data))
+    assert inspect(str(file)).to_json() == before
+
+
+def test_cuts_are_counted_along_each_dimension(zoo: Path) -> None:
+    model = next(s for s in inspect(str(zoo / "dcp_dtensor_2d" / "ckpt")).sections if s.role == "model")
+    assert any(" x " in cut or cut.startswith("dim") for cut in model.placements)
+
+
+def test_a_file_whose_names_share_bytes_shows_them_as_tied(tmp_path: Path) -> None:
+    weight = torch.ones(8, 4)
+    torch.save({"embed.weight": weight, "head.weight": weight, "other": torch.ones(8, 4)}, tmp_path / "tied.pt")
+    assert inspect(str(tmp_path / "tied.pt")).tied == {"head.weight": "embed.weight"}
+
+
+def test_the_tree_ends_at_its_depth(zoo: Path) -> None:
+    tree = inspect(str(zoo / "hf_ref_llama_untied"), depth=1).tree
+    assert tree is not None
+    assert {child.name for child in tree.children} == {"model", "lm_head"}
+    assert not any(child.children for child in tree.children)

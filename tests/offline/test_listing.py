@@ -1,0 +1,81 @@
+"""ls and prune over a run that has everything in it: committed, pinned, dead, damaged, foreign."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptkit.checkpoint.pins import pin_forever
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.offline.listing import list_run
+from ckptkit.offline.prune import prune
+from ckptkit.offline.reshard import reshard
+
+
+@pytest.fixture
+def root(zoo: Path, tmp_path: Path) -> Path:
+    """Two checkpoints of which the older is pinned, a damaged one, a leftover, and something of somebody else."""
+    run = tmp_path / "RUN"
+    reshard(str(zoo / "verl_fsdp2_w2"), str(run / "step_00000004"), world_size=2)
+    reshard(str(zoo / "lightning_real_mp_w2"), str(run / "step_00000002"), world_size=2)
+    (run / "step_00000009").mkdir()
+    (run / ".tmp-step_00000010-0123456789abcdef").mkdir()
+    (run / "notes").mkdir()
+    return run
+
+
+def states(root: Path, **options: object) -> dict[str, str]:
+    return {row.name: row.state for row in list_run(str(root), **options).checkpoints}  # type: ignore[arg-type]
+
+
+def test_each_state_has_its_reason(root: Path) -> None:
+    listing = list_run(str(root))
+    rows = {row.name: row for row in listing.checkpoints}
+    assert rows["step_00000004"].state == "committed"
+    assert rows["step_00000009"].state == "skipped"
+    assert "checkpoint.json" in rows["step_00000009"].why
+    assert rows["step_00000010"].state in ("abandoned", "in progress")
+    assert all(row.why for row in listing.checkpoints)
+    assert listing.foreign == ("notes",)
+
+
+def test_a_policy_that_is_given_decides(root: Path) -> None:
+    listing = list_run(str(root), policy=RetentionPolicy(max_num=1))
+    doomed = [row for row in listing.checkpoints if row.keep is False]
+    assert len(doomed) == 1
+    assert "max_num" in doomed[0].why
+
+
+def test_a_pin_keeps_and_is_shown(root: Path) -> None:
+    oldest = list_run(str(root)).checkpoints[0].name
+    pin_forever(f"{root}/{oldest}", "paper")
+    row = list_run(str(root), policy=RetentionPolicy(max_num=1)).checkpoints[0]
+    assert row.keep is True
+    assert "paper" in row.why
+
+
+def test_a_dry_run_says_what_the_real_one_then_does(root: Path) -> None:
+    policy = RetentionPolicy(max_num=1)
+    plan = prune(str(root), policy=policy, dry_run=True)
+    before = states(root)
+    done = prune(str(root), policy=policy)
+    assert states(root) != before
+    assert [(d.name, d.keep) for d in plan.decisions] == [(d.name, d.keep) for d in done.decisions]
+    assert plan.freed_bytes == done.freed_bytes > 0
+    assert (root / "notes").is_dir()
+    assert (root / "step_00000009").is_dir()
+
+
+def test_prune_without_a_policy_asks_for_one(root: Path) -> None:
+    with pytest.raises(UsageError, match="--max-num"):
+        prune(str(root))
+
+
+def test_a_place_without_checkpoints_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "thing").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match="thing"):
+        list_run(str(tmp_path))
+    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
+        list_run(str(tmp_path / "gone"))
