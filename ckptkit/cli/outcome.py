@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,7 +44,11 @@ def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
     Raises:
         SystemExit: With 1, where a dry run found that the real one would fail.
     """
-    if as_json:
+    from ckptkit.offline.publish import is_one_of_many
+
+    if int(os.environ.get("RANK", "0") or 0) > 0 and is_one_of_many():
+        pass  # the report of rank 0 is everybody's
+    elif as_json:
         print_json({"schema": "ckptkit.convert/1", **report.to_json()})
     else:
         lines = report.plan_lines() if report.dry_run else [*report.lines(), *_next(report)]

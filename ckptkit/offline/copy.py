@@ -85,8 +85,10 @@ def execute(
     if only is not None:
         plan = _restricted(plan, only)
     _check_room(plan, destination)
-    workers = workers or min(16, max(4, os.cpu_count() or 1))
     local = isinstance(destination, LocalStore)
+    # Local copies keep a processor each: more of them only wait in turn for the lock of one output file.
+    least = 2 if local and isinstance(source, LocalStore) else 4
+    workers = workers or min(16, max(least, os.cpu_count() or 1))
     run = _Execution(
         plan, source, workers=workers, max_memory=max_memory, check=check, by_boxes=not local, progress=progress
     )
