@@ -1,0 +1,76 @@
+"""torchtitan's trainer with our checkpointer: the calls its loop makes, on a small model with a real FSDP2 optimizer.
+
+python examples/torchtitan_checkpointer.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from typing import Any
+
+import torch
+
+from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
+
+
+class TrainState:
+    """torchtitan's own: steps and tokens."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
+class Schedulers:
+    """What torchtitan's LRSchedulersContainer is to a checkpointer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.schedulers[0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedulers[0].load_state_dict(dict(state))
+
+
+def train(folder: str, steps: int, **config: Any) -> tuple[int, list[torch.Tensor]]:
+    """Do what torchtitan's `Trainer.train` does with its checkpointer. Returns where it began, and the weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state, schedulers = TrainState(), Schedulers(optimizer)
+    settings = {"enable": True, "interval": 3, "keep_latest_k": 2, "async_mode": "async", **config}
+    states = {"train_state": state}
+    checkpointer = TorchtitanCheckpointer(None, [model], [optimizer], schedulers, states, settings, url=folder)
+    checkpointer.load(step=-1)
+    began = state.step
+    while state.step < steps:
+        state.step += 1
+        model(torch.randn(4, 8)).pow(2).mean().backward()
+        checkpointer.maybe_wait_for_staging()
+        optimizer.step()
+        schedulers.schedulers[0].step()
+        optimizer.zero_grad()
+        checkpointer.save(state.step, last_step=state.step == steps)
+    checkpointer.close()
+    return began, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as once, tempfile.TemporaryDirectory() as twice:
+        _, straight = train(once, 7)
+        train(twice, 4)
+        began, resumed = train(twice, 7)
+    equal = all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+    print(f"resumed at step {began}: weights {'bit-equal' if equal else 'DIFFER'}")
+    return 0 if equal and began == 4 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
