@@ -185,7 +185,7 @@ def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
         import zstandard
     except ImportError:
         raise MissingExtraError(
-            f"{file} is compressed with zstd. Install the extra 'zstd' of ckptkit, or the package zstandard."
+            f"{file} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
         ) from None
     try:
         # The window bounds what a hostile frame makes the decoder allocate.
