@@ -89,6 +89,23 @@ class Probe(Callback):
             self.first = snapshot(module, trainer)
 
 
+class Watch(Callback):
+    """Notes when the optimizer's state is restored: not before the first training step, and before its update."""
+
+    before: bool | None = None
+    after: bool | None = None
+    moments = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if self.before is None:
+            self.before = trainer.strategy._pending is not None and not trainer.optimizers[0].state
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self.after is None:
+            self.after = trainer.strategy._pending is None
+            self.moments = sum(len(values) for values in optimizer.state.values())
+
+
 def whole(tensor: Any) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
@@ -106,11 +123,6 @@ def snapshot(module: Any, trainer: Any) -> dict[str, Any]:
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    if os.environ.get("SHOW"):
-        for part in ("weights", "moments"):
-            for k in a[part]:
-                print(part, k, k in b[part] and (a[part][k] - b[part][k]).abs().max().item())
-        print(a["lrs"], b["lrs"], a["step"], b["step"])
     same = a["lrs"] == b["lrs"] and a["step"] == b["step"] and bool(a["moments"])
     return same and all(
         a[part].keys() == b[part].keys() and all(torch.equal(a[part][k], b[part][k]) for k in a[part])
@@ -161,11 +173,11 @@ def resume(work: Path, facts: dict[str, Any]) -> None:
         strategy = FSDP2Strategy(state_dict_type=kind)
         fit(work, strategy, save, steps=3)
         path = work / kind / "epoch=0-step=3.ckpt"
-        probe = Probe()
-        module, trainer = fit(work, FSDP2Strategy(), probe, steps=6, path=str(path))
+        watch = Watch()
+        module, trainer = fit(work, FSDP2Strategy(), watch, steps=6, path=str(path))
         facts[f"{kind}_bit_equal"] = equal(straight, snapshot(module, trainer))
-        facts[f"{kind}_deferred"] = probe.pending_before is True and trainer.strategy._pending is None
-        facts[f"{kind}_moments_at_start"] = len(probe.first["moments"])
+        facts[f"{kind}_deferred"] = bool(watch.before and watch.after)
+        facts[f"{kind}_moments_at_start"] = watch.moments
     torch.save(straight, work / f"straight{os.environ['RANK']}.pt")
 
 
