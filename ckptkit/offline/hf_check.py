@@ -60,7 +60,9 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
     if use_config:
         wanted, config = names_of_config(store) if _has_transformers() else ({}, {})
         if not wanted and (base is None or not base.wanted):
-            raise MissingExtraError("comparing with the config needs transformers. Install it from the checkout with: pip install -e '.[hf]'")
+            raise MissingExtraError(
+                "comparing with the config needs transformers. Install it from the checkout with: pip install -e '.[hf]'"
+            )
         if wanted:
             _check_names(catalog, BaseModel("the config", config, {}, wanted))
             matches = "the config"

@@ -176,7 +176,9 @@ class _Decoder:
         try:
             import zstandard
         except ImportError as error:
-            raise MissingExtraError(f"{path} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'") from error
+            raise MissingExtraError(
+                f"{path} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
+            ) from error
         self._path = path
         self._error = zstandard.ZstdError
         source: Any = _Compressed(store, path, codec.start, codec.start + codec.nbytes)
