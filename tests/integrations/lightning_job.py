@@ -218,6 +218,36 @@ def plain_callback(work: Path, facts: dict[str, Any]) -> None:
     facts["target_kept"] = (work / "plain" / "step=2.ckpt").is_dir() and not (work / "plain" / "last.ckpt").exists()
 
 
+def adapter(work: Path, facts: dict[str, Any]) -> None:
+    """A checkpoint of what a predicate names alone, loaded over a model that has the rest; a second parallelize()."""
+    from ckptkit import open_checkpoint
+
+    class Frozen(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.blocks.requires_grad_(False)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.model.head.parameters(), lr=0.05)
+
+    def of() -> FSDP2Strategy:
+        return FSDP2Strategy(lightning_module_filter=lambda name: ".head." in name, optimizer_restore="immediate")
+
+    module, trainer = fit(work, of(), steps=2, module=Frozen())
+    trainer.save_checkpoint(work / "adapter.ckpt")
+    before = snapshot(module, trainer)
+    facts["adapter_keys"] = sorted(k for k in open_checkpoint(str(work / "adapter.ckpt")) if k.startswith("model."))
+    first = FirstState()
+    fit(work, of(), first, steps=3, path=str(work / "adapter.ckpt"), module=Frozen())
+    facts["adapter_resumed"] = equal(before, first.state)
+    whole_on = trainer.strategy.lightning_module_state_dict("full")
+    facts["whole_on_rank_0"] = [len(whole_on) == 2] if dist.get_rank() == 0 else [not whole_on]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.strategy.parallelize()
+    facts["second_parallelize_warns"] = any("before" in str(item.message) for item in caught)
+
+
 def foreign(work: Path, facts: dict[str, Any]) -> None:
     """Lightning's own checkpoints: what its ModelParallelStrategy writes, resumed by ours, with loops and callbacks."""
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy

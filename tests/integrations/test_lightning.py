@@ -36,7 +36,7 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(work):
-    return run(work, "resume,evaluate,rotate,plain_callback,foreign,pluggable", 2)
+    return run(work, "resume,evaluate,rotate,plain_callback,adapter,foreign,pluggable", 2)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,16 @@ def test_what_lightning_removes_is_removed_and_links_are_not_followed(two):
     assert "step=1.ckpt" not in two["plain_dir"]
     assert two["link"]
     assert two["target_kept"]
+
+
+def test_a_predicate_says_what_a_checkpoint_holds(two):
+    assert two["adapter_keys"] == ["model.model.head.bias", "model.model.head.weight"]
+    assert two["adapter_resumed"]
+    assert two["whole_on_rank_0"] == [True]
+
+
+def test_a_second_parallelize_only_warns(two):
+    assert two["second_parallelize_warns"]
 
 
 @pytest.mark.parametrize("source", ["mp_sharded", "mp_full", "ddp"])
