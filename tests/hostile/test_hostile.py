@@ -1,5 +1,5 @@
 """Each hostile checkpoint, on every command: no code runs, nothing is read or written elsewhere, and all ends soon,
-in words. Quick form: what reads metadata, and a conversion; the long form is `python -m benchmarks.hostile`."""
+in words."""
 
 from __future__ import annotations
 
