@@ -61,7 +61,8 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
         wanted, config = names_of_config(store) if _has_transformers() else ({}, {})
         if not wanted and (base is None or not base.wanted):
             raise MissingExtraError(
-                "comparing with the config needs transformers. Install it from the checkout with: pip install -e '.[hf]'"
+                "comparing with the config needs transformers. "
+                "Install it from the checkout with: pip install -e '.[hf]'"
             )
         if wanted:
             _check_names(catalog, BaseModel("the config", config, {}, wanted))
