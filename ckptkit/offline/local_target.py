@@ -16,7 +16,7 @@ from ckptkit.offline.local_layout import lay_out_local, turn_of
 from ckptkit.offline.plan import ComputedTensor, OutputFile, OutputTensor
 from ckptkit.offline.rank_cuts import Cuts
 from ckptkit.offline.rank_files import Laid
-from ckptkit.offline.reshard import _identity
+from ckptkit.offline.reshard import identity_of
 from ckptkit.offline.seal import Seal, SealedTensor
 from ckptkit.offline.target_mesh import Cut, TargetMesh
 
@@ -45,7 +45,7 @@ def local_target(
     Raises:
         UsageError: The name of `dst` is that of another step, or can't be the name of a checkpoint.
     """
-    identity = _identity(source, dst, storage_options)
+    identity = identity_of(source, dst, storage_options)
     mesh = TargetMesh.parse(None, world_size=world_size)
     known = Cuts(source.catalog, mesh)
     named = [replace(tensor, name=f"model.{tensor.name}") for tensor in tensors]

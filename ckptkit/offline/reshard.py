@@ -92,7 +92,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
     )
     _check_files(source.store, source.catalog)
     place = open_target(dst, single_file=False, overwrite=overwrite, storage_options=storage_options)
-    identity = _identity(source, dst, storage_options)
+    identity = identity_of(source, dst, storage_options)
     plan, sealing = plan_reshard(source.store, source.catalog, target, type=type, identity=identity, tp_plan=split)
     report = ConvertReport(
         src, dst, source.url, source.catalog.info.format, f"ckptkit-{type}", plan,
@@ -212,7 +212,7 @@ def _check_masters(source: Source) -> int:
 # --- what the result is
 
 
-def _identity(source: Source, dst: str, storage_options: Mapping[str, Any] | None) -> Identity:
+def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | None) -> Identity:
     """Return step, tag and place in the run of the new checkpoint.
 
     Raises:
