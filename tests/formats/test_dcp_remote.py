@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture(scope="module")
 def options() -> Iterator[Mapping[str, Any]]:
     with servers.moto() as found:
-        open_store("s3://bucket", storage_options=found).fs.mkdir("bucket")
+        open_store("s3://dcp-files", storage_options=found).fs.mkdir("dcp-files")
         yield found
 
 
@@ -45,7 +45,7 @@ def large() -> dict[str, Any]:
 
 
 def test_a_state_goes_to_an_object_store_and_back(options):
-    store = open_store("s3://bucket/sharded", storage_options=options)
+    store = open_store("s3://dcp-files/sharded", storage_options=options)
     made = large()
     save_here(made, store)
     target = state("plain@1", zeros=True)
@@ -55,7 +55,7 @@ def test_a_state_goes_to_an_object_store_and_back(options):
 
 
 def test_dcp_save_and_load_go_to_an_object_store_and_back(options):
-    url, made = "s3://bucket/dcp", large()
+    url, made = "s3://dcp-files/dcp", large()
     dcp.save(made, storage_writer=DCPWriter(url, storage_options=options), no_dist=True)
     target = state("plain@1", zeros=True)
     target["model"]["larger"] = torch.zeros(5 << 20)
@@ -89,7 +89,7 @@ class Failing:
 
 
 def test_a_broken_upload_leaves_no_object(options):
-    store = open_store("s3://bucket/broken", storage_options=options)
+    store = open_store("s3://dcp-files/broken", storage_options=options)
     with pytest.raises(StorageError, match="broke"):
         save_here(large(), Failing(store))  # type: ignore[arg-type]
     assert store.list() == []
