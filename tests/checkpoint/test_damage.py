@@ -98,7 +98,9 @@ def loads(url: str) -> list[tuple[str, str, bool, tuple[str, ...], bool, str]]:
         shutil.copytree(folder, good)
     everybody()
     older = folder.parent / "step_00000001"
-    for what, name, do in damages(folder, older, 3):
+    planned = list(damages(folder, older, 3))
+    everybody()  # every rank has read the sound files before rank 0 damages the first
+    for what, name, do in planned:
         if rank == 0:
             do()
         everybody()
