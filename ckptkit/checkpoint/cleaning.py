@@ -13,7 +13,7 @@ from ckptkit.storage import staging
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, remove_leftover
-from ckptkit.storage.store import Store
+from ckptkit.storage.store import FileInfo, Store
 
 __all__ = ["clean_leftovers"]
 
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 UPLOAD_AGE_S = 86400.0  # of an upload that nobody finished; those of a dead save go with its files at once
 _HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # as LocalStore names what it is writing
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # as RemoteStore names what it tries conditional writes on
 
 
 def clean_leftovers(
@@ -39,7 +40,7 @@ def clean_leftovers(
         settle_replacements(root, {item.path: item.name for item in inventory.committed})
     dead = [item.path for item in inventory.abandoned]
     dead += [item.path for item in inventory.in_progress if _is_dead(root, item, leased=leased)]
-    dead += _lone_owners(root) + _half_hints(root, leased=leased)
+    dead += _lone_owners(root) + _half_written(root, leased=leased)
     removed = []
     for path in dict.fromkeys(dead):
         try:
@@ -74,15 +75,17 @@ def _lone_owners(root: Store) -> list[str]:
     return [item.path for item in found if item is not None and item.kind == "owner" and is_abandoned(root, item)]
 
 
-def _half_hints(root: Store, *, leased: bool) -> list[str]:
-    """Return half-written files of the name `latest` that a kill left at the root."""
-    return [
-        item.path
-        for item in root.list()
-        if item.kind == "file"
-        and _HALF_HINT.fullmatch(item.path)
-        and (leased or time.time() - item.mtime > staging.STARTING_S)
-    ]
+def _half_written(root: Store, *, leased: bool) -> list[str]:
+    """Return half-written files of the name `latest`, and probes of a store, that a kill left at the root."""
+
+    def is_left(item: FileInfo) -> bool:
+        if _HALF_HINT.fullmatch(item.path) and leased:
+            return True
+        # A probe asks for no lease, so none says that its maker is dead: only time does.
+        old = time.time() - item.mtime > staging.STARTING_S
+        return old and bool(_HALF_HINT.fullmatch(item.path) or _PROBE.fullmatch(item.path))
+
+    return [item.path for item in root.list() if item.kind == "file" and is_left(item)]
 
 
 def _remove(root: Store, path: str) -> None:

@@ -202,7 +202,9 @@ def _look_inside(root: Store, name: str, known: str) -> _Look:
 
 
 def _attempt_folders(items: list[FileInfo]) -> list[str]:
-    return [i.path for i in items if i.kind == "directory" and _NONCE.fullmatch(i.path.rpartition("/")[2])]
+    """Return the folders that attempts have, or will have: a writer killed at once left its statement alone."""
+    names = (i.path.removesuffix(".owner") for i in items if i.kind == "directory" or i.path.endswith(".owner"))
+    return [path for path in dict.fromkeys(names) if _NONCE.fullmatch(path.rpartition("/")[2])]
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:

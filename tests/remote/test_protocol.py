@@ -12,9 +12,12 @@ import pytest
 
 from ckptkit.checkpoint import cleaning
 from ckptkit.checkpoint.cleaning import clean_leftovers
+from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.publish import RemotePlace
 from ckptkit.errors import CheckpointExistsError
 from ckptkit.formats.layout import CommitRecord, find_record, record_path
+from ckptkit.storage import staging
+from ckptkit.storage.staging import write_owner
 from ckptkit.storage.store import open_store
 from tests.checkpoint.saving import check, fork, save
 
@@ -60,11 +63,8 @@ def _saving(say: Any, url: str, options: Options) -> None:
 def test_a_save_killed_at_any_moment_leaves_nothing_half_visible(
     url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = open_store(url, storage_options=s3)
-    save(root, 1)
-    last = 1
-    for round_ in range(4):
-        monkeypatch.setenv("KILL_AFTER", str(0.15 + 0.17 * round_))
+    for round_ in range(6):
+        monkeypatch.setenv("KILL_AFTER", str(0.12 + 0.11 * round_))
         here = f"{url}-{round_}"
         base = open_store(here, storage_options=s3)
         save(base, 1)
@@ -72,9 +72,39 @@ def test_a_save_killed_at_any_moment_leaves_nothing_half_visible(
         steps = check(base)  # every committed checkpoint is whole, byte by byte
         assert steps == list(range(1, len(steps) + 1))
         save(base, 5000)
-        last = max(last, len(steps))
+        monkeypatch.setattr(staging, "STARTING_S", 0.0)
+        clean_leftovers(base)  # and a probe of the store: only its age tells that nobody waits for it
+        monkeypatch.undo()
         keys = {item.path.split("/")[0] for item in base.list(recursive=True)}
         assert keys <= {".ckptkit", "latest", *(f"step_{step:08d}" for step in [*steps, 5000])}
+
+
+def test_a_writer_killed_before_its_first_file_is_cleaned_up_by_the_next_save(url: str, s3: Options) -> None:
+    root = open_store(url, storage_options=s3)
+    save(root, 1)
+    code, _ = fork(_stating, url, s3)
+    assert code == 0 and root.info("step_00000002/0123456789abcdef.owner") is not None
+    write_owner(root, "step_00000002/fedcba9876543210.owner", "fedcba9876543210")  # this process lives
+    assert [item.path for item in list_checkpoints(root).abandoned] == ["step_00000002/0123456789abcdef"]
+    save(root, 3)
+    assert [item.path for item in root.list("step_00000002")] == ["step_00000002/fedcba9876543210.owner"]
+
+
+def _stating(say: Any, url: str, options: Options) -> None:
+    write_owner(open_store(url, storage_options=options), "step_00000002/0123456789abcdef.owner", "0123456789abcdef")
+
+
+def test_a_probe_that_a_kill_left_is_removed_once_it_is_old(
+    url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = open_store(url, storage_options=s3)
+    save(root, 1)
+    root.write(".probe-0123456789abcdef.part", b"?")
+    root.write(".probe-notes.part", b"mine")
+    assert clean_leftovers(root) == []
+    monkeypatch.setattr(staging, "STARTING_S", 0.0)
+    assert clean_leftovers(root) == [".probe-0123456789abcdef.part"]
+    assert root.read(".probe-notes.part") == b"mine"
 
 
 def test_prune_throws_away_old_uploads_and_touches_no_foreign_object(
