@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
 pytestmark = pytest.mark.timeout(600)
-ROOT = Path(__file__).parents[2]
-
-
-def run(work: Path, parts: str, ranks: int) -> dict[str, Any]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "RANK", "LOCAL_", "WORLD"))}
-    environment = {**inherited, "OMP_NUM_THREADS": "1", "HANG_S": "280", "PYTHONPATH": str(ROOT)}
-    flags = ["--standalone", "--nproc-per-node", str(ranks), "-m", "tests.integrations.lightning_job"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *flags, str(work), parts],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((work / f"{parts.replace(',', '-')}.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     return tmp_path_factory.mktemp("lightning")
 
 
 @pytest.fixture(scope="module")
-def two(work):
-    return run(work, "resume,evaluate,rotate,plain_callback,adapter,foreign,pluggable", 2)
+def two(framework_ranks, work):
+    parts = ("resume", "evaluate", "rotate", "plain_callback", "adapter", "foreign", "pluggable")
+    return framework_ranks.run(_job, 2, str(work), *parts, timeout=240)[0]
 
 
 @pytest.fixture(scope="module")
-def one(work, two):
-    return run(work, "other_world", 1)
+def one(framework_ranks, work, two):
+    return framework_ranks.run(_job, 1, str(work), "other_world", timeout=120)[0]
+
+
+def _job(work, *parts):
+    from tests.integrations import lightning_job
+
+    return lightning_job.run(work, *parts)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
