@@ -44,7 +44,7 @@ def parse_key_map(text: str, *, file: str) -> NameMap:
         raise UsageError(f"{file}: 'rules' must be a list of at least one rule.")
     rest = data.get("rest", "keep")
     if rest not in ("keep", "drop", "refuse"):
-        raise UsageError(f"{file}: rest = {rest!r} is none of 'keep', 'drop', 'refuse'.")
+        raise UsageError(f"{file}: rest = {rest!r:.80} is none of 'keep', 'drop', 'refuse'.")
     lines = _rule_lines(text, file)
     parsed: list[Rule] = []
     for number, rule in enumerate(rules, start=1):
@@ -68,7 +68,7 @@ def _load(text: str, file: str) -> Any:
         raise UsageError(f"{file}: reading TOML needs Python 3.11 or later. Write the same as JSON.") from error
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of very many digits is no TOMLDecodeError
         raise UsageError(f"{file} is no TOML: {error}.") from error
 
 
@@ -76,8 +76,8 @@ def _rule(data: Any, where: str) -> Rule:
     if not isinstance(data, Mapping):
         raise UsageError(f"{where}: a rule is a table, not {_kind(data)}.")
     op = data.get("op")
-    if op not in _OPS:
-        raise UsageError(f"{where}: op = {op!r} is none of {', '.join(_OPS)}.")
+    if not isinstance(op, str) or op not in _OPS:
+        raise UsageError(f"{where}: op = {op!r:.80} is none of {', '.join(_OPS)}.")
     build, keys = _OPS[op]
     sources = {"from"} if op == "concat" else {"from", "match"}
     _only(data, {"op"} | sources | keys, where)
@@ -142,7 +142,7 @@ def _rope_permute(data: Mapping[str, Any], where: str) -> Rule:
         raise UsageError(f"{where}: 'heads' must be a number or a key of config.json such as 'num_attention_heads'.")
     to = data.get("to", "halves")
     if to not in ("halves", "interleaved"):
-        raise UsageError(f"{where}: to = {to!r} is none of 'halves' (transformers), 'interleaved' (Meta's code).")
+        raise UsageError(f"{where}: to = {to!r:.80} is none of 'halves' (transformers), 'interleaved' (Meta's code).")
     return RopePermute(_pattern(data, where), heads, to)
 
 
@@ -153,7 +153,7 @@ def _cast(data: Mapping[str, Any], where: str) -> Rule:
     except UnsupportedFormatError:
         known = False
     if not known:
-        raise UsageError(f"{where}: dtype = {name!r} is no float dtype such as 'bf16' or 'fp32'.")
+        raise UsageError(f"{where}: dtype = {name!r:.80} is no float dtype such as 'bf16' or 'fp32'.")
     return Cast(_pattern(data, where), name)
 
 
@@ -194,11 +194,11 @@ def _sizes(data: Mapping[str, Any], where: str) -> Any:
 def _only(data: Mapping[str, Any], known: set[str], where: str) -> None:
     for key in data:
         if key not in known:
-            raise UsageError(f"{where}: unknown key {key!r}; known are {', '.join(sorted(known))}.")
+            raise UsageError(f"{where}: unknown key {key!r:.80}; known are {', '.join(sorted(known))}.")
 
 
 def _kind(value: Any) -> str:
-    return "missing" if value is None else f"{type(value).__name__} {value!r}"
+    return "missing" if value is None else f"{type(value).__name__} {value!r:.80}"
 
 
 def _rule_lines(text: str, file: str) -> list[int]:

@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ckptkit.catalog.regexes import MAX_TRIES, check_tries, compile_regex, tries
 from ckptkit.errors import UsageError
 
-__all__ = ["NamePattern", "compile_regex", "placeholders", "render"]
+__all__ = ["NamePattern", "placeholders", "render"]
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*|[0-9]+)(?::([^{}]*))?\}")
-_WILDCARD = re.compile(r"(?<!\\)(?:\.|\])[*+]")
-_MAX_TRIALS = 10**8  # places where the wildcards of a pattern may end, together
-_MAX_REGEX = 1000
 _KINDS = {"": r"[^.]+", "d": r"[0-9]+", "*": r".*"}
 
 
@@ -44,13 +42,13 @@ class NamePattern:
         fullmatch = compiled(self).fullmatch
         head, tail = _literal_ends(self.template) if self.template else ("", "")
         numbered = bool(self.regex)
-        wildcards = len(_WILDCARD.findall(self.regex)) if self.regex else self.template.count(":*}")
+        work = tries(compiled(self).pattern)
 
         def match(name: str) -> dict[str, str] | None:
             if not name.endswith(tail) or not name.startswith(head):
                 return None
-            if wildcards > 1 and len(name) ** wildcards > _MAX_TRIALS:
-                raise UsageError(f"{self}: {wildcards} wildcards are too many for a name of {len(name)} characters.")
+            if work.steps(len(name)) > MAX_TRIES:
+                check_tries(compiled(self).pattern, len(name), why=str(self))
             found = fullmatch(name)
             if found is None:
                 return None
@@ -77,6 +75,9 @@ def placeholders(template: str) -> dict[str, str]:
     return {match[1]: match[2] or "" for match in _PLACEHOLDER.finditer(template)}
 
 
+_MAX_NAME = 1 << 16  # rules that double what they match reach any length in a few steps
+
+
 def render(template: str, bound: Mapping[str, str]) -> str:
     """Return the template with its placeholders filled. Raises UsageError for one that has no value."""
     text = ""
@@ -86,6 +87,8 @@ def render(template: str, bound: Mapping[str, str]) -> str:
             if name not in bound:
                 raise UsageError(f"{template!r} uses {{{name}}}, which its pattern does not bind.")
             text += bound[name]
+    if len(text) > _MAX_NAME:
+        raise UsageError(f"{template!r:.80} makes a name of {len(text)} characters; {_MAX_NAME} are allowed.")
     return text
 
 
@@ -127,41 +130,3 @@ def compiled(pattern: NamePattern) -> re.Pattern[str]:
     if "{" in rest or "}" in rest or "{" in re.sub(_PLACEHOLDER, "", template):
         raise UsageError(f"{template!r} has a brace that belongs to no placeholder such as {{i}}, {{i:d}} or {{i:*}}.")
     return re.compile(text + re.escape(rest))
-
-
-def compile_regex(text: str) -> re.Pattern[str]:
-    """Return a regular expression that somebody else wrote. Raises UsageError where it is malformed, or can take for
-    ever: Python's `re` backtracks, and what repeats a repetition, "(a+)+", takes twice as long for each character."""
-    if len(text) > _MAX_REGEX:
-        raise UsageError(f"a regex of {len(text)} characters is refused; {_MAX_REGEX} are allowed.")
-    if _repeats_a_repetition(text):
-        raise UsageError(
-            f"regex {text!r} is refused: it repeats a group that itself holds a repetition or alternatives, which can "
-            "take for ever. Use a template such as 'layers.{i:d}.{rest:*}', or several rules."
-        )
-    try:
-        return re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UsageError(f"regex {text!r} is malformed: {error}.") from error
-
-
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[^)]?)?|\)|[*+|]|\?|\{\d*,?\d*\}|.", re.DOTALL)
-
-
-def _repeats_a_repetition(text: str) -> bool:
-    varies = [False]  # whether the group at each depth can match in several ways
-    closed = False  # whether the last token closed a group that can
-    for found in _TOKEN.finditer(text):
-        token = found[0]
-        if token[0] == "(":
-            varies.append(False)
-        elif token == ")":
-            closed = varies.pop() if len(varies) > 1 else False
-            varies[-1] = varies[-1] or closed
-            continue
-        elif token in ("*", "+", "|", "?") or (token[0] == "{" and token[-1] == "}" and len(token) > 2):
-            if closed and token not in ("?", "|"):
-                return True
-            varies[-1] = True
-        closed = False
-    return False

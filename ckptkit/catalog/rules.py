@@ -104,6 +104,8 @@ class Cast:
     dtype: str
 
 
+_MAX_PIECES = 1 << 16  # of one tensor: experts, layers; a tensor without elements may have any number of rows
+
 Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermute | Cast
 
 
@@ -151,12 +153,16 @@ def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
     product = 1
     for factor in size.split("*"):
         key = factor.strip()
-        value = int(key) if key.isdigit() else _config_value(config, key)
+        value = int(key) if _is_number(key) else _config_value(config, key)
         if value is None:
             have = "there is no config.json" if not config else "config.json has no such integer"
             raise UsageError(f"{rule}: size {key!r} is to be read from config.json, but {have}. Give --base.")
         product *= value
     return product
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 19
 
 
 def _config_value(config: Mapping[str, Any], key: str) -> int | None:
@@ -213,7 +219,7 @@ def _split(rule: Split, work: Work) -> int:
             sizes = [target.shape[dim] // n] * n
         else:
             sizes = [size_of(size, work.config, f"split of {rule.source}") for size in rule.sizes]
-        if sum(sizes) != target.shape[dim]:
+        if sum(sizes) != target.shape[dim] or min(sizes) < 0:
             raise CheckpointMismatchError(
                 f"{target.name!r} of shape {list(target.shape)} can't be split along {dim} into {n} parts of {sizes}"
             )
@@ -265,7 +271,7 @@ def _stack(rule: Stack, work: Work) -> int:
     match = rule.source.matcher()
     for name, target in work.targets.items():
         bound = match(name)
-        if bound is not None and bound[rule.index].isdigit():
+        if bound is not None and _is_number(bound[rule.index]):
             found.setdefault(render(rule.to, bound), {})[int(bound[rule.index])] = target
     made: list[tuple[str, Target]] = []
     for to, pieces in found.items():
@@ -292,6 +298,11 @@ def _unstack(rule: Unstack, work: Work) -> int:
         dim = _dim(target, rule.dim, "unstack")
         if target.shape[dim] == 0:
             raise CheckpointMismatchError(f"{target.name!r} of shape {list(target.shape)} has nothing along {dim}")
+        if target.shape[dim] > _MAX_PIECES:
+            raise CheckpointMismatchError(
+                f"{target.name!r} of shape {list(target.shape)} would be cut into {target.shape[dim]} tensors; "
+                f"{_MAX_PIECES} are allowed"
+            )
         pieces = target.split(dim, [1] * target.shape[dim])
         return [(render(rule.to, {**bound, rule.index: str(i)}), piece.squeezed(dim)) for i, piece in enumerate(pieces)]
 

@@ -432,6 +432,8 @@ def _laid_out(ranks: npt.NDArray[np.int64], layout: Any, mesh: MeshRecord) -> np
         axis: npt.NDArray[np.int64] = np.zeros((), np.int64)
         for size, stride in zip(sizes, strides, strict=True):
             axis = axis[..., None] + np.arange(min(size, len(ranks) + 1)) * stride
+            if axis.size > len(ranks):  # before the next one: forty sizes of 2 would be a terabyte
+                raise ValueError("a device mesh is larger than its world")
         axis = axis.reshape(-1)
         offsets = offsets[..., None] + axis
         if offsets.size > len(ranks):

@@ -271,6 +271,7 @@ class _Plain:
         self.read = read
         self.done: dict[int, tuple[Any, int]] = {}
         self.open: set[int] = set()
+        self.made: list[Any] = []  # containers made here, kept: another object at their address would be taken for them
 
     def of(self, value: Any, depth: int) -> tuple[Any, int]:
         if value is None or type(value) in (str, int, float, bool, bytes, complex):
@@ -287,6 +288,10 @@ class _Plain:
             raise ValueError("it unfolds to more values than any checkpoint needs")
         self.done[id(value)] = (made, size)
         return made, size
+
+    def _of_made(self, value: Any, depth: int) -> tuple[Any, int]:
+        self.made.append(value)
+        return self.of(value, depth)
 
     def _convert(self, value: Any, depth: int) -> tuple[Any, int]:
         if isinstance(value, dict):
@@ -330,11 +335,11 @@ class _Plain:
             return made, 1
         args, a = self.of(value.args, depth)
         if value.fields:
-            fields, b = self.of(dict(value.fields), depth)
+            fields, b = self._of_made(dict(value.fields), depth)
         else:
             state, b = self.of(value.state, depth)
             fields = {} if state is None else {"state": state}
-        items, c = self.of(list(value.items.items()) or value.entries, depth)
+        items, c = self._of_made(list(value.items.items()) or value.entries, depth)
         if value.kind in ("argparse.Namespace", "types.SimpleNamespace"):
             return fields, b
         return Inert(value.kind, args, fields, items, not isinstance(value, UnknownGlobal)), a + b + c

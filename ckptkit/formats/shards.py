@@ -21,6 +21,7 @@ from ckptkit.formats._torch_records import PlacementRecord, StoredTensor
 __all__ = ["LocalPart", "local_parts", "mesh_coordinate", "slices_of"]
 
 _MAX_SPLIT = 1 << 16
+_MAX_RUNS = 1 << 20  # looked at for one mesh dimension: a few for each rank of a real one
 Run = tuple[int, int]  # [start, stop) rows of the whole tensor
 
 
@@ -137,6 +138,8 @@ def _rows(
             continue
         pieces = 1 if plain or placement.kind == "shard" else placement.split_factor
         runs = rows[placement.dim]
+        if pieces * len(runs) > _MAX_RUNS:
+            raise CorruptCheckpointError(f"{_describe(placements)} cuts a dimension into more parts than any job has.")
         rows[placement.dim] = [
             run
             for piece in range(pieces)
@@ -172,6 +175,8 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 
 def _boxes(shape: tuple[int, ...], rows: Sequence[Sequence[Run]]) -> Iterator[LocalPart]:
     filled = [runs or [(n, n)] for runs, n in zip(rows, shape, strict=True)]  # an empty part starts at n
+    if math.prod(map(len, filled)) > _MAX_RUNS:
+        raise CorruptCheckpointError(f"a local tensor of shape {list(shape)} falls into more boxes than any job has.")
     local = [[0, *itertools.accumulate(stop - start for start, stop in runs)] for runs in filled]
     for index in itertools.product(*(range(len(runs)) for runs in filled)):
         chosen = [runs[i] for runs, i in zip(filled, index, strict=True)]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.patterns import compile_regex
+from ckptkit.catalog.regexes import check_tries, compile_regex
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.offline.plan import ComputedTensor
@@ -33,6 +33,7 @@ _REFUSED = (
     "use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters",
     "layer_replication", "lora_bias", "megatron_config", "trainable_token_indices",
 )  # fmt: skip
+_MAX_TRIES = 10**5  # of one pattern on one module; there may be hundreds of both
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "orthogonal")
 
 
@@ -303,6 +304,7 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
     if isinstance(patterns, Mapping):
         for key, value in patterns.items():
             pattern = compile_regex(str(key)).pattern  # from adapter_config.json, which is anybody's
+            check_tries(pattern, len(module), most=_MAX_TRIES, why=f"adapter_config.json: {pattern!r:.80}")
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
     return default

@@ -12,6 +12,7 @@ from ckptkit.errors import UsageError
 
 __all__ = ["ENTRY_POINTS", "resolve_key_map"]
 
+_MAX_FILE = 4 << 20
 ENTRY_POINTS = "ckptkit.key_maps"  # each gives a NameMap, or a function without arguments that returns one
 
 
@@ -31,9 +32,12 @@ def resolve_key_map(key_map: NameMap | str | None) -> NameMap | None:
     if os.path.isfile(key_map) or key_map.endswith((".toml", ".json")):
         try:
             with Path(key_map).open(encoding="utf-8") as file:
-                return parse_key_map(file.read(), file=key_map)
-        except (OSError, UnicodeDecodeError) as error:
+                text = file.read(_MAX_FILE + 1)
+        except (OSError, ValueError) as error:
             raise UsageError(f"--key-map {key_map}: it can't be read: {error}.") from error
+        if len(text) > _MAX_FILE:
+            raise UsageError(f"--key-map {key_map}: more than {_MAX_FILE} characters, which no key map needs.")
+        return parse_key_map(text, file=key_map)
     return _installed(key_map) or builtin_map(key_map)
 
 

@@ -119,3 +119,46 @@ def test_what_is_no_key_map_is_refused(text: str) -> None:
 def test_rest_must_be_a_known_word() -> None:
     with pytest.raises(UsageError, match="rest = 'maybe'"):
         parse_key_map('{"rules": [{"op": "drop", "from": "a"}], "rest": "maybe"}', file="m.json")
+
+
+@toml
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "9" * 5000, "a" + ".a" * 5000 + " = 1", "a = {" * 3000],
+                         ids=["deep", "digits", "dotted", "tables"])  # fmt: skip
+def test_toml_that_would_exhaust_its_parser_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"m\.toml"):
+        parse_key_map(text, file="m.toml")
+
+
+@pytest.mark.parametrize("op", [[], {}, None, 1, "x" * 10**6], ids=lambda op: type(op).__name__)
+def test_an_operation_of_any_type_is_refused_in_a_short_message(op: object) -> None:
+    with pytest.raises(UsageError, match="rule 1") as caught:
+        parse_key_map(json.dumps({"rules": [{"op": op, "from": "a"}]}), file="m.json")
+    assert len(str(caught.value)) < 1000
+
+
+def test_rules_that_double_a_name_again_and_again_are_stopped() -> None:
+    doubling = [{"op": "rename", "from": "{x:*}", "to": "{x}{x}"}] * 40
+    key_map = parse_key_map(json.dumps({"rules": doubling}), file="m.json")
+    with pytest.raises(UsageError, match="65536 are allowed"):
+        key_map.apply(targets_of({"ab": np.zeros(2)}))
+
+
+def test_a_tensor_without_elements_is_not_cut_into_its_billions_of_rows() -> None:
+    key_map = parse_key_map('{"rules": [{"op": "unstack", "from": "a", "to": "a.{i}"}]}', file="m.json")
+    with pytest.raises(CkptkitError, match="65536 are allowed"):
+        key_map.apply(targets_of({"a": np.empty((2**40, 0))}))
+
+
+@pytest.mark.parametrize("index", ["²", "٣", "9" * 5000, "-1"])
+def test_an_index_that_is_no_plain_number_is_none(index: str) -> None:
+    key_map = parse_key_map(
+        '{"rules": [{"op": "stack", "match": "a\\\\.(?P<i>.*)", "to": "a", "index": "i"}]}', file="m.json"
+    )
+    assert list(key_map.apply(targets_of({f"a.{index}": np.zeros(2)})).targets) == [f"a.{index}"]
+
+
+@pytest.mark.parametrize("sizes", [[-1, 5], ["²", 4], [0, "9" * 4999]])
+def test_sizes_that_are_no_sizes_are_refused(sizes: list[object]) -> None:
+    rule = {"op": "split", "from": "a", "to": ["b", "c"], "sizes": sizes}
+    with pytest.raises(CkptkitError):
+        parse_key_map(json.dumps({"rules": [rule]}), file="m.json").apply(targets_of({"a": np.zeros(4)}))

@@ -123,3 +123,10 @@ def test_loading_into_a_job_runs_nothing_by_default(tmp_path: Path, monkeypatch:
 def test_a_plain_pickle_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "s.pkl").write_bytes(pickle.dumps({"a": (1, 2)}))
     assert read_object(LocalStore(tmp_path), ObjectEntry("s", "s.pkl")) == {"a": (1, 2)}
+
+
+def test_records_do_not_take_each_others_fields(tmp_path: Path) -> None:
+    """Containers that a conversion makes and drops leave their address to the next one."""
+    values = [argparse.Namespace(a=i, b=str(i)) for i in range(500)]
+    found = read_object(*entry_of(tmp_path, values))
+    assert found == [vars(value) for value in values]

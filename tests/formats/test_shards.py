@@ -135,3 +135,19 @@ def _gather(whole, parts):
         target = tuple(slice(o, o + s) for o, s in zip(part.local_offsets, part.box.sizes, strict=True))
         local[target] = whole[source]
     return local
+
+
+@pytest.mark.parametrize(
+    ("shape", "local", "placements"),
+    [
+        ((2**40,), (4,), (Placement("strided_shard", 0, 2**16),) * 4),
+        ((2**20, 2**20, 0), (2**16, 2**16, 0), (Placement("strided_shard", 0, 2**15), Placement("strided_shard", 1, 2**15))),
+    ],
+    ids=["runs", "boxes"],
+)  # fmt: skip
+def test_placements_that_cut_a_tensor_into_billions_of_parts_are_refused_at_once(
+    shape: tuple[int, ...], local: tuple[int, ...], placements: tuple[Placement, ...]
+) -> None:
+    mesh = (2,) * len(placements)
+    with pytest.raises(CorruptCheckpointError):
+        local_parts(shape, mesh, (0,) * len(mesh), placements, local_shape=local)
