@@ -17,7 +17,7 @@ from ckptkit.storage.owner import Owner, this_process
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
 
-__all__ = ["STATE_DIRECTORY", "Lease", "acquire_lease", "lease_holder", "store_clock"]
+__all__ = ["STATE_DIRECTORY", "Lease", "acquire_lease", "lease_holder", "store_clock", "write_state"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None) -> Lease:
             continue  # another contender was faster
         state = _State(newest + 1, new_nonce(), this_process())
         try:
-            root.write(state.path, state.to_json(), sync=False)  # put-if-absent: one of many contenders wins
+            write_state(root, state.path, state.to_json())  # put-if-absent: one of many contenders wins
         except FileExistsError:
             continue
         _clean(root, state)
@@ -188,10 +188,18 @@ def _shows_life(root: Store, state: _State, patience_s: float) -> bool:
     return False
 
 
+def write_state(root: Store, path: str, data: bytes, *, overwrite: bool = False) -> None:
+    """Write a file of the state directory, not synced: the machine that goes down takes its owner with it."""
+    for _ in range(3):
+        with contextlib.suppress(FileNotFoundError):  # a reader that leaves removes the directory if it is empty
+            return root.write(path, data, overwrite=overwrite, sync=False)
+    return root.write(path, data, overwrite=overwrite, sync=False)
+
+
 def store_clock(root: Store) -> float:
     """Return the time as the store stamps files, in seconds since the epoch; ours where it stamps none."""
     path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
-    root.write(path, b"?", sync=False)
+    write_state(root, path, b"?")
     found = root.info(path)
     root.delete([path])
     return found.mtime if found is not None and found.mtime else time.time()

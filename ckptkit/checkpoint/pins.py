@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -12,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.checkpoint.lease import STATE_DIRECTORY, store_clock
+from ckptkit.checkpoint.lease import STATE_DIRECTORY, store_clock, write_state
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
-from ckptkit.formats.layout import find_record, read_record, record_path
+from ckptkit.formats.layout import CommitRecord, find_record, read_record, record_path
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
 from ckptkit.storage.staging import new_nonce
@@ -86,52 +87,77 @@ def _holds(owner: Owner, renewed: float, now: float | None) -> bool:
 
 
 @contextlib.contextmanager
-def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[None]:
+def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[CommitRecord]:
     """Keep checkpoint `name` from deletion while the block runs; renewed by a thread, void when we die.
 
-    A root that can't be written to is read without a pin, with a warning.
+    Yields its commit record, read after the pin was there. A root that can't be written to is read without a pin,
+    with a warning. Where nobody has saved with a manager, no directory of ours stays.
 
     Raises:
         CheckpointNotFoundError: It is gone, or is being deleted: list again, and take another.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": this_process().to_json()}).encode()
+    fresh = root.local_root is not None and root.info(STATE_DIRECTORY) is None
     try:
-        root.write(path, body, sync=False)
+        write_state(root, path, body)
     except OSError as error:
         logger.warning("%s: %s is read without a pin: %s", root.url, name, error)
-        yield
+        yield _record_of(root, name)
         return
     stop = threading.Event()
     renewal = threading.Thread(target=_renew, args=(root, path, body, stop), name="ckptkit-pin", daemon=True)
     try:
         # First the pin, then the question; the deleter announces first and then reads the pins: one sees the other.
         _wait_while_deleting(root, name)
-        if find_record(root, record_path(name)) is None:
-            raise CheckpointNotFoundError(f"{root.url}/{name} is no longer there: it was deleted. List again.")
+        record = _record_of(root, name)
         renewal.start()
-        yield
+        yield record
     finally:
         stop.set()
         if renewal.ident is not None:
             renewal.join()
         with contextlib.suppress(OSError):
             root.delete([path])
+        if fresh and isinstance(root, LocalStore):
+            _tidy(root)
+
+
+def _record_of(root: Store, name: str) -> CommitRecord:
+    record = find_record(root, record_path(name))
+    if record is None:
+        raise CheckpointNotFoundError(f"{root.url}/{name} is no longer there: it was deleted. List again.")
+    return record
+
+
+def _tidy(root: LocalStore) -> None:
+    """Remove the directories that a pin has made, where nobody else has put anything there."""
+    for folder in (_PINS, STATE_DIRECTORY):
+        with contextlib.suppress(OSError):
+            os.rmdir(root.path_of(folder))
 
 
 @contextlib.contextmanager
-def pin_url(url: str, *, why: str = "load", storage_options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Keep what lies at `url` from deletion while the block runs, where it is a checkpoint of a run of ours."""
+def pin_url(
+    url: str, *, why: str = "load", storage_options: Mapping[str, Any] | None = None
+) -> Iterator[CommitRecord | None]:
+    """Keep what lies at `url` from deletion while the block runs, where it is a checkpoint of a run of ours.
+
+    Yields its commit record; None where it is anything else, which nobody of ours deletes.
+
+    Raises:
+        CheckpointNotFoundError: It was deleted while it was pinned.
+    """
     try:
         root, name = split_checkpoint_url(url, storage_options=storage_options)
         record = find_record(root, record_path(name))
     except (CkptkitError, OSError, ValueError):  # a file, a foreign format: nobody of ours deletes it
         record = None
     if record is None or record.name != name:
-        yield
+        yield None
         return
-    with pin_while_reading(root, name, why=why):
-        yield
+    with pin_while_reading(root, name, why=why) as record:
+        yield record
 
 
 def _renew(root: Store, path: str, body: bytes, stop: threading.Event) -> None:
@@ -168,7 +194,7 @@ def _announced(root: Store, name: str) -> bool:
 def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
     """Announce the deletion of `name`, and yield the pins that forbid it: [] means go on."""
     path = f"{_DELETING}/{name}.json"
-    root.write(path, json.dumps(this_process().to_json()).encode(), overwrite=True, sync=False)
+    write_state(root, path, json.dumps(this_process().to_json()).encode(), overwrite=True)
     try:
         yield [pin for pin in list_pins(root) if pin.name == name]
     finally:

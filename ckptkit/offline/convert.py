@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.copy import CopyReport, Progress, execute
@@ -16,6 +15,7 @@ from ckptkit.offline.coverage import check_plan
 from ckptkit.offline.hf_files import check_headers
 from ckptkit.offline.plan import OutputFile, OutputTensor, Plan
 from ckptkit.offline.publish import open_target
+from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.report import ConvertReport, peak_memory
 from ckptkit.units import parse_size
 
@@ -46,6 +46,7 @@ class _Chosen:
     faults: tuple[str, ...] = ()
 
 
+@reads_checkpoints
 def convert(  # noqa: PLR0913 - one argument an option
     src: str,
     dst: str,
@@ -103,11 +104,8 @@ def convert(  # noqa: PLR0913 - one argument an option
     memory = parse_size(max_memory)
     if memory < _MIN_MEMORY:
         raise UsageError(f"--max-memory {max_memory} is too little: give 16MB or more.")
-    from ckptkit.formats.detect import open_source
-
     options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix)
-    address = resolve_url(src, storage_options=storage_options)
-    source = open_source(address, storage_options=storage_options, options=options)
+    source = open_pinned(src, storage_options=storage_options, options=options)
     choice = _Choice(
         to, dtype, weights, base, key_map, strip_prefix, tuple(include), tuple(exclude), merge_adapter, untie,
         adapter_config, not dry_run,

@@ -16,13 +16,13 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.catalog.targets import Target
-from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import UsageError
-from ckptkit.formats.detect import Source, open_source
+from ckptkit.formats.detect import Source
 from ckptkit.offline.casts import cast_into
 from ckptkit.offline.gather import Gatherer
 from ckptkit.offline.jobs import prepare
 from ckptkit.offline.plan import Placement, Plan
+from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.sources import SourceReader
 from ckptkit.units import parse_size
 
@@ -138,6 +138,7 @@ class DiffReport:
         }
 
 
+@reads_checkpoints
 def diff(
     a: str,
     b: str,
@@ -175,8 +176,7 @@ class _Side:
 
     @classmethod
     def open(cls, url: str, max_memory: str | int, storage_options: Mapping[str, Any] | None) -> _Side:
-        address = resolve_url(url, storage_options=storage_options)
-        source = open_source(address, storage_options=storage_options)
+        source = open_pinned(url, storage_options=storage_options)
         targets = [Target.of(entry) for entry in source.catalog.tensors.values()]
         plan = Plan(source.catalog, (), tuple(Placement.whole(target, 0, 0) for target in targets), (), (), (), ())
         work = prepare(plan, check=False, by_boxes=True)

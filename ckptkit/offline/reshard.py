@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptkit.catalog.entry import Catalog, Role
-from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError, IntegrityError, UsageError
 from ckptkit.formats.layout import CommitRecord, check_tag, find_record, step_name, step_of_name
 from ckptkit.formats.options import ReadOptions
@@ -18,6 +17,7 @@ from ckptkit.offline.copy import CopyReport, Progress, execute
 from ckptkit.offline.coverage import check_plan
 from ckptkit.offline.plan import Plan
 from ckptkit.offline.publish import open_target
+from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.report import ConvertReport, peak_memory
 from ckptkit.offline.reshard_plan import Identity, plan_reshard
 from ckptkit.offline.seal import seal
@@ -34,6 +34,7 @@ __all__ = ["reshard"]
 _TYPES = ("sharded", "local")
 
 
+@reads_checkpoints
 def reshard(  # noqa: PLR0913 - one argument an option
     src: str,
     dst: str,
@@ -83,13 +84,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
     target = TargetMesh.parse(mesh, world_size=world_size)
     split = None if tp_plan is None else TPPlan.of(tp_plan)
     memory = parse_size(max_memory)
-    from ckptkit.formats.detect import open_source
-
-    source = open_source(
-        resolve_url(src, storage_options=storage_options),
-        storage_options=storage_options,
-        options=ReadOptions(layout=layout),
-    )
+    source = open_pinned(src, storage_options=storage_options, options=ReadOptions(layout=layout))
     _check_files(source.store, source.catalog)
     place = open_target(dst, single_file=False, overwrite=overwrite, storage_options=storage_options)
     identity = identity_of(source, dst, storage_options)

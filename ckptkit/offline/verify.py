@@ -11,12 +11,11 @@ from typing import Any
 import xxhash
 
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
-from ckptkit.checkpoint.address import resolve_url
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
-from ckptkit.formats.detect import open_source
 from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME
 from ckptkit.formats.options import ReadOptions
+from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size, parse_size
 
@@ -109,6 +108,7 @@ class _Check:
     names: tuple[str, ...]
 
 
+@reads_checkpoints
 def verify(
     url: str,
     *,
@@ -131,11 +131,7 @@ def verify(
     Raises:
         CkptkitError: The checkpoint can't even be opened; the message names the file and the fault.
     """
-    source = open_source(
-        resolve_url(url, storage_options=storage_options),
-        storage_options=storage_options,
-        options=options or ReadOptions(),
-    )
+    source = open_pinned(url, storage_options=storage_options, options=options)
     store, catalog = source.store, source.catalog
     problems = [*_file_problems(store, catalog), *_coverage_problems(catalog)]
     checks: list[_Check] = []
@@ -145,6 +141,8 @@ def verify(
         gone = {p.path for p in problems if not p.tensor}
         checks = [check for check in checks if check.path not in gone]
         problems += _compare(store, checks, workers, parse_size(max_memory), progress)
+    if problems:
+        check_still_there(source)
     return VerifyReport(
         url=source.url,
         note=source.note or "",

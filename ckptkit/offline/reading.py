@@ -1,0 +1,146 @@
+"""The checkpoints that a command reads, kept from rotation until the command has ended."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from ckptkit.checkpoint.address import resolve_url
+from ckptkit.checkpoint.pins import pin_url
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats.detect import Source, open_source
+from ckptkit.formats.layout import CommitRecord, find_record
+from ckptkit.formats.options import ReadOptions
+from ckptkit.offline.publish import is_one_of_many
+
+__all__ = ["check_still_there", "open_pinned", "reads_checkpoints"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_MAX_TRIES = 10  # each needs another save that rotated away what was just opened
+_VANISHED = (FileNotFoundError, CorruptCheckpointError)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What the command called `why` reads: the pins, and of our own checkpoints the sources, each with the URL that
+    it was asked for by."""
+
+    why: str
+    pins: ExitStack = field(default_factory=ExitStack)
+    ours: list[tuple[str, Source]] = field(default_factory=list)
+
+
+_current: ContextVar[_Reading] = ContextVar("ckptkit-reading")
+
+
+def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
+    """Return `command` with its sources (`open_pinned`) pinned until it ends.
+
+    A pin can't be written where the run may only be read. Such a source can vanish; where it was asked for as the
+    newest of its run, the command is then run once more, on what is the newest now.
+    """
+
+    @functools.wraps(command)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return _run(command, *args, **kwargs)
+        except _GoneError as gone:
+            if not gone.replaced or is_one_of_many():  # ranks go together, or not at all
+                raise gone.told from gone.__cause__
+            _log.warning("%s Starting again with the newest that is there.", gone.told)
+        try:
+            return _run(command, *args, **kwargs)
+        except _GoneError as gone:
+            raise gone.told from gone.__cause__
+
+    return reading
+
+
+class _GoneError(Exception):
+    """A source was deleted while it was read. `replaced`: it was the newest, another one may be that now."""
+
+    def __init__(self, told: CheckpointNotFoundError, replaced: bool) -> None:
+        super().__init__(told)
+        self.told, self.replaced = told, replaced
+
+
+def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    reading = _Reading(command.__name__)
+    token = _current.set(reading)
+    with reading.pins:
+        try:
+            return command(*args, **kwargs)
+        except _VANISHED as error:
+            gone = next((pair for pair in reading.ours if not _is_there(pair[1])), None)
+            if gone is None:
+                raise
+            asked, source = gone
+            told = CheckpointNotFoundError(f"{source.url} was deleted or replaced while it was read: {error}")
+            raise _GoneError(told, source.url.rstrip("/") != asked.rstrip("/")) from error
+        finally:
+            _current.reset(token)
+
+
+def open_pinned(
+    url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
+) -> Source:
+    """Open the checkpoint that `url` names, pinned until the command of `reads_checkpoints` around it ends.
+
+    Where it is deleted between the choice and the pin, the choice is made again.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing, or nothing that is a checkpoint.
+        CkptkitError: What the reader of the format raises.
+    """
+    reading = _current.get()
+    before = ""
+    for _ in range(_MAX_TRIES):
+        try:
+            source = open_source(
+                resolve_url(url, storage_options=storage_options), storage_options=storage_options, options=options
+            )
+            pin = pin_url(source.url, why=reading.why, storage_options=storage_options)
+            with ExitStack() as stack:
+                record = stack.enter_context(pin)
+                if record is None:  # foreign: nobody of ours deletes it
+                    return source
+                if _is_of(source, record):
+                    reading.pins.push(stack.pop_all())
+                    reading.ours.append((url, source))
+                    return source
+            error: Exception = CheckpointNotFoundError(f"{source.url} was replaced while it was opened.")
+        except _VANISHED as found:
+            # The same words twice: nobody is deleting, it is like that.
+            if str(found) == before:
+                raise
+            error = found
+        before = str(error)
+    raise error
+
+
+def check_still_there(source: Source) -> None:
+    """Raise where the source is one of ours that was deleted, or replaced, since `open_pinned`."""
+    if any(item is source for _, item in _current.get().ours) and not _is_there(source):
+        raise IncompleteCheckpointError("its files are gone, or are those of another save.")
+
+
+def _is_there(source: Source) -> bool:
+    try:
+        record = find_record(source.store)
+    except (CkptkitError, OSError):
+        return False
+    return record is not None and _is_of(source, record)
+
+
+def _is_of(source: Source, record: CommitRecord) -> bool:
+    """Whether the catalog was read from what the record committed."""
+    prefix = f"{record.data}/" if record.data else ""
+    committed = {prefix + path: item.xxh3_64 for path, item in record.files.items()}
+    return source.catalog.info.extra.get("digests") == committed

@@ -1,0 +1,147 @@
+"""What a command reads is not rotated away under it; where no pin can be, the command lists again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint import pins
+from ckptkit.checkpoint.delete import delete_checkpoint
+from ckptkit.checkpoint.pins import list_pins
+from ckptkit.errors import CheckpointNotFoundError
+from ckptkit.offline import reading
+from ckptkit.offline.convert import convert
+from ckptkit.offline.diff import diff
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.store import open_store
+
+COMMANDS: dict[str, Callable[[str, str], Any]] = {
+    "convert": convert,
+    "reshard": lambda src, dst: reshard(src, dst, world_size=3),
+    "verify": lambda src, dst: verify(src),
+    "diff": lambda src, dst: diff(src, src),
+}
+
+
+@pytest.fixture
+def run(zoo: Path, tmp_path: Path) -> Path:
+    """A run of ours with one checkpoint, step 4."""
+    reshard(str(zoo / "verl_fsdp2_w2"), str(tmp_path / "run" / "step_00000004"), world_size=2)
+    return tmp_path / "run"
+
+
+def commit_another(run: Path, name: str) -> None:
+    """Commit a newer checkpoint of the same step and tensors."""
+    reshard(str(run / "step_00000004"), str(run / name), world_size=2)
+
+
+def while_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], times: int = 1) -> None:
+    """Run `act` once a source is open, before anything of it is read."""
+    left = [times]
+    real = reading._is_of
+
+    def acting(*args: Any) -> bool:
+        found = real(*args)
+        if left[0]:
+            left[0] -= 1
+            act()
+        return found
+
+    monkeypatch.setattr(reading, "_is_of", acting)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_source_is_pinned_until_the_command_ends(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    seen: list[str] = []
+    refused: list[bool] = []
+
+    def delete() -> None:
+        root = open_store(str(run))
+        seen.extend(pin.reason for pin in list_pins(root))
+        refused.append(not delete_checkpoint(root, "step_00000004", reason="test"))
+
+    while_reading(monkeypatch, delete)
+    COMMANDS[command](str(run / "latest"), str(tmp_path / "out"))
+    assert refused == [True]
+    assert command in seen[0]
+    assert list_pins(open_store(str(run))) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_foreign_source_is_read_without_a_trace(
+    zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    source = tmp_path / "in" / "step_4"
+    source.parent.mkdir()
+    shutil.copytree(zoo / "verl_fsdp2_w2", source)
+    before = sorted(str(path) for path in source.parent.rglob("*"))
+    written: list[str] = []
+    monkeypatch.setattr(pins, "write_state", lambda root, path, *a, **k: written.append(path))
+    COMMANDS[command](str(source), str(tmp_path / "out"))
+    assert written == []
+    assert sorted(str(path) for path in source.parent.rglob("*")) == before
+
+
+def test_a_pin_leaves_nothing_where_no_manager_ever_wrote(run: Path) -> None:
+    alone = run.parent / "archive"
+    alone.mkdir()
+    shutil.copytree(run / "step_00000004", alone / "step_00000004")
+    verify(str(alone / "step_00000004"))
+    assert [path.name for path in alone.iterdir()] == ["step_00000004"]
+
+
+def refuse_writing(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+    real = LocalStore.write
+
+    def write(self: LocalStore, path: str, *args: Any, **kwargs: Any) -> None:
+        if self.url == str(run) and path.startswith(".ckptkit/pins/read-"):
+            raise PermissionError(13, "Permission denied")
+        real(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(LocalStore, "write", write)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_that_may_only_be_read_is_read(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    refuse_writing(monkeypatch, run)
+    COMMANDS[command](str(run), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_newest_that_vanishes_without_a_pin_is_chosen_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    commit_another(run, "first")
+    refuse_writing(monkeypatch, run)
+    while_reading(monkeypatch, lambda: move_on(run))
+    report = COMMANDS[command](str(run / "latest"), str(tmp_path / "out"))
+    assert "second" in json.dumps(report.to_json())
+
+
+def move_on(run: Path) -> None:
+    """Rotation of another job: what was the newest is gone, and another one is there."""
+    delete_checkpoint(open_store(str(run)), "first", reason="test")
+    commit_another(run, "second")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_named_source_that_vanishes_without_a_pin_is_an_error_that_says_so(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    refuse_writing(monkeypatch, run)
+    root = open_store(str(run))
+    while_reading(monkeypatch, lambda: bool(delete_checkpoint(root, "step_00000004", reason="test")) or None)
+    with pytest.raises(CheckpointNotFoundError, match=r"step_00000004 was deleted or replaced while it was read"):
+        COMMANDS[command](str(run / "step_00000004"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
