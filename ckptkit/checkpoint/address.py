@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.checkpoint.inventory import list_checkpoints, resolve
-from ckptkit.storage.store import open_store, split_url
+from ckptkit.checkpoint.inventory import Inventory, list_checkpoints, resolve
+from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.storage.store import Store, open_store, split_url
 
-__all__ = ["resolve_url"]
+__all__ = ["resolve_checkpoint", "resolve_url"]
 
+_HALF_PROTOCOL = re.compile(r"(s3|gs|gcs|az|abfs|hf|http|https|memory):/([^/].*)")
 _NAMED = re.compile(r"(latest(~[0-9]{1,6})?|best(:[^/]{1,128})?|[0-9]{1,18})")
 
 
@@ -21,8 +25,13 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     Raises:
         CheckpointNotFoundError: The run has no such checkpoint; lists those it has.
     """
+    half = _HALF_PROTOCOL.fullmatch(url)
+    if half and not os.path.exists(url):
+        raise UsageError(f"{url} has one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
     head, separator, name = url.rstrip("/").rpartition("/")
     if not _NAMED.fullmatch(name) or head.endswith(":/"):
+        if split_url(url)[0] == "file" and head and not os.path.lexists(url):
+            _refuse_unknown(head, name)
         return url
     root = open_store(head or ("/" if separator else "."), storage_options=storage_options)
     if name.isdigit() or name.startswith("best:"):
@@ -31,7 +40,51 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
             return url  # a directory that is really called so
     inventory = list_checkpoints(root)
     if not inventory.committed:
+        if not name.isdigit():
+            _refuse_nothing(root, inventory, name)
         return url
     chosen = resolve(inventory, name)
     protocol, _ = split_url(url)
     return f"{root.url if protocol == 'file' else head}/{chosen.path}"
+
+
+def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return what `resolve_url` does; for the root of a run of ours, the URL of its newest checkpoint."""
+    address = resolve_url(url, storage_options=storage_options)
+    if address != url:
+        return address
+    try:
+        root = open_store(url, storage_options=storage_options)
+        inventory = list_checkpoints(root)
+    except NotADirectoryError:
+        return url
+    return f"{url.rstrip('/')}/{inventory.latest.path}" if inventory.latest is not None else url
+
+
+def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
+    """Raise where "latest" or "best" names nothing; not where a directory is really called so."""
+    found = root.info(name)
+    if found is not None and found.kind == "directory":
+        return
+    there = f"; {len(inventory.skipped)} directories were skipped: ckptkit ls --all {root.url}" * bool(
+        inventory.skipped
+    )
+    raise CheckpointNotFoundError(
+        f"{root.url} has no committed checkpoint of ckptkit, so {name!r} names nothing{there}. "
+        f"Of another system's run, the newest step is taken where its root is given: {root.url}"
+    )
+
+
+def _refuse_unknown(head: str, name: str) -> None:
+    """Raise where `head` is a run of ours: what is there says more than "does not exist"."""
+    if not os.path.isdir(head):
+        return
+    inventory = list_checkpoints(open_store(head))
+    if inventory.committed:
+        known = ["latest", "best", *(item.name for item in inventory.committed)]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {head}/{near[0]}?" if near else ""
+        resolved = ", ".join(item.name for item in inventory.committed[-5:])
+        raise CheckpointNotFoundError(
+            f"{head} has no checkpoint {name!r}. There are {len(inventory.committed)}, the last: {resolved}.{hint}"
+        )

@@ -128,7 +128,9 @@ def _colour(stream: Any) -> bool:
 def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
     level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING
     ranks = "rank %(rank)s " if int(os.environ.get("WORLD_SIZE") or 1) > 1 else ""
-    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {ranks}%(name)s: %(message)s", stream=sys.stderr)
+    # A person reads "Warning: ..."; which module it comes from is for those who ask for more.
+    words = f"%(levelname)s {ranks}%(name)s: %(message)s" if verbose else f"Warning: {ranks}%(message)s"
+    logging.basicConfig(level=logging.WARNING, format=words, stream=sys.stderr)
     logging.getLogger("ckptkit").setLevel(level)
 
 

@@ -39,6 +39,8 @@ def command(
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.inspect import inspect
 
+    if after and not html:
+        raise UsageError("--after is drawn on a page: give --html OUT.html with it.")
     options = with_storage_options(storage_options)
     report = inspect(url, tensors=tensors, depth=depth, storage_options=options, options=ReadOptions(layout=layout))
     if html:

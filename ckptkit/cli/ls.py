@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import click
@@ -10,13 +11,17 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 from ckptkit.cli.retention import policy_from, policy_options
 from ckptkit.units import format_duration, format_size
 
+_STEP = re.compile(r"step_\d+")
+
 if TYPE_CHECKING:
     from ckptkit.offline.listing import Listed, Listing
 
 
 @click.command("ls")
 @click.argument("root")
-@click.option("--all", "every", is_flag=True, help="Also what is no checkpoint: skipped, abandoned, foreign.")
+@click.option(
+    "--all", "every", is_flag=True, help="Also what is not named like a checkpoint of ours: skipped, foreign."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--html", metavar="OUT.html", help="Write a page with the timeline of the run.")
 @policy_options
@@ -32,15 +37,17 @@ def command(
     max_mem: str | None,
     keep_every: int | None,
     keep_best: str | None,
+    recorded: bool,
     storage_options: tuple[str, ...],
 ) -> None:
     """List the checkpoints of the run at ROOT: step, age, size, type, ranks, metrics, and why rotation keeps
-    each one or would delete it. With --quiet, names only. The policy is the one that the run recorded, unless
-    given here."""
+    each one or would delete it. With --quiet, names only. The policy is the one that the run recorded; limits
+    given here take the place of its limits."""
     from ckptkit.offline.listing import list_run
 
     policy = policy_from(max_num, max_mem, keep_every, keep_best)
-    listing = list_run(root, policy=policy, storage_options=with_storage_options(storage_options))
+    options = with_storage_options(storage_options)
+    listing = list_run(root, policy=policy, recorded=recorded, storage_options=options)
     if html:
         from ckptkit.offline.pictures.pages import write_run_page
 
@@ -55,7 +62,7 @@ def command(
 
 
 def _lines(listing: Listing, *, every: bool) -> list[str]:
-    shown = [row for row in listing.checkpoints if every or row.state in ("committed", "in progress")]
+    shown = [row for row in listing.checkpoints if every or row.state != "skipped" or _STEP.fullmatch(row.name)]
     table = [["name", "step", "age", "size", "type", "ranks", "metrics", "rotation"]]
     table += [_cells(row) for row in shown]
     widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
@@ -67,7 +74,8 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
     lines.append(f"{count} checkpoint{'s' * (count != 1)}, {format_size(listing.total_bytes)}")
     hidden = len(listing.checkpoints) - len(shown)
     if hidden:
-        lines.append(f"{hidden} more that are no checkpoints (abandoned or damaged): ckptkit ls --all {listing.url}")
+        what = "is no checkpoint" if hidden == 1 else "are no checkpoints"
+        lines.append(f"{hidden} more {what}: ckptkit ls --all {listing.url}")
     if every and listing.foreign:
         lines.append(f"not ours, never touched: {', '.join(listing.foreign)}")
     return lines

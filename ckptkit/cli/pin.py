@@ -14,12 +14,20 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 @storage_option
 @command_frame
 def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
-    """Keep the checkpoint at URL (RUN/step_..., RUN/latest, RUN/best, RUN/1200) whatever rotation says."""
-    from ckptkit.checkpoint.address import resolve_url
+    """Keep the checkpoint at URL (RUN/step_..., RUN/latest, RUN/best, RUN/1200) whatever rotation says.
+    RUN alone is its newest."""
+    from ckptkit.checkpoint.address import resolve_checkpoint
     from ckptkit.checkpoint.pins import pin_forever
+    from ckptkit.errors import CheckpointNotFoundError, UsageError
 
     options = with_storage_options(storage_options)
-    name = pin_forever(resolve_url(url, storage_options=options), why, storage_options=options)
+    try:
+        name = pin_forever(resolve_checkpoint(url, storage_options=options), why, storage_options=options)
+    except CheckpointNotFoundError as error:
+        raise UsageError(
+            f"{url} names no committed checkpoint of ckptkit: only those are rotated, and can be pinned. "
+            "To see what there is: ckptkit ls, on the directory of the run."
+        ) from error
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": name, "pinned": True, "why": why})
     else:

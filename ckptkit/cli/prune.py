@@ -25,17 +25,19 @@ def command(
     max_mem: str | None,
     keep_every: int | None,
     keep_best: str | None,
+    recorded: bool,
     storage_options: tuple[str, ...],
 ) -> None:
     """Delete the checkpoints of the run at ROOT that the policy does not keep, and what dead saves left.
 
     The newest, the best, the pinned, and files that are not ours, stay. The policy is the one that the run
-    recorded, unless given here.
+    recorded; limits given here take the place of its limits.
     """
     from ckptkit.offline.prune import prune
 
     policy = policy_from(max_num, max_mem, keep_every, keep_best)
-    report = prune(root, policy=policy, dry_run=dry_run, storage_options=with_storage_options(storage_options))
+    options = with_storage_options(storage_options)
+    report = prune(root, policy=policy, recorded=recorded, dry_run=dry_run, storage_options=options)
     if as_json:
         print_json(report.to_json())
     else:

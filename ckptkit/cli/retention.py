@@ -19,11 +19,19 @@ _OPTIONS = [
     click.option("--max-mem", metavar="SIZE", help="Keep the total below SIZE, as 1TB (10^12) or 1TiB (2^40)."),
     click.option("--keep-every", type=int, metavar="N", help="Keep each checkpoint whose step is a multiple of N."),
     click.option("--keep-best", metavar="METRIC:min|max[:N]", help="Keep the N best by a metric, as val_loss:min:2."),
+    click.option(
+        "--forget-recorded",
+        "recorded",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="With limits given: do not keep what the run's own --keep-every and --keep-best would.",
+    ),
 ]
 
 
 def policy_options(function: F) -> F:
-    """Add the options to a command, which gets max_num, max_mem, keep_every and keep_best."""
+    """Add the options to a command, which gets max_num, max_mem, keep_every, keep_best and recorded."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function

@@ -13,13 +13,18 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 @storage_option
 @command_frame
 def command(url: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
-    """Let rotation decide on the checkpoint at URL again."""
-    from ckptkit.checkpoint.address import resolve_url
-    from ckptkit.checkpoint.pins import unpin
+    """Let rotation decide on the checkpoint at URL again. RUN alone is its newest."""
+    from ckptkit.checkpoint.address import resolve_checkpoint
+    from ckptkit.checkpoint.pins import split_checkpoint_url, unpin
+    from ckptkit.errors import CheckpointNotFoundError
 
     options = with_storage_options(storage_options)
-    address = resolve_url(url, storage_options=options)
+    address = resolve_checkpoint(url, storage_options=options)
     was_pinned = unpin(address, storage_options=options)
+    if not was_pinned:
+        root, name = split_checkpoint_url(address, storage_options=options)
+        if root.info(name) is None and not root.list(name):
+            raise CheckpointNotFoundError(f"{address} does not exist, and nothing is pinned under that name.")
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": address.rpartition("/")[2], "pinned": False, "was": was_pinned})
     else:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from ckptkit.cli.frame import command_frame, print_json, progress_bar, storage_option, with_storage_options
+from ckptkit.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from ckptkit.offline.verify import VerifyReport
 
 
 @click.command("verify")
@@ -24,21 +31,52 @@ def command(
 
     options = with_storage_options(storage_options)
     with progress_bar("verify") as progress:
-        report = verify(
-            url,
-            quick=quick,
-            workers=workers,
-            storage_options=options,
-            progress=progress,
-            options=ReadOptions(layout=layout),
-        )
+        try:
+            report = verify(
+                url,
+                quick=quick,
+                workers=workers,
+                storage_options=options,
+                progress=progress,
+                options=ReadOptions(layout=layout),
+            )
+        except CorruptCheckpointError as error:  # so bad that it can't be opened: that is an answer, not a failure
+            report = _unreadable(url, str(error), quick=quick)
     if as_json:
         print_json(report.to_json())
     else:
-        if report.note:
-            click.echo(report.note)
-        for problem in report.problems:
-            click.echo(f"bad: {problem.message}")
-        click.echo(report.summary())
+        click.echo("\n".join([report.url, *_lines(report), *([] if report.ok else _what_to_try(report, options))]))
     if not report.ok:
         raise SystemExit(1)
+
+
+def _unreadable(url: str, message: str, *, quick: bool) -> VerifyReport:
+    from ckptkit.offline.verify import Problem, VerifyReport
+
+    return VerifyReport(
+        url=url, note="", format="", step=None, quick=quick, files=0, tensors=0, digests=0, checked_bytes=0,
+        unproved_bytes=0, unproved_files=(), algorithms=(), problems=(Problem("", "", message),),
+    )  # fmt: skip
+
+
+def _lines(report: VerifyReport) -> list[str]:
+    lines = [f"  {report.note}"] if report.note else []
+    lines += [f"bad: {problem.message}" for problem in report.problems]
+    return [*lines, report.summary()]
+
+
+def _what_to_try(report: VerifyReport, options: Mapping[str, Any] | None) -> list[str]:
+    """The checkpoint before this one, where there is one: what a person asks next."""
+    from ckptkit.checkpoint.inventory import list_checkpoints
+    from ckptkit.checkpoint.pins import split_checkpoint_url
+    from ckptkit.errors import CkptkitError
+
+    try:
+        root, name = split_checkpoint_url(report.url, storage_options=options)
+        committed = [item.name for item in list_checkpoints(root).committed]
+    except (CkptkitError, OSError):
+        return []
+    older = committed[: committed.index(name)] if name in committed else committed
+    if not older:
+        return []
+    return [f"try the one before it: ckptkit verify {report.url.rstrip('/').rpartition('/')[0]}/{older[-1]}"]

@@ -38,7 +38,10 @@ def push_folder(
     place = Path(folder)
     weights = [path for path in place.glob("*.safetensors") if path.is_file()]
     if not weights:
-        raise CheckpointNotFoundError(f"{folder} holds no .safetensors file to push. Try: ckptkit convert SRC {folder}")
+        raise CheckpointNotFoundError(
+            f"{folder} holds no .safetensors file to push. Make an export of it first: "
+            f"ckptkit convert {folder} EXPORT, then ckptkit push EXPORT {repo}"
+        )
     api = HfApi(token=token)
     try:
         api.create_repo(repo, private=private, exist_ok=True)
@@ -51,6 +54,14 @@ def push_folder(
         )
     except HFValidationError as error:
         raise UsageError(f"{repo!r} is no repo name: {error}") from error
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, (HfHubHTTPError, OSError)) and not _is_of_the_network(error):
+            raise
         raise StorageError(None, f"pushing {folder} to {repo} failed: {without_secrets(str(error))}") from error
     return str(done.commit_url)
+
+
+def _is_of_the_network(error: Exception) -> bool:
+    """Whether the HTTP library below huggingface_hub raised it: which one that is differs between its versions."""
+    roots = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return bool(roots & {"requests", "urllib3", "httpx", "httpx2", "httpcore"})

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.checkpoint.delete import plan_rotation
 from ckptkit.checkpoint.inventory import Attempt, Committed, Inventory, list_checkpoints
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy
-from ckptkit.errors import CheckpointNotFoundError
-from ckptkit.storage.store import open_store
+from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.formats.layout import LATEST_HINT, RECORD_NAME
+from ckptkit.storage.store import Store, open_store
 
-__all__ = ["Listed", "Listing", "list_run", "policy_of"]
+__all__ = ["Listed", "Listing", "effective_policy", "list_run", "policy_of"]
 
 SCHEMA = "ckptkit.ls/1"
 
@@ -67,21 +69,27 @@ class Listing:
 
 
 def list_run(
-    url: str, *, policy: RetentionPolicy | None = None, storage_options: Mapping[str, Any] | None = None
+    url: str,
+    *,
+    policy: RetentionPolicy | None = None,
+    recorded: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Listing:
     """Return the checkpoints below `url`, reading their commit records only.
 
     Args:
         policy: What to decide by; None takes the policy that the newest checkpoint recorded.
+        recorded: What that one keeps in any case (`keep_every`, `keep_best`) holds too, where `policy` is silent.
 
     Raises:
+        UsageError: `policy` keeps the best by a metric that no checkpoint has.
         CheckpointNotFoundError: There is no such directory, or nothing of ours in it.
     """
     root = open_store(url, storage_options=storage_options)
     inventory = list_checkpoints(root)
     if not (inventory.committed or inventory.in_progress or inventory.abandoned or inventory.skipped):
-        raise CheckpointNotFoundError(_nothing(url, inventory, root.info("") is not None))
-    policy = policy or policy_of(inventory)
+        raise CheckpointNotFoundError(_nothing(url, inventory, root))
+    policy = effective_policy(policy, inventory, recorded=recorded)
     decisions = {d.name: d for d in plan_rotation(inventory, root, policy or RetentionPolicy())}
     now = time.time()
     rows = [
@@ -132,12 +140,54 @@ def _attempt(item: Attempt, state: str) -> Listed:
     return Listed(item.name, state, why=why)
 
 
-def _nothing(url: str, inventory: Inventory, there: bool) -> str:
-    if not there:
+def effective_policy(
+    given: RetentionPolicy | None, inventory: Inventory, *, recorded: bool = True
+) -> RetentionPolicy | None:
+    """Return the policy to go by: the limits that were given, and what the run itself keeps whatever the limits are.
+
+    Raises:
+        UsageError: The given one keeps the best by a metric that no checkpoint has.
+    """
+    own = policy_of(inventory)
+    if given is None:
+        return own
+    _check_metric(given, inventory)
+    if own is None or not recorded:
+        return given
+    return replace(
+        given,
+        keep_every=given.keep_every if given.keep_every is not None else own.keep_every,
+        keep_best=given.keep_best if given.keep_best is not None else own.keep_best,
+    )
+
+
+def _check_metric(policy: RetentionPolicy, inventory: Inventory) -> None:
+    """Raise where `keep_best` names a metric that no checkpoint has: a slip of the pen must not delete the best."""
+    if policy.keep_best is None or not inventory.committed:
+        return
+    metric = policy.keep_best[0]
+    known = sorted({name for item in inventory.committed for name in item.record.metrics})
+    if metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known) or 'none'}."
+        raise UsageError(f"no checkpoint of {inventory.url} has the metric {metric!r}.{hint}")
+
+
+def _nothing(url: str, inventory: Inventory, root: Store) -> str:
+    found = root.info("")
+    if found is None:
         return (
             f"{url}: there is no such directory. Give the root of a run, the directory that holds step_... directories."
         )
+    look = f"To look at another system's checkpoint: ckptkit inspect {url}"
+    if found.kind != "directory" and url.rstrip("/").rpartition("/")[2] == LATEST_HINT:
+        return f"{url} names one checkpoint; ls lists all of the run: ckptkit ls {url.rstrip('/').rpartition('/')[0]}"
+    if found.kind != "directory":
+        return f"{url} is a file, not the root of a run. {look}"
+    if root.info(RECORD_NAME) is not None:
+        return (
+            f"{url} is one checkpoint; ls lists those of a run, which is the directory above. "
+            f"To look into it: ckptkit inspect {url}"
+        )
     others = f" It holds {', '.join(inventory.foreign[:5])}." if inventory.foreign else " It is empty."
-    return (
-        f"{url} holds no checkpoint of ckptkit.{others} To look at another system's checkpoint: ckptkit inspect {url}"
-    )
+    return f"{url} holds no checkpoint of ckptkit.{others} {look}"

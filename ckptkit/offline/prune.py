@@ -10,7 +10,7 @@ from ckptkit.checkpoint.delete import plan_rotation, rotate
 from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy
 from ckptkit.errors import CheckpointNotFoundError, UsageError
-from ckptkit.offline.listing import policy_of
+from ckptkit.offline.listing import effective_policy
 from ckptkit.storage.store import open_store
 
 __all__ = ["PruneReport", "prune"]
@@ -57,6 +57,7 @@ def prune(
     url: str,
     *,
     policy: RetentionPolicy | None = None,
+    recorded: bool = True,
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> PruneReport:
@@ -65,16 +66,17 @@ def prune(
 
     Args:
         policy: None takes the policy that the newest checkpoint recorded.
+        recorded: What that one keeps in any case (`keep_every`, `keep_best`) stays too, where `policy` is silent.
 
     Raises:
-        UsageError: No policy was given, and none was recorded.
+        UsageError: No policy was given, and none was recorded; or it keeps the best by a metric that none has.
         CheckpointNotFoundError: There is no checkpoint of ours below `url`.
     """
     root = open_store(url, storage_options=storage_options)
     inventory = list_checkpoints(root)
     if not (inventory.committed or inventory.abandoned):
         raise CheckpointNotFoundError(f"{url} holds no checkpoint of ckptkit; nothing was deleted.")
-    policy = policy or policy_of(inventory)
+    policy = effective_policy(policy, inventory, recorded=recorded)
     if policy is None:
         raise UsageError(f"{url} records no retention policy. Say what to keep, as with --max-num 3 or --max-mem 1TB.")
     if dry_run:

@@ -1,0 +1,167 @@
+"""What a tired person types, and what they are told: no slip of the pen deletes, and each answer leads on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.cli.main import cli
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+@pytest.fixture(scope="module")
+def made(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with metrics, whose policy keeps the best: the older one."""
+    import torch
+
+    from ckptkit import CheckpointManager, TrainState
+
+    root = tmp_path_factory.mktemp("night") / "RUN"
+    model = torch.nn.Linear(8, 8)
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    policy = RetentionPolicy(max_num=5, keep_best=("loss", "min"))
+    with CheckpointManager(str(root), retention=policy) as manager:
+        for step, loss in ((100, 1.0), (200, 2.0), (300, 3.0)):
+            manager.save(step, state, metrics={"loss": loss})
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "RUN", symlinks=True))
+
+
+# --- what is there
+
+
+def test_verify_says_which_checkpoint_it_took(root: Path) -> None:
+    assert run("verify", root / "latest~1").output.splitlines()[0] == f"{root}/step_00000200"
+
+
+def test_verify_of_a_damaged_checkpoint_names_the_one_before(root: Path) -> None:
+    (root / "step_00000300" / "__0_0.distcp").unlink()
+    result = run("verify", root)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == f"try the one before it: ckptkit verify {root}/step_00000200"
+
+
+def test_the_oldest_damaged_checkpoint_has_none_before_it(root: Path) -> None:
+    (root / "step_00000100" / "__0_0.distcp").unlink()
+    assert "try the one" not in run("verify", root / "100").output
+
+
+@pytest.mark.parametrize(
+    "name", ["broken_missing_shard/ckpt", "broken_missing_metadata/ckpt", "broken_verl_missing_rank"]
+)
+def test_verify_answers_in_json_where_a_checkpoint_can_not_even_be_opened(zoo: Path, name: str) -> None:
+    result = run("verify", zoo / name, "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert document["ok"] is False
+    assert "missing" in document["problems"][0]["message"]
+
+
+def test_ls_shows_what_looks_like_a_step_and_is_none(root: Path) -> None:
+    (root / "step_00000300" / "checkpoint.json").unlink()
+    (root / "copy").mkdir()
+    shutil.copy(root / "step_00000200" / "checkpoint.json", root / "copy")
+    shown = run("ls", root).output
+    assert "step_00000300" in shown
+    assert "no checkpoint.json" in shown
+    assert f"1 more is no checkpoint: ckptkit ls --all {root}" in shown
+    assert "copy" in run("ls", "--all", root).output
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("step_00000100", "one checkpoint"), ("latest", "ckptkit ls {root}"), ("step_00000100/.metadata", "is a file")],
+)
+def test_ls_of_what_is_no_run_says_what_it_is(root: Path, place: str, words: str) -> None:
+    result = run("ls", root / place)
+    assert result.exit_code == 1
+    assert words.format(root=root) in result.stderr
+
+
+# --- names that are nearly right
+
+
+def test_a_name_that_a_run_does_not_have_gets_a_guess(root: Path) -> None:
+    result = run("inspect", root / "lates")
+    assert result.exit_code == 1
+    assert f"Did you mean {root}/latest?" in result.stderr
+    assert "step_00000300" in result.stderr
+
+
+def test_latest_of_another_systems_run_says_what_to_give(zoo: Path) -> None:
+    result = run("inspect", zoo / "deepspeed_zero2_bf16_w2" / "ckpt" / "latest")
+    assert result.exit_code == 1
+    assert "newest step is taken where its root is given" in result.stderr
+
+
+def test_a_protocol_with_one_slash_gets_a_guess() -> None:
+    result = run("inspect", "s3:/bucket/run")
+    assert result.exit_code == 2
+    assert "Did you mean s3://bucket/run?" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin"])
+def test_the_root_of_a_run_is_its_newest_for_pins_too(root: Path, verb: str) -> None:
+    run("pin", root / "300", "--why", "first")
+    more = ["--why", "x"] if verb == "pin" else []
+    assert "step_00000300" in run(verb, root, *more).output
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin"])
+def test_what_is_no_checkpoint_can_not_be_pinned(tmp_path: Path, verb: str) -> None:
+    result = run(verb, tmp_path / "nosuch", *(["--why", "x"] if verb == "pin" else []))
+    assert result.exit_code in (1, 2)
+    assert "nosuch" in result.stderr
+
+
+def test_after_without_a_page_is_wrong_usage(root: Path) -> None:
+    result = run("inspect", root, "--after", root / "100")
+    assert result.exit_code == 2
+    assert "--html" in result.stderr
+
+
+# --- slips that would delete
+
+
+def test_limits_that_are_given_leave_what_the_run_keeps_in_any_case(root: Path) -> None:
+    assert run("prune", root, "--max-num", "1").exit_code == 0
+    assert run("ls", "-q", root).output.split() == ["step_00000100", "step_00000300"]
+
+
+def test_what_the_run_keeps_can_be_forgotten(root: Path) -> None:
+    assert run("prune", root, "--max-num", "1", "--forget-recorded").exit_code == 0
+    assert run("ls", "-q", root).output.split() == ["step_00000300"]
+
+
+def test_a_misspelt_metric_deletes_nothing(root: Path) -> None:
+    result = run("prune", root, "--max-num", "1", "--keep-best", "lss:min")
+    assert result.exit_code == 2
+    assert "Did you mean 'loss'?" in result.stderr
+    assert len(run("ls", "-q", root).output.split()) == 3
+
+
+def test_push_of_what_is_no_export_does_not_suggest_to_write_into_it(root: Path) -> None:
+    result = run("push", root, "user/repo")
+    assert f"ckptkit convert {root} EXPORT" in result.stderr
+
+
+def test_a_warning_of_the_library_reads_like_one(root: Path) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "ckptkit", "ls", str(root), "--max-mem", "1kB"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("Warning: ")
+    assert "ckptkit.checkpoint" not in done.stderr
