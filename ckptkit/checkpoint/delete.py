@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from ckptkit.checkpoint.cleaning import clean_leftovers
 from ckptkit.checkpoint.inventory import Inventory, list_checkpoints
@@ -61,6 +61,7 @@ def rotate(
     policy: RetentionPolicy,
     *,
     protected: Mapping[str, str] | None = None,
+    among: Callable[[CommitRecord], bool] | None = None,
     clean: bool = False,
 ) -> Rotation:
     """Delete what `policy` does not keep. On one rank, after the new checkpoint is committed.
@@ -69,9 +70,12 @@ def rotate(
 
     Args:
         protected: Names that must stay, with the reason, beside those pinned: the one resumed from.
+        among: Which checkpoints the policy is about, where others lie beside them; None: all.
         clean: Also remove what dead saves left.
     """
     inventory = list_checkpoints(root)
+    if among is not None:
+        inventory = replace(inventory, committed=tuple(item for item in inventory.committed if among(item.record)))
     decisions = plan_rotation(inventory, root, policy, protected=protected)
     deleted, failed = [], {}
     for decision in decisions:

@@ -4,45 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.async_save import SaveHandle
 from ckptkit.checkpoint.coordinator import Coordinator
-from ckptkit.checkpoint.deferred import DeferredOptimizer
 from ckptkit.checkpoint.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.hf_config import read_side_files
 from ckptkit.checkpoint.hold import RunHold
-from ckptkit.checkpoint.inventory import Skipped, choose, list_checkpoints, resolve
-from ckptkit.checkpoint.load import restore
+from ckptkit.checkpoint.inventory import list_checkpoints, resolve
 from ckptkit.checkpoint.load_plan import LoadOptions
-from ckptkit.checkpoint.pins import pin_url, pin_while_reading
-from ckptkit.checkpoint.report import LoadReport, SaveReport
+from ckptkit.checkpoint.loader import Loader, load_options
+from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.save import Prepared, Saver, SaveRequest
 from ckptkit.checkpoint.signals import SAVE_SIGNALS, SignalWatch
 from ckptkit.checkpoint.staging_buffers import StagingBuffers
 from ckptkit.checkpoint.state import StateDictType, TrainState
 from ckptkit.checkpoint.writer_process import WriterProcess
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, SaveError, UsageError
-from ckptkit.formats.ckptkit import open_catalog
+from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.formats.layout import CommitRecord, checkpoint_name
-from ckptkit.storage.store import Store, open_store
+from ckptkit.storage.store import open_store
 from ckptkit.units import parse_duration, parse_size
 
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger(__name__)
-
-_ADVICE = (
-    "`ckptkit verify {url}` names all the damage; load(..., fallback='previous') loads the checkpoint before it; "
-    "'latest~1' or a step loads another one."
-)
 
 
 class CheckpointManager:
@@ -88,6 +77,8 @@ class CheckpointManager:
             raise UsageError(f"async_policy={async_policy!r}: it is 'wait' or 'refuse'.")
         self.url = str(url)
         self.retention = retention
+        self.rotates: Callable[[CommitRecord], bool] | None = None
+        """Which checkpoints `retention` is about, where others lie beside them; None: all."""
         self.state_dict_type = StateDictType.parse(state_dict_type)
         self._writer = self._writer_process(async_mode, storage_options)
         self._async_policy = async_policy
@@ -101,7 +92,6 @@ class CheckpointManager:
         alone = async_policy == "refuse" or bool(signals)
         self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
         self._watch = SignalWatch(self._control, signals=signals) if self._control and signals else None
-        self._storage_options = storage_options
         objective = retention.objective if retention is not None else None
         carried = {} if side_files is None or self._coordinator.rank else read_side_files(str(side_files))
         # `ckptkit ls` and `prune` go by it.
@@ -115,10 +105,17 @@ class CheckpointManager:
             side_files=carried,
             extra=extra,
         )
+        self._loader = Loader(
+            self.url,
+            self._root,
+            coordinator=self._coordinator,
+            hold=self._hold,
+            best=objective,
+            trace=self._trace,
+            storage_options=storage_options,
+        )
         self._buffers = StagingBuffers()
         self._in_flight: SaveHandle | None = None
-        self._resumed_from: str | None = None
-        self._given_up: set[str] = set()  # damaged checkpoints that a load has fallen back from
         self._last_saved: int | None = None
         self._closed = False
 
@@ -238,22 +235,7 @@ class CheckpointManager:
             CorruptCheckpointError: The checkpoint is damaged; names file and tensor.
         """
         self._settle()
-        wanted = _options(options, overrides)
-        if isinstance(which, str) and _is_url(which):
-            return self._load_url(which, state, wanted)
-        if fallback not in ("error", "previous"):
-            raise UsageError(f"fallback={fallback!r}: it is 'error' or 'previous'.")
-        found = self._load_chosen(which, state, wanted, fallback == "previous")
-        if found is None:
-            if self._coordinator.is_main:
-                _log.info("%s has no checkpoint yet", self.url)
-            return None
-        path, record, report = found
-        report.metrics = dict(record.metrics)
-        report.client_state = record.client_state
-        if wanted.optimizer == "deferred":
-            report.deferred = DeferredOptimizer(state, wanted, lambda s, o: self._load_committed(path, s, o))
-        return report
+        return self._loader.load(state, which, load_options(options, overrides), fallback=fallback)
 
     # --- what there is
 
@@ -285,7 +267,7 @@ class CheckpointManager:
 
         def delete() -> None:
             found = resolve(self._root, str(which))
-            if found.name == self._resumed_from:
+            if found.name == self._loader.resumed_from:
                 raise UsageError(f"{self.url}/{found.name} is what this run was resumed from; it is not deleted.")
             if not delete_checkpoint(self._root, found.name, reason="asked for"):
                 raise UsageError(f"{self.url}/{found.name} is pinned; it is not deleted.")
@@ -354,7 +336,7 @@ class CheckpointManager:
             tag=tag,
             metrics=dict(metrics or {}),
             client_state=client_state,
-            overwrite=overwrite or checkpoint_name(step, tag) in self._given_up,
+            overwrite=overwrite or checkpoint_name(step, tag) in self._loader.given_up,
         )
 
     def _settle(self) -> None:
@@ -372,7 +354,7 @@ class CheckpointManager:
     def _publish(self, prepared: Prepared, tensors: Any, stall: float | None) -> SaveReport:
         record = self._saver.publish(prepared, tensors)
         self._last_saved = record.step
-        self._given_up.discard(record.name)
+        self._loader.given_up.discard(record.name)
         deleted: tuple[tuple[int, int], ...] = ()
         kept = 0
         if self._coordinator.is_main:
@@ -397,8 +379,8 @@ class CheckpointManager:
     def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int]:
         if self.retention is None:
             return (), len(list_checkpoints(self._root).committed)
-        protected = {self._resumed_from: "the run was resumed from it"} if self._resumed_from else {}
-        done = rotate(self._root, self.retention, protected=protected)
+        protected = {self._loader.resumed_from: "the run was resumed from it"} if self._loader.resumed_from else {}
+        done = rotate(self._root, self.retention, protected=protected, among=self.rotates)
         gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
         return gone, len(done.decisions) - len(done.deleted)
 
@@ -406,99 +388,12 @@ class CheckpointManager:
         if self._coordinator.is_main:
             _log.info("%s", report.line())
             _log.debug("step %d: %s", report.step, report.phase_line())
-        self._write_trace("save", report)
+        write_trace_file(self._trace, "save", report, rank=self._coordinator.rank)
         if self._on_commit is not None:
             try:
                 self._on_commit(report)
             except Exception:  # noqa: BLE001  a logger's fault must not undo a checkpoint that is there
                 _log.exception("on_commit failed; the checkpoint of step %d is committed", report.step)
-
-    def _choose(self, which: str | int, damaged: Collection[str] = ()) -> tuple[str, CommitRecord] | Skipped | None:
-        best = self.retention.objective if self.retention is not None else None
-        return choose(self._root, which, damaged=damaged, best=best)
-
-    def _load_chosen(
-        self, which: str | int, state: TrainState, options: LoadOptions, fall_back: bool
-    ) -> tuple[str, CommitRecord, LoadReport] | None:
-        """Load what `which` means; with `fall_back`, the newest before it that is not damaged."""
-        damaged: list[str] = []
-        first: CorruptCheckpointError | None = None
-        while True:
-            name = ""
-            try:
-                chosen = self._coordinator.decide(lambda: self._choose(which, damaged), "choosing a checkpoint")
-                if chosen is None:
-                    break
-                if isinstance(chosen, Skipped):
-                    name = chosen.path
-                    raise CorruptCheckpointError(chosen.reason)
-                path, record = chosen
-                name = record.name
-                report = self._load_committed(path, state, options, resume=True)
-                self._resumed_from = name
-                self._given_up.update(damaged)
-                return path, record, report
-            except CorruptCheckpointError as error:
-                if not fall_back or not name:
-                    raise type(error)(f"{error}\n{_ADVICE.format(url=f'{self.url}/{name}')}") from error
-                if self._coordinator.is_main:
-                    _log.warning("%s/%s is damaged, falling back to the one before it: %s", self.url, name, error)
-                first = first or error
-                damaged.append(name)
-        if first is not None:
-            raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
-        return None
-
-    def _load_committed(
-        self, path: str, state: TrainState, options: LoadOptions, *, resume: bool = False
-    ) -> LoadReport:
-        store = self._root.child(path)
-        with ExitStack() as stack:
-            # Rank 0 holds the pin for all: it leaves only once every rank has read.
-            pin = pin_while_reading(self._root, path, why="resumed from" if resume else "load")
-            self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
-            report = restore(state, lambda: (open_catalog(store), store), options, coordinator=self._coordinator)
-            if resume and self._coordinator.is_main:
-                self._hold.keep(stack.pop_all())  # `ckptkit prune` beside this job must not delete it either
-        self._announce_load(report)
-        return report
-
-    def _load_url(self, url: str, state: TrainState, options: LoadOptions) -> LoadReport:
-        from ckptkit.formats.detect import open_source
-
-        def opened() -> tuple[Catalog, Store]:
-            source = open_source(exact, storage_options=self._storage_options)
-            return source.catalog, source.store
-
-        def choose() -> str:
-            return open_source(url, storage_options=self._storage_options).url
-
-        # Rank 0 chooses: the newest of a run may be another one a moment later.
-        exact = self._coordinator.decide(choose, "choosing a checkpoint")
-        with ExitStack() as stack:
-            pin = pin_url(exact, storage_options=self._storage_options)
-            self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
-            report = restore(state, opened, options, coordinator=self._coordinator)
-        self._announce_load(report)
-        if options.optimizer == "deferred":
-            report.deferred = DeferredOptimizer(state, options, lambda s, o: self._load_url(exact, s, o))
-        return report
-
-    def _announce_load(self, report: LoadReport) -> None:
-        if self._coordinator.is_main:
-            _log.info("%s", report.line())
-            for name, reason in report.skipped.items():
-                _log.info("not loaded: %s (%s)", name, reason)
-            for note in report.notes:
-                _log.info("%s", note)
-            _log.info("step %s: %s", report.step, report.phase_line())
-        self._write_trace("load", report)
-
-    def _write_trace(self, what: str, report: SaveReport | LoadReport) -> None:
-        if self._trace is not None:
-            self._trace.mkdir(parents=True, exist_ok=True)
-            rank = self._coordinator.rank
-            report.write_trace(str(self._trace / f"{what}-{report.step or 0:08d}-rank{rank:05d}.json"), rank=rank)
 
     def _busy(self) -> bool:
         """Whether the save before is under way on any rank; the same answer on all."""
@@ -513,15 +408,3 @@ def _outcome(handle: SaveHandle) -> Exception | None:
     except (CkptkitError, OSError) as error:
         return error
     return None
-
-
-def _is_url(which: str) -> bool:
-    return "/" in which or "\\" in which
-
-
-def _options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> LoadOptions:
-    unknown = [name for name in overrides if name not in LoadOptions.__dataclass_fields__]
-    if unknown:
-        known = ", ".join(LoadOptions.__dataclass_fields__)
-        raise UsageError(f"load has no option {unknown[0]!r}. Known: {known}.")
-    return replace(options or LoadOptions(), **overrides)

@@ -16,7 +16,7 @@ from ckptkit.units import format_size
 if TYPE_CHECKING:
     from ckptkit.checkpoint.deferred import DeferredOptimizer
 
-__all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport"]
+__all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +206,10 @@ class LoadReport:
     def write_trace(self, path: str, *, rank: int = 0) -> None:
         """Write the phases as a Chrome trace."""
         _write_trace(path, self.phases, rank=rank, step=self.step)
+
+
+def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadReport, *, rank: int) -> None:
+    """Write the trace of a save or a load into `folder`, if there is one."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.write_trace(str(folder / f"{what}-{report.step or 0:08d}-rank{rank:05d}.json"), rank=rank)
