@@ -23,10 +23,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    _model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    # Sizes that no test has: DTensor remembers where the shards of a shape lie, and here this process is rank 0.
+    _model = torch.nn.Sequential(torch.nn.Linear(61, 59), torch.nn.Linear(59, 53))
     torch.distributed.fsdp.fully_shard(_model)
     _optimizer = torch.optim.AdamW(_model.parameters())
-    _model(torch.randn(2, 4)).sum().backward()
+    if torch.version.cuda is None and torch.version.hip is None:
+        _model(torch.randn(2, 61)).sum().backward()
+    else:  # autograd of a build for GPUs starts a thread a device, and no backward works after a fork then
+        for _parameter in _model.parameters():
+            _parameter.grad = torch.zeros_like(_parameter)
     _optimizer.step()
     torch.distributed.checkpoint.state_dict.get_state_dict(_model, _optimizer)
     dist.destroy_process_group()
