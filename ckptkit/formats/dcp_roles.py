@@ -52,7 +52,8 @@ class RoleTable:
     def __init__(self, paths: Mapping[str, Path], tensors: Iterable[str]) -> None:
         tops = {_top(path) for path in paths.values() if path}
         # `optim_states/` of LightRFT, or a DCP of get_optimizer_state_dict: state and param_groups at the top.
-        self._bare_optimizer = bool(tops) and tops <= {"state", _PARAM_GROUPS} and "state" in tops
+        alone = "state" in tops and tops <= {"state", _PARAM_GROUPS}
+        self._bare_optimizer = alone and not any(map(_holds_run, paths.values()))
         wrappers = {key: _model_wrapper(paths.get(key) or (key,)) for key in tensors}
         named = {wrapper for wrapper in wrappers.values() if wrapper}
         known = {wrapper for wrapper in named if set(wrapper) & _MODEL_KEYS}
@@ -96,6 +97,12 @@ class RoleTable:
             if rest.startswith(("state.", "param_groups.", "master.")) and _OPTIMIZER_KEY.fullmatch(head):
                 return optimizer_role((rest,))
         return None
+
+
+def _holds_run(path: Path) -> bool:
+    """Whether a path shows that the key "state" holds a run, model and optimizers, and not an optimizer's state."""
+    part = path[1] if len(path) > 2 and path[0] == "state" else None
+    return isinstance(part, str) and (part in _MODEL_KEYS or bool(_OPTIMIZER_KEY.fullmatch(part)))
 
 
 def _collide(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None], known: Iterable[Path]) -> bool:

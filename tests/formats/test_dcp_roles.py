@@ -80,6 +80,11 @@ def test_a_checkpoint_of_an_optimizer_alone_has_no_weights() -> None:
     assert roles((f"state.{HF}.exp_avg",), ("param_groups.0.lr",))[0] == state(HF, "exp_avg")
 
 
+def test_a_run_below_the_key_state_is_a_run() -> None:
+    paths: list[Path] = [("state", "model", HF), ("state", "optim", "state", HF, "exp_avg")]
+    assert roles(*paths) == [model(HF), state(HF, "exp_avg")]
+
+
 def test_a_weight_called_state_beside_others_is_a_weight() -> None:
     assert roles(("state.weight",), ("head.weight",)) == [model("state.weight"), model("head.weight")]
 
