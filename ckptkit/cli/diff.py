@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -9,7 +10,7 @@ import click
 from ckptkit.cli.frame import command_frame, print_json, progress_bar, storage_option, with_storage_options
 
 if TYPE_CHECKING:
-    from ckptkit.offline.diff import DiffReport
+    from ckptkit.offline.diff import DiffReport, LayerDiff, TensorDiff
 
 
 @click.command("diff")
@@ -58,16 +59,20 @@ def _lines(report: DiffReport) -> list[str]:
     lines += [f"shape: {name}: {list(x)} in A, {list(y)} in B" for name, (x, y) in report.shapes.items()]
     lines += [f"dtype: {name}: {x} in A, {y} in B" for name, (x, y) in report.dtypes.items()]
     if report.different:
-        width = max(len(item.name) for item in report.different)
-        lines.append(f"{'differs':<{width}}  {'elements':>10}  {'max abs':>9}  {'max rel':>9}  {'cosine':>10}")
-        for d in report.different:
-            numbers = f"{_shown(d.max_abs):>9}  {_shown(d.max_rel):>9}  {_shown(d.cosine, 8):>10}"
-            lines.append(f"{d.name:<{width}}  {d.elements:>10}  {numbers}")
+        lines += _table("differs", report.different, [d.name for d in report.different])
         layers = report.layers()
-        if len(layers) > 1:
-            worst = sorted(layers.items(), key=lambda item: -item[1])[:5]
-            lines.append("most changed: " + ", ".join(f"{name} ({_shown(value)})" for name, value in worst))
+        if 1 < len(layers) < len(report.different):
+            lines += ["", *_table("by layer", layers.values(), list(layers)), ""]
     lines.append(report.summary())
+    return lines
+
+
+def _table(title: str, rows: Iterable[TensorDiff | LayerDiff], names: list[str]) -> list[str]:
+    width = max(len(title), *map(len, names))
+    lines = [f"{title:<{width}}  {'elements':>10}  {'max abs':>9}  {'max rel':>9}  {'cosine':>10}"]
+    for row, name in zip(rows, names, strict=True):
+        numbers = f"{_shown(row.max_abs):>9}  {_shown(row.max_rel):>9}  {_shown(row.cosine, 8):>10}"
+        lines.append(f"{name:<{width}}  {row.elements:>10}  {numbers}")
     return lines
 
 

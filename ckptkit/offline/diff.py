@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.sources import SourceReader
 from ckptkit.units import parse_size
 
-__all__ = ["DiffReport", "TensorDiff", "diff"]
+__all__ = ["DiffReport", "LayerDiff", "TensorDiff", "diff"]
 
 SCHEMA = "ckptkit.diff/1"
 _TILE = 4 << 20  # bytes of one side
@@ -50,7 +50,7 @@ class TensorDiff:
 
     Attributes:
         name: The FQN for weights ("lm_head.weight"); "master: ...", "optimizer: ... exp_avg" or the key else.
-        elements: How many elements differ in value or, for NaN, in kind.
+        elements: How many elements differ: in their bits or, where the dtypes differ, in value.
         max_abs: max |a - b| (of complex numbers, of their parts); None where the dtype has no arithmetic here.
         max_rel: max |a - b| / max |a|.
         cosine: Of the two as vectors; None where one of them is all zeros.
@@ -59,6 +59,18 @@ class TensorDiff:
     name: str
     shape: tuple[int, ...]
     dtypes: tuple[str, str]
+    elements: int
+    max_abs: float | None
+    max_rel: float | None
+    cosine: float | None
+    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # a.b, a.a, b.b: what the cosine of several is made of
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDiff:
+    """The tensors of a layer that differ, together: the largest differences, and the cosine of all as one vector."""
+
+    tensors: int
     elements: int
     max_abs: float | None
     max_rel: float | None
@@ -89,24 +101,23 @@ class DiffReport:
         if self.equal:
             return f"equal: {self.same} tensors, names, shapes, dtypes and bits"
         found = {
-            "differ": len(self.different),
+            "in value": len(self.different),
             "only in A": len(self.only_a),
             "only in B": len(self.only_b),
-            "differ in shape": len(self.shapes),
-            "differ in dtype": len(self.dtypes),
+            "in shape": len(self.shapes),
+            "in dtype": len(self.dtypes),
         }
-        return f"different: {', '.join(f'{n} {what}' for what, n in found.items() if n)}; {self.same} tensors are equal"
+        return f"different: {', '.join(f'{n} {what}' for what, n in found.items() if n)}; equal: {self.same}"
 
-    def layers(self) -> dict[str, float]:
-        """Return the largest relative change below each layer."""
+    def layers(self) -> dict[str, LayerDiff]:
+        """Return what differs below each layer, the most changed first; what is in no layer stands for itself."""
         from ckptkit.offline.pictures.heat_map import split_layer
 
-        found: dict[str, float] = {}
+        found: dict[str, list[TensorDiff]] = {}
         for item in self.different:
-            layer = split_layer(item.name)[0] or item.name
-            change = math.inf if item.max_rel is None else item.max_rel
-            found[layer] = max(found.get(layer, 0.0), change)
-        return found
+            found.setdefault(split_layer(item.name)[0] or item.name, []).append(item)
+        layers = {name: _together(items) for name, items in found.items()}
+        return dict(sorted(layers.items(), key=lambda pair: -_order(pair[1].max_rel)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values (schema "ckptkit.diff/1"); what is not finite is a string."""
@@ -134,7 +145,16 @@ class DiffReport:
             "only_b": list(self.only_b),
             "shapes": {name: [list(x), list(y)] for name, (x, y) in self.shapes.items()},
             "dtypes": {name: list(pair) for name, pair in self.dtypes.items()},
-            "layers": {name: _number(value) for name, value in self.layers().items()},
+            "layers": {
+                name: {
+                    "tensors": layer.tensors,
+                    "elements": layer.elements,
+                    "max_abs": _number(layer.max_abs),
+                    "max_rel": _number(layer.max_rel),
+                    "cosine": _number(layer.cosine),
+                }
+                for name, layer in self.layers().items()
+            },
         }
 
 
@@ -287,7 +307,7 @@ class _Comparison:
             self._add(x, y)
         if not self.elements:
             return None
-        norm = math.sqrt(self.norm_a) * math.sqrt(self.norm_b)
+        sums = (self.dot, self.norm_a, self.norm_b)
         return TensorDiff(
             self.name,
             self.a.shape,
@@ -295,7 +315,8 @@ class _Comparison:
             self.elements,
             self.max_abs if self.counted else None,
             (self.max_abs / self.max_a if self.max_a else math.inf) if self.counted else None,
-            self.dot / norm if self.counted and norm else None,
+            _cosine(sums) if self.counted else None,
+            sums,
         )
 
     def _add(self, x: Bytes, y: Bytes) -> None:
@@ -312,14 +333,47 @@ class _Comparison:
         else:
             self.elements += int(np.count_nonzero(~((u == v) | (np.isnan(u) & np.isnan(v)))))
         with np.errstate(invalid="ignore", over="ignore"):
-            gap = np.abs(u - v)
-            both_nan = np.isnan(u) & np.isnan(v)
-            gap[both_nan | (u == v)] = 0.0
+            gap = self._integer_gap(x, y)
+            if gap is None:
+                gap = np.abs(u - v)
+                gap[(np.isnan(u) & np.isnan(v)) | (u == v)] = 0.0
             self.max_abs = max(self.max_abs, float(np.nan_to_num(gap, nan=math.inf, posinf=math.inf).max(initial=0.0)))
             self.max_a = max(self.max_a, float(np.nan_to_num(np.abs(u), nan=0.0, posinf=math.inf).max(initial=0.0)))
             self.dot += float(u @ v)
             self.norm_a += float(u @ u)
             self.norm_b += float(v @ v)
+
+    def _integer_gap(self, x: Bytes, y: Bytes) -> npt.NDArray[np.float64] | None:
+        """|a - b| of integers of 64 bits, of which float64 holds 53, before it is rounded; None for other dtypes."""
+        if self.a.dtype != self.b.dtype or self.a.dtype not in ("int64", "uint64"):
+            return None
+        i, j = x.view(np.dtype(self.a.dtype)), y.view(np.dtype(self.b.dtype))
+        return (np.maximum(i, j).view(np.uint64) - np.minimum(i, j).view(np.uint64)).astype(np.float64)
+
+
+def _cosine(sums: tuple[float, float, float]) -> float | None:
+    norm = math.sqrt(sums[1]) * math.sqrt(sums[2])
+    return sums[0] / norm if norm else None
+
+
+def _together(items: Sequence[TensorDiff]) -> LayerDiff:
+    def largest(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return max(known, key=_order) if known else None
+
+    dot, norm_a, norm_b = (math.fsum(item.sums[i] for item in items) for i in range(3))
+    return LayerDiff(
+        len(items),
+        sum(item.elements for item in items),
+        largest(item.max_abs for item in items),
+        largest(item.max_rel for item in items),
+        _cosine((dot, norm_a, norm_b)),
+    )
+
+
+def _order(value: float | None) -> float:
+    """Where a change stands among others: what has no number, or is none, is before all."""
+    return math.inf if value is None or math.isnan(value) else value
 
 
 def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:

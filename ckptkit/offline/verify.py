@@ -167,11 +167,26 @@ def _file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
     for path, size in catalog.info.files.items():
         found = store.info(path)
         if found is None:
-            yield Problem(path, "", f"{path}: the file is missing.")
+            yield Problem(path, "", f"{path}: the file is missing{_lost(catalog, path, 0)}.")
         elif found.kind == "file" and size >= 0 and found.size != size:
+            lost = _lost(catalog, path, found.size)
             yield Problem(
-                path, "", f"{path}: {found.size} bytes, but {size} were written. It is truncated or replaced."
+                path, "", f"{path}: {found.size} bytes, but {size} were written. It is truncated or replaced{lost}."
             )
+
+
+def _lost(catalog: Catalog, path: str, size: int) -> str:
+    """The tensors of which bytes lie in the file beyond `size`, in words."""
+    names = []
+    for entry in catalog.tensors.values():
+        slices = entry.slices
+        mine = (slices.files == slices.paths.index(path)) if path in slices.paths else None
+        if mine is not None and bool((mine & (slices.starts + slices.nbytes > size)).any()):
+            names.append(entry.name)
+    if not names:
+        return ""
+    more = f", ... ({len(names)} tensors)" if len(names) > 4 else ""
+    return f", and with it {', '.join(names[:4])}{more}"
 
 
 def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:

@@ -41,6 +41,25 @@ def test_the_numbers_are_those_of_the_definitions(tmp_path: Path, dtype: torch.d
 
 
 @pytest.mark.parametrize(
+    ("dtype", "x", "y", "gap"),
+    [
+        (torch.int64, 2**53, 2**53 + 1, 1.0),
+        (torch.int64, -(2**63), 2**63 - 1, 2.0**64),
+        (torch.int64, -(2**62) - 1, -(2**62), 1.0),
+        (torch.uint64, 2**64 - 1, 2**64 - 2, 1.0),
+    ],
+)
+def test_wide_integers_are_compared_exactly(tmp_path: Path, dtype: torch.dtype, x: int, y: int, gap: float) -> None:
+    found = compare(tmp_path, {"w": torch.tensor([x, 7], dtype=dtype)}, {"w": torch.tensor([y, 7], dtype=dtype)})
+    assert (found.different[0].elements, found.different[0].max_abs) == (1, gap)
+
+
+def test_truth_values_differ_by_one(tmp_path: Path) -> None:
+    found = compare(tmp_path, {"w": torch.tensor([True, False])}, {"w": torch.tensor([True, True])}).different[0]
+    assert (found.elements, found.max_abs, found.cosine) == (1, 1.0, pytest.approx(2**-0.5))
+
+
+@pytest.mark.parametrize(
     "name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
 )
 def test_each_bit_pattern_of_an_8_bit_float_has_torchs_value(name: str) -> None:
@@ -94,7 +113,19 @@ def test_names_shapes_and_dtypes_are_listed(tmp_path: Path) -> None:
 def test_layers_take_the_largest_change_below_them(tmp_path: Path) -> None:
     a = {f"layers.{i}.{n}": torch.ones(4) for i in (0, 1) for n in ("p", "q")}
     b = {**a, "layers.1.p": torch.full((4,), 1.25), "layers.1.q": torch.full((4,), 1.5)}
-    assert compare(tmp_path, a, b).layers() == {"layers.1": 0.5}
+    layers = compare(tmp_path, a, b).layers()
+    assert {name: layer.max_rel for name, layer in layers.items()} == {"layers.1": 0.5}
+
+
+def test_the_cosine_of_a_layer_is_that_of_its_tensors_as_one_vector(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    a = {f"layers.{i}.{name}": torch.randn(5, 3) for i in range(2) for name in ("q", "k")}
+    b = {name: value + 0.1 * torch.randn(5, 3) for name, value in a.items()}
+    layer = compare(tmp_path, a, b).layers()["layers.1"]
+    x, y = (torch.cat([side[f"layers.1.{name}"].double().flatten() for name in ("q", "k")]) for side in (a, b))
+    assert (layer.tensors, layer.elements) == (2, 30)
+    assert layer.cosine == pytest.approx(torch.cosine_similarity(x, y, dim=0).item())
+    assert layer.max_abs == pytest.approx((x - y).abs().max().item())
 
 
 def test_names_that_match_nothing_are_wrong_usage(tmp_path: Path) -> None:

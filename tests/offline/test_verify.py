@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from ckptkit.errors import CkptkitError
+from ckptkit.formats.detect import open_source
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 
@@ -51,6 +53,17 @@ def test_a_file_that_is_short_or_gone_is_named(ours: Path, change: str) -> None:
     except CkptkitError as error:  # what can't even be opened says so
         found = str(error)
     assert "__1_0.distcp" in found
+
+
+@pytest.mark.parametrize("left", [None, 1000])
+def test_a_file_that_is_short_or_gone_says_which_tensors_went_with_it(ours: Path, left: int | None) -> None:
+    lost = [name for name, e in open_source(str(ours)).catalog.tensors.items() if "__1_0.distcp" in e.slices.paths]
+    file = ours / "__1_0.distcp"
+    file.unlink() if left is None else os.truncate(file, left)
+    problem = next(p for p in verify(str(ours)).problems if p.path == "__1_0.distcp" and not p.tensor)
+    assert "and with it " in problem.message
+    assert any(name in problem.message for name in lost)
+    assert "tensors)" in problem.message
 
 
 def test_quick_reads_no_tensor_and_says_so(ours: Path) -> None:
