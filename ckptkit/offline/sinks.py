@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptkit.errors import NoSpaceError, StorageError
 from ckptkit.offline.checks import crc32, crc32_combine
+from ckptkit.offline.kernel import KernelCopy, pick
 from ckptkit.offline.plan import CrcField, OutputFile
 from ckptkit.offline.sources import Descriptors
 from ckptkit.storage.local import LocalStore
@@ -20,7 +21,6 @@ __all__ = ["LocalSink", "combined_crc"]
 
 _MAX_VECTOR = 512  # buffers of one pwritev; Linux takes 1024
 _READ_BACK = 1 << 20
-_NOT_COPIED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
 
 class LocalSink:
@@ -31,8 +31,8 @@ class LocalSink:
         self._files = files
         self._descriptors = Descriptors(self._reopen)
         self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # by file: (start, nbytes, CRC-32) of what was written
-        self._lock = threading.Lock()
-        self.kernel_copies = True
+        self._busy = [threading.Lock() for _ in files]
+        self.kernel: KernelCopy | None = pick(store.url)
 
     def _reopen(self, path: str) -> int:
         return os.open(self._store.path_of(path), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -90,20 +90,17 @@ class LocalSink:
 
     def copy(self, source: int, source_start: int, index: int, start: int, nbytes: int) -> int:
         """Copy a run of a source descriptor in the kernel; return the bytes done, fewer where it can't."""
-        done = 0
         path = self._files[index].path
-        with self._descriptors.using(path) as descriptor:
-            while done < nbytes:
-                try:
-                    count = os.copy_file_range(source, descriptor, nbytes - done, source_start + done, start + done)
-                except OSError as error:
-                    if error.errno not in _NOT_COPIED:
-                        raise self._failure(path, error) from error
-                    self.kernel_copies = False
-                    break
-                if count == 0:  # the source ends: reading on says so
-                    break
-                done += count
+        # The kernel lets one thread at a time into a file, and a second one would spin at its door.
+        with self._busy[index], self._descriptors.using(path) as descriptor:
+            if self.kernel is None:
+                return 0
+            try:
+                done, able = self.kernel(source, source_start, descriptor, start, nbytes)
+            except OSError as error:
+                raise self._failure(path, error) from error
+        if not able:
+            self.kernel = None
         return done
 
     def finish(self, index: int) -> None:

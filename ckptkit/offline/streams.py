@@ -168,7 +168,7 @@ class StreamCopier:
         assert sink is not None and descriptors is not None
         buffer = worker.buffer
         copied = 0
-        if sink.kernel_copies:
+        if sink.kernel is not None:
             with descriptors.using(self._reader.origin(origin).path) as descriptor:
                 copied = sink.copy(descriptor, start, file, target, nbytes)
         while copied < nbytes:

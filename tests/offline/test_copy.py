@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import struct
@@ -27,6 +28,7 @@ from ckptkit.errors import (
 from ckptkit.offline import copy as engine
 from ckptkit.offline.casts import cast_into
 from ckptkit.offline.copy import execute
+from ckptkit.offline.kernel import copy_range, splice_range
 from ckptkit.offline.plan import ComputedTensor, CrcField, Literal, OutputFile, Placement, Plan
 from ckptkit.offline.prove import prove_equal
 from ckptkit.storage.local import LocalStore
@@ -35,6 +37,7 @@ from tests.catalog.materialize import materialize
 from tests.offline.engine import Made, make_source, plan_whole, read_placed
 
 ROWS = [Box((i * 2, 0), (2, 6)) for i in range(4)]
+KERNEL = {"copy_file_range": copy_range, "splice": splice_range}
 COLUMNS = [Box((0, i * 2), (8, 2)) for i in range(3)]
 
 
@@ -316,16 +319,49 @@ def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
 # --- how it is done
 
 
-def test_kernel_copies_give_way_to_reading_where_they_are_not_possible(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["copy_file_range", "splice"])
+def test_kernel_copies_give_way_to_reading_where_they_are_not_possible(tmp_path, monkeypatch, call):
     size = 1 << 20
     made = make_source(tmp_path / "in", {"w": ("uint8", (size,), [Box((0,), (size,))])})
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(os, call, refuse)
+    monkeypatch.setattr("ckptkit.offline.sinks.pick", lambda _: KERNEL[call])
     got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=False)
     assert (got["w"] == made.arrays["w"]).all()
+
+
+@pytest.mark.parametrize("copied", KERNEL.values(), ids=list(KERNEL))
+@pytest.mark.parametrize("start", [0, 1, 4095, 70_001])
+def test_a_range_copied_in_the_kernel_is_the_range(tmp_path, copied, start):
+    data = np.random.default_rng(0).bytes(3 << 20)
+    (tmp_path / "in").write_bytes(data)
+    nbytes = len(data) - start
+    with open(tmp_path / "in", "rb") as source, open(tmp_path / "out", "wb") as target:
+        done = copied(source.fileno(), start, target.fileno(), 77, nbytes + 1000)  # more than there is
+    assert done == (nbytes, True)
+    assert (tmp_path / "out").read_bytes() == bytes(77) + data[start:]
+
+
+def test_a_pipe_that_failed_halfway_leaves_nothing_to_the_next_range(tmp_path, monkeypatch):
+    data = np.random.default_rng(0).bytes(1 << 20)
+    (tmp_path / "in").write_bytes(data)
+    real = os.splice
+
+    def full(source, target, count, **offsets):
+        if "offset_dst" in offsets:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(source, target, count, **offsets)
+
+    with open(tmp_path / "in", "rb") as source, open(tmp_path / "out", "wb") as target:
+        monkeypatch.setattr(os, "splice", full)
+        with pytest.raises(OSError, match="No space"):
+            splice_range(source.fileno(), 0, target.fileno(), 0, 4096)
+        monkeypatch.setattr(os, "splice", real)
+        splice_range(source.fileno(), 8192, target.fileno(), 0, 4096)
+    assert (tmp_path / "out").read_bytes() == data[8192:12288]
 
 
 def test_without_check_long_runs_do_not_pass_through_python(tmp_path, monkeypatch):
