@@ -348,7 +348,8 @@ class _Comparison:
         if self.a.dtype != self.b.dtype or self.a.dtype not in ("int64", "uint64"):
             return None
         i, j = x.view(np.dtype(self.a.dtype)), y.view(np.dtype(self.b.dtype))
-        return (np.maximum(i, j).view(np.uint64) - np.minimum(i, j).view(np.uint64)).astype(np.float64)
+        gap: npt.NDArray[np.uint64] = np.maximum(i, j).view(np.uint64) - np.minimum(i, j).view(np.uint64)
+        return gap.astype(np.float64)
 
 
 def _cosine(sums: tuple[float, float, float]) -> float | None:
