@@ -386,6 +386,8 @@ def _apply_weights(staged: Staged, report: LoadReport) -> None:
             report.loaded.append(target.key)
             if live.dtype != new.dtype:
                 report.notes.append(f"{target.key}: cast from {target.entry.dtype} to {str(live.dtype)[6:]}")
+        for module, state in staged.plan.handed:
+            module.load_state_dict(state, strict=False)
     staged.weights.clear()
 
 

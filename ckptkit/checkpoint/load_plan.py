@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.checkpoint.optimizer_state import GroupChanges, group_changes, named_parameters
 from ckptkit.checkpoint.parts import dtype_name
-from ckptkit.checkpoint.state import PerRank, TrainState, is_stateful, model_tensors, parameter_names, section
+from ckptkit.checkpoint.state import PerRank, TrainState, computed_state, is_stateful, parameter_names, section
 from ckptkit.checkpoint.strictness import KeyFilter, Mismatches, match_tensors
 from ckptkit.checkpoint.values import JSON, references
 from ckptkit.errors import UsageError
@@ -120,6 +120,7 @@ class LoadPlan:
     """All that a load will do."""
 
     models: list[ModelTensor] = field(default_factory=list)
+    handed: list[tuple[torch.nn.Module, Mapping[str, Any]]] = field(default_factory=list)  # to load_state_dict, then
     optimizers: list[OptimizerPlan] = field(default_factory=list)
     objects: list[ObjectTarget] = field(default_factory=list)
     rng: JSON = None
@@ -199,7 +200,10 @@ class _Planner:
                 for fqn, entry in self.entries(Role.MODEL).items()
                 if fqn.startswith(prefix) and self.take(key, fqn[len(prefix) :])
             }
-            live = {fqn: tensor for fqn, tensor in model_tensors(module)[0].items() if self.filter(fqn)}
+            tensors, handed = computed_state(module)
+            if handed is not None:
+                self.plan.handed.append((module, handed))
+            live = {fqn: tensor for fqn, tensor in tensors.items() if self.filter(fqn)}
             self.model(key, live, saved, aliases.get(key, {}) if isinstance(aliases, Mapping) else {})
             tree = self.objects.get(f"{key}.extra_state")
             if tree is not None and self.filter.takes_all:

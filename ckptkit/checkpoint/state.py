@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ __all__ = [
     "Captured",
     "capture",
     "model_tensors",
+    "computed_state",
+    "same_memory",
     "parameter_names",
     "section",
 ]
@@ -213,14 +216,56 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
     """Return a model's parameters and persistent buffers by canonical FQN, as they live (sharded under FSDP2), and
     what its modules give as extra state that is no tensor.
 
-    The names are free of what wrappers add: torch.compile, activation checkpointing, DDP.
+    The names are free of what wrappers add: torch.compile, activation checkpointing, DDP. What a state-dict hook
+    leaves out is left out, and what one computes is there as computed: see `computed_state`.
     """
+    return _by_canonical_name(module, _live_state(module))
+
+
+def computed_state(
+    module: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], Mapping[str, Any] | None]:
+    """Return `model_tensors`' tensors, and the state dict they lie in where a hook computed some of them: once those
+    are filled, only the module's own `load_state_dict` knows what they become."""
+    raw = _live_state(module)
+    own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    tensors = _by_canonical_name(module, raw)[0]
+    return tensors, raw if any(id(tensor) not in own for tensor in tensors.values()) else None
+
+
+def _live_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the state dict with live tensors, also of a module whose own `state_dict` takes no arguments."""
+    import torch
+
+    parameters = inspect.signature(module.state_dict).parameters.values()
+    if any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return dict(module.state_dict(keep_vars=True))
+    live = torch.nn.Module.state_dict(module, keep_vars=True)
+    given = module.state_dict()
+    return {name: live[name] if same_memory(live.get(name), value) else value for name, value in given.items()}
+
+
+def same_memory(one: Any, other: Any) -> bool:
+    """Tell whether two values are one tensor, or alias the whole of one."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is other
+    mine = one.to_local() if isinstance(one, DTensor) else one
+    theirs = other.to_local() if isinstance(other, DTensor) else other
+    return mine.shape == theirs.shape and mine.data_ptr() == theirs.data_ptr() and one.dtype == other.dtype
+
+
+def _by_canonical_name(
+    module: torch.nn.Module, raw_state: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
     extra_state: dict[str, Any] = {}
     prefixes = _canonical_prefixes(module)
-    for raw, value in module.state_dict(keep_vars=True).items():
+    for raw, value in raw_state.items():
         name = _canonical(raw, prefixes)
         if name in tensors or name in extra_state:
             raise SaveError(f"model: the keys of two modules become {name!r} once wrappers are removed.")
@@ -271,6 +316,10 @@ def parameter_names(state: TrainState) -> dict[int, str]:
         for fqn, tensor in model_tensors(module)[0].items():
             if isinstance(tensor, torch.nn.Parameter):
                 names.setdefault(id(tensor), f"{name}.{fqn}" if name else fqn)
+        prefixes = _canonical_prefixes(module)
+        for raw, parameter in module.named_parameters():  # those that a state-dict hook left out, or replaced
+            fqn = _canonical(raw, prefixes)
+            names.setdefault(id(parameter), f"{name}.{fqn}" if name else fqn)
     return names
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import StateDictType as TorchStateDictType
 
+from ckptkit import CheckpointManager, open_checkpoint
 from ckptkit.checkpoint.state import PerRank, StateDictType, TrainState, capture
 from ckptkit.errors import SaveError, UsageError
 
@@ -209,3 +210,49 @@ def test_the_extra_state_of_modules_is_captured() -> None:
 
     captured = capture(TrainState(model=nn.Sequential(Scaled(2, 2))))
     assert captured.objects["model.extra_state"] == {"0._extra_state": {"scale": 3}}
+
+
+class Computing(torch.nn.Module):
+    """Saves a weight doubled and another under an old name; undoes both when it loads. Leaves a frozen one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.frozen = (torch.nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.register_state_dict_post_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module, state, prefix, meta):
+        state[prefix + "a.weight"] = state[prefix + "a.weight"] * 2
+        state[prefix + "old_b"] = state.pop(prefix + "b.weight")
+
+    @staticmethod
+    def _load(module, state, prefix, *rest):
+        state[prefix + "a.weight"] = state[prefix + "a.weight"] / 2
+        state[prefix + "b.weight"] = state.pop(prefix + "old_b")
+
+    def state_dict(self):
+        return {name: value for name, value in super().state_dict().items() if "frozen" not in name}
+
+
+def test_what_state_dict_hooks_change_and_leave_out_goes_through_the_modules_own_load(tmp_path):
+    module = Computing()
+    optimizer = torch.optim.AdamW([module.a.weight, module.b.weight])
+    (module.a.weight.sum() + module.b.weight.sum()).backward()
+    optimizer.step()
+    fresh = Computing()
+    kept = fresh.frozen.weight.clone()
+    restored = torch.optim.AdamW([fresh.a.weight, fresh.b.weight])
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=module, optimizer=optimizer))
+        manager.load(TrainState(model=fresh, optimizer=restored))
+    assert set(load_file_of(tmp_path)) == {"model.a.weight", "model.old_b"}
+    assert torch.equal(fresh.a.weight, module.a.weight)
+    assert torch.equal(fresh.b.weight, module.b.weight)
+    assert torch.equal(fresh.frozen.weight, kept)
+    assert torch.equal(restored.state[fresh.a.weight]["exp_avg"], optimizer.state[module.a.weight]["exp_avg"])
+
+
+def load_file_of(run):
+    return [key for key in open_checkpoint(str(run)) if key.startswith("model.")]
