@@ -89,6 +89,15 @@ _DTYPES = {
     "fp32": "fp32",
     "float32": "fp32",
 }
+_FLAGS = (
+    "enable_fsdp",
+    "keep_last_block",
+    "forward_prefetch",
+    "mixed_modal",
+    "wrap_lm_head",
+    "activation_checkpointing",
+    "sync_module_states",
+)
 _E = TypeVar("_E", bound=enum.Enum)
 
 
@@ -167,7 +176,7 @@ class FSDPConfig:
     """True makes units of the embedding and of the output head (one, if they are tied)."""
 
     forward_methods: tuple[str, ...] = ("generate",)
-    """Methods besides `forward` that need gathered parameters; names the model lacks are skipped."""
+    """Methods besides `forward`, of the model or of a unit, that need gathered parameters; others are skipped."""
 
     activation_checkpointing: bool = False
     """True recomputes each block's activations in backward."""
@@ -186,6 +195,7 @@ class FSDPConfig:
 
     def __post_init__(self) -> None:
         _coerce(self)
+        _check_flags(self)
         _check_sizes(self)
         _check_combinations(self)
         _warn(self)
@@ -200,6 +210,8 @@ class FSDPConfig:
         left = dict(values)
         if "cpu_offload" in left:
             cpu_offload = left.pop("cpu_offload")
+            if not isinstance(cpu_offload, bool):
+                raise UsageError(f"cpu_offload is {cpu_offload!r}; it must be True or False.")
             if cpu_offload and left.get("offload", "params") != "params":
                 raise UsageError(
                     f"cpu_offload=True means offload='params', but offload is {left['offload']!r}. Ask for one of them."
@@ -216,16 +228,24 @@ class FSDPConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> FSDPConfig:
-        """Return the config in a YAML file: its `fsdp` section if it has one, else all of it."""
+        """Return the config in a YAML file: its `fsdp` section if it has one, else all of it.
+
+        Raises:
+            UsageError: It is no YAML, no mapping of fields, or its values are refused.
+        """
         try:
             import yaml
         except ImportError as error:
             raise MissingExtraError("Reading a YAML file needs PyYAML. Try: python -m pip install pyyaml") from error
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        if isinstance(values, dict) and isinstance(values.get("fsdp"), dict):
-            values = values["fsdp"]
-        if not isinstance(values, dict):
-            raise UsageError(f"{path}: a mapping of FSDPConfig fields is expected, found {type(values).__name__}.")
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        where = f"{path}"
+        if isinstance(values, dict) and "fsdp" in values:
+            values, where = values["fsdp"], f"{path}, fsdp"
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise UsageError(f"{where}: a mapping of FSDPConfig fields is expected, found {type(values).__name__}.")
         return cls.from_dict(values)
 
     def to_accelerate_env(self, *, fsdp_version: Literal[1, 2] = 2) -> dict[str, str]:
@@ -270,11 +290,26 @@ def _coerce(config: FSDPConfig) -> None:
     put(config, "mixed_precision", _dtype(config.mixed_precision, "mixed_precision", get_args(MixedPrecision)))
     put(config, "reduce_dtype", _dtype(config.reduce_dtype, "reduce_dtype", ("fp32", "bf16", "fp16")))
     put(config, "output_dtype", _dtype(config.output_dtype, "output_dtype", ("fp32", "bf16", "fp16")))
+    put(config, "device", str(config.device))
     for name, allowed in (("precision", get_args(Precision)), ("offload", get_args(Offload))):
         value = str(getattr(config, name)).lower()
         if value not in allowed:
             raise UsageError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}.")
         put(config, name, value)
+
+
+def _check_flags(config: FSDPConfig) -> None:
+    # Not by truth: "false", as an environment or a quoted YAML value gives it, is true.
+    for name in _FLAGS:
+        if not isinstance(getattr(config, name), bool):
+            raise UsageError(f"{name} is {getattr(config, name)!r}; it must be True or False.")
+    if not isinstance(config.use_orig_params, (bool, type(None))):
+        raise UsageError(f"use_orig_params is {config.use_orig_params!r}; it must be True, False or None.")
+    backend = config.compile
+    if not isinstance(backend, (bool, str)) or backend == "" or str(backend) in ("true", "false", "none"):
+        raise UsageError(f"compile is {backend!r}; it must be True, False or the name of a backend of torch.compile.")
+    if config.device in ("", "None"):
+        raise UsageError(f"device is {config.device!r}; it must be 'auto', 'cpu', 'cuda' or the like.")
 
 
 def _check_sizes(config: FSDPConfig) -> None:
@@ -285,11 +320,15 @@ def _check_sizes(config: FSDPConfig) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}; it must be a number of ranks, 1 or more{auto}.")
-    if not isinstance(config.min_num_params, int) or config.min_num_params < 1:
+    smallest = config.min_num_params
+    if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 1:
         raise UsageError(f"min_num_params is {config.min_num_params!r}; it must be a number of parameters, 1 or more.")
     reshard = config.reshard_after_forward
-    if reshard is not None and not isinstance(reshard, int):
-        raise UsageError(f"reshard_after_forward is {reshard!r}; it must be True, False, a number of ranks or None.")
+    is_number = isinstance(reshard, int) and not isinstance(reshard, bool)
+    if not isinstance(reshard, (int, type(None))) or (is_number and reshard < 1):
+        raise UsageError(
+            f"reshard_after_forward is {reshard!r}; it must be True, False, a number of ranks (1 or more) or None."
+        )
 
 
 def _check_combinations(config: FSDPConfig) -> None:

@@ -134,8 +134,9 @@ def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0) -> N
         if tensor.is_meta or tensor.numel() == 0:
             continue
         # A CPU tensor goes through the accelerator: its group may have no backend for the CPU.
-        moved = tensor.to(device_type).contiguous()
-        dist.broadcast(moved, src)
+        moved = tensor.to(device_type).resolve_conj().resolve_neg().contiguous()
+        # As bytes: a backend knows few dtypes (gloo has no float8, nccl no bool on some versions).
+        dist.broadcast(moved.reshape(-1).view(torch.uint8), src)
         if moved is not tensor:
             tensor.copy_(moved)
 
@@ -261,9 +262,10 @@ def _last_block(model: nn.Module, units: Units) -> nn.Module | None:
 def _after(model: nn.Module, units: Units, config: FSDPConfig) -> None:
     if config.forward_prefetch:
         _prefetch_forward([model.get_submodule(group[0]) for group in _in_forward_order(model, units)])
-    for name in config.forward_methods:
-        if callable(getattr(model, name, None)):
-            register_fsdp_forward_method(model, name)
+    for module in model.modules():
+        for name in config.forward_methods if isinstance(module, FSDPModule) else ():
+            if callable(getattr(module, name, None)):
+                register_fsdp_forward_method(module, name)
     if config.mixed_modal and isinstance(model, FSDPModule):
         fill_unused_gradients(model)
     logger.debug("FSDP units of %s:\n%s", _class_name(model), units)

@@ -105,7 +105,18 @@ def test_torchs_own_enums_are_taken():
         ({"tp": "auto"}, "a number of ranks, 1 or more\\."),
         ({"shard": True}, "or 'auto'"),
         ({"min_num_params": 0}, "min_num_params is 0"),
+        ({"min_num_params": True}, "min_num_params is True"),
         ({"reshard_after_forward": "yes"}, "True, False, a number"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward is 0"),
+        ({"reshard_after_forward": -2}, "1 or more"),
+        ({"enable_fsdp": "false"}, "enable_fsdp is 'false'"),
+        ({"cpu_offload": "false"}, "cpu_offload is 'false'"),
+        ({"activation_checkpointing": 1}, "True or False"),
+        ({"sync_module_states": None}, "True or False"),
+        ({"use_orig_params": "False"}, "True, False or None"),
+        ({"compile": "false"}, "name of a backend"),
+        ({"compile": ""}, "name of a backend"),
+        ({"device": None}, "device is 'None'"),
         ({"exclude": [1]}, "list of strings"),
         ({"shards": 2}, "no field 'shards'"),
     ],
@@ -125,6 +136,16 @@ def test_prefetch_without_an_equal_is_accepted_with_a_warning(name):
 def test_use_orig_params_false_is_accepted_with_a_warning():
     with pytest.warns(UserWarning, match="always keeps the original parameters"):
         FSDPConfig(use_orig_params=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is no YAML"), ("fsdp:\n", "fsdp: a mapping"), ("[1]", "found list"), ("fsdp: {1: 2}", "a mapping")],
+)
+def test_a_file_that_holds_no_config_is_refused_by_name(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UsageError, match=f"run.yaml.*{message}"):
+        FSDPConfig.from_yaml(tmp_path / "run.yaml")
 
 
 def test_a_yaml_file_is_read_with_or_without_its_fsdp_section(tmp_path):

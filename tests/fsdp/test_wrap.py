@@ -91,6 +91,34 @@ def test_ranks_with_different_models_are_all_told_what_differs(ranks):
         assert "rank 0 has '0.weight' [4, 4] float32, rank 1 has '0.weight' [5, 4] float32" in text
 
 
+_UNUSUAL = {
+    "flags": torch.bool,
+    "codes": torch.uint16,
+    "eighths": torch.float8_e4m3fn,
+    "waves": torch.complex64,
+    "none": torch.float32,
+}
+
+
+def _synchronised_buffers():
+    model = models.made(models.untied)
+    for name, dtype in _UNUSUAL.items():
+        size = 0 if name == "none" else 3
+        model.register_buffer(name, torch.full((size,), 1.0 - dist.get_rank()).to(dtype))
+    model.register_buffer("mirrored", (torch.ones(2, dtype=torch.complex64) * (1j + dist.get_rank())).conj())
+    shard(model)
+    return {name: (buffer.dtype, buffer.to(torch.complex64).tolist()) for name, buffer in model.named_buffers()}
+
+
+def test_buffers_of_every_dtype_are_synchronised(ranks):
+    first, second = ranks.run(_synchronised_buffers, 2)
+    assert first == second
+    assert first == {
+        **{name: (dtype, [] if name == "none" else [1] * 3) for name, dtype in _UNUSUAL.items()},
+        "mirrored": (torch.complex64, [-1j, -1j]),
+    }
+
+
 def _synchronised(sync):
     model = models.made(models.untied, seed=dist.get_rank())
     model.register_buffer("offset", torch.full((3,), float(dist.get_rank())))
@@ -146,6 +174,38 @@ def _second_way_in():
 
 def test_methods_besides_forward_see_gathered_weights(ranks):
     assert ranks.run(_second_way_in, 2) == [True, True]
+
+
+class _Encoder(models.Block):
+    def encode(self, x):
+        return self.norm(self.forward(x))
+
+
+class _Encoded(torch.nn.Module):
+    """Calls its blocks by a method that is not forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(_Encoder() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer.encode(x)
+        return x
+
+
+def _way_into_blocks():
+    x = torch.ones(2, models.WIDTH)
+    expected = models.made(_Encoded)(x)
+    model = shard(models.made(_Encoded), FSDPConfig(forward_methods=("encode",)))
+    found = model(x)
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return torch.allclose(found, expected, atol=1e-6)
+
+
+def test_methods_of_blocks_besides_forward_see_gathered_weights(ranks):
+    assert ranks.run(_way_into_blocks, 2) == [True, True]
 
 
 def _names(config):
