@@ -111,7 +111,9 @@ def convert(  # noqa: PLR0913 - one argument an option
         adapter_config, not dry_run,
     )  # fmt: skip
     chosen = _choose(source, choice, storage_options)
-    target = open_target(dst, single_file=to == "torch", overwrite=overwrite, storage_options=storage_options)
+    target = open_target(
+        dst, source=source.url, single_file=to == "torch", overwrite=overwrite, storage_options=storage_options
+    )
     sealing = None
     if to == "local":
         from ckptkit.offline.local_target import local_target

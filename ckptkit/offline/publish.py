@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ckptkit.errors import CheckpointExistsError
+from ckptkit.errors import CheckpointExistsError, UsageError
 from ckptkit.offline.plan import Plan
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import new_nonce, stage
-from ckptkit.storage.store import Store, open_store
+from ckptkit.storage.store import Store, open_store, split_url
 
 __all__ = ["OutputPlace", "Session", "is_one_of_many", "open_target"]
 
@@ -138,10 +138,23 @@ def _sync_file(path: str) -> None:
         os.close(descriptor)
 
 
+def _identity(url: str) -> str:
+    kind, path = split_url(url)
+    return os.path.realpath(path) if kind in ("file", "local") else f"{kind}://{path.strip('/')}"
+
+
 def open_target(
-    dst: str, *, single_file: bool, overwrite: bool, storage_options: Mapping[str, Any] | None
+    dst: str, *, source: str, single_file: bool, overwrite: bool, storage_options: Mapping[str, Any] | None
 ) -> OutputPlace:
-    """Return the place that `dst` names. `single_file`: what is written is one file, which `dst` may name."""
+    """Return the place that `dst` names. `single_file`: what is written is one file, which `dst` may name.
+
+    Raises:
+        UsageError: `dst` is the checkpoint that is read, `source`, or a directory that holds it.
+    """
+    here, there = _identity(dst), _identity(source)
+    if f"{there}/".startswith(f"{here}/"):
+        what = "the checkpoint that is read" if here == there else f"a directory that holds what is read, {source}"
+        raise UsageError(f"{dst} is {what}: it would be replaced by a part of itself. Give another DST.")
     if single_file and dst.endswith(_FILE_ENDINGS) and not os.path.isdir(dst):
         folder, _, name = dst.rpartition("/")
         return OutputPlace(folder or ("/" if dst.startswith("/") else "."), name, True, overwrite, storage_options)

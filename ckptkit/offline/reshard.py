@@ -86,7 +86,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
     memory = parse_size(max_memory)
     source = open_pinned(src, storage_options=storage_options, options=ReadOptions(layout=layout))
     _check_files(source.store, source.catalog)
-    place = open_target(dst, single_file=False, overwrite=overwrite, storage_options=storage_options)
+    place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=storage_options)
     identity = identity_of(source, dst, storage_options)
     plan, sealing = plan_reshard(source.store, source.catalog, target, type=type, identity=identity, tp_plan=split)
     report = ConvertReport(

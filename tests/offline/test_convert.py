@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from ckptkit.errors import (
 from ckptkit.formats import torch_encode
 from ckptkit.formats.dcp_encode import STREAMED
 from ckptkit.offline.convert import convert
+from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 
 ZOO = Path(__file__).parents[1] / "zoo"
@@ -254,6 +256,18 @@ def test_overwrite_replaces_what_is_there(name, tmp_path):
     for _ in range(2):
         convert(str(UNEVEN / "ckpt"), str(tmp_path / name), to=to, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("dst", ["ckpt", "ckpt/", "link", "."])
+def test_a_checkpoint_is_not_replaced_by_what_is_made_of_it(dst, tmp_path):
+    shutil.copytree(UNEVEN / "ckpt", tmp_path / "ckpt")
+    (tmp_path / "link").symlink_to(tmp_path / "ckpt")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match="Give another DST"):
+        convert(str(tmp_path / "ckpt"), str(tmp_path / dst), overwrite=True)
+    with pytest.raises(UsageError, match="Give another DST"):
+        reshard(str(tmp_path / "ckpt"), str(tmp_path / dst), world_size=2, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_failed_overwrite_keeps_the_old(tmp_path):
