@@ -324,8 +324,7 @@ def _check_sizes(config: FSDPConfig) -> None:
     if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 1:
         raise UsageError(f"min_num_params is {config.min_num_params!r}; it must be a number of parameters, 1 or more.")
     reshard = config.reshard_after_forward
-    is_number = isinstance(reshard, int) and not isinstance(reshard, bool)
-    if not isinstance(reshard, (int, type(None))) or (is_number and reshard < 1):
+    if reshard is not None and (not isinstance(reshard, int) or (reshard < 1 and reshard is not False)):
         raise UsageError(
             f"reshard_after_forward is {reshard!r}; it must be True, False, a number of ranks (1 or more) or None."
         )

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ class FSDPStrategy:
         self._micro_steps: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._syncing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._scalers: WeakKeyDictionary[Optimizer, DynamicGradScaler] = WeakKeyDictionary()
-        self._parameters: WeakKeyDictionary[Optimizer, list[torch.Tensor]] = WeakKeyDictionary()
+        self._checked: WeakSet[Optimizer] = WeakSet()
 
     # ------------------------------------------------------------------ setup
 
@@ -267,7 +267,11 @@ class FSDPStrategy:
 
         Returns whether the weights changed. Where a gradient of any rank is not finite, nothing changes on any rank:
         not the weights, not the moments, not the scheduler; a loss scale may back off. All ranks must call it.
+
+        Raises:
+            UsageError: The optimizer holds no parameter of the model: it was made before `prepare_model`.
         """
+        self._check_belongs(optimizer, model)
         steps = self.accumulated_gradient
         if steps > 1:
             root = _fsdp_root(model)
@@ -428,6 +432,19 @@ class FSDPStrategy:
             scale_gradients(parameters, report.factor)
         optimizer.step()
         return True
+
+    def _check_belongs(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Refuse, at its first step, an optimizer whose steps would change nothing that is trained."""
+        if optimizer in self._checked:
+            return
+        # A state dict has the sharded parameters, whatever is gathered just now.
+        own = {id(tensor) for tensor in nn.Module.state_dict(model, keep_vars=True).values()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise UsageError(
+                f"The optimizer holds no parameter of {type(unwrap_model(model)).__name__}: stepping it would train "
+                "nothing. Was it made before prepare_model? Make it after, with create_optimizer."
+            )
+        self._checked.add(optimizer)
 
     def _set_sync(self, root: nn.Module, sync: bool) -> None:
         if self._syncing.get(root, True) != sync and isinstance(root, FSDPModule):

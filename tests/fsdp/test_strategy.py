@@ -193,6 +193,20 @@ def test_an_optimizer_without_parameters_is_refused(ranks):
     ranks.run(_nothing_to_train, 2)
 
 
+def _made_too_early():
+    strategy = FSDPStrategy()
+    model = models.untied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    strategy.prepare_model(model)
+    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+    with pytest.raises(UsageError, match=r"no parameter of FSDPTinyLM.*made before prepare_model"):
+        strategy.optimizer_step(optimizer, model)
+
+
+def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused(ranks):
+    ranks.run(_made_too_early, 2)
+
+
 def _offloaded(folder, precision):
     config = FSDPConfig(offload="optimizer", precision=precision, mixed_precision="bf16")
     runs = []
