@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CkptkitError, SaveError
 from ckptkit.formats.dcp_files import write_records
+from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import open_store
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ def _answer(request: Request, block: memoryview) -> Answer:
     try:
         pieces = [block[s : s + f.nbytes] for s, f in zip(request.starts, request.frames, strict=True)]
         store = open_store(request.url, storage_options=request.storage_options)
+        # Invariant: a staging directory that is gone, with its mount or by hand, is never made anew.
+        store = store.existing() if isinstance(store, LocalStore) else store
         written = write_records(
             store,
             request.prefix,

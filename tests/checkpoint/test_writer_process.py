@@ -233,3 +233,23 @@ def test_the_death_of_one_ranks_process_fails_the_save_on_all(ranks: Any, tmp_pa
     assert "process that writes checkpoints" in found[0][0]
     assert [equal for _, equal in found] == [True, True]
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+
+
+def test_the_process_makes_no_directory_in_place_of_one_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(monkeypatch)
+    state = TrainState(model=nn.Linear(300, 300))
+    root = tmp_path / "run"
+    with CheckpointManager(root, async_mode="process") as manager:
+        manager.save_async(1, state).result(30)
+        asked.event.clear()
+        pid = writer_pid(manager)
+        os.kill(pid, signal.SIGSTOP)
+        handle = manager.save_async(2, state)
+        asked.wait()
+        root.rename(tmp_path / "lost")  # as a mount that goes
+        os.kill(pid, signal.SIGCONT)
+        with pytest.raises(CkptkitError):
+            handle.result(30)
+        assert not root.exists()
