@@ -20,6 +20,7 @@ __all__ = ["Attempt", "Committed", "Inventory", "Skipped", "choose", "list_check
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" is in no tag
 _LATEST = re.compile(r"latest(?:~([0-9]{1,6}))?")
+_MAX_LISTINGS = 10
 _BEST = re.compile(r"best(?::(.+?)(?::(min|max))?)?")
 
 
@@ -106,6 +107,20 @@ def _first(pair: tuple[int, Skipped | None]) -> int:
 
 def list_checkpoints(root: Store) -> Inventory:
     """Return what lies below `root`; names and dates decide nothing, records do. Imports no torch."""
+    found, names = _list_once(root)
+    # With one checkpoint, and a save that rotates it away between the names and the records, nothing would be found.
+    for _ in range(_MAX_LISTINGS):
+        if found.committed or not names:
+            break
+        before = names
+        found, names = _list_once(root)
+        if names == before:
+            break
+    return found
+
+
+def _list_once(root: Store) -> tuple[Inventory, list[str]]:
+    """Return what lies below `root`, and the directories that were looked into."""
     candidates: list[str] = []
     running: list[Attempt] = []
     abandoned: list[Attempt] = []
@@ -132,9 +147,10 @@ def list_checkpoints(root: Store) -> Inventory:
     explained = {attempt.name for attempt in running + abandoned if "/" in attempt.path}
     skipped = [look for look in looks if isinstance(look, Skipped) and look.path not in explained] + replaced
     foreign += [look for look in looks if isinstance(look, str) and look not in explained]
-    return Inventory(
+    found = Inventory(
         root.url, tuple(committed), tuple(running), tuple(abandoned), tuple(skipped), tuple(sorted(foreign))
     )
+    return found, candidates
 
 
 @dataclass(frozen=True, slots=True)

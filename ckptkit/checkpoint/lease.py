@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import re
 import threading
 import time
 import weakref
@@ -25,6 +27,7 @@ STATE_DIRECTORY = ".ckptkit"  # below the root of a run: lease, pins, deletions 
 BEAT_S = 10.0
 TTL_S = 45.0  # a lease from another machine that was not renewed for so long is dead
 _POLL_S = 1.0
+_GENERATION = re.compile(r"[0-9]{1,18}")
 _here: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 
 
@@ -54,6 +57,7 @@ class Lease:
         self.root = root
         self.nonce = state.nonce
         self._state = state
+        self._ground = _ground(root)
         self.turn = threading.Lock()  # of the saves of this process: one at a time
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -66,7 +70,7 @@ class Lease:
 
     def check(self) -> None:
         """Raise SaveError unless the lease is still ours: the root may be gone, or another job took over."""
-        top = _top(self.root)
+        top = _top(self.root) or self._put_back()
         if top is None:
             raise SaveError(
                 f"{self.root.url} is no longer what it was when this job began to write: its lease is gone. Was the "
@@ -77,6 +81,18 @@ class Lease:
                 f"{self.root.url} is written by {top.owner} now: this job did not renew its lease for more than "
                 f"{TTL_S:g} s (was it stopped?) and may not write any more."
             )
+
+    def _put_back(self) -> _State | None:
+        """Write the lease again where its file alone is gone, deleted by hand: the root is still the same. Another
+        job that came meanwhile has put its own there; then that one is returned."""
+        with self._lock:
+            if self._stop.is_set() or self._ground is None or _ground(self.root) != self._ground:
+                return None
+            logger.warning("the lease of %s was deleted; it is written again", self.root.url)
+            root = self.root.existing() if isinstance(self.root, LocalStore) else self.root
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                root.write(self._state.path, self._state.to_json(), sync=False)
+        return _top(self.root)
 
     def renew(self) -> None:
         """Show that the owner lives."""
@@ -106,6 +122,16 @@ class Lease:
         store = self.root.child(folder)
         store = store.existing() if isinstance(store, LocalStore) else store
         store.write(name, state.to_json(), overwrite=True, sync=False)
+
+
+def _ground(root: Store) -> tuple[int, int] | None:
+    """Return what tells a directory from another of its name; None where there is no such thing."""
+    if root.local_root is None:
+        return None
+    with contextlib.suppress(OSError):
+        found = os.stat(root.local_root)
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _beat(lease: weakref.ref[Lease], stop: threading.Event, seconds: float) -> None:
@@ -208,7 +234,7 @@ def store_clock(root: Store) -> float:
 def _top(root: Store) -> _State | None:
     """Return the newest generation that can be read."""
     for generation, path in sorted(_generations(root), reverse=True):
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body: Any = json.loads(root.read(path, 0, 4096))
             owner = Owner.from_json(body)
             if owner is not None and isinstance(body.get("nonce"), str) and type(body.get("beat")) is int:
@@ -220,7 +246,7 @@ def _generations(root: Store) -> list[tuple[int, str]]:
     found = []
     for item in root.list(STATE_DIRECTORY):
         name = item.path.rpartition("/")[2]
-        if name.startswith("lease-") and name.endswith(".json") and name[6:-5].isdigit():
+        if name.startswith("lease-") and name.endswith(".json") and _GENERATION.fullmatch(name[6:-5]):
             found.append((int(name[6:-5]), item.path))
     return found
 

@@ -19,7 +19,7 @@ from ckptkit.checkpoint.load_plan import LoadOptions
 from ckptkit.checkpoint.pins import pin_url, pin_while_reading
 from ckptkit.checkpoint.report import LoadReport, write_trace_file
 from ckptkit.checkpoint.state import TrainState
-from ckptkit.errors import CorruptCheckpointError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from ckptkit.formats.ckptkit import open_catalog
 from ckptkit.formats.layout import CommitRecord
 from ckptkit.storage.store import Store
@@ -96,6 +96,7 @@ class Loader:
         """Load what `which` means; with `fall_back`, the newest before it that is not damaged."""
         damaged: list[str] = []
         first: CorruptCheckpointError | None = None
+        rotated = ""
         while True:
             name = ""
             try:
@@ -111,6 +112,11 @@ class Loader:
                 self.resumed_from = name
                 self.given_up.update(damaged)
                 return path, record, report
+            except CheckpointNotFoundError:
+                # Another job's rotation was faster than our pin: choose again, unless it is the same one once more.
+                if not name or name == rotated:
+                    raise
+                rotated = name
             except CorruptCheckpointError as error:
                 if not fall_back or not name:
                     raise type(error)(f"{error}\n{_ADVICE.format(url=f'{self._url}/{name}')}") from error

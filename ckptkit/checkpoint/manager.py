@@ -199,10 +199,13 @@ class CheckpointManager:
             raise UsageError("save_on_signal: make the manager with on_signal='save'.")
         if not self._watch.agreed():
             return False
+        # First the save under way: it may be of this step, and be done on one rank and not yet on another.
+        try:
+            self._settle()
+        except SaveError as error:
+            _log.error("the save under way when the signal came failed, saving step %d now: %s", step, error)
         if self._last_saved != step:
             self.save(step, state, metrics=metrics, client_state=client_state)
-        else:
-            self._settle()
         return True
 
     # --- loading
@@ -311,6 +314,8 @@ class CheckpointManager:
             if failure is not None:
                 _log.error("the save of step %d failed as well: %s", handle.step, failure)
         self._hold.release()
+        if self._watch is not None:
+            self._watch.close()  # nobody asks it any more: a signal must end the process again
 
     # --- inside
 
@@ -377,6 +382,14 @@ class CheckpointManager:
         return report
 
     def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int]:
+        """Return (step, bytes) of what was deleted, and how many are kept. Raises nothing: the save is done."""
+        try:
+            return self._rotated()
+        except (CkptkitError, OSError) as error:
+            _log.warning("step %d is saved, but rotating failed; the next save tries again: %s", record.step, error)
+            return (), 0
+
+    def _rotated(self) -> tuple[tuple[tuple[int, int], ...], int]:
         if self.retention is None:
             return (), len(list_checkpoints(self._root).committed)
         protected = {self._loader.resumed_from: "the run was resumed from it"} if self._loader.resumed_from else {}

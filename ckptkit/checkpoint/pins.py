@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.checkpoint.lease import STATE_DIRECTORY, store_clock, write_state
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, UsageError
 from ckptkit.formats.layout import CommitRecord, find_record, read_record, record_path
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
@@ -62,7 +62,7 @@ def list_pins(root: Store) -> list[Pin]:
     now: float | None = None
     for item in items:
         body: Any = None
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body = json.loads(root.read(item.path, 0, 65536))
         if not isinstance(body, dict) or not isinstance(body.get("name"), str):
             # Better a checkpoint too many: a pin of a person that can't be read still says which by its name.
@@ -184,7 +184,7 @@ def _announced(root: Store, name: str) -> bool:
         return False
     try:
         owner = Owner.from_json(json.loads(root.read(path, 0, 4096)))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return False
     alive = owner.alive() if owner else False
     return store_clock(root) - found.mtime < _STALE_S if alive is None else alive
@@ -194,7 +194,11 @@ def _announced(root: Store, name: str) -> bool:
 def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
     """Announce the deletion of `name`, and yield the pins that forbid it: [] means go on."""
     path = f"{_DELETING}/{name}.json"
-    write_state(root, path, json.dumps(this_process().to_json()).encode(), overwrite=True)
+    try:
+        write_state(root, path, json.dumps(this_process().to_json()).encode(), overwrite=True)
+    except NoSpaceError as error:
+        # To delete is what makes room. No reader can pin now either: there is no space for its pin.
+        logger.warning("%s: the deletion of %s is not announced: %s", root.url, name, error)
     try:
         yield [pin for pin in list_pins(root) if pin.name == name]
     finally:

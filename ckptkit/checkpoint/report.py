@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.deferred import DeferredOptimizer
 
 __all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,12 @@ class LoadReport:
 
 
 def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadReport, *, rank: int) -> None:
-    """Write the trace of a save or a load into `folder`, if there is one."""
-    if folder is not None:
+    """Write the trace of a save or a load into `folder`, if there is one. Where that fails, the log says so: what
+    was saved or loaded is done, on the other ranks too."""
+    if folder is None:
+        return
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         report.write_trace(str(folder / f"{what}-{report.step or 0:08d}-rank{rank:05d}.json"), rank=rank)
+    except OSError as error:
+        _log.warning("the trace of a %s could not be written: %s", what, error)

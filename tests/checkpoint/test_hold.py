@@ -198,7 +198,7 @@ def test_the_pin_of_a_job_that_ended_holds_nothing(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptkit.checkpoint import manager as module
+    from ckptkit.checkpoint import loader as module
 
     with CheckpointManager(tmp_path / "a") as manager:
         manager.save(1, state())

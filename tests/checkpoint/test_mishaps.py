@@ -1,0 +1,361 @@
+"""What people and machines do to a run while it runs: it goes on, or says what is wrong; nothing saved is lost."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ckptkit.checkpoint import inventory as inventory_module
+from ckptkit.checkpoint import loader as loader_module
+from ckptkit.checkpoint.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.inventory import choose, list_checkpoints
+from ckptkit.checkpoint.lease import acquire_lease, lease_holder
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.save import Saver
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import CheckpointExistsError, LeaseHeldError, NoSpaceError, SaveError
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.store import open_store
+from tests.checkpoint.saving import check, leftovers, save
+from tests.checkpoint.test_faults import small_disk
+
+
+def state(value: float = 0.0) -> TrainState:
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    return TrainState(model=model, rng=False)
+
+
+def value_of(loaded: TrainState) -> float:
+    model: Any = loaded.model
+    return float(model.weight.detach()[0, 0])
+
+
+def steps(root: Path) -> list[int]:
+    return [item.step for item in list_checkpoints(open_store(str(root))).committed]
+
+
+def before_publishing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -> None:
+    """Run `act` in whatever thread publishes a save, before it begins."""
+    real = Saver.publish
+
+    def publish(self: Saver, *args: Any, **kwargs: Any) -> Any:
+        act()
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Saver, "publish", publish)
+
+
+# --- signals
+
+
+def test_a_signal_while_the_save_of_the_same_step_is_under_way_saves_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    before_publishing(monkeypatch, lambda: go.wait(30))
+    with CheckpointManager(tmp_path, on_signal="save") as manager:
+        manager.save_async(3, state(3.0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.05, go.set).start()
+        assert manager.save_on_signal(3, state(3.0))
+    assert steps(tmp_path) == [3]
+
+
+def test_a_signal_after_a_save_that_failed_in_the_background_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [OSError(5, "the disk had a moment")]
+    before_publishing(monkeypatch, lambda: _raise(left))
+    with CheckpointManager(tmp_path, on_signal="save") as manager:
+        manager.save_async(3, state(3.0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.save_on_signal(3, state(3.0))
+    assert steps(tmp_path) == [3]
+
+
+def _raise(left: list[OSError]) -> None:
+    if left:
+        raise left.pop()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_during_a_load_is_acted_upon_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1.0))
+    real = loader_module.restore
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(loader_module, "restore", interrupted)
+    with CheckpointManager(tmp_path, on_signal="save") as manager:
+        loaded = state()
+        manager.load(loaded)
+        assert value_of(loaded) == 1.0
+        assert manager.save_on_signal(2, loaded)
+        assert manager.save_on_signal(2, loaded)
+    assert steps(tmp_path) == [1, 2]
+
+
+# --- others at the same root
+
+
+def rotating_away(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, root: Path, times: int = 1) -> None:
+    """Let another job save the next step, and rotate the one before away, before `module.name` is called."""
+    real, left = getattr(module, name), [times]
+
+    def moved_on(*args: Any, **kwargs: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            newest = steps(root)[-1]
+            with CheckpointManager(root) as other:
+                other.save(newest + 1, state(newest + 1.0))
+            rotate(open_store(str(root)), RetentionPolicy(max_num=1))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, moved_on)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_load_of_the_latest_takes_the_next_one_where_that_was_rotated_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1.0))
+    rotating_away(monkeypatch, loader_module, "pin_while_reading", tmp_path, times)
+    with CheckpointManager(tmp_path) as manager:
+        loaded = state()
+        manager.load(loaded)
+    assert value_of(loaded) == 1.0 + times
+
+
+def test_a_listing_during_a_rotation_never_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    real, turns, busy = inventory_module._look_all, [4, 3, 2], []
+
+    def look(*args: Any) -> Any:
+        if turns and not busy:
+            busy.append(step := turns.pop())
+            save(tmp_path, step)
+            delete_checkpoint(open_store(str(tmp_path)), f"step_{step - 1:08d}", reason="test")
+            busy.clear()
+        return real(*args)
+
+    monkeypatch.setattr(inventory_module, "_look_all", look)
+    assert choose(open_store(str(tmp_path)), "latest") is not None
+
+
+# --- after the commit nothing fails any more
+
+
+def test_a_listing_that_fails_after_the_commit_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for retention in (None, RetentionPolicy(max_num=1)):
+        with CheckpointManager(tmp_path / str(retention), retention=retention) as manager:
+            manager.save(1, state())
+            real = Saver.publish
+
+            def publish(self: Saver, *args: Any, real: Any = real, **kwargs: Any) -> Any:
+                record = real(self, *args, **kwargs)
+                monkeypatch.setattr(LocalStore, "list", broken)
+                return record
+
+            monkeypatch.setattr(Saver, "publish", publish)
+            assert manager.save(2, state()).step == 2
+            monkeypatch.undo()
+            manager.save(3, state())
+        assert "rotat" in caplog.text
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(5, "Input/output error")
+
+
+def test_a_trace_that_cannot_be_written_does_not_fail_the_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    with CheckpointManager(tmp_path / "run", trace=tmp_path / "file" / "traces") as manager:
+        assert manager.save(1, state()).step == 1
+    assert "trace" in caplog.text
+
+
+# --- the ground under a run
+
+
+@pytest.mark.parametrize("what", ["the lease", "the directory of the lease"])
+def test_a_lease_deleted_by_hand_is_taken_again(tmp_path: Path, what: str) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state())
+        if what == "the lease":
+            for path in (tmp_path / ".ckptkit").glob("lease-*"):
+                path.unlink()
+        else:
+            shutil.rmtree(tmp_path / ".ckptkit")
+        manager.save(2, state())
+        assert lease_holder(open_store(str(tmp_path))) is not None
+    assert lease_holder(open_store(str(tmp_path))) is None
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_root_that_another_took_after_the_lease_was_deleted_is_theirs(tmp_path: Path) -> None:
+    root = open_store(str(tmp_path))
+    ours = acquire_lease(root)
+    for path in (tmp_path / ".ckptkit").glob("lease-*"):
+        path.unlink()
+    theirs = acquire_lease(root)
+    with pytest.raises(LeaseHeldError):
+        ours.check()
+    theirs.release()
+
+
+def test_a_root_that_was_made_anew_is_not_the_one_the_run_wrote_to(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        manager.save(1, state())
+        run.rename(tmp_path / "old")
+        run.mkdir()
+        with pytest.raises(SaveError, match="lease is gone"):
+            manager.save(2, state())
+    assert os.listdir(run) == []
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_root_replaced_by_a_link_is_written_only_if_it_is_the_same(tmp_path: Path, same: bool) -> None:
+    run, moved, other = (tmp_path / name for name in ("run", "moved", "other"))
+    other.mkdir()
+    with CheckpointManager(run) as manager:
+        manager.save(1, state())
+        run.rename(moved)
+        run.symlink_to(moved if same else other)
+        if same:
+            manager.save(2, state(2.0))
+            assert manager.latest() == 2
+        else:
+            with pytest.raises(SaveError):
+                manager.save(2, state())
+    assert os.listdir(other) == []
+
+
+def test_rotation_makes_room_on_a_disk_without_any(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 512) as disk:
+        for step in (1, 2):
+            save(disk / "run", step, nbytes=50_000)
+        room = os.statvfs(disk)
+        with open(disk / "ballast", "wb") as file:
+            file.write(bytes(room.f_bfree * room.f_frsize))
+        done = rotate(open_store(str(disk / "run")), RetentionPolicy(max_num=1))
+        assert done.deleted == ("step_00000001",)
+        assert check(disk / "run") == [2]
+
+
+@pytest.mark.parametrize("kind", ["a file", "a broken link", "a link to a directory", "a directory"])
+def test_what_is_called_latest_decides_nothing(tmp_path: Path, kind: str) -> None:
+    latest = tmp_path / "run" / "latest"
+    latest.parent.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    if kind == "a file":
+        latest.write_text("step_00000099\n")
+    elif kind == "a directory":
+        latest.mkdir()
+    else:
+        latest.symlink_to(tmp_path / ("nowhere" if "broken" in kind else "elsewhere"))
+    with CheckpointManager(latest.parent, retention=RetentionPolicy(max_num=1)) as manager:
+        for step in (1, 2):
+            manager.save(step, state(float(step)))
+        loaded = state()
+        manager.load(loaded)
+    assert value_of(loaded) == 2.0
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert not (tmp_path / "nowhere").exists()
+
+
+# --- rotation
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    policy = RetentionPolicy(max_num=1, keep_best=("loss", "min", 1))
+    with CheckpointManager(tmp_path, retention=policy) as manager:
+        for step, loss in enumerate((math.nan, 0.5, math.nan, math.inf, math.nan), 1):
+            manager.save(step, state(float(step)), metrics={"loss": loss})
+        assert steps(tmp_path) == [2, 5]
+        loaded = state()
+        manager.load(loaded, "best")
+    assert value_of(loaded) == 2.0
+
+
+def test_saves_that_fail_delete_nothing_with_max_num_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
+        manager.save(1, state(1.0))
+        real = LocalStore.write
+
+        def write(self: LocalStore, path: str, *args: Any, **kwargs: Any) -> None:
+            if path == "checkpoint.json":
+                raise NoSpaceError(28, "No space left on device")
+            real(self, path, *args, **kwargs)
+
+        monkeypatch.setattr(LocalStore, "write", write)
+        for step in (2, 3):
+            with pytest.raises(NoSpaceError):
+                manager.save(step, state())
+        monkeypatch.undo()
+        assert steps(tmp_path) == [1]
+        assert leftovers(tmp_path) == []
+        manager.save(4, state(4.0))
+    assert steps(tmp_path) == [4]
+
+
+def test_clocks_that_go_backwards_change_neither_order_nor_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2)) as manager:
+        for step, years in ((1, 1), (2, -1), (3, 0), (4, -30)):
+            monkeypatch.setattr(time, "time", lambda years=years: now + years * 31_557_600)
+            manager.save(step, state(float(step)))
+            for path in tmp_path.rglob("*"):
+                os.utime(path, (0, now - step * years * 1e6))
+        assert manager.latest() == 4
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_a_tag_saved_twice_is_refused_and_replaced_when_asked(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
+        manager.save(1, state(1.0), tag="final")
+        with pytest.raises(CheckpointExistsError):
+            manager.save(2, state(2.0), tag="final")
+        manager.save(2, state(2.0), tag="final", overwrite=True)
+        loaded = state()
+        manager.load(loaded, "final")
+    assert value_of(loaded) == 2.0
+    assert steps(tmp_path) == [2]
+    assert leftovers(tmp_path) == []
+
+
+def test_two_managers_of_one_process_rotate_nothing_that_the_other_needs(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as first:
+        first.save(1, state(1.0))
+    keep = RetentionPolicy(max_num=1)
+    with CheckpointManager(tmp_path, retention=keep) as first, CheckpointManager(tmp_path, retention=keep) as second:
+        first.load(state())
+        handles = [first.save_async(2, state(2.0)), second.save_async(3, state(3.0))]
+        assert sorted(handle.result().step for handle in handles) == [2, 3]
+        assert 1 in steps(tmp_path)  # what the first was resumed from
+        assert len(steps(tmp_path)) == 2
