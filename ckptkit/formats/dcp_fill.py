@@ -30,6 +30,7 @@ __all__ = ["Filler", "SliceCheck", "Verify", "check_bytes", "read_workers"]
 
 _SMALL = 1 << 20  # below, reads of one file are joined
 _BATCH = 8 << 20
+_BATCH_REMOTE = 64 << 20  # each is read by several requests at once
 _TILE = 32 << 20  # bytes of a region that go through a buffer at once
 _RUN = 32 << 10  # shorter runs of needed bytes are read with the gaps between them
 _REMOTE = 16 << 20
@@ -192,6 +193,8 @@ class Filler:
             IncompleteCheckpointError: A file is too short.
         """
         started = time.perf_counter()
+        # Far away, tensors that lie beside each other are read together, whatever their size: requests cost most.
+        joined = _SMALL if self.store.local_root is not None else _BATCH_REMOTE
         small: list[tuple[_Fill, int]] = []
         aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         jobs: list[tuple[int, Callable[[], int]]] = []
@@ -201,7 +204,7 @@ class Filler:
                 fill.dtype is fill.target.dtype and fill.target.is_contiguous() and fill.target.device.type == "cpu"
             )
             full = self.verify is Verify.FULL and not fill.whole and fill.digest is not None
-            if at is not None and not full and fill.needed < _SMALL:
+            if at is not None and not full and fill.needed < (joined if direct else _SMALL):
                 if not direct:  # a cast, a device, a stride: joined with the others all the same
                     aside.append((fill.target, torch.empty(fill.sizes, dtype=fill.dtype)))
                     fill = replace(fill, target=aside[-1][1])  # noqa: PLW2901
@@ -210,8 +213,9 @@ class Filler:
                 jobs.append((fill.needed, lambda fill=fill, full=full: self._through_buffer(fill, full)))  # type: ignore[misc]
             else:
                 jobs.append((fill.needed, lambda fill=fill, at=at: self._direct(fill, at)))  # type: ignore[misc]
-        for batch in _batches(small):
-            jobs.append((_BATCH, lambda batch=batch: self._joined(batch)))  # type: ignore[misc]
+        size = _BATCH if self.store.local_root is not None else _BATCH_REMOTE
+        for batch in _batches(small, size):
+            jobs.append((size, lambda batch=batch: self._joined(batch)))  # type: ignore[misc]
         self._fills = []
         jobs.sort(key=lambda job: -job[0])
         self.nbytes += sum(self._all([call for _, call in jobs]))
@@ -364,13 +368,13 @@ def _start_in_file(fill: _Fill) -> int | None:
     return fill.start + fill.itemsize * box.flat_start(fill.shape) if box.is_contiguous_in(fill.shape) else None
 
 
-def _batches(small: list[tuple[_Fill, int]]) -> Iterator[list[tuple[_Fill, int]]]:
+def _batches(small: list[tuple[_Fill, int]], size: int) -> Iterator[list[tuple[_Fill, int]]]:
     """Cut small reads into batches of one file, in the order of the file."""
     small.sort(key=lambda item: (item[0].path, item[1]))
     batch: list[tuple[_Fill, int]] = []
     nbytes = 0
     for item in small:
-        if batch and (nbytes >= _BATCH or batch[-1][0].path != item[0].path):
+        if batch and (nbytes >= size or batch[-1][0].path != item[0].path):
             yield batch
             batch, nbytes = [], 0
         batch.append(item)

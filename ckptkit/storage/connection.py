@@ -17,8 +17,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 PART_BYTES = 16 << 20  # one ranged read, or one part of an upload
-_THREADS = 8
-_UPLOADS = 6  # parts on their way at once, by all writers of a process
+_THREADS = 16  # requests in flight; what they read goes straight to where it is wanted
+_UPLOADS = 8  # parts on their way at once, by all writers of a process
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -97,7 +97,7 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
         settings["config_kwargs"] = {
             # A checksum of the whole object says nothing of a range, and some servers send it all the same.
             "response_checksum_validation": "when_required",
-            "max_pool_connections": 2 * _THREADS,
+            "max_pool_connections": _THREADS + 8,  # and those of callers' own threads
             # retry.py does it, for all stores alike. Three layers of retries would multiply into minutes.
             "retries": {"max_attempts": 0, "mode": "standard"},
             **settings.get("config_kwargs", {}),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ckptkit.storage.connection import PART_BYTES, Connection
 
-__all__ = ["Entry", "FsspecApi", "ObjectApi", "UnfinishedUpload", "Upload", "Uploads"]
+__all__ = ["Entry", "FsspecApi", "ObjectApi", "Sink", "UnfinishedUpload", "Upload", "Uploads"]
 
 Entry = Mapping[str, Any]
 """One entry of a listing or of a look, as fsspec gives it: name, type, size, a time."""
+
+Sink = Callable[[int, "bytes | memoryview"], None]
+"""Gets (where a piece starts, counted from the first byte asked for, the piece)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,9 @@ class ObjectApi(Protocol):
 
     def get(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop), fewer where the object ends."""
+
+    def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
+        """Give the bytes [start, stop) to `sink` as they come, in order, and return how many there were."""
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
         """Return the first bytes of an object, and how many it has in all."""
@@ -116,6 +122,11 @@ class FsspecApi:
             if str(getattr(error, "code", "")) == "416":
                 return b""
             raise
+
+    def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
+        data = self.get(name, start, stop)
+        sink(0, data)
+        return len(data)
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
         data = bytes(self.fs.cat_file(name))

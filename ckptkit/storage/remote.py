@@ -8,12 +8,14 @@ import errno
 import logging
 import re
 import secrets
+import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ckptkit.errors import IncompleteCheckpointError, StorageError
-from ckptkit.storage.coalesce import coalesce
+from ckptkit.storage.coalesce import Scatter, coalesce
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.object_api import Entry, FsspecApi, ObjectApi, Uploads
 from ckptkit.storage.paths import checked_path
@@ -156,27 +158,29 @@ class RemoteStore:
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
         by_file: dict[str, list[ReadInto]] = {}
         for read in reads:
-            for piece in _cut(read):
-                by_file.setdefault(read.path, []).append(piece)
+            if read.view.nbytes:
+                by_file.setdefault(read.path, []).append(read)
         jobs: list[_Job] = []
         for path, items in by_file.items():
             ranges = [(item.start, item.start + item.view.nbytes) for item in items]
-            for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=PART_BYTES):
-                jobs.append((path, span.start, span.stop, [items[i] for i in span.members]))
+            for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=sys.maxsize):
+                members = sorted((items[i] for i in span.members), key=_start)
+                # Cut without regard to what is read into what: a view may get its bytes from two requests.
+                for start, stop in _cut(span.start, span.stop):
+                    later = bisect_left(members, stop, key=_start)
+                    jobs.append((path, start, stop, members[:later]))
+                    members = [item for item in members[:later] if _stop(item) > stop] + members[later:]
         self._connection.each(self._read_job, jobs)
 
     def _read_job(self, job: _Job) -> None:
         path, start, stop, items = job
         full = self._full(path)
-        data = memoryview(self._call(path, lambda: self._api.get(full, start, stop)))
-        if len(data) != stop - start:
+        got = self._call(path, lambda: self._api.get_into(full, start, stop, Scatter(items, start)))
+        if got != stop - start:
             raise IncompleteCheckpointError(
-                f"{self._shown(path)}: the object ends at byte {start + len(data)}, but bytes up to {stop} are "
+                f"{self._shown(path)}: the object ends at byte {start + got}, but bytes up to {stop} are "
                 "needed. It is truncated."
             )
-        for item in items:
-            low = item.start - start
-            item.view.cast("B")[:] = data[low : low + item.view.nbytes]
 
     # --- writing
 
@@ -306,10 +310,19 @@ def _file_info(path: str, found: Entry) -> FileInfo:
     return FileInfo(path, kind, size, float(when) if isinstance(when, (int, float)) else 0.0)
 
 
-def _cut(read: ReadInto) -> Iterator[ReadInto]:
-    view = read.view.cast("B")
-    for start in range(0, len(view), PART_BYTES):
-        yield ReadInto(read.path, read.start + start, view[start : start + PART_BYTES])
+def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cut a range into as few equal parts as are no larger than a request should be."""
+    count = -(-(stop - start) // PART_BYTES)
+    for i in range(count):
+        yield start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count
+
+
+def _start(item: ReadInto) -> int:
+    return item.start
+
+
+def _stop(item: ReadInto) -> int:
+    return item.start + item.view.nbytes
 
 
 _SECRET = re.compile(r"(?i)((?:secret|token|password|key|signature|credential)[a-z_-]*=)[^&\s]+")

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckptkit.storage.connection import Connection
-from ckptkit.storage.object_api import Entry, FsspecApi, UnfinishedUpload, Uploads
+from ckptkit.storage.object_api import Entry, FsspecApi, Sink, UnfinishedUpload, Uploads
 
 __all__ = ["S3Api"]
 
@@ -18,6 +18,7 @@ _GONE = ("NoSuchKey", "NoSuchUpload")
 _HEAD_BYTES = 16 << 20  # what a whole object is asked for first: nearly all are smaller
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
+_CHUNK = 1 << 20  # of a body, taken from the connection at once
 
 
 class S3Api(FsspecApi):
@@ -42,12 +43,7 @@ class S3Api(FsspecApi):
         more: dict[str, Any] = {} if recursive else {"Delimiter": "/"}
         while True:
             page = self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
-            for item in page.get("Contents", ()):
-                if not item["Key"].endswith("/"):  # a marker, as consoles make for an empty folder
-                    full = f"{bucket}/{item['Key']}"
-                    found.append(
-                        {"name": full, "type": "file", "size": item["Size"], "LastModified": item["LastModified"]}
-                    )
+            found += _files(bucket, page)
             found += [{"name": f"{bucket}/{p['Prefix']}", "type": "directory"} for p in page.get("CommonPrefixes", ())]
             if not page.get("IsTruncated"):
                 return found
@@ -60,30 +56,47 @@ class S3Api(FsspecApi):
         return self._get(name, 0, _HEAD_BYTES)
 
     def _get(self, name: str, start: int, stop: int) -> tuple[bytes, int]:
+        data = bytearray()
+
+        def sink(at: int, piece: bytes | memoryview) -> None:
+            data.extend(piece)
+
+        total = self._get_into(name, start, stop, sink)[1]
+        return bytes(data), total
+
+    def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
+        return self._get_into(name, start, stop, sink)[0]
+
+    def _get_into(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         from fsspec.asyn import sync
 
         try:
-            data, total = sync(self.fs.loop, self._fetch, name, start, stop)
+            got, total = sync(self.fs.loop, self._fetch, name, start, stop, sink)
         except OSError as error:
             if _status(error) == 416:  # the range starts past the end: the object is empty, or shorter than that
-                return b"", 0
+                return 0, 0
             raise
-        return data, total
+        return got, total
 
-    async def _fetch(self, name: str, start: int, stop: int) -> tuple[bytes, int]:
+    async def _fetch(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
+        """Give what comes to `sink` piece by piece, so that nobody holds an answer whole."""
         bucket, key = self._split(name)
         answer = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}")
-        try:
-            data: bytes = await answer["Body"].read()
-        finally:
-            answer["Body"].close()
-        expected = answer.get("ContentLength", len(data))
-        if len(data) != expected:  # a connection that was cut can look like a short answer
-            raise ConnectionError(f"the answer has {len(data)} of {expected} bytes")
         stated = str(answer.get("ContentRange", "")).rpartition("/")[2]
-        if not stated.isdigit():  # a server that knows no ranges sent all
-            return data[start:stop], len(data)
-        return data, int(stated)
+        low = 0 if stated.isdigit() else start  # a server that knows no ranges sends all
+        high, got, body = low + stop - start, 0, answer["Body"]
+        try:
+            while piece := await body.read(_CHUNK):
+                wanted = memoryview(piece)[max(0, low - got) : max(0, high - got)]
+                if wanted:
+                    sink(max(low, got) - low, wanted)
+                got += len(piece)
+        finally:
+            body.close()
+        expected = answer.get("ContentLength", got)
+        if got != expected:  # a connection that was cut can look like a short answer
+            raise ConnectionError(f"the answer has {got} of {expected} bytes")
+        return max(0, min(got, high) - low), int(stated) if stated.isdigit() else got
 
     def is_mine(self, name: str, data: bytes, *, mark: str, tries: int) -> bool:
         # Also at the first try: the HTTP client below sends a PUT again by itself when a kept connection breaks.
@@ -182,6 +195,19 @@ class S3Upload:
     def abort(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._api._call("abort_multipart_upload", **self._where)
+
+
+def _files(bucket: str, page: Any) -> list[Entry]:
+    """Return the objects of one page of a listing."""
+    return [
+        {"name": f"{bucket}/{item['Key']}", "type": "file", "size": item["Size"], **_about(item)}
+        for item in page.get("Contents", ())
+        if not item["Key"].endswith("/")  # a marker, as consoles make for an empty folder
+    ]
+
+
+def _about(item: Any) -> Entry:
+    return {name: item[name] for name in ("LastModified", "ETag") if name in item}
 
 
 def _combined_tag(tags: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -39,7 +40,8 @@ class PartWriter:
         self._api = api
         self._name = name
         self._attempt = attempt
-        self._buffer = bytearray()
+        self._buffer = io.BytesIO()  # gives what was collected as bytes without another copy
+        self._held = 0
         self._upload: Upload | None = None
         self._sent: list[Future[None]] = []
         self._count = 0
@@ -49,13 +51,13 @@ class PartWriter:
         view = memoryview(data).cast("B")
         at = 0
         while at < len(view):
-            room = self._part_bytes() - len(self._buffer)
+            room = self._part_bytes() - self._held
             if room == 0:  # only now is it known that this part is not the last
                 self._send(last=False)
                 continue
-            taken = view[at : at + room]
-            self._buffer += taken
-            at += len(taken)
+            taken = self._buffer.write(view[at : at + room])
+            self._held += taken
+            at += taken
 
     def _part_bytes(self) -> int:
         return PART_BYTES if self._count < _MANY else _LARGE
@@ -63,7 +65,7 @@ class PartWriter:
     def finish(self, put: Callable[[bytes], None]) -> None:
         """Let the object appear; `put` writes one that is no larger than a part."""
         if self._upload is None:
-            put(bytes(self._buffer))
+            put(self._take())
             return
         self._send(last=True)
         self._wait()
@@ -81,7 +83,13 @@ class PartWriter:
                 self._attempt(self._upload.abort)
             except Exception as error:  # noqa: BLE001 - the caller has an error already
                 logger.warning("an unfinished upload was left behind; ckptkit prune removes it: %s", error)
-        self._buffer = bytearray()
+        self._take()
+
+    def _take(self) -> bytes:
+        """Return what was collected, and begin anew."""
+        data = self._buffer.getvalue()
+        self._buffer, self._held = io.BytesIO(), 0
+        return data
 
     def _send(self, *, last: bool) -> None:
         if self._upload is None:
@@ -92,7 +100,7 @@ class PartWriter:
             self._wait()
         self._raise_early()
         self._count += 1
-        data, self._buffer = bytes(self._buffer), bytearray()
+        data = self._take()
         slots = self._connection.slots
         slots.acquire()
         try:

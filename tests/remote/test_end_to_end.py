@@ -185,3 +185,35 @@ def test_many_small_ranges_are_few_requests(counted: tuple[Proxy, Options], url:
     views = [bytearray(100) for _ in range(1000)]
     store.read_many([ReadInto("x", i * 4000, memoryview(view)) for i, view in enumerate(views)])
     assert proxy.count == 1 and all(bytes(v) == data[i * 4000 :][:100] for i, v in enumerate(views))
+
+
+def test_views_that_lie_beside_each_other_share_requests(counted: tuple[Proxy, Options], url: str) -> None:
+    from ckptkit.storage.store import ReadInto
+
+    proxy, options = counted
+    store = open_store(url, storage_options=options)
+    data = os.urandom(30 << 20)
+    with store.writer("x") as writer:
+        writer.write(data)
+    proxy.clear()
+    views = [bytearray(10 << 20) for _ in range(3)]
+    store.read_many([ReadInto("x", i * (10 << 20), memoryview(view)) for i, view in enumerate(views)])
+    assert proxy.count == 2 and b"".join(views) == data  # parts of 16 MiB at most, wherever a view ends
+
+
+def test_loading_a_thousand_tensors_takes_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
+    proxy, options = counted
+    model = nn.Module()
+    for i in range(1000):
+        model.register_parameter(f"p{i}", nn.Parameter(torch.full((16384,), float(i))))
+    state = TrainState(model=model)
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, state)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        proxy.clear()
+        manager.load(state)
+    assert all(bool((p == i).all()) for i, p in enumerate(model.parameters()))
+    # 64 MiB of data; the record, the manifest and the pin around it
+    assert proxy.count <= 20, proxy.kinds()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.storage.coalesce import coalesce
+from ckptkit.storage.coalesce import Scatter, coalesce
+from ckptkit.storage.store import ReadInto
 
 RANGES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 300)).map(lambda r: (r[0], r[0] + r[1])), max_size=40)
 
@@ -28,3 +29,15 @@ def test_a_span_is_no_longer_than_allowed_unless_one_range_is(
 
 def test_a_gap_that_is_too_wide_splits() -> None:
     assert [s.members for s in coalesce([(0, 10), (15, 20), (40, 50)], max_gap=5, max_span=100)] == [(0, 1), (2,)]
+
+
+def test_what_comes_is_dealt_out_to_every_view_that_wants_it() -> None:
+    data = bytes(range(200))
+    wanted = [(0, 200), (40, 3), (38, 30), (150, 50), (199, 1), (60, 0)]
+    views = [bytearray(length) for _, length in wanted]
+    reads = [ReadInto("x", start, memoryview(view)) for (start, _), view in zip(wanted, views, strict=True)]
+    for low, high in ((0, 41), (41, 130), (130, 200)):  # as three requests bring it
+        scatter = Scatter([read for read in reads if read.start < high], low)
+        for at in range(low, high, 7):
+            scatter(at - low, data[at : min(at + 7, high)])
+    assert [bytes(view) for view in views] == [data[start : start + length] for start, length in wanted]
