@@ -30,10 +30,23 @@ __all__ = [
 ]
 
 
+_MAX_LINE = 1000
+
+
 class CkptkitError(Exception):
-    """Base of all errors that ckptkit raises on purpose."""
+    """Base of all errors that ckptkit raises on purpose. No line of a message is longer than a thousand characters:
+    what is named in it may come from a file that holds a megabyte of name."""
 
     exit_code = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_cut(arg) if isinstance(arg, str) and len(arg) > _MAX_LINE else arg for arg in args))
+
+
+def _cut(text: str) -> str:
+    lines = text.split("\n")
+    half = _MAX_LINE // 2 - 5
+    return "\n".join(line if len(line) <= _MAX_LINE else f"{line[:half]} [...] {line[-half:]}" for line in lines)
 
 
 class UsageError(CkptkitError, ValueError):

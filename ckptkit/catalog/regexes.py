@@ -71,7 +71,7 @@ class Tries:
     unbounded: int
 
     def steps(self, length: int) -> int:
-        return self.constant * (length + 1) ** self.unbounded
+        return self.constant * int((length + 1) ** self.unbounded)
 
 
 @lru_cache(maxsize=4096)

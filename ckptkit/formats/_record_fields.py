@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.formats.strict_json import parse
 
 __all__ = ["Fields", "parse_json"]
 
@@ -16,24 +16,10 @@ def parse_json(data: bytes, *, file: str) -> dict[str, Any]:
     """Return the JSON object in `data`: UTF-8, no key twice, no NaN. Raises CorruptCheckpointError."""
     if not data.strip(b" \t\r\n\0"):
         raise CorruptCheckpointError(f"{file} is empty. It was cut off while it was written, or zeroed since.")
-    try:
-        body = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refused)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{file} is no JSON: {error}. It is truncated or damaged.") from error
+    body = parse(data, file=file)
     if not isinstance(body, dict):
         raise CorruptCheckpointError(f"{file} holds a JSON {type(body).__name__}, expected an object.")
     return body
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key is there twice")
-    return table
-
-
-def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON number")
 
 
 class Fields:

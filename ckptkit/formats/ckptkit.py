@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role
@@ -15,6 +15,7 @@ from ckptkit.formats.layout import MANIFEST_NAME, CommitRecord, FileRecord, data
 from ckptkit.formats.manifest import Manifest
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.side_files import is_side_file
+from ckptkit.formats.strict_json import parse
 from ckptkit.storage.store import Store
 
 __all__ = ["OBJECTS_NAME", "open_catalog", "open_manifest"]
@@ -46,6 +47,7 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
         raise IncompleteCheckpointError(f"{store.url}: its commit record names no manifest.")
     data = _checked(place, record.manifest, record.files.get(record.manifest))
     manifest = Manifest.from_bytes(data, file=f"{prefix}{record.manifest}")
+    _check_places(manifest, record, f"{store.url}/{prefix}{record.manifest}")
     if prefix:
         manifest = replace(manifest, paths=[prefix + path for path in manifest.paths])
     catalog = manifest.catalog()
@@ -88,6 +90,19 @@ def _digest(store: Store, path: str, size: int) -> str:
     return state.hexdigest()
 
 
+def _check_places(manifest: Manifest, record: CommitRecord, place: str) -> None:
+    """Check that every slice lies in a committed file, before anybody asks for memory by its shape."""
+    sizes = []
+    for path in manifest.paths:
+        if path not in record.files:
+            raise IncompleteCheckpointError(f"{place}: it names {path!r}, which the commit record does not list.")
+        sizes.append(record.files[path].nbytes)
+    slices = manifest.slices
+    ends = np.array(sizes, np.int64)[slices.files] if len(slices.files) else slices.starts
+    if len(ends) and bool((slices.starts > ends - slices.nbytes).any()):
+        raise IncompleteCheckpointError(f"{place}: a slice lies past the end of the file that it is said to lie in.")
+
+
 def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int = _MAX_INDEX_BYTES) -> bytes:
     if expected is None:
         raise CorruptCheckpointError(f"{store.url}: the commit record does not list {path!r}.")
@@ -115,10 +130,7 @@ def _moved(entry: ObjectEntry, prefix: str) -> ObjectEntry:
 
 
 def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path}: it is no JSON ({error}).") from error
+    found = parse(data, file=path)
     if (
         not isinstance(found, dict)
         or found.get("format") != _OBJECTS_FORMAT

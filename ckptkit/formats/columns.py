@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.formats.strict_json import parse
 
 __all__ = ["Column", "Columns", "pack", "pack_texts", "unpack", "unpack_texts"]
 
@@ -89,7 +90,7 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
     metadata = fields.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):
         raise CorruptCheckpointError(f"{file}: this safetensors file was not written by ckptkit.")
-    header = _json(metadata[_KEY].encode(), file)
+    header = _json(metadata[_KEY], file)
     body = view[8 + length :]
     arrays = {name: _column(name, spec, body, file) for name, spec in fields.items()}
     if sum(array.nbytes for array in arrays.values()) != len(body):
@@ -97,20 +98,10 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
     return Columns(arrays, header, file)
 
 
-def _json(text: bytes, file: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{file}: its header is no JSON ({error}).") from error
+def _json(text: bytes | str, file: str) -> dict[str, Any]:
+    found = parse(text, file=f"{file}: its header")
     if not isinstance(found, dict):
         raise CorruptCheckpointError(f"{file}: its header is no JSON object.")
-    return found
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands in it twice")
     return found
 
 

@@ -8,7 +8,6 @@ DCP form, or, for use_orig_params=True, a Hugging Face directory (`ReadOptions.b
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ckptkit.formats._torch_records import ShardedTensorRecord, StoredTensor
 from ckptkit.formats.flat import FlatVector, Piece
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.rank_files import Joined, join
+from ckptkit.formats.strict_json import parse
 from ckptkit.storage import Store, open_store
 
 __all__ = ["FlatParam", "is_flat", "parse_layout", "read"]
@@ -259,9 +259,8 @@ def _given_shapes(url: str) -> dict[str, tuple[int, ...]]:
 def _read_json(url: str) -> Any:
     folder, _, name = url.rpartition("/")
     try:
-        raw = open_store(folder or ".").read(name, 0, _MAX_JSON_BYTES)
-        return json.loads(raw)
+        return parse(open_store(folder or ".").read(name, 0, _MAX_JSON_BYTES), file=url)
     except FileNotFoundError as error:
         raise UsageError(f"{url} does not exist.") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{url} is no JSON: {error}.") from error
+    except CorruptCheckpointError as error:
+        raise UsageError(str(error)) from error

@@ -10,6 +10,7 @@ is one tensor a box; then the names are `<key>#<box>`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,14 @@ from ckptkit.formats.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.safetensors_parse import SafetensorsHeader, read_header
 from ckptkit.formats.slice_table import entries_of
+from ckptkit.formats.strict_json import parse
 from ckptkit.storage.store import Store
 
 __all__ = ["METADATA_KEY", "LocalTensor", "file_metadata", "file_name", "is_local", "open_catalog"]
 
 METADATA_KEY = "ckptkit.local"
+_MAX_RANKS = 1 << 20
+_SHOWN = 8  # missing ranks in a message
 _FILE = re.compile(r"local_([0-9]{5,9})\.safetensors")
 
 
@@ -92,14 +96,15 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
     for rank, item in sorted(found.items()):
         header = read_header(store, item.path)
         body = _body(header, item.path, rank)
-        world_size = body["world_size"]
+        world_size = max(world_size, body["world_size"])
         shift = len(meshes)
         meshes += body["meshes"]
         _add_rank(header, body, item.path, slices, about, placements, shift)
-    missing = [rank for rank in range(world_size) if rank not in found]
+    missing = list(itertools.islice((rank for rank in range(world_size) if rank not in found), _SHOWN))
     if missing:
         raise IncompleteCheckpointError(
-            f"{store.url}: {world_size} ranks saved, the files of ranks {missing} are missing."
+            f"{store.url}: {world_size} ranks saved, {world_size - len(found)} of their files are missing: those of "
+            f"ranks {', '.join(map(str, missing))}{', ...' if world_size - len(found) > _SHOWN else ''}."
         )
     entries = entries_of({key: (*about[key], slices[key]) for key in slices})
     info = CatalogInfo(
@@ -114,11 +119,11 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
 
 def _body(header: SafetensorsHeader, path: str, rank: int) -> dict[str, Any]:
     try:
-        body = json.loads(header.metadata[METADATA_KEY])
-        mine = body["version"] == 1 and body["rank"] == rank and body["world_size"] > rank
+        body = parse(header.metadata[METADATA_KEY], file=f"{path}: its metadata")
+        mine = body["version"] == 1 and body["rank"] == rank and rank < body["world_size"] < _MAX_RANKS
         if mine and isinstance(body["meshes"], list) and set(body["tensors"]) == set(header.tensors):
             return dict(body)
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{path}: its metadata does not describe a rank's tensors ({error!r}).") from error
     raise CorruptCheckpointError(f"{path}: its metadata is that of another rank, or of other tensors.")
 

@@ -172,6 +172,8 @@ def _check_info(columns: Columns) -> None:
     if not all(type(n) is int for n in info.get("files", {}).values()):
         _fail(columns, "info.files in its header is malformed")
     for path in (*info.get("files", {}), *info.get("side_files", ())):
+        if not isinstance(path, str):
+            _fail(columns, "a path in its header is no text")
         checked_path(path)
 
 

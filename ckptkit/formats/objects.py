@@ -26,6 +26,7 @@ from ckptkit.formats._restricted_pickle import Unknown, guarded, loads
 from ckptkit.formats._torch_legacy import is_legacy, is_tar, read_legacy, read_tar
 from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, Storage, StoredTensor
 from ckptkit.formats._torch_zip import file_size, read_archive
+from ckptkit.formats.strict_json import check_density
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 _MAX_OBJECT_BYTES = 4 << 30
+_MAX_JSON_BYTES = 256 << 20
 _MAX_DEPTH = 100
 _MAX_NODES = 4_000_000
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[biufc](?:1|2|4|8|16)|\?|[SU]\d{1,6})")
@@ -147,12 +149,16 @@ def load_object_torch(store: Store, entry: ObjectEntry, *, allow_pickle: bool = 
 
 
 def _read_json(store: Store, entry: ObjectEntry) -> Any:
-    stop = entry.start + entry.nbytes if entry.nbytes else None
-    raw = store.read(entry.path, entry.start, stop)
+    stop = entry.start + (entry.nbytes or _MAX_JSON_BYTES + 1)
+    raw = store.read(entry.path, entry.start, min(stop, entry.start + _MAX_JSON_BYTES + 1))
+    label = f"{entry.path} ({entry.name})"
+    if len(raw) > _MAX_JSON_BYTES:
+        raise CorruptCheckpointError(f"{label}: more than {_MAX_JSON_BYTES} bytes of JSON, which no checkpoint needs.")
+    check_density(raw, file=label)
     try:
-        return json.loads(raw)
+        return json.loads(raw)  # anybody's own: trainer_state.json has NaN in it
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{entry.path} ({entry.name}): it is no JSON: {error}.") from None
+        raise CorruptCheckpointError(f"{label}: it is no JSON: {error}.") from None
 
 
 def _decoded(store: Store, entry: ObjectEntry, codec: Codec) -> bytes:

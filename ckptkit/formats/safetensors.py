@@ -17,12 +17,15 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.safetensors_dcp import SHARD_NAME, open_shards
 from ckptkit.formats.safetensors_parse import HeaderTensor, SafetensorsHeader, read_headers
 from ckptkit.formats.side_files import SideFiles, file_names, find_side_files, read_json
+from ckptkit.formats.strict_json import parse
 from ckptkit.storage import Store
+from ckptkit.storage.paths import is_safe_name
 
 __all__ = ["open_catalog", "open_file"]
 
 _NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 _INDEX = ".safetensors.index.json"
+_MAX_INDEX_BYTES = 128 << 20  # a million tensors
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
@@ -166,11 +169,11 @@ def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, Safetens
 
 
 def _weight_map(store: Store, index: str) -> dict[str, str]:
-    content = read_json(store, index)
+    content = parse(store.read(index, 0, _MAX_INDEX_BYTES), file=index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CorruptCheckpointError(f"{index} is no index: expected a JSON object with a weight_map of file names.")
     for shard in set(weight_map.values()):
-        if "/" in shard or "\\" in shard or shard in ("", ".", ".."):
-            raise UnsafePathError(f"{index} names the file {shard!r}; only files beside the index may be named.")
+        if not is_safe_name(shard):
+            raise UnsafePathError(f"{index} names the file {shard!r:.200}; only files beside the index may be named.")
     return weight_map

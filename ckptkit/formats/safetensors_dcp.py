@@ -6,7 +6,6 @@ largest end that any shard reaches (torch/distributed/checkpoint/_consolidate_hf
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, Tensor
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.safetensors_parse import SafetensorsHeader, read_headers
 from ckptkit.formats.side_files import SideFiles, find_side_files
+from ckptkit.formats.strict_json import parse
 from ckptkit.storage import Store
 
 __all__ = ["SHARD_NAME", "open_shards", "saved_offsets"]
@@ -68,10 +68,7 @@ def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, 
     text = header.metadata.get(_KEY)
     if text is None:
         return {}
-    try:
-        info = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path}: {_KEY} of the header is no JSON: {error}.") from error
+    info = parse(text, file=f"{path}: {_KEY} of the header")
     if not isinstance(info, dict):
         raise CorruptCheckpointError(f"{path}: {_KEY} of the header is no JSON object.")
     return {

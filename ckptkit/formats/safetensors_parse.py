@@ -8,8 +8,8 @@ its dtype and shape ask for; the ranges cover the data from its first to its las
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.catalog.dtypes import from_safetensors
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.strict_json import parse
 from ckptkit.storage import Store
 
 __all__ = ["HeaderTensor", "SafetensorsHeader", "parse_header", "read_header", "read_headers"]
@@ -26,6 +27,7 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 64  # torch's own limit; keeps the product of a hostile shape small
 _MAX_EXTENT = 2**63 - 1
 _FIRST_READ = 64 << 10
+_HALF = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")  # as repr writes a lone surrogate
 _THREADS = 8  # headers are small: on object storage the time goes into waiting
 
 
@@ -119,22 +121,13 @@ def _header_length(raw: bytes, path: str) -> int:
 
 
 def _load_json(raw: bytes, path: str) -> dict[str, Any]:
-    try:
-        # A nested object is kept as its pairs, so that a large header costs a tuple a tensor, not a dict.
-        pairs = json.loads(raw.decode("utf-8"), object_pairs_hook=tuple, parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise CorruptCheckpointError(f"{path}: the safetensors header is no UTF-8 text: {error}.") from error
-    except RecursionError as error:
-        raise CorruptCheckpointError(f"{path}: the safetensors header is nested too deeply.") from error
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path}: the safetensors header is no JSON: {error}.") from error
+    # A nested object is kept as its pairs, so that a large header costs a tuple a tensor, not a dict.
+    pairs = parse(raw, file=f"{path}: the safetensors header", pairs=tuple)
+    if b"\\u" in raw and _HALF.search(repr(pairs)):
+        raise CorruptCheckpointError(f"{path}: the safetensors header has half a character, which no UTF-8 text has.")
     if not isinstance(pairs, tuple):
         raise CorruptCheckpointError(f"{path}: the safetensors header is no JSON object.")
     return _unique(pairs, path, "")
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _unique(pairs: tuple[tuple[str, Any], ...], path: str, where: str) -> dict[str, Any]:

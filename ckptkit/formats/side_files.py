@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.formats.strict_json import check_density
 from ckptkit.storage import FileInfo, Store
 from ckptkit.storage.paths import is_safe_name
 
@@ -111,6 +112,7 @@ def read_json(store: Store, path: str) -> Any:
     """Return what the JSON file says; None where it is missing, too large or no JSON."""
     try:
         raw = store.read(path, 0, _MAX_JSON_BYTES + 1)
+        check_density(raw, file=path)
         return json.loads(raw.decode("utf-8")) if len(raw) <= _MAX_JSON_BYTES else None
     except (FileNotFoundError, ValueError, RecursionError):
         return None

@@ -6,7 +6,6 @@ for the paths of DCP. Tensor bytes are not read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from ckptkit.formats.dcp_roles import EntryRole, RoleTable
 from ckptkit.formats.objects import plain
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.side_files import find_side_files
+from ckptkit.formats.strict_json import parse
 from ckptkit.storage.paths import is_safe_name
 from ckptkit.storage.store import Store
 
@@ -33,7 +33,7 @@ __all__ = ["EXTENSIONS", "INDEX_SUFFIX", "is_torch_file", "open_catalog", "open_
 
 EXTENSIONS = (".pt", ".bin", ".ckpt", ".pth")
 INDEX_SUFFIX = ".bin.index.json"
-_MAX_INDEX_BYTES = 512 << 20
+_MAX_INDEX_BYTES = 128 << 20
 
 Path = tuple[str | int, ...]
 
@@ -122,11 +122,9 @@ def _open_shards(store: Store, index: str, options: ReadOptions) -> Catalog:
 
 
 def _weight_map(store: Store, index: str) -> dict[str, str]:
-    raw = store.read(index, 0, _MAX_INDEX_BYTES)
     try:
-        weight_map = json.loads(raw)["weight_map"]
-        items = list(weight_map.items())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        items = list(parse(store.read(index, 0, _MAX_INDEX_BYTES), file=index)["weight_map"].items())
+    except (TypeError, KeyError, AttributeError):
         raise CorruptCheckpointError(f"{index}: it is no JSON with a weight_map.") from None
     for name, path in items:
         if not isinstance(path, str) or not is_safe_name(path):

@@ -8,12 +8,35 @@ from ckptkit.catalog.patterns import NamePattern
 from ckptkit.catalog.regexes import MAX_TRIES, check_tries, compile_regex, tries
 from ckptkit.errors import UsageError
 
-EXPONENTIAL = ["(a+)+", "(a|a)*", "(a*)*b", "((a?)+)*", "(a{1,9}){1,9}", "(?:a|aa)+$", "([a-z]+\\.)*", "(?P<x>a+){2}",
-               "((?:a)|b)+", "(a+(?=b))+"]  # fmt: skip
+EXPONENTIAL = [
+    "(a+)+",
+    "(a|a)*",
+    "(a*)*b",
+    "((a?)+)*",
+    "(a{1,9}){1,9}",
+    "(?:a|aa)+$",
+    "([a-z]+\\.)*",
+    "(?P<x>a+){2}",
+    "((?:a)|b)+",
+    "(a+(?=b))+",
+]
 HIDDEN = ["(?x)(a+ # [\n)+ # ]", "(?i)a", "(?#(a)b", "(a)(?(1)b|c)", "(?x:a b)"]
-POLYNOMIAL = [r"\w+" * 8 + "!", "a*" * 8 + "b", "a?" * 40 + "a" * 40, r"\+?" * 40 + r"\+" * 40, ".{0,}" * 9, "[a-z]+" * 9,
-              r"\w+(?:\.a)?" * 9, r"(\w+)(\w+)()(\w+)(\w+)(\w+)(\w+)(\w+)", r"[\u0660-\u0669]+\d" * 9,
-              "a{1,60}" * 9, r"(?:ab)*" * 9, r"\w+\w" * 9, "(.*)" * 9, r"\d+?" * 9]  # fmt: skip
+POLYNOMIAL = [
+    r"\w+" * 8 + "!",
+    "a*" * 8 + "b",
+    "a?" * 40 + "a" * 40,
+    r"\+?" * 40 + r"\+" * 40,
+    ".{0,}" * 9,
+    "[a-z]+" * 9,
+    r"\w+(?:\.a)?" * 9,
+    r"(\w+)(\w+)()(\w+)(\w+)(\w+)(\w+)(\w+)",
+    r"[\u0660-\u0669]+\d" * 9,
+    "a{1,60}" * 9,
+    r"(?:ab)*" * 9,
+    r"\w+\w" * 9,
+    "(.*)" * 9,
+    r"\d+?" * 9,
+]
 ORDINARY = [
     (r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight", 1),
     (r"(.*)\.wq\.(weight|bias)", 2),

@@ -25,7 +25,15 @@ from tests.formats.test_manifest import catalog
 OBJECTS = {"format": 1, "objects": {"step": 12, "optimizer": {"param_groups": []}, "rng.0": {"$tuple": [1, 2]}}}
 
 
-def commit(root: Path, *, kind: str = "sharded", data: str = "", objects: object = OBJECTS) -> LocalStore:
+def commit(
+    root: Path,
+    *,
+    kind: str = "sharded",
+    data: str = "",
+    objects: object = OBJECTS,
+    listed: list[str] | None = None,
+    nbytes: int = 1 << 30,
+) -> LocalStore:
     """A committed checkpoint whose data files are not needed to open it."""
     place = root / data
     place.mkdir(parents=True, exist_ok=True)
@@ -35,6 +43,9 @@ def commit(root: Path, *, kind: str = "sharded", data: str = "", objects: object
     for name, content in contents.items():
         (place / name).write_bytes(content)
     files = {name: FileRecord(len(c), xxhash.xxh3_64_hexdigest(c)) for name, c in contents.items()}
+    files.update(
+        dict.fromkeys(Manifest.of(catalog()).paths if listed is None else listed, FileRecord(nbytes, "0" * 16))
+    )
     record = CommitRecord(
         step=12,
         save_id="0123456789abcdef",
@@ -55,7 +66,17 @@ def test_every_type_opens_with_its_record(tmp_path, kind):
     found = open_catalog(commit(tmp_path, kind=kind))
     assert (found.info.format, found.info.producer, found.info.step) == (f"ckptkit-{kind}", "ckptkit 0.1.0", 12)
     assert list(found.tensors) == list(catalog().tensors)
-    assert set(found.info.files) == {"manifest.safetensors", "objects.json"}
+    assert {"manifest.safetensors", "objects.json"} <= set(found.info.files)
+
+
+def test_a_slice_in_a_file_that_was_not_committed_is_refused(tmp_path):
+    with pytest.raises(IncompleteCheckpointError, match="which the commit record does not list"):
+        open_catalog(commit(tmp_path, listed=[]))
+
+
+def test_a_slice_past_the_end_of_its_file_is_refused_before_its_tensor_is_made(tmp_path):
+    with pytest.raises(IncompleteCheckpointError, match="past the end of the file"):
+        open_catalog(commit(tmp_path, nbytes=8))
 
 
 def test_the_objects_beside_the_manifest_are_entries(tmp_path):

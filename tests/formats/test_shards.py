@@ -27,9 +27,7 @@ def _torch_placement(placement: Placement):
     return _StridedShard(placement.dim, split_factor=placement.split_factor)
 
 
-CASES = [
-    ((n,), (S0,), (7, 5)) for n in (1, 2, 3, 4, 8)
-] + [
+CASES = [((n,), (S0,), (7, 5)) for n in (1, 2, 3, 4, 8)] + [
     ((2, 2), (S0, S0), (7, 5)),
     ((2, 3), (S0, S1), (7, 5)),
     ((2, 2), (R, S0), (3, 2)),
@@ -40,7 +38,7 @@ CASES = [
     ((2, 2, 2), (R, Placement("strided_shard", 1, 2), S1), (3, 13)),
     ((2,), (Placement("strided_shard", 0, 3),), (11, 2)),
     ((2, 2), (S1, Placement("strided_shard", 1, 3)), (2, 17)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("mesh_shape", "placements", "shape"), CASES)
@@ -141,10 +139,14 @@ def _gather(whole, parts):
     ("shape", "local", "placements"),
     [
         ((2**40,), (4,), (Placement("strided_shard", 0, 2**16),) * 4),
-        ((2**20, 2**20, 0), (2**16, 2**16, 0), (Placement("strided_shard", 0, 2**15), Placement("strided_shard", 1, 2**15))),
+        (
+            (2**20, 2**20, 0),
+            (2**16, 2**16, 0),
+            (Placement("strided_shard", 0, 2**15), Placement("strided_shard", 1, 2**15)),
+        ),
     ],
     ids=["runs", "boxes"],
-)  # fmt: skip
+)
 def test_placements_that_cut_a_tensor_into_billions_of_parts_are_refused_at_once(
     shape: tuple[int, ...], local: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> None:

@@ -191,7 +191,7 @@ def test_a_tensor_that_its_shard_lacks_is_named(shards: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
 def test_an_index_that_is_none_is_refused(shards: Path, text: str) -> None:
     (shards / "pytorch_model.bin.index.json").write_text(text)
-    with pytest.raises(CorruptCheckpointError, match="no JSON with a weight_map"):
+    with pytest.raises(CorruptCheckpointError, match="no JSON"):
         open_catalog(LocalStore(shards))
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+import json
 import random
-from collections.abc import Sequence
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-__all__ = ["mutate"]
+__all__ = ["json_text", "mutate", "mutate_tree", "mutate_zip"]
 
 _INTERESTING = [0, 1, 2, 7, 8, 127, 128, 255, 256, 65535, 65536]
 _INTERESTING += [2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1]
@@ -50,3 +57,119 @@ def _one(rng: random.Random, out: bytearray, others: Sequence[bytes]) -> None:
         other = rng.choice(others)
         start = rng.randrange(len(other)) if other else 0
         out[at : at + 64] = other[start : start + 64]
+
+
+# --- by structure
+
+_HOSTILE: list[Callable[[], Any]] = [
+    lambda: None,
+    lambda: True,
+    lambda: -1,
+    lambda: 0,
+    lambda: 2**31,
+    lambda: 2**53,
+    lambda: 2**63,
+    lambda: 2**70,
+    lambda: 10**400,
+    lambda: 1.5,
+    lambda: float("nan"),
+    lambda: float("inf"),
+    lambda: 1e308,
+    lambda: "",
+    lambda: "../../outside/x",
+    lambda: "/etc/passwd",
+    lambda: "a\0b",
+    lambda: "x" * 5000,
+    lambda: "\ud800",
+    lambda: "²",
+    lambda: "9" * 5000,
+    list,
+    dict,
+    lambda: [[]],
+    lambda: {"": {}},
+    lambda: [0, -1],
+    lambda: [2**40, 2**40],
+    lambda: [2**40, 0],
+    lambda: ["x", {}],
+    lambda: {"$ref": "x"},
+    lambda: {"$tensor": {"dtype": "float32"}},
+    lambda: [[[[[[[[[[1]]]]]]]]]],
+    lambda: list(range(300)),
+]
+
+
+def mutate_tree(rng: random.Random, tree: Any, *, plain: bool = True) -> Any:
+    """Return a copy of nested dicts, lists and tuples with one to three parts replaced, removed, doubled or swapped.
+
+    Args:
+        plain: Only what JSON has is put in (no infinite numbers, no numbers of hundreds of digits).
+    """
+    out = copy.deepcopy(tree)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        places = list(_places(out))
+        if not places:
+            return rng.choice(_HOSTILE)()
+        holder, key = rng.choice(places)
+        _damage(rng, holder, key, places, plain=plain)
+    return out
+
+
+def _places(tree: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    keys: Iterable[Any] = ()
+    if isinstance(tree, dict):
+        keys = list(tree)
+    elif isinstance(tree, list):
+        keys = range(len(tree))
+    for key in keys:
+        yield tree, key
+        if depth < 30:
+            yield from _places(tree[key], depth + 1)
+
+
+def _damage(rng: random.Random, holder: Any, key: Any, places: list[tuple[Any, Any]], *, plain: bool) -> None:
+    kind = rng.randrange(8)
+    if kind == 0:
+        del holder[key]
+    elif kind == 1 and isinstance(holder, dict):
+        name = rng.choice(_HOSTILE)()
+        holder[name if isinstance(name, str) else f"{key}x"] = holder.pop(key)
+    elif kind == 2:
+        other, at = rng.choice(places)
+        with contextlib.suppress(LookupError, TypeError):
+            holder[key] = copy.deepcopy(other[at])
+    elif kind == 3 and isinstance(holder[key], (str, int, list)) and not isinstance(holder[key], bool):
+        holder[key] = holder[key] * 2 if not isinstance(holder[key], int) else rng.choice(_INTERESTING)
+    elif kind == 4 and isinstance(holder, list):
+        holder.insert(key, copy.deepcopy(holder[key]))
+    else:
+        made = rng.choice(_HOSTILE)()
+        holder[key] = 7 if plain and isinstance(made, (int, float)) and not -(2**80) < made < 2**80 else made
+
+
+def json_text(rng: random.Random, tree: Any) -> bytes:
+    """Return the tree as JSON, sometimes with what a JSON writer would not write: NaN, a key twice, deep nesting."""
+    text = json.dumps(tree)
+    kind = rng.randrange(12)
+    if kind == 0 and ": " in text:
+        at = rng.choice([m.start() for m in re.finditer(": ", text)])
+        text = (
+            text[: at + 2]
+            + rng.choice(("NaN, ", "-Infinity", "1e999", "[" * 3000, "0x1", "'", "9" * 5000))
+            + text[at + 2 :]
+        )
+    elif kind == 1 and '{"' in text:
+        at = rng.choice([m.start() for m in re.finditer(r'\{"', text)]) + 1
+        text = text[:at] + text[at : text.find(",", at) + 1] + text[at:]
+    return text.encode("utf-8", "surrogatepass")
+
+
+def mutate_zip(rng: random.Random, data: bytes, change: Callable[[bytes], bytes] | None = None) -> bytes:
+    """Return an archive of torch.save whose pickle is damaged, and whose sizes and checksums fit what it now holds."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        for item in old.infolist():
+            content = old.read(item)
+            if item.filename.endswith("/data.pkl"):
+                content = (change or (lambda raw: mutate(rng, raw)))(content)
+            new.writestr(item.filename, content)
+    return out.getvalue()

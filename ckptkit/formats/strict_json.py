@@ -1,0 +1,68 @@
+"""JSON that nobody vouches for: bounded before it is parsed, and refused where two readers would read two things."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ckptkit.errors import CorruptCheckpointError
+
+__all__ = ["check_density", "parse"]
+
+# A list or an object costs 64 bytes of memory and two of file. Real files have one in every 17 bytes at most: the
+# header of a safetensors file whose tensors have no names to speak of.
+_FREE = 1 << 20
+_BYTES_A_CONTAINER = 12
+_BYTES_A_VALUE = 2.5
+
+
+def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return what the JSON in `data` says: UTF-8, no key twice, no NaN, no number beyond a float's range.
+
+    Args:
+        file: What error messages name.
+        pairs: Makes what an object becomes, instead of a dict without double keys.
+
+    Raises:
+        CorruptCheckpointError: It is no such JSON, or would take very much more memory than it has bytes.
+    """
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    check_density(raw, file=file)
+    try:
+        text = data if isinstance(data, str) else raw.decode("utf-8")
+        return json.loads(text, object_pairs_hook=pairs or _unique, parse_constant=_refused, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{file} is no JSON: {error}. It is truncated or damaged.") from error
+
+
+def check_density(raw: bytes, *, file: str) -> None:
+    """Raise CorruptCheckpointError where JSON text has more lists, objects or values than any real file of its size."""
+    if len(raw) < _FREE:
+        return
+    containers = raw.count(b"[") + raw.count(b"{")
+    values = raw.count(b",")
+    if containers > _FREE + len(raw) / _BYTES_A_CONTAINER or values > _FREE + len(raw) / _BYTES_A_VALUE:
+        raise CorruptCheckpointError(
+            f"{file}: {containers} lists and objects with {values} values in {len(raw)} bytes are more than any "
+            "checkpoint has; it is not parsed."
+        )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key is there twice")
+    return table
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is larger than any number")
+    return value

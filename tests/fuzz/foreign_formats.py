@@ -1,0 +1,303 @@
+"""Fuzzers of other systems' files: safetensors with the official parser as oracle, indexes, configs, rank files, key
+maps and layouts."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import random
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import safetensors
+import torch
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.key_map_file import parse_key_map
+from ckptkit.catalog.targets import Part, Target
+from ckptkit.errors import CkptkitError
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.safetensors_parse import read_header
+from ckptkit.offline.convert import convert
+from ckptkit.offline.inspect import summarise
+from ckptkit.offline.reshard import reshard
+from ckptkit.storage.local import LocalStore
+from tests.fuzz.mutations import json_text, mutate, mutate_tree, mutate_zip
+from tests.fuzz.running import Finding, check_message
+from tests.fuzz.running import Target as Fuzzer
+from tests.fuzz.torch_formats import ZOO
+from tests.hostile import sources
+
+__all__ = ["FOREIGN"]
+
+
+def safetensors_files(rng: random.Random, folder: Path) -> None:
+    """What the official parser refuses is refused; what both accept are the same bytes."""
+    raw = sources.safetensors({"a": [2, 3], "b.c": [4], "e": [0, 7], "s": []})
+    length = int.from_bytes(raw[:8], "little")
+    if rng.random() < 0.5:
+        header = {**json.loads(raw[8 : 8 + length]), "__metadata__": {"format": "pt"}}
+        text = json_text(rng, mutate_tree(rng, header)) + b" " * rng.choice((0, 0, 1, 8))
+        data = (len(text) + rng.choice((0, 0, 0, 1, -1))).to_bytes(8, "little") + text + raw[8 + length :]
+    else:
+        data = mutate(rng, raw, [raw])
+    (folder / "model.safetensors").write_bytes(data)
+    try:
+        ours = read_header(LocalStore(folder), "model.safetensors")
+    except CkptkitError as error:
+        check_message(error, "model.safetensors")
+        return
+    try:
+        theirs = dict(safetensors.deserialize(data))
+    except Exception as error:
+        raise Finding(f"the official parser refuses what was accepted: {error}") from error
+    if set(theirs) != set(ours.tensors):
+        raise Finding("the official parser sees other tensors")
+    for name, tensor in ours.tensors.items():
+        same = data[tensor.start : tensor.start + tensor.nbytes] == bytes(theirs[name]["data"])
+        if not same or list(tensor.shape) != list(theirs[name]["shape"]):
+            raise Finding(f"the official parser reads {name!r} otherwise")
+
+
+def indexes(rng: random.Random, folder: Path) -> None:
+    """What an index says of the files is what they hold."""
+    if rng.random() < 0.5:
+        sources.hf_sharded(folder)
+        path = folder / "model.safetensors.index.json"
+    else:
+        for i, name in enumerate(("weight", "bias"), start=1):
+            torch.save({name: sources.weights()[name]}, folder / f"model-0000{i}-of-00002.safetensors")
+        sources.write_index(folder, {}, "pytorch_model.bin.index.json")
+        path = folder / "pytorch_model.bin.index.json"
+    raw = path.read_bytes()
+    path.write_bytes(json_text(rng, mutate_tree(rng, json.loads(raw))) if rng.random() < 0.7 else mutate(rng, raw))
+    _look(folder, path.name, "safetensors", "model-", str(folder))
+
+
+def configs(rng: random.Random, folder: Path) -> None:
+    """config.json and adapter_config.json of anybody, in a conversion that is only planned."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "hidden_size": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "text_config": {"vocab_size": 4},
+        "auto_map": {"AutoModel": "x.Y"},
+        "quantization_config": {"a": 1},
+    }
+    adapter = {
+        "lora_alpha": 16,
+        "r": 2,
+        "peft_type": "LORA",
+        "target_modules": ["q"],
+        "rank_pattern": {"q": 2},
+        "alpha_pattern": {"^q$": 4},
+        "use_rslora": True,
+        "base_model_name_or_path": "a/b",
+    }
+    names = {
+        "model.q.weight": [4, 4],
+        "model.q.lora_A.weight": [2, 4],
+        "model.q.lora_B.weight": [4, 2],
+        "lm_head.weight": [4, 4],
+        "model.embed_tokens.weight": [4, 4],
+    }
+    src = folder / "src"
+    src.mkdir()
+    (src / "model.safetensors").write_bytes(sources.safetensors(names))
+    (src / "config.json").write_bytes(json_text(rng, mutate_tree(rng, config)))
+    (src / "adapter_config.json").write_bytes(json_text(rng, mutate_tree(rng, adapter)))
+    try:
+        convert(str(src), str(folder / "dst"), dry_run=True, merge_adapter=rng.random() < 0.5, untie=rng.random() < 0.5)
+    except CkptkitError as error:
+        check_message(error)
+
+
+_RANK_FILES = {
+    "deepspeed_zero2_bf16_w2/ckpt": "*.pt",
+    "deepspeed_zero3_bf16_tied_w2/ckpt": "*.pt",
+    "verl_fsdp2_w2": "*.pt",
+    "verl_fsdp1_nomesh_w2": "*.pt",
+    "lightrft_mp_optim_w2": "*",
+    "lightning_trainer_fsdp_w2": "meta.pt",
+    "accelerate_fsdp2_nodcp_llama_untied_w2/checkpoint": "*.bin",
+    "fsdp1_local_state_dict_nomesh_w2": "*",
+    "torchsave_pytorch_model_bin": "*.bin",
+    "lightning_trainer_full": "*.ckpt",
+    "megatron_torch_dist_emulated": "common.pt",
+}
+
+
+def rank_files(rng: random.Random, folder: Path) -> None:
+    """One file of a system that saves a file a rank, damaged in its pickle or in the values that it holds."""
+    name = rng.choice(sorted(_RANK_FILES))
+    _damaged_copy(rng, name, folder)
+    _look(folder)
+
+
+def deepspeed(rng: random.Random, folder: Path) -> None:
+    _damaged_copy(rng, rng.choice(("deepspeed_zero2_bf16_w2/ckpt", "deepspeed_zero3_bf16_tied_w2/ckpt")), folder)
+    _look(folder)
+
+
+def _damaged_copy(rng: random.Random, name: str, folder: Path) -> None:
+    ignore = shutil.ignore_patterns("EXPECTED*")
+    shutil.copytree(ZOO / name, folder, dirs_exist_ok=True, ignore=ignore)
+    paths = [p for p in sorted(folder.rglob(_RANK_FILES[name])) if p.is_file() and p.stat().st_size < 400_000]
+    path = rng.choice(paths)
+    raw = path.read_bytes()
+    if raw[:2] != b"PK" or rng.random() < 0.1:
+        path.write_bytes(mutate(rng, raw))
+    elif rng.random() < 0.5:
+        path.write_bytes(mutate_zip(rng, raw))
+    else:
+        path.write_bytes(_with_other_values(rng, raw))
+
+
+def _with_other_values(rng: random.Random, raw: bytes) -> bytes:
+    with _Shims():
+        try:
+            value = torch.load(io.BytesIO(raw), weights_only=False)  # a file of ours
+            out = io.BytesIO()
+            torch.save(mutate_tree(rng, value, plain=False), out)
+        except Exception:
+            return mutate_zip(rng, raw)
+        return out.getvalue()
+
+
+def tar_files(rng: random.Random, folder: Path) -> None:
+    from tests.formats.test_torch_legacy import old_tar, tar_of
+
+    members = old_tar()
+    if rng.random() < 0.6:
+        name = rng.choice(sorted(members))
+        members[name] = mutate(rng, members[name])
+        data = tar_of(members)
+    else:
+        data = mutate(rng, tar_of(members))
+    (folder / "x.pt").write_bytes(data)
+    _look(folder, "x.pt", str(folder))
+
+
+def key_maps(rng: random.Random, _: Path) -> None:
+    from ckptkit.catalog.builtin_maps import BUILTIN_MAPS
+
+    assert BUILTIN_MAPS
+    rules = [
+        {"op": "rename", "from": "layers.{i:d}.{x:*}", "to": "model.layers.{i}.{x}"},
+        {"op": "split", "from": "qkv", "to": ["q", "k", "v"], "sizes": [2, "1*head", 1], "dim": 0},
+        {"op": "stack", "from": "e.{i:d}.w", "to": "e.w"},
+        {"op": "unstack", "from": "s", "to": "s.{i}", "dim": 1},
+        {"op": "concat", "from": ["a", "b"], "to": "ab", "sizes": "equal"},
+        {"op": "transpose", "from": "t", "dims": [1, 0]},
+        {"op": "rope_permute", "from": "r", "heads": "heads"},
+        {"op": "cast", "match": "c(\\d+)", "dtype": "bf16"},
+        {"op": "drop", "match": "(\\w+)\\.(x|y)", "why": "z"},
+    ]
+    tree = {"name": "n", "rest": "keep", "rules": rules}
+    data = json_text(rng, mutate_tree(rng, tree))
+    text = (mutate(rng, data) if rng.random() < 0.3 else data).decode("utf-8", "replace")
+    shapes = {
+        "layers.0.w": (2, 2),
+        "qkv": (4, 2),
+        "e.0.w": (2,),
+        "e.1.w": (2,),
+        "s": (2, 3),
+        "a": (2,),
+        "b": (2,),
+        "t": (2, 3),
+        "r": (8, 2),
+        "c1": (3,),
+        "z.x": (1,),
+        "empty": (2**40, 0),
+    }
+    targets = {}
+    for name, shape in shapes.items():
+        box = Box.whole(shape)
+        targets[name] = Target(name, "float32", shape, (Part(box, name, box),), "float32")
+    try:
+        parse_key_map(text, file="m.json").apply(targets, config={"head": 1, "heads": 2})
+    except CkptkitError as error:
+        check_message(error)
+
+
+def layouts(rng: random.Random, folder: Path) -> None:
+    """The layout file that a person gives for FSDP1 LOCAL state."""
+    units = {"": {"fqns": ["a", "b"], "shapes": [[2, 3], [4]], "numels": [6, 2, 4], "pad_mask": [False, True, False]}}
+    path = folder.parent / "layout.json"
+    path.write_bytes(json_text(rng, mutate_tree(rng, units)))
+    try:
+        source = next(
+            (ZOO / "fsdp1_local_state_dict_nomesh_w2").rglob("*rank*"), ZOO / "fsdp1_local_state_dict_nomesh_w2"
+        )
+        open_source(str(source.parent), options=ReadOptions(layout=str(path)))
+    except CkptkitError as error:
+        check_message(error)
+
+
+FOREIGN: dict[str, Fuzzer] = {
+    f.__name__: f for f in (safetensors_files, indexes, configs, rank_files, deepspeed, tar_files, key_maps, layouts)
+}
+
+
+# --- helpers
+
+
+def _look(folder: Path, *files: str) -> None:
+    """Open it, look at all of it, and plan a reshard, which reads its objects."""
+    try:
+        catalog = open_source(str(folder)).catalog
+        stored = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        for entry in catalog.tensors.values():
+            entry.check_coverage()
+            if entry.nbytes > stored:
+                raise Finding(f"{entry.name} has {entry.nbytes} bytes, the files {stored}")
+        summarise(catalog, tensors="*")
+        reshard(str(folder), str(folder.parent / "dst"), world_size=2, dry_run=True)
+    except CkptkitError as error:
+        check_message(error, *files, *(("tensor", "reshard", "optimizer") if files else ()))
+
+
+@dataclass
+class _Fragment:
+    numel: int
+    start: int
+
+
+class _Shims:
+    """Modules with the few classes of DeepSpeed that its files name, while one of the zoo is loaded and saved."""
+
+    _NAMES: ClassVar[dict[str, tuple[str, Callable[[], Any]]]] = {
+        "deepspeed.utils.tensor_fragment": ("fragment_address", lambda: _Fragment),
+        "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", lambda: type("LossScaler", (), {})),
+        "deepspeed.runtime.zero.config": ("ZeroStageEnum", lambda: int),
+    }
+
+    def __enter__(self) -> None:
+        self._made: list[str] = []
+        for full, (name, make) in self._NAMES.items():
+            parts = full.split(".")
+            for i in range(1, len(parts) + 1):
+                path = ".".join(parts[:i])
+                if path not in sys.modules:
+                    sys.modules[path] = types.ModuleType(path)
+                    self._made.append(path)
+            cls = make()
+            if isinstance(cls, type) and cls is not int:
+                cls.__module__, cls.__qualname__, cls.__name__ = full, name, name
+            setattr(sys.modules[full], name, cls)
+        importlib.invalidate_caches()
+
+    def __exit__(self, *_: object) -> None:
+        for path in self._made:
+            sys.modules.pop(path, None)

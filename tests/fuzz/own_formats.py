@@ -1,0 +1,291 @@
+"""Fuzzers of our own files: the commit record, the manifest, objects.json, LOCAL files, and what a run keeps beside.
+
+Half of the inputs are lies told well: sizes and digests are made to fit what was changed, or the digests would
+refuse everything that lies behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptkit.checkpoint.coordinator import Coordinator
+from ckptkit.checkpoint.inventory import list_checkpoints, resolve
+from ckptkit.checkpoint.lease import lease_holder
+from ckptkit.checkpoint.load import restore
+from ckptkit.checkpoint.load_plan import LoadOptions
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.open import open_checkpoint
+from ckptkit.checkpoint.pins import list_pins
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import CkptkitError
+from ckptkit.formats.columns import pack, unpack
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.layout import CommitRecord, _self_digest
+from ckptkit.formats.manifest import Manifest
+from ckptkit.offline.inspect import summarise
+from ckptkit.offline.listing import list_run
+from ckptkit.offline.prune import prune
+from ckptkit.offline.verify import verify
+from ckptkit.storage.local import LocalStore
+from tests.fuzz.mutations import json_text, mutate, mutate_tree
+from tests.fuzz.running import Finding, Target, check_message
+from tests.hostile.records import reseal
+
+__all__ = ["OWN"]
+
+
+def commit_records(rng: random.Random, _: Path) -> None:
+    """What is accepted is written again as it was read."""
+    raw = (_run("sharded") / "step_00000002" / "checkpoint.json").read_bytes()
+    data = mutate(rng, raw) if rng.random() < 0.4 else _sealed_record(rng, json.loads(raw))
+    try:
+        record = CommitRecord.from_json(data, file="f")
+    except CkptkitError as error:
+        check_message(error, "f")
+        return
+    if CommitRecord.from_json(record.to_json(), file="f") != record and "nan" not in repr(record):
+        raise Finding("a record that was accepted is written as another one")
+
+
+def _sealed_record(rng: random.Random, body: dict[str, Any]) -> bytes:
+    body.pop("self", None)
+    made = mutate_tree(rng, body)
+    if isinstance(made, dict):
+        try:
+            made["self"] = _self_digest(made)
+        except ValueError:
+            made["self"] = "xxh3_64:" + "0" * 16
+    return json_text(rng, made)
+
+
+def manifests(rng: random.Random, _: Path) -> None:
+    """Every entry of what is accepted can be looked at, and lies in its tensor."""
+    raw = (_run(rng.choice(("sharded", "full"))) / "step_00000002" / "manifest.safetensors").read_bytes()
+    data = mutate(rng, raw) if rng.random() < 0.4 else _changed_manifest(rng, raw)
+    try:
+        catalog = Manifest.from_bytes(data, file="f").catalog()
+        for entry in catalog.tensors.values():
+            entry.check_coverage()
+        summarise(catalog)
+    except CkptkitError as error:
+        if "tensor" not in str(error):
+            check_message(error, "f", "path")
+
+
+def _changed_manifest(rng: random.Random, raw: bytes) -> bytes:
+    columns = unpack(raw, file="f")
+    arrays = {name: np.array(column) for name, column in columns.arrays.items()}
+    header = dict(columns.header)
+    if rng.random() < 0.5:
+        header = mutate_tree(rng, header)
+    else:
+        name = rng.choice(sorted(arrays))
+        column = arrays[name]
+        if len(column) and rng.random() < 0.8:
+            info = np.iinfo(column.dtype)
+            near = [
+                int(column[rng.randrange(len(column))]) + rng.choice((-1, 1, 2)),
+                0,
+                -1,
+                1,
+                info.max,
+                info.min,
+                2**40,
+                255,
+            ]
+            value = rng.choice(near)
+            column[rng.randrange(len(column))] = min(max(value, info.min), info.max)
+        else:
+            arrays[name] = column[: len(column) // 2] if rng.random() < 0.5 else np.concatenate([column, column])
+    try:
+        return pack(arrays, header)
+    except (ValueError, TypeError, AttributeError):
+        return raw
+
+
+def committed_checkpoints(rng: random.Random, folder: Path) -> None:
+    """A checkpoint of ours one of whose files is another one, told well, on what reads it offline."""
+    kind = rng.choice(("sharded", "full", "local"))
+    step = _copy_of_run(kind, folder) / "step_00000002"
+    _lie_in(rng, step, rng.choice(("checkpoint.json", "manifest.safetensors", "objects.json", "*.safetensors", "*")))
+    for look in (_inspect, _verify, _read_objects):
+        try:
+            look(str(step))
+        except CkptkitError as error:
+            check_message(error)
+    if (folder / "outside").exists():
+        raise Finding("something was written")
+
+
+def loads_into_jobs(rng: random.Random, folder: Path) -> None:
+    """objects.json, told well, loaded into a model and its optimizer. A load that fails has changed nothing."""
+    step = _copy_of_run("sharded", folder) / "step_00000002"
+    _lie_in(rng, step, rng.choice(("objects.json", "objects.json", "manifest.safetensors")))
+    state = _state()
+    before = [parameter.detach().clone() for parameter in state.model.parameters()]  # type: ignore[union-attr]
+
+    def opened() -> Any:
+        source = open_source(str(step))
+        return source.catalog, source.store
+
+    try:
+        restore(state, opened, LoadOptions(), coordinator=Coordinator())
+    except CkptkitError as error:
+        check_message(error)
+        after = list(state.model.parameters())  # type: ignore[union-attr]
+        if not all(map(torch.equal, before, after)):
+            raise Finding(f"a load that failed has changed the model: {error}") from error
+
+
+def run_directories(rng: random.Random, folder: Path) -> None:
+    """Records, pins, leases and pointers of a run, on what lists and prunes."""
+    root = _copy_of_run("sharded", folder)
+    state = root / ".ckptkit"
+    (state / "pins").mkdir(parents=True, exist_ok=True)
+    (state / "deleting").mkdir(exist_ok=True)
+    owner = {"host": "h", "pid": 1, "started": "1", "machine": "a/b/c"}
+    texts = {
+        state / "pins" / "keep-step_00000001.json": {"name": "step_00000001", "why": "x", "owner": None},
+        state / "pins" / "read-0123456789abcdef.json": {"name": "step_00000002", "why": "x", "owner": owner},
+        state / "lease-00000003.json": {"nonce": "0" * 16, "beat": 1, "released": False, **owner},
+        state / "deleting" / "step_00000001.json": owner,
+        root / ".tmp-step_00000003-0123456789abcdef.owner": owner,
+        root / "latest": "step_00000002",
+    }
+    for path, body in texts.items():
+        chosen = rng.random() < 0.4
+        data = json_text(rng, mutate_tree(rng, body)) if chosen else json.dumps(body).encode()
+        path.write_bytes(mutate(rng, data) if chosen and rng.random() < 0.4 else data)
+    if rng.random() < 0.5:
+        _lie_in(rng, root / rng.choice(("step_00000001", "step_00000002")), "checkpoint.json")
+    store = LocalStore(root)
+    for look in (
+        lambda: list_run(str(root)), lambda: list_pins(store), lambda: lease_holder(store),
+        lambda: prune(str(root), dry_run=True), lambda: resolve(list_checkpoints(store), "best"),
+    ):  # fmt: skip
+        try:
+            look()
+        except CkptkitError as error:
+            check_message(error)
+
+
+def local_files(rng: random.Random, folder: Path) -> None:
+    """The metadata of a rank's LOCAL file."""
+    source = _run("local") / "step_00000002" / "local_00000.safetensors"
+    raw = source.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    if rng.random() < 0.8:
+        inner = json.loads(header["__metadata__"]["ckptkit.local"])
+        header["__metadata__"]["ckptkit.local"] = json_text(rng, mutate_tree(rng, inner)).decode("utf-8", "replace")
+        text = json.dumps(header).encode()
+        raw = len(text).to_bytes(8, "little") + text + raw[8 + length :]
+    else:
+        raw = mutate(rng, raw)
+    (folder / source.name).write_bytes(raw)
+    try:
+        summarise(open_source(str(folder)).catalog)
+    except CkptkitError as error:
+        check_message(error, source.name, "tensor", str(folder))
+
+
+OWN: dict[str, Target] = {
+    f.__name__: f
+    for f in (
+        commit_records,
+        manifests,
+        committed_checkpoints,
+        loads_into_jobs,
+        run_directories,
+        local_files,
+    )
+}
+
+
+# --- helpers
+
+_runs: dict[str, Path] = {}
+
+
+def _state() -> TrainState:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler.step()
+    extra = {
+        "ema": {"w": torch.ones(3000), "n": (1, {2})},
+        "bytes": b"x",
+        "when": float("nan"),
+        "dtype": torch.bfloat16,
+    }
+    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, step=2)
+
+
+def _run(kind: str) -> Path:
+    """A run with two checkpoints, made once a process."""
+    if kind not in _runs:
+        root = Path(tempfile.mkdtemp(prefix="fuzz-")) / "run"
+        with CheckpointManager(root, state_dict_type=kind) as manager:
+            for step in (1, 2):
+                state = _state()
+                state.step = step
+                manager.save(step, state, metrics={"loss": 1.0 / step}, client_state={"a": [1]})
+        _runs[kind] = root
+    return _runs[kind]
+
+
+def _copy_of_run(kind: str, folder: Path) -> Path:
+    return Path(shutil.copytree(_run(kind), folder / "run", ignore=shutil.ignore_patterns(".ckptkit")))
+
+
+def _lie_in(rng: random.Random, step: Path, pattern: str) -> None:
+    """Damage a file of a checkpoint, and mostly make the record fit it."""
+    files = [path for path in sorted(step.rglob("*")) if path.is_file()]
+    path = rng.choice([path for path in files if path.match(pattern)] or files)
+    raw = path.read_bytes()
+    if path.name == "checkpoint.json":
+        path.write_bytes(_sealed_record(rng, json.loads(raw)))
+        return
+    if path.name == "objects.json" and rng.random() < 0.8:
+        body = json.loads(raw)
+        body["objects"] = mutate_tree(rng, body["objects"])
+        path.write_bytes(json_text(rng, body))
+    elif path.name == "manifest.safetensors" and rng.random() < 0.7:
+        path.write_bytes(_changed_manifest(rng, raw))
+    else:
+        path.write_bytes(mutate(rng, raw))
+    if rng.random() < 0.9:
+        reseal(step)
+
+
+def _inspect(url: str) -> None:
+    summarise(open_source(url).catalog, tensors="*")
+
+
+def _verify(url: str) -> None:
+    verify(url)
+
+
+def _read_objects(url: str) -> None:
+    checkpoint = open_checkpoint(url)
+    for name in list(checkpoint):
+        try:
+            value = checkpoint[name]
+            if hasattr(value, "to_torch"):
+                value.to_torch()
+        except CkptkitError as error:
+            check_message(error)

@@ -1,0 +1,36 @@
+"""A few inputs of each fuzzer of our own files, always the same ones."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.fuzz.own_formats import OWN
+from tests.fuzz.running import run_input
+
+INPUTS = {"commit_records": 120, "manifests": 120, "run_directories": 25, "local_files": 60}
+PAST = [
+    ("commit_records", 80),
+    ("commit_records", 110),  # a name of thousands of characters; a number beyond a float's range
+    ("manifests", 96),
+    ("manifests", 737),  # a long dtype; a path that is a number
+    ("run_directories", 85),
+    ("run_directories", 126),  # pins and leases nested deeper than the parser goes
+    ("local_files", 74),
+    ("local_files", 1793),  # a million million ranks
+]
+
+
+@pytest.mark.parametrize("target", INPUTS)
+def test_damaged_files_of_ours_are_refused_or_harmless(target: str, tmp_path: Path) -> None:
+    for seed in range(INPUTS[target]):
+        run_input(OWN[target], random.Random(f"{target} {seed}"), tmp_path / "x")
+
+
+@pytest.mark.parametrize(("target", "seed"), PAST)
+def test_past_findings_stay_fixed(target: str, seed: int, tmp_path: Path) -> None:
+    run_input(OWN[target], random.Random(f"{target} {seed}"), tmp_path / "x")
