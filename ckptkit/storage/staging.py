@@ -144,7 +144,7 @@ def read_owner(store: Store, path: str) -> Writer | None:
     """Return what the file at `path` states, None where there is none or it is damaged."""
     try:
         body = json.loads(store.read(path, 0, 4096))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     owner = Owner.from_json(body)
     if owner is None or not isinstance(body.get("nonce"), str):
