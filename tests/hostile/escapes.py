@@ -78,6 +78,16 @@ def _link(control: str, name: str, target: str) -> Build:
     return build
 
 
+def _linked_blobs(place: Place) -> None:
+    """Laid out as a snapshot of the hub's cache, whose blobs are a link to the host's own files."""
+    folder = place.src / "snapshots" / "1"
+    folder.mkdir(parents=True)
+    sources.hf(folder)
+    (place.src / "blobs").symlink_to(place.outside)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("../../blobs/secret.txt")
+
+
 def _linked_folder(place: Place) -> None:
     sources.own(place.outside)
     (place.src / "step_00000002").symlink_to(place.outside / "step_00000002")
@@ -215,6 +225,7 @@ ESCAPES: dict[str, Build] = {
     "linked_tokenizer": _link("hf", "tokenizer.json", "{outside}"),
     "linked_to_passwd": _link("hf", "tokenizer.json", "/etc/passwd"),
     "linked_rank_file": _link("verl", "model_world_size_2_rank_0.pt", "{outside}"),
+    "linked_blobs": _linked_blobs,
     "linked_folder": _linked_folder,
     "linked_to_zero": _link("hf", "model.safetensors", "/dev/zero"),
     "loop": _special("hf", "model.safetensors", _loop),

@@ -17,7 +17,7 @@ QUICK = ("inspect --json", "verify", "convert hf")
 # Readable in itself: what is refused is reading the value (open), and what a conversion carries along is inert.
 ONLY_WHEN_READ = {"byte_entry", "lightning_meta", "megatron_common", "own_object"}
 # Harmless: the file in question is left out, with a note, or is the older of two.
-LEFT_OUT = {"linked_config", "linked_tokenizer", "linked_to_passwd", "fifo_index", "fifo_record", "linked_folder",
+LEFT_OUT = {"linked_config", "linked_tokenizer", "linked_to_passwd", "linked_blobs", "fifo_index", "fifo_record", "linked_folder",
             "record_other_directory", "record_missing", "object_reference"}  # fmt: skip
 REFUSED_BY_OPEN = {"object_reference": "../../etc/passwd"}
 
