@@ -15,6 +15,7 @@ from ckptkit.checkpoint.foreign import Adopted, adopt
 from ckptkit.checkpoint.load_plan import LoadOptions, LoadPlan, ObjectTarget, OptimizerPlan, plan_load
 from ckptkit.checkpoint.optimizer_state import apply_settings, apply_state, new_state_tensor
 from ckptkit.checkpoint.parts import layout_of, part_view
+from ckptkit.checkpoint.replicas import own_copies
 from ckptkit.checkpoint.report import LoadReport, PhaseClock
 from ckptkit.checkpoint.rng import reseed, restore_rng
 from ckptkit.checkpoint.state import PerRank, TrainState, canonical_modules, is_stateful, model_tensors, section
@@ -76,6 +77,7 @@ def stage(
         CorruptCheckpointError: The checkpoint is damaged.
     """
     objects = json_objects(catalog)
+    catalog, unlike = own_copies(catalog, objects, rank=rank, world_size=world_size)
     foreign = Adopted(catalog, objects)
     if not objects:
         foreign = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
@@ -90,7 +92,9 @@ def stage(
         small=lambda key: foreign.tensors[key] if key in foreign.tensors else read_whole(catalog, store, [key])[key],
         foreign=not objects,
     )
-    plan.notes += foreign.notes
+    plan.notes += [*foreign.notes, *([unlike] if unlike else [])]
+    if unlike and rank == 0:
+        _log.warning("%s: %s.", store.url, unlike)
     plan.mismatches.check(store.url, strict=options.strict)
     staged = Staged(plan)
     fills = _Fills(rank)

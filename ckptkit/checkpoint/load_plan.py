@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.checkpoint.optimizer_state import GroupChanges, group_changes, named_parameters
 from ckptkit.checkpoint.parts import dtype_name
+from ckptkit.checkpoint.replicas import PER_RANK
 from ckptkit.checkpoint.state import PerRank, TrainState, computed_state, is_stateful, parameter_names, section
 from ckptkit.checkpoint.strictness import KeyFilter, Mismatches, match_tensors
 from ckptkit.checkpoint.values import JSON, references
@@ -360,7 +361,7 @@ class _Planner:
                     self.plan.leftovers[name] = tree
                 elif rank == str(self.rank):
                     self.plan.leftovers[f"{name}.{rank}"] = tree
-            elif kind not in live and kind not in ("step", "rng", "extra"):
+            elif kind not in live and kind not in ("step", "rng", "extra", PER_RANK):
                 self.plan.skipped.setdefault(kind, "nothing here takes it")
             elif kind == "rng" and not self.state.rng:
                 self.plan.skipped.setdefault(kind, "rng=False")

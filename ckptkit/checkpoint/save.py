@@ -17,6 +17,7 @@ from ckptkit.checkpoint.commit import begin_save
 from ckptkit.checkpoint.coordinator import Coordinator, Outcome
 from ckptkit.checkpoint.hf_config import side_files
 from ckptkit.checkpoint.parts import layout_of
+from ckptkit.checkpoint.replicas import Fingerprints, holding, part_ways, warn_of
 from ckptkit.checkpoint.report import PhaseClock
 from ckptkit.checkpoint.state import Captured, StateDictType, TrainState, capture
 from ckptkit.checkpoint.writers import ShardedTensors, TensorPlan, load_writers
@@ -66,6 +67,21 @@ class Prepared:
     side_files: Mapping[str, bytes] = field(default_factory=dict)  # rank 0: what index() writes beside the tensors
 
 
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """What one rank would save, before all have agreed."""
+
+    captured: Captured
+    prepared: Prepared
+    prints: Fingerprints | None
+
+    def message(self) -> Any:
+        """Return what the other ranks must know of it."""
+        request = self.prepared.request
+        wanted = (request.step, request.tag, request.state_dict_type.value)
+        return self.prepared.plan.signature, wanted, self.prints and self.prints.digests
+
+
 class Saver:
     """Saves the states of one run below `root`. Plans are kept from save to save.
 
@@ -97,6 +113,9 @@ class Saver:
         self._plans: dict[StateDictType, TensorPlan] = {}
         load_writers()
         self._transfers: Any = None
+        # Plain tensors that ranks differ in -> the rank whose copy is everybody's; None: not seen on any rank.
+        self._keepers: dict[str, int] | None = None
+        self._holdings: list[bytes] = []  # which plain tensors each rank had when they were compared one by one
 
     def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
         """Capture and plan; all ranks agree. Nothing is written. All ranks must call it, in the training's thread.
@@ -106,19 +125,21 @@ class Saver:
             UsageError: Ranks want to save different steps.
         """
         clock = PhaseClock()
-        made: list[Prepared] = []
+        made: list[_Proposal] = []
         self._open_transfers(request)
 
-        def plan() -> tuple[bytes, Any]:
-            made.append(self._planned(state, request, clock))
-            return made[0].plan.signature, (request.step, request.tag, request.state_dict_type.value)
+        def propose() -> Any:
+            captured = made[0].captured if made else capture(state, rank=self._coordinator.rank, step=request.step)
+            made.append(self._proposed(captured, state, request, clock))
+            return made[-1].message()
 
         with clock.phase("plan"):
-            outcome = Outcome.of(plan)
+            outcome = Outcome.of(propose)
         with clock.phase("agree"):
-            signatures = self._coordinator.settle(outcome, "planning the save", then=_agreed)
-            signatures = self._coordinator.broadcast(signatures)
-            prepared = made[0]
+            signatures, alike = self._exchanged(outcome)
+            if not alike and self._found_differences(made[0]):
+                signatures, _ = self._exchanged(Outcome.of(propose))
+            prepared = made[-1].prepared
             prepared.plan = prepared.plan.settle(signatures, self._all_gather)
         self._plans[request.state_dict_type] = prepared.plan
         return prepared
@@ -186,14 +207,15 @@ class Saver:
                 complete=lambda answers: self._index(prepared, attempt.store, attempt.save_id, answers),
             )
 
-    def _planned(self, state: TrainState, request: SaveRequest, clock: PhaseClock) -> Prepared:
+    def _proposed(self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock) -> _Proposal:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        captured = capture(state, rank=rank, step=request.step)
+        part_ways(captured, self._keepers, rank)
         small = {**self._side_files, **side_files(state)} if rank == 0 else {}
         plan = self._tensor_plan(captured, request.state_dict_type, rank, world_size, small)
         if request.state_dict_type is StateDictType.FULL:
             small = {}  # they lie among the model's own files, and its plan writes them
-        return Prepared(request, plan, captured.objects, captured.rank_objects, _mesh(captured), clock, small)
+        prepared = Prepared(request, plan, captured.objects, captured.rank_objects, _mesh(captured), clock, small)
+        return _Proposal(captured, prepared, Fingerprints(captured) if world_size > 1 else None)
 
     def _tensor_plan(
         self, captured: Captured, kind: StateDictType, rank: int, world_size: int, configs: Mapping[str, bytes]
@@ -243,6 +265,32 @@ class Saver:
         return {**files, **records}
 
     # --- talking
+
+    def _exchanged(self, outcome: Outcome) -> tuple[list[bytes], bool]:
+        """Return all ranks' signatures, and whether their plain tensors are the same, as far as digests tell: ranks
+        that have the same ones also have the same in them, and who has which was looked into before."""
+
+        def agreed(answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None]]) -> tuple[list[bytes], bool]:
+            signatures = _agreed([(signature, wanted) for signature, wanted, _ in answers])
+            digests = [digest for _, _, digest in answers if digest is not None]
+            held = [which for which, _ in digests]
+            one_each = len(set(digests)) == len(set(held))
+            return signatures, one_each and (len(set(held)) <= 1 or held == self._holdings)
+
+        exchanged: tuple[list[bytes], bool] = self._coordinator.settle(outcome, "planning the save", then=agreed)
+        return exchanged
+
+    def _found_differences(self, proposal: _Proposal) -> bool:
+        """Compare plain tensors one by one; all ranks call it and get the same answer. What differs is remembered."""
+        assert proposal.prints is not None  # there are several ranks
+        tables = self._all_gather(proposal.prints.to_bytes())
+        self._holdings = [holding(table) for table in tables]
+        found, anywhere = proposal.prints.differing(tables)
+        if self._coordinator.is_main:
+            warn_of(found, proposal.captured)
+        if anywhere:
+            self._keepers = {**(self._keepers or {}), **found}
+        return anywhere
 
     def _all_gather(self, value: bytes) -> list[bytes]:
         return self._coordinator.broadcast(self._coordinator.gather(value))
