@@ -140,6 +140,8 @@ def _sync_file(path: str) -> None:
 
 def _identity(url: str) -> str:
     kind, path = split_url(url)
+    if "\0" in path:
+        return url  # no path at all: whoever opens it says so
     return os.path.realpath(path) if kind in ("file", "local") else f"{kind}://{path.strip('/')}"
 
 

@@ -106,6 +106,7 @@ COMMANDS: dict[str, Command] = {
     "pin": ("pin", "{src}/latest", "--why", "test"),
     "prune": ("prune", "{src}", "--max-num", "1"),
 }
+PINS = (".ckptkit", "pins")
 CHANGING = ("pin", "prune", "load")  # may write into the run's directory: its pins, its lease
 
 
@@ -135,12 +136,15 @@ def run_commands(place: Place, names: Sequence[str] = tuple(COMMANDS)) -> dict[s
 
 
 def tree(top: Path, *, without: Path) -> dict[str, Any]:
-    """Every name below `top` with its kind, size, time of change and target."""
+    """Every name below `top` with its kind, size, time of change and target; but for an empty directory of pins:
+    whoever reads a checkpoint of a run pins it meanwhile."""
     found = {}
     for folder, folders, files in os.walk(top):
         folders[:] = [name for name in folders if Path(folder, name) != without]
         for name in (*folders, *files):
             path = Path(folder, name)
+            if path.parts[-2:] == PINS and not path.is_symlink() and path.is_dir() and not any(path.iterdir()):
+                continue
             status = path.lstat()
             target = os.readlink(path) if path.is_symlink() else ""
             found[str(path)] = (status.st_mode, status.st_size, status.st_mtime_ns if name in files else 0, target)
