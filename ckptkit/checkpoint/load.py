@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from ckptkit.checkpoint.report import LoadReport, PhaseClock
 from ckptkit.checkpoint.rng import reseed, restore_rng
 from ckptkit.checkpoint.state import PerRank, TrainState, canonical_modules, is_stateful, model_tensors, section
 from ckptkit.checkpoint.values import JSON, decode, encode
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, CorruptCheckpointError, LoadError
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, CorruptCheckpointError, LoadError, SaveError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.manifest import MESHES, PLACEMENTS
 
@@ -164,7 +165,7 @@ def _reference_fills(
     rank: int,
     held: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Plan the reads of tensors inside objects: placed like the live object's own under that name, else whole.
+    """Plan the reads of tensors inside objects: placed like the live value's own under that name, else whole.
 
     Args:
         held: Those that were read already.
@@ -177,10 +178,7 @@ def _reference_fills(
     wanted = [key for key in wanted if key not in refs]
     if not wanted:
         return refs
-    live: dict[str, torch.Tensor] = {}
-    for target in plan.objects:
-        if target.kind == "extra" and is_stateful(target.item):
-            encode(target.item.state_dict(), target.key, live)
+    live = _live_references(plan)
     plain = []
     for key in wanted:
         entry, template = catalog.tensors.get(key), live.get(key)
@@ -191,6 +189,18 @@ def _reference_fills(
         fills.into(refs[key], entry)
     refs.update(read_whole(catalog, store, plain))
     return refs
+
+
+def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
+    """Return the tensors that the live extra state has where the saved one has references."""
+    live: dict[str, torch.Tensor] = {}
+    for target in plan.objects:
+        item = target.item
+        if target.kind == "extra" and not isinstance(item, PerRank):
+            # What is there now may be anything: it need not be such as could be saved.
+            with contextlib.suppress(SaveError):
+                encode(item.state_dict() if is_stateful(item) else item, target.key, live)
+    return live
 
 
 def restore(

@@ -103,10 +103,15 @@ class _Encoder:
 
     def _tensor(self, value: torch.Tensor, path: str) -> JSON:
         import torch
+        from torch.distributed.tensor import DTensor
 
+        if value.is_meta:
+            raise SaveError(f"{path}: the tensor is on the meta device: it has no values to save.")
         value = value.detach() if value.requires_grad else value
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-        if plain and value.layout is torch.strided and value.numel() * value.element_size() <= INLINE_BYTES:
+        if not isinstance(value, DTensor) and (value.layout is not torch.strided or value.is_quantized):
+            return _torch_save(value, path)  # sparse, quantized: it has no row of bytes that could be read in part
+        if plain and value.numel() * value.element_size() <= INLINE_BYTES:
             raw = value.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             fields = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
             return {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}

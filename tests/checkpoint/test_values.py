@@ -6,6 +6,7 @@ import collections
 import enum
 import json
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,24 @@ def test_numpy_values_come_back_as_numpy() -> None:
 
 def test_what_weights_only_allows_goes_through_torch_save() -> None:
     assert through(collections.Counter("aab")) == collections.Counter("aab")
+
+
+@pytest.mark.parametrize("size", [2, 40])
+def test_sparse_and_quantized_tensors_come_back(size: int) -> None:
+    sparse = through(torch.eye(size).to_sparse())
+    assert sparse.is_sparse
+    assert torch.equal(sparse.to_dense(), torch.eye(size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would like to see quantized tensors go
+        quantized = torch.quantize_per_tensor(torch.ones(size, size), 0.1, 0, torch.qint8)
+        back = through(quantized)
+    assert back.is_quantized
+    assert torch.equal(back.int_repr(), quantized.int_repr())
+
+
+def test_a_tensor_without_values_is_refused_with_its_path() -> None:
+    with pytest.raises(SaveError, match=r"extra\.x\.deep: the tensor is on the meta device"):
+        encode({"deep": torch.ones(2, device="meta")}, "extra.x", {})
 
 
 class Colour(enum.Enum):

@@ -224,3 +224,31 @@ def save_differing(url: str) -> list[str]:
 def test_extra_state_that_differs_between_ranks_is_named(ranks: Any, tmp_path: Path) -> None:
     seen = ranks.run(save_differing, 2, str(tmp_path))[0]
     assert any("extra.loss differs between ranks" in line for line in seen)
+
+
+def average_of(job: jobs.Job, factor: float) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() * factor for name, tensor in job.model.state_dict().items()}
+
+
+def save_average(url: str, kind: str) -> dict[str, Any]:
+    job = jobs.make("1d")
+    average = average_of(job, 0.5)
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(1, TrainState(model=job.model, extra={"average": average}))
+    return {name: jobs.whole(tensor) for name, tensor in average.items()}
+
+
+def load_average(url: str) -> tuple[dict[str, Any], list[str]]:
+    job = jobs.make("1d", start=3)
+    state = TrainState(model=job.model, extra={"average": average_of(job, 2.0)})
+    with CheckpointManager(url) as manager:
+        manager.load(state, rng_on_resize="keep")
+    back = state.extra["average"]
+    alike = [name for name, live in job.model.state_dict().items() if type(live) is not type(back[name])]
+    return {name: jobs.whole(tensor) for name, tensor in back.items()}, alike
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_an_average_of_sharded_weights_comes_back_sharded(ranks: Any, tmp_path: Path, kind: str) -> None:
+    saved = ranks.run(save_average, 2, str(tmp_path), kind)[0]
+    assert ranks.run(load_average, 3, str(tmp_path)) == [(saved, [])] * 3
