@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state import TrainState
-from ckptkit.integrations.lightning_state import LightningCheckpoints
+from ckptkit.checkpoint.rng import capture_rng, restore_rng
+from ckptkit.checkpoint.state import TrainState, model_tensors
+from ckptkit.errors import CkptkitError, StorageError
+from ckptkit.formats.detect import identify
+from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
+from ckptkit.integrations.lightning_state import (
+    LightningCheckpoints,
+    StateView,
+    inside_an_epoch,
+    remove_checkpoint,
+    set_epoch,
+)
 from ckptkit.integrations.lightning_strategy import FSDP2Strategy
+from ckptkit.storage.store import open_store
 
 __all__ = ["ManagedCheckpoint"]
 
@@ -19,23 +34,32 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     """Lightning's ModelCheckpoint, saved through a CheckpointManager and rotated by a RetentionPolicy.
 
     When to save, the names, `monitor` and `save_last` are Lightning's. What is deleted decides the policy: by default
-    the best `save_top_k` by `monitor` and the newest are kept; without `monitor`, the newest `save_top_k`. Pinned
-    checkpoints and the one that the run was resumed from always stay. Under Lightning's own strategies, which bypass
-    a CheckpointIO for shards, the callback saves the strategy's model and optimizers itself.
+    the best `save_top_k` by `monitor` and the newest are kept; without `monitor`, the newest `save_top_k`. It is about
+    what this callback saved into one directory: what another one saves there stays, and so do pinned checkpoints and
+    the one that the run was resumed from. Under Lightning's own strategies the callback saves the live model and
+    optimizers itself, and loads such a checkpoint for `ckpt_path`.
 
     Args:
         retention: In place of what `save_top_k` means.
         state_dict_type: For other strategies than FSDP2Strategy.
+        storage_options: Passed to fsspec; for other strategies than FSDP2Strategy.
         arguments: Of ModelCheckpoint.
     """
 
     def __init__(
-        self, *, retention: RetentionPolicy | None = None, state_dict_type: str = "sharded", **arguments: Any
+        self,
+        *,
+        retention: RetentionPolicy | None = None,
+        state_dict_type: str = "sharded",
+        storage_options: Mapping[str, Any] | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self.retention = retention if retention is not None else self._policy()
         self._type = state_dict_type
+        self._storage_options = storage_options
         self._made: LightningCheckpoints | None = None
+        self._random: Mapping[str, Any] | None = None
 
     def _policy(self) -> RetentionPolicy | None:
         if self.save_top_k < 1:
@@ -44,13 +68,29 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return RetentionPolicy(max_num=self.save_top_k)
         return RetentionPolicy(max_num=1, keep_best=(self.monitor, self.mode, self.save_top_k))
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let the strategy load what this callback saves, where it can't by itself."""
+        super().setup(trainer, pl_module, stage)
+        strategy = trainer.strategy
+        if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
+            return
+        theirs = type(strategy).load_checkpoint
+
+        def load_checkpoint(checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
+            path = strategy.broadcast(str(checkpoint_path))
+            if strategy.broadcast(strategy.is_global_zero and self._is_ours(path)):
+                return self._load_any(trainer, path)
+            return theirs(strategy, checkpoint_path, *arguments, **named)
+
+        strategy.load_checkpoint = load_checkpoint
+
+    # --- saving
+
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         strategy = trainer.strategy
-        own = isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None
-        if own:
-            with strategy.streaming():
-                checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-                strategy.save_checkpoint(checkpoint, filepath, retention=self.retention)
+        if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+            strategy.save_checkpoint(checkpoint, filepath, retention=self.retention, owner=self.state_key)
         else:
             self._save_any(trainer, filepath)
         strategy.barrier("ManagedCheckpoint")
@@ -63,18 +103,17 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _save_any(self, trainer: Any, filepath: str) -> None:
         """Save what a strategy of Lightning's holds live, without asking it for dictionaries of tensors."""
         module = trainer.lightning_module
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-        checkpoint.pop("state_dict", None)
-        with_optimizers = checkpoint.pop("optimizer_states", None) is not None
-        optimizers = {str(i): optimizer for i, optimizer in enumerate(trainer.optimizers)}
-        state = TrainState(model=module, optimizer=_alone(optimizers) if with_optimizers else None)
-        if self._made is None:
-            self._made = LightningCheckpoints(self._type)
+        with _shown_live(trainer.strategy, module):
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+        names = checkpoint.pop("state_dict")
+        optimizers = trainer.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
+        state = _state(StateView.of(module, names), optimizers)
         metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if v.numel() == 1}
         checkpoint["ckptkit_world_size"] = trainer.world_size
-        checkpoint["ckptkit_optimizers"] = len(optimizers) if with_optimizers else 0
+        checkpoint["ckptkit_optimizers"] = len(optimizers)
+        checkpoint["ckptkit_keys"] = list(names)
         path = trainer.strategy.broadcast(filepath)
-        self._made.save(path, checkpoint, state, metrics=metrics, retention=self.retention)
+        self._own().save(path, checkpoint, state, metrics=metrics, retention=self.retention, owner=self.state_key)
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         """Let "last" be a link to what was just saved, which rotation keeps as the newest; a save only without one."""
@@ -83,23 +122,114 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         if not self.save_last or not fresh or "://" in saved:
             super()._save_last_checkpoint(trainer, monitor_candidates)
             return
-        link = self.format_checkpoint_name(monitor_candidates, self.CHECKPOINT_NAME_LAST)
-        self.last_model_path = link
-        if trainer.is_global_zero and os.path.abspath(link) != os.path.abspath(saved):
-            trainer.strategy.remove_checkpoint(link)
-            os.symlink(os.path.basename(saved), link)
-        trainer.strategy.barrier("ManagedCheckpoint.last")
+        made = self._linked(saved, monitor_candidates) if trainer.is_global_zero else ("", "")
+        self.last_model_path, problem = trainer.strategy.broadcast(made)
+        if problem:
+            raise StorageError(saved, f"linking {self.last_model_path} to it failed: {problem}")
+
+    def _linked(self, saved: str, monitor_candidates: Any) -> tuple[str, str]:
+        """Make the link, and return it with what went wrong. On rank 0 alone.
+
+        It goes over a link, and over what this callback saved; data of another run, and what this one was resumed
+        from, stay: then the name gets a version, as Lightning gives it.
+        """
+        version: int | None = None
+        try:
+            while True:
+                link = str(self.format_checkpoint_name(monitor_candidates, self.CHECKPOINT_NAME_LAST, ver=version))
+                if os.path.abspath(link) == os.path.abspath(saved):
+                    return link, ""
+                if os.path.islink(link) or link == self.last_model_path or not self._enable_version_counter:
+                    remove_checkpoint(link)
+                if not os.path.lexists(link):
+                    os.symlink(os.path.relpath(saved, os.path.dirname(link)), link)
+                    return link, ""
+                version = self.STARTING_VERSION if version is None else version + 1
+        except (OSError, CkptkitError) as error:  # the other ranks wait for the answer
+            return saved, str(error)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """Leave it to the policy, which has removed it with the save, or keeps it."""
+        """Leave it to the policy, which has removed it with the save, or keeps it; it looks at one directory."""
+        if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
+            remove_checkpoint(filepath, storage_options=self._storage_options)
+
+    # --- loading, under a strategy of Lightning's
+
+    def _is_ours(self, path: str) -> bool:
+        remote = "://" in path
+        if not remote and not os.path.isdir(path):
+            return False
+        store = open_store(path if remote else os.path.abspath(path), storage_options=self._storage_options)
+        return identify(store) == "ckptkit"
+
+    def _load_any(self, trainer: Any, path: str) -> dict[str, Any]:
+        strategy, module = trainer.strategy, trainer.lightning_module
+        if not isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):  # Lightning gives it to model and optimizer
+            return CkptkitCheckpointIO(storage_options=self._storage_options).load_checkpoint(path)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        options: dict[str, Any] = {"strict": module.strict_loading, "per_rank_on_resize": "keep"}
+        state = _state(module, trainer.optimizers if fitting else [], rng=fitting)
+        checkpoint, report = self._own().load(path, state, **options)
+        if fitting:
+            self._tell_epoch(strategy, {"loops": checkpoint.get("loops", {})})
+        if "rng" in report.loaded and inside_an_epoch(checkpoint):
+            self._random = capture_rng()
+        tensors, extra = model_tensors(module)
+        return {**checkpoint, "state_dict": {**tensors, **extra}}
+
+    def _tell_epoch(self, strategy: Any, position: Mapping[str, Any]) -> None:
+        theirs = type(strategy).process_dataloader
+
+        def process_dataloader(dataloader: Any) -> Any:
+            made = theirs(strategy, dataloader)
+            set_epoch(made, position)
+            return made
+
+        strategy.process_dataloader = process_dataloader
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Set the random numbers once more: making the iterator that goes on in an epoch has drawn some."""
+        if self._random is not None:
+            restore_rng(self._random)
+            self._random = None
+
+    # --- the end
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give everything back."""
+        for name in ("load_checkpoint", "process_dataloader"):
+            vars(trainer.strategy).pop(name, None)
         if self._made is not None:
             self._made.close()
             self._made = None
         super().teardown(trainer, pl_module, stage)
 
+    def _own(self) -> LightningCheckpoints:
+        if self._made is None:
+            self._made = LightningCheckpoints(self._type, storage_options=self._storage_options)
+        return self._made
 
-def _alone(named: dict[str, Any]) -> Any:
-    return next(iter(named.values())) if len(named) == 1 else named or None
+
+def _state(model: Any, optimizers: list[Any], *, rng: bool = True) -> TrainState:
+    named = {str(i): optimizer for i, optimizer in enumerate(optimizers)}
+    return TrainState(model=model, optimizer=next(iter(named.values())) if len(named) == 1 else named or None, rng=rng)
+
+
+@contextmanager
+def _shown_live(strategy: Any, module: Any) -> Iterator[None]:
+    """Inside this, what is collected for a save refers to the live tensors: nothing is gathered or copied."""
+
+    def live() -> dict[str, Any]:
+        tensors, extra = model_tensors(module)
+        return {**tensors, **extra}
+
+    shown: dict[str, Callable[..., dict[str, Any]]] = {
+        "lightning_module_state_dict": live,
+        "optimizer_state": lambda optimizer: {},
+    }
+    vars(strategy).update(shown)
+    try:
+        yield
+    finally:
+        for name in shown:
+            vars(strategy).pop(name, None)

@@ -14,7 +14,7 @@ from ckptkit.checkpoint.state import TrainState, model_tensors, parameter_names
 from ckptkit.checkpoint.values import decode
 from ckptkit.errors import CheckpointMismatchError
 
-__all__ = ["gathered", "gathered_optimizer", "scatter_model", "scatter_optimizer", "sharded_optimizer"]
+__all__ = ["gathered", "gathered_optimizer", "placed_like", "scatter_model", "scatter_optimizer", "sharded_optimizer"]
 
 
 def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +114,14 @@ def _placed(whole: Any, like: torch.Tensor | None, dtype: torch.dtype, shape: tu
     if isinstance(like, DTensor):
         return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
     return full
+
+
+def placed_like(live: Any, value: Any) -> Any:
+    """Return a value as a live one is placed; a whole tensor that every rank has is cut. No communication."""
+    if not isinstance(live, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
+        return value
+    whole = value.to(live.device)
+    return distribute_tensor(whole, live.device_mesh, live.placements, src_data_rank=None)
 
 
 def _from_main(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from ckptkit.catalog.entry import Role
-from ckptkit.checkpoint.open import open_checkpoint
+from ckptkit.checkpoint.open import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state import TrainState
 from ckptkit.integrations.lightning_state import (
@@ -78,6 +79,8 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
         extra_state = source.get("model.extra_state", {})
         found = {**extra_state, **tensors}
         checkpoint["state_dict"] = {key: found[key if key in found else aliases.get(key, key)] for key in keys}
+        if checkpoint.pop("ckptkit_optimizers", 0):
+            checkpoint["optimizer_states"] = _optimizer_states(source)
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -102,3 +105,19 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
                 storage_options=storage_options or self._storage_options,
             )
         return self._made
+
+
+def _optimizer_states(source: Checkpoint) -> list[dict[str, Any]]:
+    """Return the optimizers as torch's own `load_state_dict` takes them: parameters go by their numbers."""
+    found = []
+    names = [name for name in source.catalog.objects if re.fullmatch(r"optimizer(_\d+)?", name)]
+    for key in sorted(names, key=lambda name: (len(name), name)):
+        tree = source[key]
+        numbers = {fqn: i for i, fqn in enumerate(fqn for group in tree["param_groups"] for fqn in group["params"])}
+        groups = [{**group, "params": [numbers[fqn] for fqn in group["params"]]} for group in tree["param_groups"]]
+        states: dict[int, dict[str, Any]] = {numbers[fqn]: dict(values) for fqn, values in tree["values"].items()}
+        for entry in source.catalog.by_role(Role.OPTIMIZER).values():
+            if entry.name.startswith(f"{key}.") and entry.fqn in numbers:
+                states.setdefault(numbers[entry.fqn], {})[entry.state] = source[entry.name].to_torch()
+        found.append({"state": dict(sorted(states.items())), "param_groups": groups})
+    return found

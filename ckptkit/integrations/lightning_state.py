@@ -1,4 +1,4 @@
-"""Lightning's checkpoint dictionary as a checkpoint of ours, and back. Imports no Lightning."""
+"""Lightning's checkpoint dictionary as a checkpoint of ours, and back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.coordinator import Coordinator
 from ckptkit.checkpoint.delete import delete_checkpoint
@@ -21,15 +19,19 @@ from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state import PerRank, StateDictType, TrainState, model_tensors
-from ckptkit.errors import CheckpointExistsError
+from ckptkit.checkpoint.state import PerRank, StateDictType, TrainState, model_tensors, same_memory
+from ckptkit.checkpoint.values import encode
+from ckptkit.errors import CheckpointExistsError, SaveError
+from ckptkit.formats.layout import CommitRecord
 from ckptkit.storage.store import open_store, split_url
 
-__all__ = ["LightningCheckpoints", "StateView", "lightning_extras", "remove_checkpoint"]
+__all__ = ["LightningCheckpoints", "StateView", "inside_an_epoch", "lightning_extras", "remove_checkpoint", "set_epoch"]
 
 _log = logging.getLogger(__name__)
 _KEY = "lightning"
 _LOADERS = "lightning_loaders"
+_OWNER = "lightning_callback"
+_HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
 _ALIEN = ("meta.pt", ".metadata")  # a directory with one of these is a checkpoint of Lightning's
 
 
@@ -39,26 +41,24 @@ class StateView(nn.Module):
     def __init__(self, tensors: Mapping[str, Any], like: nn.Module | None = None) -> None:
         super().__init__()
         self._tensors = dict(tensors)
+        self._like = (like,)  # in a tuple: no submodule
         self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # of no use here
         """Return the tensors, as they live."""
         return dict(self._tensors)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield those of the module itself: an optimizer may hold some that are not saved."""
+        (like,) = self._like
+        yield from like.named_parameters(*args, **kwargs) if like is not None else ()
+
     @classmethod
     def of(cls, module: nn.Module, wanted: Mapping[str, Any]) -> StateView:
         """Return the live tensors of `module` that `wanted` names, or what a hook put there in their place."""
         tensors, extra = model_tensors(module)
         live = {**tensors, **extra}
-        return cls({k: live[k] if k in live and _same(live[k], v) else v for k, v in wanted.items()}, module)
-
-
-def _same(live: Any, given: Any) -> bool:
-    if not isinstance(live, torch.Tensor) or not isinstance(given, torch.Tensor):
-        return live is given
-    mine = live.to_local() if isinstance(live, DTensor) else live
-    theirs = given.to_local() if isinstance(given, DTensor) else given
-    return mine.shape == theirs.shape and mine.data_ptr() == theirs.data_ptr() and live.dtype == given.dtype
+        return cls({k: live[k] if k in live and same_memory(live[k], v) else v for k, v in wanted.items()}, module)
 
 
 class LightningCheckpoints:
@@ -83,7 +83,7 @@ class LightningCheckpoints:
         self.retention = retention
         self._group = group
         self._storage_options = storage_options
-        self._managers: dict[tuple[str, RetentionPolicy | None], CheckpointManager] = {}
+        self._managers: dict[tuple[str, RetentionPolicy | None, str | None], CheckpointManager] = {}
         self._coordinator = Coordinator(group)
 
     # --- saving
@@ -96,17 +96,23 @@ class LightningCheckpoints:
         *,
         metrics: Mapping[str, float] | None = None,
         retention: RetentionPolicy | None = None,
+        owner: str | None = None,
     ) -> None:
-        """Save `state`, and beside it what is left of Lightning's `checkpoint`. Replaces a checkpoint of that name."""
+        """Save `state`, and beside it what is left of Lightning's `checkpoint`. Replaces a checkpoint of that name.
+
+        Args:
+            owner: Who saves: `retention` is then about the checkpoints of this owner alone.
+        """
         root, name = _split(filepath)
-        extra: dict[str, Any] = {_KEY: checkpoint}
+        extra: dict[str, Any] = {_KEY: _with_plain_hparams(checkpoint)}
         loaders = _taken_loaders(checkpoint)
         if loaders:
             extra[_LOADERS] = PerRank(loaders)
         state.extra = {**state.extra, **extra}
-        manager = self._manager(root, retention or self.retention)
+        manager = self._manager(root, retention or self.retention, owner)
+        step, mark = int(checkpoint.get("global_step", 0)), None if owner is None else {_OWNER: owner}
         with self._room(root, name):
-            manager.save(int(checkpoint.get("global_step", 0)), state, tag=name, metrics=metrics, overwrite=True)
+            manager.save(step, state, tag=name, metrics=metrics, client_state=mark, overwrite=True)
 
     @contextlib.contextmanager
     def _room(self, root: str, name: str) -> Iterator[None]:
@@ -141,17 +147,27 @@ class LightningCheckpoints:
 
     def load(self, filepath: str | Path, state: TrainState, **options: Any) -> tuple[dict[str, Any], LoadReport]:
         """Load `state` from any format; return Lightning's dictionary without the tensors that were loaded."""
-        root, name = _split(filepath)
-        manager = self._manager(root, self.retention)
-        report = manager.load(state, f"{root}/{name}", **options)
+        root, name, url = self._coordinator.decide(lambda: self._found(filepath), "looking for the checkpoint")
+        # By name where it is one of ours: then it is held, and no rotation deletes it while this run goes on.
+        report = self._manager(root, self.retention).load(state, url or name, **options)
         assert report is not None  # a URL is loaded, or raises
-        checkpoint = lightning_extras(report.extra)
+        checkpoint = _as_lightnings(lightning_extras(report.extra), report.step)
         loaders = report.extra.get(f"{_LOADERS}.{self._coordinator.rank}")
-        if loaders and checkpoint.get("ckptkit_world_size") == self._coordinator.world_size:
+        if loaders and not inside_an_epoch(checkpoint):
+            pass  # they are at their end: given back, Lightning would count an epoch without a batch
+        elif loaders and checkpoint.get("ckptkit_world_size") == self._coordinator.world_size:
             checkpoint["loops"]["fit_loop"]["state_dict"].update(loaders)
         elif loaders:
             _log.warning("The state of the dataloaders was not restored: another number of ranks saved it.")
         return checkpoint, report
+
+    def _found(self, filepath: str | Path) -> tuple[str, str, str]:
+        """Return directory and name of a checkpoint, behind links; and its URL where ckptkit did not save it."""
+        root, name = _split(filepath)
+        if split_url(root)[0] == "file" and "://" not in root:
+            root, name = os.path.split(os.path.realpath(os.path.join(root, name)))
+        ours = list_checkpoints(open_store(root, storage_options=self._storage_options)).find(name) is not None
+        return root, name, "" if ours else f"{root}/{name}"
 
     def close(self) -> None:
         """Give everything back."""
@@ -160,17 +176,24 @@ class LightningCheckpoints:
         self._managers.clear()
         self._coordinator.close()
 
-    def _manager(self, root: str, retention: RetentionPolicy | None) -> CheckpointManager:
-        key = (root, retention)
+    def _manager(self, root: str, retention: RetentionPolicy | None, owner: str | None = None) -> CheckpointManager:
+        key = (root, retention, owner)
         if key not in self._managers:
-            self._managers[key] = CheckpointManager(
+            made = self._managers[key] = CheckpointManager(
                 root,
                 retention=retention,
                 state_dict_type=self.state_dict_type,
                 process_group=self._group,
                 storage_options=self._storage_options,
             )
+            if owner is not None:
+                made.rotates = lambda record: _owner(record) == owner
         return self._managers[key]
+
+
+def _owner(record: CommitRecord) -> str | None:
+    mark = record.client_state
+    return mark.get(_OWNER) if isinstance(mark, Mapping) else None
 
 
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -198,6 +221,67 @@ def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(extra.get(key), Mapping):
             return dict(extra[key])
     return dict(extra)
+
+
+def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, Any]:
+    """Return a dictionary that the Trainer can go on with, where the checkpoint is none of Lightning's."""
+    if "pytorch-lightning_version" in checkpoint:
+        return checkpoint
+    import lightning.pytorch
+
+    found = {"pytorch-lightning_version": lightning.pytorch.__version__, "epoch": 0, "global_step": step or 0}
+    return {**found, "lr_schedulers": [], **checkpoint}
+
+
+def inside_an_epoch(checkpoint: Mapping[str, Any]) -> bool:
+    """Tell whether a checkpoint was taken between two batches of one epoch."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    progress = loop.get("epoch_loop.batch_progress", {})
+    return bool(progress) and not progress.get("is_last_batch", False)
+
+
+def set_epoch(dataloader: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Tell a dataloader's samplers in which epoch the run goes on, before anything is drawn from them.
+
+    Lightning tells them afterwards, which is too late for a stateful dataloader: it began with the order of epoch 0.
+    """
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
+    if "ready" not in progress:
+        return
+    epoch = progress["ready"] - 1 if inside_an_epoch(checkpoint) else progress["ready"]
+    batches = getattr(dataloader, "batch_sampler", None)
+    for sampler in (getattr(dataloader, "sampler", None), getattr(batches, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+
+
+def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the dictionary with hyperparameters that load without running code: a path or a class becomes its text.
+
+    They are there to be read. A Trainer that resumes makes nothing of them, so no save may fail for them.
+    """
+    texts: list[str] = []
+    plain = {key: _plain(checkpoint[key], key, texts) for key in _HPARAMS if key in checkpoint}
+    if not _told.issuperset(texts):
+        _told.update(texts)
+        _log.warning("Saved as text, as they are no plain values: %s.", ", ".join(texts))
+    return {**checkpoint, **plain}
+
+
+_told: set[str] = set()
+
+
+def _plain(value: Any, path: str, texts: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{path}.{key}", texts) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_plain(item, f"{path}.{i}", texts) for i, item in enumerate(value))
+    try:
+        encode(value, path, {})
+    except SaveError:
+        texts.append(path)
+        return str(value) if isinstance(value, os.PathLike) else repr(value)
+    return value
 
 
 def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -149,8 +149,11 @@ def loader() -> DataLoader:
     return StatefulDataLoader(Data(), batch_size=2)  # goes on in the middle of an epoch, each rank where it was
 
 
-def fit(work: Path, strategy: Any, *callbacks: Any, steps: int, path: Any = None, module: Any = None, **options: Any):
-    pl.seed_everything(7 + int(os.environ["RANK"]), verbose=False)
+def fit(
+    work: Path, strategy: Any, *callbacks: Any, steps: int, path: Any = None, module: Any = None, seed: Any = None,
+    **options: Any,
+):  # fmt: skip
+    pl.seed_everything(7 + (int(os.environ["RANK"]) if seed is None else seed), verbose=False)
     module = module or Lit()
     trainer = trainer_of(work, strategy, *callbacks, steps=steps, **options)
     trainer.fit(

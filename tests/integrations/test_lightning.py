@@ -7,6 +7,8 @@ import pytest
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
 pytestmark = pytest.mark.timeout(600)
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     return tmp_path_factory.mktemp("lightning")

@@ -1,0 +1,304 @@
+"""What FSDP2Strategy saves and loads: the half of the strategy that knows checkpoints, and nothing of sharding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from ckptkit.checkpoint.deferred import DeferredOptimizer
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.rng import capture_rng, restore_rng
+from ckptkit.checkpoint.state import StateDictType, TrainState, model_tensors
+from ckptkit.errors import UsageError
+from ckptkit.integrations.lightning_full import (
+    gathered,
+    gathered_optimizer,
+    placed_like,
+    scatter_model,
+    scatter_optimizer,
+    sharded_optimizer,
+)
+from ckptkit.integrations.lightning_state import (
+    LightningCheckpoints,
+    StateView,
+    inside_an_epoch,
+    remove_checkpoint,
+)
+
+__all__ = ["ShardedCheckpoints"]
+
+_LIVE = "ckptkit_live"  # marks a dictionary of live tensors between its making and the save
+
+
+class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's types are not followed
+    """A ModelParallelStrategy whose checkpoints every rank writes and reads in part, through a CheckpointManager."""
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: int | str,
+        tensor_parallel_size: int | str,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        checkpoint_io: Any,
+        state_dict_type: StateDictType | str,
+        lightning_module_filter: Callable[[str], bool] | None,
+        optimizer_restore: str,
+        storage_options: Mapping[str, Any] | None,
+    ) -> None:
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        if optimizer_restore not in ("deferred", "immediate"):
+            raise UsageError(f"optimizer_restore={optimizer_restore!r}: it is 'deferred' or 'immediate'.")
+        self._checkpoint_io = checkpoint_io
+        self._state_dict_type = StateDictType.parse(state_dict_type)
+        self._filter = lightning_module_filter
+        self._optimizer_restore = optimizer_restore
+        self._storage_options = storage_options
+        self._streaming = False
+        self._pending: DeferredOptimizer | Mapping[str, Any] | None = None
+        self._random: Mapping[str, Any] | None = None
+        self._checkpoints: LightningCheckpoints | None = None
+        self._shown: dict[str, Any] = {}
+        self._position: dict[str, Any] = {}  # where in its epochs the run goes on
+
+    # --- what waits for the first step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the LightningModule's step; before the first one, restore what a checkpoint left for it."""
+        self.restore_pending()
+        if self._random is not None:
+            restore_rng(self._random)
+            self._random = None
+        return super().training_step(*args, **kwargs)
+
+    def restore_pending(self) -> None:
+        """Apply the optimizer state that was loaded and not applied yet, once. All ranks must call it."""
+        pending = self._pending
+        if pending is None:
+            return
+        if isinstance(pending, DeferredOptimizer):
+            pending.apply(self._state(rng=False), strict=self.lightning_module.strict_loading)
+        else:
+            self._scatter_optimizers(pending)
+        self._pending = None
+
+    # --- states
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands the optimizer's state over: `load_optimizer_state_dict`."""
+        return True
+
+    def lightning_module_state_dict(self, kind: StateDictType | str | None = None) -> dict[str, Any]:
+        """Return the model's state by FQN: what the state-dict type says, or `kind`. All ranks must call it.
+
+        "sharded": DTensors that alias the live ones. "full": whole tensors on the CPU of rank 0, {} elsewhere.
+        "local": this rank's parts.
+        """
+        taken = {k: v for k, v in self._live().items() if self._filter is None or self._filter(k)}
+        taken = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in taken.items()}
+        wanted = self._kind(kind)
+        if wanted is StateDictType.FULL:
+            return gathered(taken)
+        if wanted is StateDictType.LOCAL and not self._streaming:
+            return {k: v.to_local() if hasattr(v, "to_local") else v for k, v in taken.items()}
+        return taken
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state by FQN; of the type "full" whole on rank 0, {} elsewhere. Collective."""
+        self.restore_pending()
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._kind(None) is StateDictType.FULL:
+            return gathered_optimizer(inner, self._state(rng=False))
+        return sharded_optimizer(inner, self._state(rng=False))
+
+    def _kind(self, kind: StateDictType | str | None) -> StateDictType:
+        if kind is not None:
+            return StateDictType.parse(kind)
+        if self._streaming:
+            return StateDictType.SHARDED
+        return StateDictType.FULL if self._checkpoint_io is not None else self._state_dict_type
+
+    def _show_live(self, trainer: Any) -> None:
+        """Let what `trainer` collects for a save hold the live tensors, whatever the state-dict type: `save_checkpoint`
+        gathers them one by one. Gathered into a dictionary they would all lie in rank 0's memory."""
+        connector = trainer._checkpoint_connector
+        dump = type(connector).dump_checkpoint
+
+        def dump_live(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            self._streaming = self._checkpoint_io is None and trainer.strategy is self
+            try:
+                return {**dump(connector, *args, **kwargs), _LIVE: self._streaming}
+            finally:
+                self._streaming = False
+
+        connector.dump_checkpoint = dump_live
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give the model what a CheckpointIO read. Else `load_checkpoint` has restored it, and it gets only what an
+        `on_load_checkpoint` hook has replaced since."""
+        given = checkpoint.get("state_dict", {})
+        if self._checkpoint_io is not None:
+            scatter_model(self.lightning_module, given, strict=strict)
+            return
+        shown, self._shown = self._shown, {}
+        changed = {name: value for name, value in given.items() if value is not shown.get(name)}
+        if changed:
+            placed = {name: placed_like(shown.get(name), value) for name, value in changed.items()}
+            self.lightning_module.load_state_dict(placed, strict=False)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep the optimizer's state for the first training step, or apply it now (`optimizer_restore`)."""
+        states = checkpoint["optimizer_states"]
+        self._pending = states if isinstance(states, DeferredOptimizer) else checkpoint
+        if self._optimizer_restore == "immediate":
+            self.restore_pending()
+
+    def _scatter_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        for index, optimizer in enumerate(self.optimizers):
+            given = states[index] if index < len(states) else {}
+            scatter_optimizer(optimizer, self._state(rng=False), given)
+
+    # --- checkpoints
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """What whole dictionaries are given to; None where every rank writes its part."""
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | Path,
+        storage_options: Any = None,
+        *,
+        retention: RetentionPolicy | None = None,
+        owner: str | None = None,
+    ) -> None:
+        """Save what Lightning collected; return once it survives a power cut. All ranks must call it.
+
+        Args:
+            storage_options: For a `checkpoint_io`; else they are an argument of the strategy.
+            retention: What rotation keeps of the checkpoints of this `owner`.
+
+        Raises:
+            SaveError: Some rank failed: the same on every rank. Nothing was published, and what lay there stays.
+        """
+        path = self.broadcast(str(filepath))
+        self.restore_pending()
+        if self._checkpoint_io is not None:
+            checkpoint.pop(_LIVE, None)
+            if self.is_global_zero:
+                self._checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            self.barrier("save_checkpoint")
+            return
+        names = checkpoint.pop("state_dict", {})
+        whole = checkpoint.pop("optimizer_states", None)
+        if not checkpoint.pop(_LIVE, False):  # gathered on rank 0: the keys are what counts
+            keys = self.broadcast(list(names))
+            live = self._live()
+            names = {key: live[key] for key in keys if key in live}
+        state = self._state(optimizers=whole is not None)
+        state.model = StateView.of(self.lightning_module, names)
+        checkpoint["ckptkit_optimizers"] = 0 if whole is None else len(self.optimizers)
+        checkpoint["ckptkit_world_size"] = self.world_size
+        self._own().save(path, checkpoint, state, metrics=self._metrics(), retention=retention, owner=owner)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Restore the model, and return Lightning's dictionary. All ranks must call it.
+
+        Reads every format that ckptkit reads, Lightning's sharded and full ones among them, whatever the state-dict
+        type. Optimizers follow in `load_optimizer_state_dict`.
+
+        Raises:
+            CheckpointMismatchError: It does not fit; nothing was changed.
+        """
+        path = self.broadcast(str(checkpoint_path))
+        if self._checkpoint_io is not None:
+            main = self._checkpoint_io.load_checkpoint(path) if self.is_global_zero else None
+            rest = {k: v for k, v in main.items() if k not in ("state_dict", "optimizer_states")} if main else {}
+            rest = self.broadcast(rest)
+            count = self.broadcast(len(main["optimizer_states"]) if main and "optimizer_states" in main else None)
+            rest["state_dict"] = main["state_dict"] if main else {}
+            if count is not None:
+                rest["optimizer_states"] = main["optimizer_states"] if main else [{}] * count
+            return dict(rest)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING and bool(self.optimizers)
+        state = self._state(optimizers=fitting, rng=fitting)
+        options: dict[str, Any] = {"strict": self.lightning_module.strict_loading}
+        if fitting:
+            options["optimizer"] = "deferred"
+        if self._filter is not None:
+            options["include"] = self._filter
+        checkpoint, report = self._own().load(path, state, per_rank_on_resize="keep", **options)
+        if report.deferred is not None and checkpoint.pop("ckptkit_optimizers", 1):
+            checkpoint["optimizer_states"] = report.deferred
+        self._shown = self.lightning_module_state_dict(StateDictType.SHARDED)
+        checkpoint["state_dict"] = dict(self._shown)  # for the hooks that look at it
+        self._position = {"loops": checkpoint.get("loops", {})} if fitting else {}
+        if "rng" in report.loaded and inside_an_epoch(checkpoint):
+            self._random = capture_rng()  # making the iterator that goes on draws numbers which the first run did not
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; of a link only the link."""
+        if not self.is_global_zero:
+            return
+        if self._checkpoint_io is not None:
+            self._checkpoint_io.remove_checkpoint(filepath)
+            return
+        remove_checkpoint(filepath, storage_options=self._storage_options)
+
+    def teardown(self) -> None:
+        """Give everything back."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+        self._pending, self._random, self._shown, self._position = None, None, {}, {}
+        with contextlib.suppress(AttributeError):
+            self._checkpoint_io.teardown()
+        super().teardown()
+
+    # --- inside
+
+    def _own(self) -> LightningCheckpoints:
+        """Return what saves and loads here. The first call is collective."""
+        if self._checkpoints is None:
+            self._checkpoints = LightningCheckpoints(self._state_dict_type, storage_options=self._storage_options)
+        return self._checkpoints
+
+    def _live(self) -> dict[str, Any]:
+        tensors, extra = model_tensors(self.lightning_module)
+        return {**tensors, **extra}
+
+    def _state(self, *, optimizers: bool = True, rng: bool = True) -> TrainState:
+        live = [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.optimizers]
+        named: Any = live[0] if len(live) == 1 else {str(i): o for i, o in enumerate(live)}
+        return TrainState(
+            model=self.lightning_module,
+            optimizer=named if optimizers and live else None,
+            rng=rng,
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        trainer = self.lightning_module.trainer
+        values = {k: v for k, v in trainer.callback_metrics.items() if getattr(v, "numel", lambda: 1)() == 1}
+        return {key: float(value) for key, value in values.items()}
