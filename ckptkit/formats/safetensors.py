@@ -25,7 +25,7 @@ __all__ = ["open_catalog", "open_file"]
 
 _NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 _INDEX = ".safetensors.index.json"
-_MAX_INDEX_BYTES = 128 << 20  # a million tensors
+_MAX_INDEX_BYTES = 96 << 20  # a million tensors
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
