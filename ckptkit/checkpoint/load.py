@@ -376,9 +376,20 @@ def _apply_object(state: TrainState, target: ObjectTarget, tensor: Callable[[str
         _set_extra_state(target.item, value, target.key)
     elif target.kind != "extra" or is_stateful(item):
         item.load_state_dict(value)
+        if target.kind == "dataloader":
+            _make_iterator(item)
     else:
         name = target.key.removeprefix("extra.")
         state.extra[name] = PerRank(value) if isinstance(target.item, PerRank) else value
+
+
+def _make_iterator(dataloader: Any) -> None:
+    """Let torchdata's StatefulDataLoader make its iterator now. That draws a random number; in the run that was saved
+    it was drawn before, so it must come before the generators are restored. The next `iter` takes this iterator."""
+    from torch.utils.data import DataLoader
+
+    if isinstance(dataloader, DataLoader):
+        dataloader.state_dict()  # type: ignore[attr-defined]  # the only way in; torch's own has no state
 
 
 def _set_extra_state(module: torch.nn.Module, values: Mapping[str, Any], key: str) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state import TrainState
 from tests.checkpoint import jobs
 from tests.ranks import run_ranks
 
@@ -82,3 +84,46 @@ def test_every_optimizer_resumes_bit_exactly(tmp_path: Path, optimizer: str) -> 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_every_mesh_resumes_bit_exactly(tmp_path: Path, kind: str, layout: str) -> None:
     check(tmp_path, 4, kind, layout, "fp32", "adamw", background=False)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws from the generator that training draws from."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index)) + torch.rand(2)
+
+
+def epochs(loader: Any, count: int) -> list[Any]:
+    """The batches of that many epochs, and what training draws beside them."""
+    return [(batch.tolist(), torch.rand(()).item()) for _ in range(count) for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("position", [0, 2, 6])
+def test_torchdatas_loader_draws_what_it_would_have_drawn(tmp_path: Path, workers: int, position: int) -> None:
+    """At the start, in the middle and at the end of an epoch."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def made() -> Any:
+        data = Noisy() if workers == 0 else torch.arange(12.0)  # a worker's own generator is the dataset's to keep
+        return loaders.StatefulDataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
+
+    torch.manual_seed(1)
+    loader = made()
+    batches = iter(loader)
+    for _ in range(position):
+        next(batches)
+        torch.rand(())
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(dataloader=loader))
+        rest = [(batch.tolist(), torch.rand(()).item()) for batch in batches]
+        expected = rest + epochs(loader, 1)
+        torch.manual_seed(77)
+        torch.rand(5)
+        fresh = made()
+        manager.load(TrainState(dataloader=fresh))
+    found = epochs(fresh, 2)  # what is left of the first one, be it nothing, and the next
+    assert found == expected
