@@ -251,8 +251,9 @@ def set_epoch(dataloader: Any, checkpoint: Mapping[str, Any]) -> None:
     epoch = progress["ready"] - 1 if inside_an_epoch(checkpoint) else progress["ready"]
     batches = getattr(dataloader, "batch_sampler", None)
     for sampler in (getattr(dataloader, "sampler", None), getattr(batches, "sampler", None)):
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)
+        tell = getattr(sampler, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
 
 def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
