@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -239,10 +238,8 @@ def main() -> int:
         return 0
     if int(os.environ.get("RANK", "0")) != 0:
         return 0  # under torchrun, rank 0 tells the story; each part of it starts its own ranks
-    work = options.work or Path(tempfile.gettempdir()) / "ckptkit-demo"
-    if not options.work:
-        shutil.rmtree(work, ignore_errors=True)
-    return story(work)
+    # A folder of its own: a second demo, of anybody on this machine, must not take away the files of the first.
+    return story(options.work or Path(tempfile.mkdtemp(prefix="ckptkit-demo-")))
 
 
 if __name__ == "__main__":
