@@ -59,6 +59,7 @@ class AcceleratorCheckpoints:
         stateful = [item for item in mine._dataloaders if callable(getattr(item, "load_state_dict", None))]
         extra: dict[str, Any] = {f"object_{i}": item for i, item in enumerate(mine._custom_objects)}
         extra |= {f"sampler_{i}": PerRank(item) for i, item in enumerate(stateful)}
+        extra["accelerator"] = _Position(mine)
         scaler = mine.scaler
         return TrainState(
             model=_one_or_named([mine.unwrap_model(model) for model in mine._models]),
@@ -75,3 +76,16 @@ class AcceleratorCheckpoints:
 
 def _one_or_named(items: list[Any]) -> Any:
     return items[0] if len(items) == 1 else {str(i): item for i, item in enumerate(items)} or None
+
+
+class _Position:
+    """Where an Accelerator is between two optimizer steps, when gradients accumulate."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": int(self._accelerator.step)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]

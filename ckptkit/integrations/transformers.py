@@ -24,9 +24,11 @@ except ImportError as error:
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
+from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.rng import capture_rng, restore_rng
 from ckptkit.checkpoint.state import TrainState
 from ckptkit.errors import UsageError
+from ckptkit.formats.layout import checkpoint_name
 
 __all__ = ["CheckpointCallback"]
 
@@ -36,8 +38,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     A save happens where the Trainer would save (`save_strategy`), and every `save_steps` here. At the start of
     training the newest committed checkpoint is loaded, at any number of ranks; the Trainer then skips the batches
-    that were seen, as it does itself. At the end the model is exported as `from_pretrained` reads it. All ranks have
-    the callback; plain, DDP and FSDP2 models will do.
+    that were seen, as it does itself. `train(resume_from_checkpoint=...)` is obeyed: True insists on a checkpoint, here
+    or else among the Trainer's own; False starts anew; a path is the Trainer's own. `save_total_limit` and
+    `load_best_model_at_end` mean what they mean there. At the end the model is exported as `from_pretrained` reads it.
+    All ranks have the callback; plain, DDP and FSDP2 models will do.
 
     Args:
         url: The root of the run's checkpoints.
@@ -70,25 +74,29 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._metrics: dict[str, float] = {}
         self._random: dict[str, Any] | None = None
         self._ours: str | None = None
+        self._limits: RetentionPolicy | None = None
 
     def attach(self, trainer: Any) -> CheckpointCallback:
-        """Let `trainer` save, and resume, through this callback instead of its own files. Call it once.
+        """Let `trainer` save, and resume, through this callback instead of its own files.
 
         Raises:
-            UsageError: The Trainer wants to load its best model at the end, which it looks for among its own files.
+            UsageError: The callback belongs to another Trainer; or the best model is to be loaded at the end, and
+                `retention` does not keep it.
         """
-        if trainer.args.load_best_model_at_end:
-            raise UsageError("load_best_model_at_end=True needs the Trainer's own checkpoints; use keep_best and load.")
+        if self._trainer is trainer:
+            return self
+        if self._trainer is not None:
+            raise UsageError("this CheckpointCallback belongs to another Trainer; make one for each.")
+        self._limits = self._retention(trainer.args)
         self._trainer = trainer
         train = trainer.train
 
-        def resumed(resume_from_checkpoint: Any = None, **arguments: Any) -> Any:
-            if resume_from_checkpoint is not None or not self.resume:
-                return train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
+        def resumed(resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
+            ours = self.resume if resume_from_checkpoint is None else resume_from_checkpoint is True
             with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
-                found = self._write_trainer_state(folder)
-                self._ours = folder if found else None
-                return train(resume_from_checkpoint=self._ours, **arguments)
+                if ours and self._write_trainer_state(folder):
+                    resume_from_checkpoint = self._ours = folder
+                return train(resume_from_checkpoint, *arguments, **named)
 
         trainer.train = resumed
         trainer._save_checkpoint = self._save
@@ -99,9 +107,30 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             "_load_rng_state": self._load_rng,
         }.items():
             setattr(trainer, name, self._instead(getattr(trainer, name), method))
+        trainer._load_best_model = self._load_best
         return self
 
+    def _retention(self, args: Any) -> RetentionPolicy | None:
+        """Return the policy: that of the caller, or what the Trainer's arguments say."""
+        given: RetentionPolicy | None = self._options.get("retention")
+        metric = str(args.metric_for_best_model or "loss")
+        metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+        best = (metric, "max" if args.greater_is_better else "min", 1) if args.load_best_model_at_end else None
+        if given is None:
+            return RetentionPolicy(max_num=args.save_total_limit, keep_best=best) if args.save_total_limit else None
+        if best is not None and (given.keep_best or ("",))[0] != metric and _limits(given):
+            raise UsageError(
+                f"load_best_model_at_end=True: retention must keep the best model, as in keep_best={best}; it would "
+                "be deleted by the time it is loaded."
+            )
+        return given
+
     # --- events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse to watch over nothing."""
+        if self._trainer is None:
+            raise UsageError("CheckpointCallback does nothing until it is attached: callback.attach(trainer).")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Ask for a save every `save_steps`."""
@@ -134,6 +163,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
                 trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        best = trainer.state.best_global_step
+        if best is not None and (best == trainer.state.global_step or self._has(best)):
+            trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
         state = self._state()
         state.extra["trainer"] = json.loads(json.dumps(dataclasses.asdict(trainer.state)))
         save = self._managed().save_async if self.background else self._managed().save
@@ -154,6 +186,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Restore model, optimizer, scheduler and random numbers, now that the Trainer has made them."""
         self.loaded = self._managed().load(self._state())
         self._random = capture_rng()
+        best = self._trainer.state.best_global_step
+        if best is not None and self._has(best):  # the Trainer forgets what it does not see on a disk
+            self._trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
 
     def _load_model(self, path: Any, model: Any = None) -> None:
         """Wait: everything is restored at once, by `_load`."""
@@ -165,6 +200,14 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Set the random numbers once more: skipping the batches that were seen has drawn some."""
         if self._random is not None:
             restore_rng(self._random)
+
+    def _load_best(self) -> None:
+        """Give the model the weights of the best step."""
+        best = self._trainer.state.best_global_step
+        self._managed().load(TrainState(model=self._trainer.model, rng=False), best)
+
+    def _has(self, step: int) -> bool:
+        return any(record.step == step for record in self._managed().list())
 
     def _instead(self, theirs: Any, ours: Any) -> Any:
         """Return what does ours for the path that `train` was given here, and theirs for any other."""
@@ -178,9 +221,14 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     def _state(self) -> TrainState:
         trainer = self._trainer
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        return TrainState(model=trainer.model, optimizer=optimizer, scheduler=trainer.lr_scheduler)
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        return TrainState(model=trainer.model, optimizer=optimizer, scheduler=trainer.lr_scheduler, grad_scaler=scaler)
 
     def _managed(self) -> CheckpointManager:
         if self._manager is None:
-            self._manager = CheckpointManager(self.url, **self._options)
+            self._manager = CheckpointManager(self.url, **{**self._options, "retention": self._limits})
         return self._manager
+
+
+def _limits(policy: RetentionPolicy) -> bool:
+    return policy.max_num is not None or policy.max_mem is not None

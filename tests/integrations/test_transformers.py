@@ -35,9 +35,12 @@ def trainer_of(work: Path, callback: Any, **options: Any) -> Trainer:
     )  # fmt: skip
     arguments = TrainingArguments(
         output_dir=str(work / "out"), per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=3,
-        logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, max_steps=8, save_strategy="no", **options,
+        logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, max_steps=8,
+        **{"save_strategy": "no", **options},
     )  # fmt: skip
-    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=Texts(), callbacks=[callback])
+    trainer = Trainer(
+        LlamaForCausalLM(config), arguments, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[callback]
+    )
     callback.attach(trainer)
     return trainer
 
@@ -82,9 +85,58 @@ def test_rotation_keeps_what_the_policy_says(tmp_path):
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
-def test_the_best_model_at_the_end_is_refused(tmp_path):
+def evaluated(work: Path, callback: Any, **options: Any) -> Trainer:
+    return trainer_of(work, callback, eval_strategy="steps", eval_steps=2, learning_rate=0.3, **options)
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
+    callback = CheckpointCallback(tmp_path / "run")
+    options = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    options |= {"greater_is_better": True}  # the highest loss is easily had before the end
+    trainer = evaluated(tmp_path, callback, **options)
+    trainer.train()
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    best = max(losses, key=losses.get)
+    assert best != max(losses), "the best must not be the newest here"
+    kept = sorted(int(p.name[5:]) for p in (tmp_path / "run").glob("step_*"))
+    assert kept == sorted({best, 8})
+    assert trainer.evaluate()["eval_loss"] == losses[best]
+
+
+def test_a_retention_that_would_delete_the_best_model_is_refused(tmp_path):
+    callback = CheckpointCallback(tmp_path / "run", retention=RetentionPolicy(max_num=2))
+    with pytest.raises(UsageError, match=r"keep_best=\('eval_loss', 'min', 1\)"):
+        evaluated(tmp_path, callback, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
+
+
+def test_save_total_limit_limits_what_is_kept_here(tmp_path):
+    trainer_of(tmp_path, CheckpointCallback(tmp_path / "run", save_steps=1), save_total_limit=3).train()
+    assert sorted(p.name[-1] for p in (tmp_path / "run").glob("step_*")) == ["6", "7", "8"]
+
+
+def test_resume_from_checkpoint_is_obeyed(tmp_path):
+    callback = CheckpointCallback(tmp_path / "run", save_steps=4)
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer_of(tmp_path, callback).train(resume_from_checkpoint=True)
+    trainer_of(tmp_path, CheckpointCallback(tmp_path / "run", save_steps=4)).train()
+    again = CheckpointCallback(tmp_path / "run", resume=False)
+    trainer_of(tmp_path, again).train(True)
+    assert again.loaded.step == 8
+    anew = CheckpointCallback(tmp_path / "other", save_steps=8)
+    trainer = trainer_of(tmp_path, anew)
+    trainer.train(resume_from_checkpoint=False)
+    assert anew.loaded is None
+    assert trainer.state.global_step == 8
+    trainer.train()  # a second time in one process: nothing is left to do
+    assert anew.loaded.step == 8
+
+
+def test_a_callback_that_was_not_attached_or_has_another_trainer_says_so(tmp_path):
     callback = CheckpointCallback(tmp_path / "run")
     trainer = trainer_of(tmp_path, callback)
-    trainer.args.load_best_model_at_end = True
-    with pytest.raises(UsageError, match="load_best_model_at_end"):
-        callback.attach(trainer)
+    assert callback.attach(trainer) is callback
+    with pytest.raises(UsageError, match="belongs to another Trainer"):
+        trainer_of(tmp_path, callback)
+    trainer.add_callback(CheckpointCallback(tmp_path / "loose"))
+    with pytest.raises(UsageError, match=r"callback\.attach\(trainer\)"):
+        trainer.train()
