@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import signal
+import threading
+import time
 from typing import Any
 
 import click
@@ -23,6 +26,7 @@ _COMMANDS = {
     "unpin": "Let rotation decide on a pinned checkpoint again.",
     "push": "Upload an export to a Hugging Face repo.",
 }
+_SAME_PRESS_S = 5.0  # seconds
 
 
 class _Commands(click.Group):
@@ -71,6 +75,25 @@ def cli() -> None:
     """
 
 
+class _InterruptOnce:
+    """SIGINT: a second one on the heels of the first must not stop the cleaning that the first began.
+
+    Launchers send one besides the terminal's, and people press twice. One that comes later interrupts again.
+    """
+
+    def __init__(self) -> None:
+        self._last = -_SAME_PRESS_S
+
+    def __call__(self, _signum: int, _frame: Any) -> None:
+        if time.monotonic() - self._last >= _SAME_PRESS_S:
+            self._last = time.monotonic()
+            raise KeyboardInterrupt
+
+
 def main(args: list[str] | None = None) -> Any:
     """Run the command line."""
+    if threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
+        signal.signal(signal.SIGINT, _InterruptOnce())
     return cli.main(args=args, prog_name="ckptkit")

@@ -169,7 +169,13 @@ def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, Safetens
 
 
 def _weight_map(store: Store, index: str) -> dict[str, str]:
-    content = parse(store.read(index, 0, _MAX_INDEX_BYTES), file=index)
+    info = store.info(index)
+    if info is not None and info.size > _MAX_INDEX_BYTES:
+        raise CorruptCheckpointError(
+            f"{index} has {info.size} bytes; an index of a million tensors has at most {_MAX_INDEX_BYTES}. "
+            "It is damaged, or no index."
+        )
+    content = parse(store.read(index), file=index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CorruptCheckpointError(f"{index} is no index: expected a JSON object with a weight_map of file names.")

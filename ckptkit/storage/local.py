@@ -165,9 +165,12 @@ class LocalStore:
             with _errors(path):
                 size = os.fstat(fd).st_size
                 length = max(0, min(size if stop is None else stop, size) - start)
-                data = bytearray(length)
-                done = _fill(fd, memoryview(data), start)
-                return bytes(data) if done == length else bytes(data[:done])
+                parts = [os.pread(fd, length, start)]  # one call and no copy, but for more than 2 GiB
+                done = len(parts[0])
+                while done < length and parts[-1]:
+                    parts.append(os.pread(fd, length - done, start + done))
+                    done += len(parts[-1])
+                return parts[0] if done == len(parts[0]) else b"".join(parts)
         finally:
             os.close(fd)
 

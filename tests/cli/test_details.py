@@ -195,13 +195,13 @@ def test_colours_are_for_terminals_without_no_color(
     assert frame._colour(stream) is coloured
 
 
-def test_ctrl_c_ends_with_130_leaves_nothing_and_says_how_to_go_on(zoo: Path, tmp_path: Path) -> None:
+def test_ctrl_c_pressed_thrice_ends_with_130_leaves_nothing_and_says_how_to_go_on(zoo: Path, tmp_path: Path) -> None:
     script = (
         "import os, signal, ckptkit.offline.convert as c\n"
         "from ckptkit.cli.main import main\n"
         "real = c.execute\n"
         "def execute(plan, source, destination, **kw):\n"
-        "    def progress(*a): os.kill(os.getpid(), signal.SIGINT)\n"
+        "    def progress(*a): [os.kill(os.getpid(), signal.SIGINT) for _ in range(3)]\n"
         "    return real(plan, source, destination, **{**kw, 'progress': progress})\n"
         "c.execute = execute\n"
         f"main(['convert', {str(zoo / DCP)!r}, {str(tmp_path / 'out')!r}])"
