@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.checkpoint.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.decoded import Decoded, DecodedOptimizer, decode_plan, module_name
 from ckptkit.checkpoint.fill import Fill, prepare, read_whole, run, share_checks
 from ckptkit.checkpoint.foreign import Adopted, adopt
 from ckptkit.checkpoint.load_plan import LoadOptions, LoadPlan, ObjectTarget, OptimizerPlan, plan_load
@@ -20,8 +21,15 @@ from ckptkit.checkpoint.replicas import own_copies
 from ckptkit.checkpoint.report import LoadReport, PhaseClock
 from ckptkit.checkpoint.rng import reseed, restore_rng
 from ckptkit.checkpoint.state import PerRank, TrainState, canonical_modules, is_stateful, model_tensors, section
-from ckptkit.checkpoint.values import JSON, decode, encode
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, CorruptCheckpointError, LoadError, SaveError
+from ckptkit.checkpoint.values import JSON, encode
+from ckptkit.errors import (
+    CheckpointMismatchError,
+    CkptkitError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+    UsageError,
+)
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.manifest import MESHES, PLACEMENTS
 
@@ -50,6 +58,7 @@ class Staged:
         weights: (live local tensor, what it gets), in the order of `plan.models`; the same twice if read in place.
         states: For each optimizer of the plan, FQN -> state name -> new tensor.
         refs: The tensors that objects refer to.
+        decoded: What objects stand for.
         filler: Reads `weights`, `states` and `refs`.
     """
 
@@ -57,6 +66,7 @@ class Staged:
     weights: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     states: list[dict[str, dict[str, torch.Tensor]]] = field(default_factory=list)
     refs: dict[str, torch.Tensor] = field(default_factory=dict)
+    decoded: Decoded | None = None
     filler: Filler | None = None
 
 
@@ -104,6 +114,7 @@ def stage(
     for optimizer in plan.optimizers:
         staged.states.append(_optimizer_fills(optimizer, fills))
     staged.refs = _reference_fills(state, plan, catalog, store, fills, rank, foreign.tensors)
+    staged.decoded = decode_plan(plan, staged.refs.__getitem__)
     staged.filler = prepare(catalog, store, fills.fills, workers=workers, verify=options.verify)
     return staged
 
@@ -343,28 +354,29 @@ def apply(
     Args:
         agree: Gets what restoring user objects came to; raises on every rank if any failed, before tensors change.
     """
-    plan = staged.plan
+    plan, decoded = staged.plan, staged.decoded
+    if decoded is None:
+        raise UsageError("apply takes what `stage` returned.")
 
     def objects() -> None:
-        for target in plan.objects:
-            _apply_object(state, target, staged.refs.__getitem__)
+        for target, values in zip(plan.objects, decoded.objects, strict=True):
+            _apply_object(state, target, values)
             report.loaded.append(target.key)
 
     agree(Outcome.of(objects))
     _apply_weights(staged, report)
-    for optimizer, states in zip(plan.optimizers, staged.states, strict=True):
-        apply_optimizer(optimizer, states, staged.refs.__getitem__)
+    for optimizer, states, other in zip(plan.optimizers, staged.states, decoded.optimizers, strict=True):
+        apply_optimizer(optimizer, states, other)
         if not optimizer.skip:
             report.loaded.append(optimizer.key)
     if plan.rng is not None:
-        _apply_rng(plan, staged.refs, report, rank)
+        _apply_rng(plan, decoded.rng, report, rank)
     if report.step is not None:
         state.step = report.step
-    report.extra.update({name: decode(tree, staged.refs.__getitem__) for name, tree in plan.leftovers.items()})
+    report.extra.update(decoded.leftovers)
 
 
-def _apply_object(state: TrainState, target: ObjectTarget, tensor: Callable[[str], Any]) -> None:
-    values = [decode(tree, tensor) for tree in target.trees]
+def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]) -> None:
     value = values[0]
     if target.merge is not None:
         import torch.distributed as dist
@@ -373,7 +385,9 @@ def _apply_object(state: TrainState, target: ObjectTarget, tensor: Callable[[str
         value = target.merge(values, dist.get_rank() if ready else 0, dist.get_world_size() if ready else 1)
     item = target.item.value if isinstance(target.item, PerRank) else target.item
     if target.kind == "model":
-        _set_extra_state(target.item, value, target.key)
+        modules = canonical_modules(target.item)
+        for name, extra_state in value.items():
+            modules[module_name(name)].set_extra_state(extra_state)
     elif target.kind != "extra" or is_stateful(item):
         item.load_state_dict(value)
         if target.kind == "dataloader":
@@ -392,15 +406,6 @@ def _make_iterator(dataloader: Any) -> None:
         dataloader.state_dict()  # type: ignore[attr-defined]  # the only way in; torch's own has no state
 
 
-def _set_extra_state(module: torch.nn.Module, values: Mapping[str, Any], key: str) -> None:
-    modules = canonical_modules(module)
-    for name, value in values.items():
-        owner = modules.get(name.removesuffix("_extra_state").removesuffix("."))
-        if owner is None:
-            raise LoadError(f"{key}: the model has no module for {name!r}.")
-        owner.set_extra_state(value)
-
-
 def _apply_weights(staged: Staged, report: LoadReport) -> None:
     import torch
 
@@ -416,16 +421,14 @@ def _apply_weights(staged: Staged, report: LoadReport) -> None:
     staged.weights.clear()
 
 
-def apply_optimizer(plan: OptimizerPlan, states: Mapping[str, Any], tensor: Callable[[str], Any]) -> None:
+def apply_optimizer(plan: OptimizerPlan, states: Mapping[str, Any], other: DecodedOptimizer) -> None:
     """Replace an optimizer's state and settings; masters that nothing was saved for follow the loaded weights."""
     if not plan.skip:
         new = {fqn: dict(state) for fqn, state in states.items()}
-        for fqn, values in plan.values.items():
-            if fqn in plan.parameters:
-                new.setdefault(fqn, {}).update({name: decode(value, tensor) for name, value in values.items()})
+        for fqn, values in other.values.items():
+            new.setdefault(fqn, {}).update(values)
         _kept_masters(plan, new)
-        shared = {name: decode(value, tensor) for name, value in plan.shared.items()}
-        apply_state(plan.optimizer, plan.parameters, new, shared, keep=plan.keep)
+        apply_state(plan.optimizer, plan.parameters, new, other.shared, keep=plan.keep)
         apply_settings(plan.optimizer, plan.groups.settings)
     _follow_weights(plan)
 
@@ -453,8 +456,7 @@ def _follow_weights(plan: OptimizerPlan) -> None:
                 master.copy_(parameter)  # placed alike: no communication
 
 
-def _apply_rng(plan: LoadPlan, refs: Mapping[str, Any], report: LoadReport, rank: int) -> None:
-    saved = decode(plan.rng, refs.__getitem__)
+def _apply_rng(plan: LoadPlan, saved: Mapping[str, Any], report: LoadReport, rank: int) -> None:
     if plan.reseed:
         seed = reseed(saved["torch"].tolist(), rank)
         report.notes.append(f"rng: seeded with {seed} on rank {rank}")

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
-from ckptkit.checkpoint.optimizer_state import GroupChanges, group_changes, named_parameters
+from ckptkit.checkpoint.optimizer_state import GroupChanges, OptimizerTree, group_changes, named_parameters
 from ckptkit.checkpoint.parts import dtype_name
 from ckptkit.checkpoint.replicas import PER_RANK
 from ckptkit.checkpoint.state import PerRank, TrainState, computed_state, is_stateful, parameter_names, section
 from ckptkit.checkpoint.strictness import KeyFilter, Mismatches, match_tensors
 from ckptkit.checkpoint.values import JSON, references
-from ckptkit.errors import UsageError
+from ckptkit.errors import CorruptCheckpointError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -192,7 +192,7 @@ class _Planner:
     # --- models
 
     def models(self) -> None:
-        aliases = self.catalog.info.extra.get("aliases", {})
+        aliases = self.aliases()
         for name, module in self.state.parts("model").items():
             key = section("model", name)
             prefix = f"{name}." if name else ""
@@ -205,10 +205,17 @@ class _Planner:
             if handed is not None:
                 self.plan.handed.append((module, handed))
             live = {fqn: tensor for fqn, tensor in tensors.items() if self.filter(fqn)}
-            self.model(key, live, saved, aliases.get(key, {}) if isinstance(aliases, Mapping) else {})
+            self.model(key, live, saved, aliases.get(key, {}))
             tree = self.objects.get(f"{key}.extra_state")
             if tree is not None and self.filter.takes_all:
                 self.plan.objects.append(ObjectTarget("model", f"{key}.extra_state", module, (tree,)))
+
+    def aliases(self) -> Mapping[str, Mapping[str, str]]:
+        found = self.catalog.info.extra.get("aliases", {})
+        tables = found.values() if isinstance(found, Mapping) else [found]
+        if not all(isinstance(t, Mapping) and all(isinstance(name, str) for name in t.values()) for t in tables):
+            raise CorruptCheckpointError("the table of tied weights in the manifest is malformed.")
+        return found  # type: ignore[no-any-return]
 
     def take(self, key: str, fqn: str) -> bool:
         if self.filter(fqn):
@@ -391,8 +398,9 @@ def plan_optimizer(
         found.add("missing", plan.key, ["the whole optimizer"])
         return
     if tree is not None:
-        plan.groups = group_changes(plan.optimizer, names, tree["param_groups"], small, plan.key)
-        plan.values, plan.shared = tree["values"], tree["shared"]
+        saved = OptimizerTree.of(tree, plan.key)
+        plan.groups = group_changes(plan.optimizer, names, saved.param_groups, small, plan.key)
+        plan.values, plan.shared = saved.values, saved.shared
     else:
         plan.groups = GroupChanges(
             [{} for _ in plan.optimizer.param_groups], notes=[f"{plan.key}: no settings were saved"]

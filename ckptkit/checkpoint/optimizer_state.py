@@ -7,12 +7,14 @@ parameter's dtype. Neither is called here: `optimizer.state` and `optimizer.para
 
 from __future__ import annotations
 
+import numbers
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.values import JSON, decode, encode
-from ckptkit.errors import SaveError, UsageError
+from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,7 @@ __all__ = [
     "IMPLEMENTATION_SETTINGS",
     "CapturedOptimizer",
     "GroupChanges",
+    "OptimizerTree",
     "capture_optimizer",
     "group_changes",
     "named_parameters",
@@ -195,6 +198,44 @@ def new_state_tensor(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerTree:
+    """The JSON of an optimizer as `CapturedOptimizer.tree` describes it, of the shape that it must have."""
+
+    param_groups: list[dict[str, JSON]]
+    values: dict[str, dict[str, JSON]]
+    shared: dict[str, JSON]
+
+    @classmethod
+    def of(cls, tree: JSON, what: str) -> OptimizerTree:
+        """Return the parts of `tree`.
+
+        Raises:
+            CorruptCheckpointError: It is no optimizer's; names `what` and the part.
+        """
+
+        def need(holds: bool, part: str, expected: str) -> None:
+            if not holds:
+                raise CorruptCheckpointError(f"{what}: the saved optimizer is malformed: {part} must be {expected}.")
+
+        need(isinstance(tree, dict), "it", "an object with 'param_groups', 'values' and 'shared'")
+        groups, values, shared = (tree.get(name) for name in ("param_groups", "values", "shared"))
+        need(_is_list_of(groups, dict), "'param_groups'", "a list of objects")
+        for index, group in enumerate(groups or ()):
+            need(_is_list_of(group.get("params"), str), f"'params' of group {index}", "a list of names")
+        need(_is_object_of(values, dict), "'values'", "an object of objects, by parameter")
+        need(isinstance(shared, dict), "'shared'", "an object")
+        return cls(groups, values, shared)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _is_object_of(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
+
+
 @dataclass(slots=True)
 class GroupChanges:
     """What loading would do to the parameter groups; nothing is done yet.
@@ -204,7 +245,7 @@ class GroupChanges:
         missing: Parameters of the live optimizer that the checkpoint's has not.
         unexpected: The other way round.
         notes: Settings that only one side knows, or that stay as they are, in words.
-        conflicts: Live groups that join parameters whose saved groups differ.
+        conflicts: Live groups that join parameters whose saved groups differ, and saved values that can't be set.
     """
 
     settings: list[dict[str, Any]]
@@ -215,7 +256,11 @@ class GroupChanges:
 
 
 def group_changes(
-    optimizer: Any, names: Mapping[int, str], saved: JSON, tensor: Callable[[str], Any], what: str
+    optimizer: Any,
+    names: Mapping[int, str],
+    saved: Sequence[Mapping[str, JSON]],
+    tensor: Callable[[str], Any],
+    what: str,
 ) -> GroupChanges:
     """Return the settings each live group gets from the saved ones, matched by the names of their parameters.
 
@@ -251,21 +296,17 @@ def _group_settings(
     if not sources:
         return {}
     first = settings[sources[0]]
-    for other in sources[1:]:
-        differing = [
-            k for k in first if k not in IMPLEMENTATION_SETTINGS and not _same(first[k], settings[other].get(k))
-        ]
-        if differing:
-            changes.conflicts.append(
-                f"{what} group {index} joins parameters of the saved groups {sources[0]} and {other}, which differ in "
-                f"{', '.join(differing)}"
-            )
+    _check_joined(changes, f"{what} group {index}", sources, settings)
     new: dict[str, Any] = {}
     for key, value in first.items():
         if key in IMPLEMENTATION_SETTINGS:
             if key in live and not _same(live[key], value):
                 changes.notes.append(f"{what} group {index}: {key}={live[key]!r} stays, the checkpoint has {value!r}")
             continue
+        if not _fits(live.get(key), value):
+            changes.conflicts.append(
+                f"{what} group {index}: {key} is {reprlib.repr(value)} in the checkpoint, here it is {live[key]!r}"
+            )
         if key not in live:
             changes.notes.append(f"{what} group {index}: {key}={value!r} is new from the checkpoint")
         new[key] = value
@@ -275,11 +316,50 @@ def _group_settings(
     return new
 
 
-def _same(a: Any, b: Any) -> bool:
+def _check_joined(
+    changes: GroupChanges, group: str, sources: Sequence[int], settings: Sequence[Mapping[str, Any]]
+) -> None:
+    first = settings[sources[0]]
+    for other in sources[1:]:
+        differing = [
+            k for k in first if k not in IMPLEMENTATION_SETTINGS and not _same(first[k], settings[other].get(k))
+        ]
+        if differing:
+            changes.conflicts.append(
+                f"{group} joins parameters of the saved groups {sources[0]} and {other}, which differ in "
+                f"{', '.join(differing)}"
+            )
+
+
+def _fits(live: Any, value: Any) -> bool:
+    """Tell whether a saved setting can take the place of the live one: a number that of a number, be either in a
+    tensor, several that of as many. Of anything else the optimizer may make what it likes."""
     import torch
 
+    if isinstance(live, (tuple, list)):
+        return (
+            isinstance(value, (tuple, list))
+            and len(value) == len(live)
+            and all(_fits(a, b) for a, b in zip(live, value, strict=True))
+        )
+    if isinstance(value, torch.Tensor) and isinstance(live, (int, float, torch.Tensor)):
+        return value.numel() == 1 or (isinstance(live, torch.Tensor) and value.shape == live.shape)
+    if isinstance(live, (int, float)) or (isinstance(live, torch.Tensor) and live.numel() == 1):
+        return isinstance(value, numbers.Number)
+    return not isinstance(live, torch.Tensor)
+
+
+def _same(a: Any, b: Any) -> bool:
+    import numpy as np
+    import torch
+
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a.cpu(), b.cpu())
+        alike = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype
+        return alike and torch.equal(a.cpu(), b.cpu())
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
     return bool(a == b)
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["capture_rng", "restore_rng", "reseed"]
+from ckptkit.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["capture_rng", "check_rng", "restore_rng", "reseed"]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -40,26 +45,98 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
+def check_rng(state: Any, what: str = "rng") -> None:
+    """Raise unless `restore_rng` can take every part of `state`; no generator is touched.
+
+    Raises:
+        CorruptCheckpointError: A part is missing or is no state of its generator; names `what` and the part.
+    """
+    _settings(state, what)
+
+
 def restore_rng(state: Mapping[str, Any]) -> list[str]:
-    """Set every generator that `state` has; return the names of those that this process does not have."""
+    """Set every generator that `state` has; return the names of those that this process does not have.
+
+    Raises:
+        CorruptCheckpointError: As `check_rng` says; no generator was touched.
+    """
+    settings, left = _settings(state, "rng")
+    for setting in settings:
+        setting()
+    return left
+
+
+def _settings(state: Any, what: str) -> tuple[list[Callable[[], None]], list[str]]:
+    """Return what sets the generators, each state tried on a generator of its own before, and what has none here."""
+    makers = {"python": _python, "torch": _torch, "numpy": _numpy, "cuda": _cuda}
+    settings, left = [], []
+    for name, maker in makers.items():
+        optional = name in ("numpy", "cuda")
+        try:
+            if optional and state.get(name) is None:
+                continue
+            setting = maker(state[name])
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise CorruptCheckpointError(
+                f"{what}: the saved state of {name}'s generator is none ({reason})."
+            ) from error
+        if setting is None:
+            left.append(name)
+        else:
+            settings.append(setting)
+    return settings, left
+
+
+def _python(saved: Any) -> Callable[[], None]:
+    gauss = saved["gauss"]
+    if gauss is not None and not isinstance(gauss, float):
+        raise TypeError(f"gauss is a {type(gauss).__name__}")
+    state = (int(saved["version"]), tuple(saved["words"].tolist()), gauss)
+    random.Random().setstate(state)
+    return lambda: random.setstate(state)
+
+
+def _torch(saved: Any) -> Callable[[], None]:
     import torch
 
-    left = []
-    python = state["python"]
-    random.setstate((int(python["version"]), tuple(python["words"].tolist()), python["gauss"]))
-    torch.set_rng_state(state["torch"].cpu())
-    saved = state.get("numpy")
-    if saved is not None:
-        import numpy as np
+    state = _bytes(saved)
+    torch.Generator().set_state(state)
+    return lambda: torch.set_rng_state(state)
 
-        words = saved["words"].numpy().astype(np.uint32)
-        np.random.set_state((saved["name"], words, saved["position"], saved["has_gauss"], saved["gauss"]))
-    if "cuda" in state:
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"].cpu())
-        else:
-            left.append("cuda")
-    return left
+
+def _numpy(saved: Any) -> Callable[[], None]:
+    import numpy as np
+
+    words = saved["words"].numpy()
+    if words.shape != (624,) or words.dtype.kind not in "iu" or words.min() < 0 or words.max() >= 2**32:
+        raise ValueError("its words are not 624 numbers of 32 bits")
+    position = int(saved["position"])
+    if not 0 <= position <= 624:  # numpy does not look
+        raise ValueError(f"its position is {position}")
+    words = words.astype(np.uint32)
+    state = (str(saved["name"]), words, position, int(saved["has_gauss"]), float(saved["gauss"]))
+    np.random.RandomState().set_state(state)
+    return lambda: np.random.set_state(state)
+
+
+def _cuda(saved: Any) -> Callable[[], None] | None:
+    import torch
+
+    state = _bytes(saved)
+    if not torch.cuda.is_available():
+        return None
+    torch.Generator(device="cuda").set_state(state)
+    return lambda: torch.cuda.set_rng_state(state)
+
+
+def _bytes(saved: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    state = saved.cpu()
+    if state.dtype != torch.uint8 or state.dim() != 1:
+        raise TypeError(f"a tensor of {state.dtype} with {state.dim()} dimensions")
+    return state
 
 
 def reseed(*parts: object) -> int:

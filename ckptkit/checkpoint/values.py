@@ -178,8 +178,12 @@ def _decode_tagged(tag: str, body: JSON, tensor: Callable[[str], Any]) -> Any:
         raise CorruptCheckpointError(f"saved state: the tag {tag!r} is unknown. Was it written by a newer ckptkit?")
     try:
         return decoder(body, tensor)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CorruptCheckpointError(f"saved state: what stands under {tag!r} is malformed ({error}).") from error
+    except CorruptCheckpointError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CorruptCheckpointError(
+            f"saved state: what stands under {tag!r} is malformed ({str(error)[:300]})."
+        ) from error
 
 
 def _items(body: JSON, tensor: Callable[[str], Any]) -> list[Any]:
@@ -217,14 +221,12 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def _decode_torch_save(body: JSON, _: Callable[[str], Any]) -> Any:
-    import pickle
-
     import torch
 
     try:
         return torch.load(io.BytesIO(base64.b64decode(body, validate=True)), weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(str(error)) from error
+    except Exception as error:  # whatever torch's unpickler runs into on bytes that torch.save did not write
+        raise ValueError(" ".join(str(error).split())[:300]) from error
 
 
 def _decode_device(body: JSON, _: Callable[[str], Any]) -> Any:
