@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptkit.shown import without_secrets
+
 __all__ = [
     "CkptkitError",
     "UsageError",
@@ -35,12 +37,16 @@ _MAX_LINE = 1000
 
 class CkptkitError(Exception):
     """Base of all errors that ckptkit raises on purpose. No line of a message is longer than a thousand characters:
-    what is named in it may come from a file that holds a megabyte of name."""
+    what is named in it may come from a file that holds a megabyte of name. Credentials are left out of it."""
 
     exit_code = 1
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(_cut(arg) if isinstance(arg, str) and len(arg) > _MAX_LINE else arg for arg in args))
+        super().__init__(*(_fit(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+def _fit(text: str) -> str:
+    return without_secrets(_cut(text) if len(text) > _MAX_LINE else text)
 
 
 def _cut(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the library logger does by itself: nothing, but it puts the rank into every record."""
+"""What the library logger does by itself: nothing, but each record gets its rank and loses credentials."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import logging
 import os
 import sys
 
+from ckptkit.shown import without_secrets
+
 __all__ = ["RankHandler"]
 
 
 class RankHandler(logging.NullHandler):
-    """Prints nothing, and gives each record of ckptkit a `rank`, which formats of handlers above it can name.
+    """Prints nothing; gives each record of ckptkit a `rank`, which formats of handlers above it can name, and takes the
+    credentials out of its text.
 
     A filter would not do: those of a logger see no record of its children, handlers do.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:
         record.rank = _rank()
+        said = record.getMessage()
+        clean = without_secrets(said)
+        if clean != said:
+            record.msg, record.args = clean, None
+        if record.exc_info:  # formatters print this text where it is there
+            record.exc_text = without_secrets(record.exc_text or logging.Formatter().formatException(record.exc_info))
         return True
 
 

@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -19,20 +18,18 @@ import click
 
 from ckptkit.cli.options import grouped
 from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.shown import keep_secret, printable, without_known_secrets, without_secrets
 
 __all__ = [
     "command_frame",
     "if_interrupted",
     "print_json",
-    "printable",
     "progress_bar",
     "storage_option",
     "with_storage_options",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-# C0 but tab and line end, DEL, C1, what breaks lines or turns the direction of text round, and half characters.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROGRESS_DELAY_S = 1.0  # what is quicker than this needs no bar
 
@@ -64,7 +61,7 @@ def command_frame(function: F) -> F:
             raise SystemExit(INTERRUPTED) from None
         except Exception as error:  # noqa: BLE001 - the boundary of the process: reported, with a way to see more
             if debug:
-                traceback.print_exc()
+                click.echo(printable(without_secrets(traceback.format_exc())), err=True, nl=False)
             _say(_message(error))
             raise SystemExit(error.exit_code if isinstance(error, CkptkitError) else 1) from None
 
@@ -87,19 +84,14 @@ def _message(error: Exception) -> str:
     return f"Error: {type(error).__name__}: {error}. This is a bug in ckptkit; --debug shows where it happened."
 
 
-def printable(text: str) -> str:
-    """Return the text with control characters escaped: a name in a checkpoint must not command the terminal."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text) if _CONTROL.search(text) else text
-
-
 class _Printable:
-    """Standard output, through `printable`."""
+    """Standard output without credentials and control characters."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(printable(text) if isinstance(text, str) else text)
+        self._stream.write(printable(without_known_secrets(text)) if isinstance(text, str) else text)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +99,7 @@ class _Printable:
 
 
 def _say(text: str) -> None:
-    text = printable(text)
+    text = printable(without_secrets(text))
     width = min(100, shutil.get_terminal_size().columns) if sys.stderr.isatty() else 0
     body = "\n".join(_filled(line, width) for line in text.splitlines()) if width else text
     head, separator, rest = body.partition(":")
@@ -185,4 +177,5 @@ def with_storage_options(pairs: tuple[str, ...]) -> Mapping[str, Any] | None:
             options[key] = json.loads(value)
         except ValueError:
             options[key] = value
+    keep_secret(options)
     return options or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.errors import CheckpointNotFoundError, StorageError, UsageError
-from ckptkit.storage.remote import without_secrets
+from ckptkit.shown import keep_secret, without_secrets
 from ckptkit.storage.store import split_url
 
 __all__ = ["push_folder"]
@@ -42,6 +42,7 @@ def push_folder(
             f"{folder} holds no .safetensors file to push. Make an export of it first: "
             f"ckptkit convert {folder} EXPORT, then ckptkit push EXPORT {repo}"
         )
+    keep_secret({"token": token})
     api = HfApi(token=token)
     try:
         api.create_repo(repo, private=private, exist_ok=True)

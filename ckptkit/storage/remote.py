@@ -6,15 +6,16 @@ import contextlib
 import datetime
 import errno
 import logging
-import re
 import secrets
 import sys
 import time
+import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ckptkit.errors import IncompleteCheckpointError, StorageError
+from ckptkit.shown import keep_secret, without_secrets
 from ckptkit.storage.coalesce import Scatter, coalesce
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.object_api import Entry, FsspecApi, ObjectApi, Uploads
@@ -23,7 +24,7 @@ from ckptkit.storage.retry import call_with_retries, is_transient, timeout_s
 from ckptkit.storage.store import FileInfo, ReadInto, split_url
 from ckptkit.storage.upload import PartWriter
 
-__all__ = ["RemoteStore", "without_secrets"]
+__all__ = ["RemoteStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ T = TypeVar("T")
 
 _MAX_GAP = 512 << 10  # a request costs about as long as reading this much
 _PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
-_SECRET_OPTION = re.compile(r"(?i)secret|token|passw|key|credential|signature|sas")
 _Infos = list[FileInfo]  # the class has a method called list
 _Job = tuple[str, int, int, list[ReadInto]]
 
@@ -49,9 +49,10 @@ class RemoteStore:
         self.protocol, rest = split_url(url)
         self.storage_options = dict(storage_options or {})
         self._place = f"{self.protocol}://{rest.rstrip('/')}"
+        keep_secret([self.storage_options, self._place])
         self._connection = Connection(self.protocol, self.storage_options)
         self._api = _api_of(self.protocol, self._connection)
-        self.url = self._clean(self._place)
+        self.url = without_secrets(self._place)
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"
@@ -78,13 +79,7 @@ class RemoteStore:
         return str(self.fs._strip_protocol(f"{self._place}/{path}" if path else self._place))
 
     def _shown(self, path: str) -> str:
-        return self._clean(f"{self._place}/{path}" if path else self._place)
-
-    def _clean(self, text: str) -> str:
-        for name, value in self.storage_options.items():
-            if _SECRET_OPTION.search(name) and isinstance(value, str) and len(value) > 3:
-                text = text.replace(value, "***")
-        return without_secrets(text)
+        return without_secrets(f"{self._place}/{path}" if path else self._place)
 
     def _call(self, path: str, function: Callable[[], T]) -> T:
         """Return what `function` does, retried where that is worth it, its failures as the errors of a Store."""
@@ -92,21 +87,17 @@ class RemoteStore:
         try:
             return call_with_retries(function)
         except _PASSED_ON as error:
-            raise type(error)(error.errno or errno.EIO, f"{self._shown(path)}: {self._text(error)}") from error
+            raise type(error)(error.errno or errno.EIO, f"{self._shown(path)}: {_text(error)}") from _harmless(error)
         except StorageError:
             raise
-        except Exception as error:
-            text = f"{self._shown(path)}: {type(error).__name__}: {self._text(error)}"
+        except Exception as error:  # noqa: BLE001 - whatever a file system raises becomes an error of ours
+            text = f"{self._shown(path)}: {type(error).__name__}: {_text(error)}"
             if is_transient(error):
                 text += (
                     f" (tried for {time.monotonic() - started:.0f} s; CKPTKIT_STORAGE_TIMEOUT, now {timeout_s():g}s, "
                     "sets how long)"
                 )
-            raise StorageError(getattr(error, "errno", None) or errno.EIO, text) from error
-
-    def _text(self, error: BaseException) -> str:
-        words = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error
-        return self._clean(str(words))
+            raise StorageError(getattr(error, "errno", None) or errno.EIO, text) from _harmless(error)
 
     # --- looking
 
@@ -325,10 +316,12 @@ def _stop(item: ReadInto) -> int:
     return item.start + item.view.nbytes
 
 
-_SECRET = re.compile(r"(?i)((?:secret|token|password|key|signature|credential)[a-z_-]*=)[^&\s]+")
-_USERINFO = re.compile(r"(\w+://)[^/@\s]+@")
+def _text(error: BaseException) -> str:
+    words = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error
+    return without_secrets(str(words))
 
 
-def without_secrets(text: str) -> str:
-    """Return `text` with user info and key-like query values of URLs replaced."""
-    return _SECRET.sub(r"\1***", _USERINFO.sub(r"\1***@", text))
+def _harmless(error: BaseException) -> BaseException | None:
+    """The error, to be shown as the cause of ours; None where its words, or those of what caused it, hold a secret."""
+    said = "".join(traceback.format_exception(error))
+    return error if without_secrets(said) == said else None

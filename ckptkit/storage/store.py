@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from ckptkit.errors import UsageError
+from ckptkit.shown import carries_credentials, without_secrets
+
 __all__ = ["BlobWriter", "FileInfo", "ReadInto", "Store", "open_store", "split_url"]
 
 
@@ -119,8 +122,16 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
     Args:
         storage_options: Passed to the fsspec file system, as its users give them.
+
+    Raises:
+        UsageError: The URL itself holds a password, a token or a signature: process lists, histories and logs show it.
     """
     protocol, rest = split_url(url)
+    if carries_credentials(url):
+        raise UsageError(
+            f"{without_secrets(url)} has a login or a signature in it, which process lists and shell histories show to "
+            "others; it is not used. Give the plain URL, and the login in the environment or in storage options."
+        )
     if protocol in ("file", "local"):
         from ckptkit.storage.local import LocalStore
 

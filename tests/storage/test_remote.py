@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import MissingExtraError, StorageError, UsageError
+from ckptkit.shown import without_secrets
 from ckptkit.storage import open_store
-from ckptkit.storage.remote import RemoteStore, without_secrets
+from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import is_transient
 from tests.conformance.store_tests import StoreTests
 from tests.storage import servers

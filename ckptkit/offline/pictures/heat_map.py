@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
 
 __all__ = ["heat_map", "split_layer"]
 
-WIDTH, LEFT, RIGHT, CELL = 1100.0, 120.0, 90.0, 18.0  # to the right, the slanted name of the last column
+WIDTH, LEFT, RIGHT, CELL, HEAD = 1100.0, 150.0, 150.0, 18.0, 140.0  # to the right, the last column's slanted name
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
+_OTHER = "not the network"
+_PREFIXED = re.compile(r"(?P<part>optimizer|master): (?P<fqn>\S+)(?: (?P<state>\S+))?$")
 _LAYER = re.compile(r"^(.*?)(\d+)\.(.*)$")
 
 
@@ -22,51 +24,85 @@ def split_layer(fqn: str) -> tuple[str, str]:
 
 
 def heat_map(changes: Mapping[str, float]) -> Panel:
-    """Return a grid of layers by modules.
+    """Return a grid of layers by modules: the model's rows first, then those of each state of the optimizer.
 
     Args:
-        changes: FQN -> relative change: max |a - b| / max |a|; 0 where equal, inf or NaN where not finite.
+        changes: Name -> relative change: max |a - b| / max |a|; 0 where equal, inf or NaN where not finite. The name is
+            a FQN, or "optimizer: FQN STATE", or "master: FQN", as `diff` has it.
     """
     if not changes:
         return Panel("Change by layer", "The two have no tensor in common, by name and shape.", "")
-    cells: dict[tuple[str, str], float] = {}
-    layers: dict[str, None] = {}
-    modules: dict[str, None] = {}
-    for fqn, change in changes.items():
-        layer, module = split_layer(fqn)
-        layers.setdefault(layer)
-        modules.setdefault(module)
-        cells[layer, module] = change
-    width = (WIDTH - LEFT - RIGHT) / max(len(modules), 1)
+    sections: dict[str, dict[str, float]] = {}
+    for name, change in changes.items():
+        section, fqn = _section(name)
+        sections.setdefault(section, {})[fqn] = change
+    # What is no part of the network has names of its own: it would only widen the grid.
+    others = {name: sections.pop(name) for name in [_OTHER] if name in sections and len(sections) > 1}
+    body, bottom = _grid(sections, 0.0)
+    if others:
+        more, bottom = _grid(others, bottom + 24)
+        body += more
+    parts = [body]
+    for i, (change, name) in enumerate(_LEGEND.items()):
+        parts.append(rect(LEFT + i * 110, bottom + 12, 12, 12, fill=_heat(change)))
+        parts.append(text(LEFT + i * 110 + 17, bottom + 22, name, kind="soft"))
+    words = (
+        "Rows are layers, columns modules, colour is the largest change relative to the largest value: grey is equal, "
+        "and each step towards red is ten times more."
+    )
+    return Panel("Change by layer", words, svg(WIDTH, bottom + 32, "".join(parts)))
+
+
+def _section(name: str) -> tuple[str, str]:
+    """Return which part of the grid a name belongs to, and its FQN."""
+    match = _PREFIXED.match(name)
+    if match is None:
+        return (_OTHER if name.startswith(("rng.", "extra.")) else "model"), name
+    if match["state"]:
+        return f"optimizer: {match['state']}", match["fqn"]
+    return match["part"], match["fqn"]
+
+
+def _grid(sections: Mapping[str, Mapping[str, float]], top: float) -> tuple[str, float]:
+    """Draw sections below each other over the same columns; return where they end, too."""
+    modules = list(dict.fromkeys(split_layer(fqn)[1] for part in sections.values() for fqn in part))
+    layers = {name: list(dict.fromkeys(split_layer(fqn)[0] for fqn in part)) for name, part in sections.items()}
+    rows = sum(map(len, layers.values()))
+    cell = min(CELL, max(5.0, 1000.0 / rows))
+    width = min((WIDTH - LEFT - RIGHT) / len(modules), 64.0)
     parts = []
-    every = max(1, math.ceil(12 / width))  # where columns are narrow, not all have room for a name
+    every = max(1, math.ceil(13 / width))  # where columns are narrow, not all have room for a name
     for j, module in list(enumerate(modules))[::every]:
         x = LEFT + j * width + width / 2
-        parts.append(f'<g transform="translate({x:.1f} 116) rotate(-40)">{text(0, 0, label(module, 150.0))}</g>')
-    for i, layer in enumerate(layers):
-        y = 126 + i * CELL
-        parts.append(text(LEFT - 8, y + 13, label(layer or "(no layer)", LEFT - 12), anchor="end"))
-        for j, module in enumerate(modules):
-            if (layer, module) in cells:
-                change = cells[layer, module]
-                parts.append(
-                    rect(
-                        LEFT + j * width,
-                        y,
-                        width - 1,
-                        CELL - 1,
-                        fill=_heat(change),
-                        title=f"{layer}.{module}\nrelative change {change:.3g}",
-                    )
-                )
-    words = (
-        "Rows are layers, columns modules; grey is equal, and each step towards red is ten times more relative change."
-    )
-    bottom = 138 + len(layers) * CELL
-    for i, (change, name) in enumerate(_LEGEND.items()):
-        parts.append(rect(LEFT + i * 110, bottom, 12, 12, fill=_heat(change)))
-        parts.append(text(LEFT + i * 110 + 17, bottom + 10, name, kind="soft"))
-    return Panel("Change by layer", words, svg(WIDTH, bottom + 20, "".join(parts)))
+        parts.append(
+            f'<g transform="translate({x:.1f} {top + HEAD - 6:.1f}) rotate(-40)">{text(0, 0, label(module, 195.0))}</g>'
+        )
+    y = top + HEAD
+    for name, part in sections.items():
+        if len(sections) > 1:
+            parts.append(text(4, y + 12, label(name, LEFT - 8), kind="soft"))
+            y += 17
+        parts.append(_rows(part, layers[name], modules, y, width, cell))
+        y += len(layers[name]) * cell + 10
+    return "".join(parts), y - 10
+
+
+def _rows(
+    part: Mapping[str, float], layers: Sequence[str], modules: Sequence[str], top: float, width: float, cell: float
+) -> str:
+    row_of, column_of = ({name: i for i, name in enumerate(names)} for names in (layers, modules))
+    every = math.ceil(12 / cell)
+    parts = [
+        text(LEFT - 8, top + i * cell + cell / 2 + 4, label(layer or "outside of layers", LEFT - 12), anchor="end")
+        for i, layer in list(enumerate(layers))[::every]
+    ]
+    for fqn, change in part.items():
+        layer, module = split_layer(fqn)
+        x, y = LEFT + column_of[module] * width, top + row_of[layer] * cell
+        words = "equal" if change == 0 else f"relative change {change:.3g}"
+        gap = 1 if min(width, cell) > 4 else 0
+        parts.append(rect(x, y, width - gap, cell - gap, fill=_heat(change), title=f"{fqn}\n{words}"))
+    return "".join(parts)
 
 
 def _heat(change: float) -> str:

@@ -6,9 +6,10 @@ import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ckptkit.shown import printable, without_known_secrets, without_secrets
 from ckptkit.storage.paths import is_safe_name
 
-__all__ = ["Panel", "colour", "label", "page", "rect", "svg", "text"]
+__all__ = ["Panel", "colour", "escaped", "label", "page", "rect", "svg", "text"]
 
 _STYLE = """
 :root { --ink: #1c2330; --soft: #5b6575; --line: #d5dae2; --paper: #ffffff; --panel: #f7f8fa; }
@@ -34,6 +35,11 @@ dl { display: flex; flex-wrap: wrap; gap: 4px 28px; margin: 12px 0 0; }
 dt { color: var(--soft); font-size: 12px; }
 dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
 svg { display: block; width: 100%; height: auto; }
+@media screen and (max-width: 900px) {
+  body { padding: 10px; }
+  section { padding: 10px; overflow-x: auto; }
+  svg { min-width: 860px; }
+}
 svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 svg text.soft { fill: var(--soft); }
 svg text.on { fill: #10151d; }
@@ -56,25 +62,31 @@ def page(
     title: str, panels: Iterable[Panel], *, facts: Sequence[tuple[str, str]] = (), source: str = "metadata alone"
 ) -> str:
     """Return the whole HTML document. Needs no network: styles and pictures are inside."""
-    shown = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts)
+    title = without_secrets(title)
+    shown = "".join(f"<div><dt>{escaped(k)}</dt><dd>{escaped(without_secrets(v))}</dd></div>" for k, v in facts)
     body = "".join(
-        f'<section id="{_anchor(p.heading)}"><h2>{html.escape(p.heading)}</h2><p>{html.escape(p.explanation)}</p>'
+        f'<section id="{_anchor(p.heading)}"><h2>{escaped(p.heading)}</h2><p>{escaped(p.explanation)}</p>'
         f"{p.picture}</section>"
         for p in panels
     )
-    return (
+    return without_known_secrets(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(title)}</h1><dl>{shown}</dl>{body}"
-        f"<footer>Made by ckptkit from {html.escape(source)}.</footer></body></html>\n"
+        f"<title>{escaped(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{escaped(title)}</h1><dl>{shown}</dl>{body}"
+        f"<footer>Made by ckptkit from {escaped(source)}.</footer></body></html>\n"
     )
+
+
+def escaped(words: str) -> str:
+    """Return `words` as the text of an element: no tag, no quote, nothing that can't be seen."""
+    return html.escape(printable(words))
 
 
 def _anchor(heading: str) -> str:
     name = heading.lower().replace(" ", "-")
-    return html.escape(name) if is_safe_name(name) else "panel"
+    return escaped(name) if is_safe_name(name) else "panel"
 
 
 def svg(width: float, height: float, content: str) -> str:
@@ -87,7 +99,7 @@ def svg(width: float, height: float, content: str) -> str:
 
 def rect(x: float, y: float, width: float, height: float, *, fill: str, title: str = "", kind: str = "slice") -> str:
     """Return a rectangle; `title` is shown where the pointer rests on it."""
-    inside = f"<title>{html.escape(title)}</title>" if title else ""
+    inside = f"<title>{escaped(title)}</title>" if title else ""
     return (
         f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
         f'fill="{fill}">{inside}</rect>'
@@ -97,7 +109,7 @@ def rect(x: float, y: float, width: float, height: float, *, fill: str, title: s
 def text(x: float, y: float, words: str, *, kind: str = "", anchor: str = "start") -> str:
     """Return a line of text with its baseline at y."""
     cls = f' class="{kind}"' if kind else ""
-    return f'<text{cls} x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{html.escape(words)}</text>'
+    return f'<text{cls} x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escaped(words)}</text>'
 
 
 def label(words: str, width: float) -> str:

@@ -17,7 +17,6 @@ from ckptkit.offline.pictures.reshard_map import reshard_map
 from ckptkit.offline.pictures.shard_map import shard_map
 from ckptkit.offline.pictures.timeline import TimelineItem, timeline
 from ckptkit.offline.pictures.treemap import treemap
-from ckptkit.storage.remote import without_secrets
 from ckptkit.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def inspect_page(catalog: Catalog, url: str, *, after: Catalog | None = None) ->
     if after is not None:
         panels.append(reshard_map(catalog.tensors.values(), after.tensors.values()))
         panels += _shard_maps(after, " after")
-    return page(without_secrets(url), panels, facts=facts)
+    return page(url, panels, facts=facts)
 
 
 def _shard_maps(catalog: Catalog, when: str) -> list[Panel]:
@@ -78,9 +77,14 @@ def write_run_page(listing: Listing, path: str) -> None:
     items = [TimelineItem(row.name, row.step, row.nbytes or 0, _state(row), row.why) for row in listing.checkpoints]
     policy = listing.policy
     max_mem = None if policy is None or policy.max_mem is None else int(policy.max_mem)
-    panel = timeline(items, max_num=None if policy is None else policy.max_num, max_mem=max_mem)
+    exempt = []
+    if policy is not None and policy.keep_every is not None:
+        exempt.append(f"keeps every {policy.keep_every} steps")
+    if policy is not None and policy.keep_best is not None:
+        exempt.append(f"keeps the best by {policy.keep_best[0]} ({policy.keep_best[1]})")
+    panel = timeline(items, max_num=None if policy is None else policy.max_num, max_mem=max_mem, exempt=exempt)
     facts = [("checkpoints", str(len(items))), ("total", format_size(listing.total_bytes))]
-    Path(path).write_text(page(without_secrets(listing.url), [panel], facts=facts), encoding="utf-8")
+    Path(path).write_text(page(listing.url, [panel], facts=facts), encoding="utf-8")
 
 
 def _state(row: Listed) -> str:
@@ -93,6 +97,4 @@ def _state(row: Listed) -> str:
 
 def write_diff_page(title: str, changes: Mapping[str, float], facts: list[tuple[str, str]], path: str) -> None:
     """Write the heat map of a difference to the file `path`; `changes` as for `heat_map`."""
-    Path(path).write_text(
-        page(without_secrets(title), [heat_map(changes)], facts=facts, source="tensors and digests"), encoding="utf-8"
-    )
+    Path(path).write_text(page(title, [heat_map(changes)], facts=facts, source="tensors and digests"), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import SliceArray, TensorEntry
-from ckptkit.offline.pictures.page import Panel, colour, rect, svg, text
+from ckptkit.offline.pictures.page import Panel, colour, escaped, rect, svg, text
 from ckptkit.units import format_size
 
 __all__ = ["flows", "reshard_map"]
@@ -121,6 +120,4 @@ def _ribbon(y0: float, y1: float, height: float, fill: str, title: str) -> str:
         f"M{x0:.1f} {y0:.2f} C{mid:.1f} {y0:.2f} {mid:.1f} {y1:.2f} {x1:.1f} {y1:.2f} V{y1 + height:.2f} "
         f"C{mid:.1f} {y1 + height:.2f} {mid:.1f} {y0 + height:.2f} {x0:.1f} {y0 + height:.2f} Z"
     )
-    return (
-        f'<path class="ribbon" d="{path}" fill="{fill}" fill-opacity="0.45"><title>{html.escape(title)}</title></path>'
-    )
+    return f'<path class="ribbon" d="{path}" fill="{fill}" fill-opacity="0.45"><title>{escaped(title)}</title></path>'

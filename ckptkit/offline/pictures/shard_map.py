@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckptkit.catalog.entry import Role, TensorEntry, TensorSlice
 from ckptkit.offline.pictures.page import Panel, colour, label, rect, svg, text
@@ -10,8 +11,10 @@ from ckptkit.units import format_size
 
 __all__ = ["rank_totals", "shard_map"]
 
-WIDTH, LEFT, RIGHT, ROW = 1100, 330, 150, 18
-MAX_TENSORS, MAX_SLICES = 300, 20_000
+WIDTH, LEFT, RIGHT, ROW = 1100, 350, 180, 18
+MAX_TENSORS, MAX_SLICES = 300, 8_000
+FOLD_BEYOND = 48  # tensors: more fit no screen, and layers that are cut alike are one row
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a number
 
 
 def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
@@ -26,29 +29,80 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
 
 
 def shard_map(entries: Iterable[TensorEntry], *, heading: str = "Shard map") -> Panel:
-    """Return the map of these tensors in their order; where there are too many, the smaller ones are left out and
-    counted in the explanation."""
+    """Return the map of these tensors in their order. Layers that are cut alike are one row where there are many;
+    where that is still too much the smaller tensors are left out, and counted in the explanation."""
     every = list(entries)
+    flat = [entry for entry in every if entry.numel > 1] or every
+    groups = _folded(flat) if len(flat) > FOLD_BEYOND else [[entry] for entry in flat]
     chosen: set[int] = set()
     slices = 0
-    for i in sorted(range(len(every)), key=lambda i: -every[i].nbytes)[:MAX_TENSORS]:
-        slices += len(every[i].slices)
-        if slices > MAX_SLICES:
+    for i in sorted(range(len(groups)), key=lambda i: -groups[i][0].nbytes)[:MAX_TENSORS]:
+        slices += len(groups[i][0].slices)
+        if slices > MAX_SLICES and chosen:
             break
         chosen.add(i)
-    drawn = [entry for i, entry in enumerate(every) if i in chosen]
+    drawn = [group for i, group in enumerate(groups) if i in chosen]
     totals = rank_totals(every)
     count = max(totals, default=0) + 1
     body, top = _totals(totals, count)
-    for i, entry in enumerate(drawn):
-        body += _row(entry, top + i * ROW, count)
-    left_out = len(every) - len(drawn)
-    more = f" The {len(drawn)} largest of {len(every)} tensors are drawn." if left_out else ""
-    return Panel(
-        heading,
-        "One bar a tensor, cut where ranks meet; rest the pointer on a slice to see its box, bytes and file." + more,
-        svg(WIDTH, top + len(drawn) * ROW + 6, body),
-    )
+    for i, group in enumerate(drawn):
+        body += _row(group, top + i * ROW, count)
+    return Panel(heading, _explanation(every, flat, drawn), svg(WIDTH, top + len(drawn) * ROW + 6, body))
+
+
+def _explanation(
+    every: Sequence[TensorEntry], flat: Sequence[TensorEntry], drawn: Sequence[Sequence[TensorEntry]]
+) -> str:
+    words = ["One bar a tensor, cut where ranks meet; rest the pointer on a slice to see its box, bytes and file."]
+    shown = sum(map(len, drawn))
+    if len(drawn) < shown:
+        words.append("Tensors of one shape that are cut alike share a bar.")
+    if shown < len(flat):
+        words.append(f"The {shown} largest of {len(flat)} tensors are drawn.")
+    if len(flat) < len(every):
+        words.append(f"{len(every) - len(flat)} of one element are left out.")
+    return " ".join(words)
+
+
+def _folded(entries: Iterable[TensorEntry]) -> list[list[TensorEntry]]:
+    """Return the entries in groups: those whose names differ by numbers alone, with one shape, cut and owners."""
+    groups: dict[tuple[object, ...], list[TensorEntry]] = {}
+    for entry in entries:
+        slices = entry.slices
+        ranks = b"" if slices.ranks is None else slices.ranks.tobytes()
+        cut = (entry.shape, entry.dtype, slices.offsets.tobytes(), slices.sizes.tobytes(), ranks)
+        groups.setdefault((_NUMBER.sub("#", _name(entry)), *cut), []).append(entry)
+    return list(groups.values())
+
+
+def _name(entry: TensorEntry) -> str:
+    """What the tensor belongs to first: that is what the eye looks for."""
+    if not entry.fqn:
+        return entry.name
+    return f"{entry.fqn} · {entry.state}" if entry.state and entry.role is not Role.MASTER else entry.fqn
+
+
+def _group_name(names: Sequence[str]) -> str:
+    """Return one name for names that differ by numbers: "layers.{0-79}.mlp.up"."""
+    if len(names) == 1:
+        return names[0]
+    columns = zip(*([int(number) for number in _NUMBER.findall(name)] for name in names), strict=True)
+    numbers = iter([sorted(set(column)) for column in columns])
+    return _NUMBER.sub(lambda _: _ranges(next(numbers)), names[0])
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "{0-2,5}"; at most two ranges are spelled out."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
+    return "{" + (",".join(words) if len(words) < 4 else f"{words[0]},{words[1]},…") + "}"
 
 
 def _totals(totals: Mapping[int, int], count: int) -> tuple[str, float]:
@@ -71,11 +125,13 @@ def _totals(totals: Mapping[int, int], count: int) -> tuple[str, float]:
     return "".join(parts), lines * 34 + 12.0
 
 
-def _row(entry: TensorEntry, y: float, count: int) -> str:
-    name = entry.fqn if entry.role is Role.MODEL else entry.name
+def _row(group: Sequence[TensorEntry], y: float, count: int) -> str:
+    entry = group[0]
+    name = _group_name([_name(one) for one in group])
     parts = [text(LEFT - 10, y + 12, label(name, LEFT - 16), anchor="end")]
     shape = "x".join(map(str, entry.shape)) or "scalar"
-    parts.append(text(WIDTH - RIGHT + 10, y + 12, label(f"{shape} {entry.dtype}", RIGHT - 14), kind="soft"))
+    times = f"{len(group)} of " if len(group) > 1 else ""
+    parts.append(text(WIDTH - RIGHT + 10, y + 12, label(f"{times}{shape} {entry.dtype}", RIGHT - 14), kind="soft"))
     across, down = _cut_dimensions(entry)
     width = WIDTH - LEFT - RIGHT
     for part in entry.slices:
@@ -90,7 +146,7 @@ def _row(entry: TensorEntry, y: float, count: int) -> str:
                 w * width,
                 h * (ROW - 4),
                 fill=colour(part.rank, count),
-                title=_title(name, part),
+                title=_title(entry.name, part) + (f"\nand {len(group) - 1} like it" if len(group) > 1 else ""),
             )
         )
     return "".join(parts)

@@ -22,6 +22,7 @@ _COLOURS = {
     "abandoned": "#9aa4b5",
     "skipped": "#6b7280",
 }
+_LEGEND = {"delete": "rotation deletes", "skipped": "no checkpoint"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,18 @@ class TimelineItem:
     reason: str
 
 
-def timeline(items: Sequence[TimelineItem], *, max_num: int | None = None, max_mem: int | None = None) -> Panel:
-    """Return the checkpoints as bars in the order of their steps, with the limits of the retention policy."""
+def timeline(
+    items: Sequence[TimelineItem],
+    *,
+    max_num: int | None = None,
+    max_mem: int | None = None,
+    exempt: Sequence[str] = (),
+) -> Panel:
+    """Return the checkpoints as bars in the order of their steps, with the limits of the retention policy.
+
+    Args:
+        exempt: What else the policy keeps, in words.
+    """
     items = sorted(items, key=lambda item: (item.step is None, item.step or 0))  # what has no step last
     largest = max((item.nbytes for item in items), default=1) or 1
     room, height = WIDTH - LEFT - 10, HEIGHT - BOTTOM - 30
@@ -69,10 +80,11 @@ def timeline(items: Sequence[TimelineItem], *, max_num: int | None = None, max_m
     shown = [state for state in _COLOURS if any(item.state == state for item in items)]
     for i, state in enumerate(shown):
         parts.append(rect(LEFT + i * 110, HEIGHT - 16, 10, 10, fill=_COLOURS[state]))
-        parts.append(text(LEFT + i * 110 + 15, HEIGHT - 7, state, kind="soft"))
+        parts.append(text(LEFT + i * 110 + 15, HEIGHT - 7, _LEGEND.get(state, state), kind="soft"))
     limits = [f"max_num {max_num}"] * (max_num is not None) + [f"max_mem {format_size(max_mem or 0)}"] * (
         max_mem is not None
     )
+    limits += exempt
     words = "One bar a checkpoint; its height is bytes of all ranks." + (
         f" Policy: {', '.join(limits)}." if limits else ""
     )

@@ -1,0 +1,170 @@
+"""What people are shown: no credentials, and no characters that would command a terminal or turn a text round."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+__all__ = ["carries_credentials", "keep_secret", "printable", "without_known_secrets", "without_secrets"]
+
+MASK = "***"
+_MAX_KNOWN = 4096
+
+# C0 but tab and line end, DEL, C1, what breaks lines or turns the direction of text round, and half characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_NAMES = (
+    r"secret|passw(?:or)?d|passphrase|signature|credential|connection_?string|authorization|cookie|"
+    r"(?:session|security|access|auth|refresh|sas|hf|api)[_-]?token|"
+    r"(?:access|account|api|private|secret|storage|shared)[_-]?key"
+)
+# Of an option of a file system. A bare "key" is the access key of s3fs.
+_SECRET_OPTION = re.compile(rf"(?i){_NAMES}|token|^(?:key|auth|pwd|pass|sas|sig)$|[_-](?:key|auth|sas|sig|pwd)$")
+_SECRET_VARIABLE = re.compile(
+    r"(?i)(?:SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|_KEY|SAS|CREDENTIAL|CONNECTION_STRING)(?:_ID)?$"
+)
+_NO_SECRETS = frozenset(  # ways to log in, and words that say nothing
+    [
+        "anon",
+        "cloud",
+        "cache",
+        "google_default",
+        "browser",
+        "service_account",
+        "authorized_user",
+        "default",
+        "false",
+        "none",
+        "null",
+        "true",
+    ]
+)
+_SHORTEST_OPTION, _SHORTEST_VARIABLE = 4, 8  # shorter values are found in ordinary words
+_START = r"(?:(?<!\w)|(?<=%[0-9A-Fa-f]{2}))"
+_LONG = 12  # from here on a value is looked for within words, too
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,3})([^\s'\"<>`\\]+)")
+_QUERY = re.compile(r"([?&;]|^)([^=&;?]+)=([^&;]*)")
+_PLAIN_QUERY = frozenset(["versionid", "version", "revision", "region", "endpoint_url", "download"])
+# Not every "token": a model has a cls_token, and its tokens have a shape.
+_ASSIGNED = re.compile(rf"(?i)((?<![\w-])(?:[\w-]*(?:{_NAMES})[\w-]*|token|sig|sas)=)(?!\*\*\*)[^\s\"'&,;)}}\]]+")
+_QUOTED = re.compile(rf"(?i)([\"'][\w-]*(?:{_NAMES})[\w-]*[\"']\s*[:=]\s*[\"'])(?!\*\*\*)[^\"']+")
+_BEARER = re.compile(r"(?i)\b(authorization:?\s+\w+\s+|bearer\s+|basic\s+(?=[a-z0-9+/=_-]{16}))[^\s\"',;)]+")
+# "container@account" says where the data are, "repo@revision" which; neither is a login.
+_PLACE_BEFORE_AT = frozenset(["abfs", "abfss", "wasb", "wasbs", "az", "adl", "hf", "git", "git+https", "git+ssh"])
+
+_known: dict[str, None] = {}  # in the order of arrival
+
+
+def keep_secret(options: Any) -> None:
+    """Note the values of options that look secret by their names, at any depth, so that `without_secrets` knows them
+    wherever they turn up: in what a library says, say."""
+    for value in _values(options, secret=False):
+        if len(value) >= _SHORTEST_OPTION and value.lower() not in _NO_SECRETS and len(_known) < _MAX_KNOWN:
+            _known[value] = None
+
+
+def _values(options: Any, *, secret: bool, depth: int = 0) -> Iterable[str]:
+    if depth > 8:
+        return
+    if isinstance(options, Mapping):
+        for name, value in options.items():
+            inside = secret or bool(_SECRET_OPTION.search(str(name)))
+            yield from _values(value, secret=inside, depth=depth + 1)
+    elif isinstance(options, (list, tuple)):
+        for value in options:
+            yield from _values(value, secret=secret, depth=depth + 1)
+    elif isinstance(options, bytes):
+        yield from _values(options.decode("utf-8", "replace"), secret=secret, depth=depth)
+    elif isinstance(options, str):
+        if secret:
+            yield options
+        login = _login(options)
+        if login:
+            yield login.partition(":")[2] or login
+
+
+def carries_credentials(url: str) -> bool:
+    """Whether a URL has a login or a signed query in it. What it holds is kept secret from here on."""
+    if "://" not in url:
+        return False
+    keep_secret({"url": url})
+    rest = url.partition("://")[2]
+    signed = any(_is_secret_name(name) for _, name, _ in _QUERY.findall(rest.partition("?")[2]))
+    return bool(_login(url)) or signed
+
+
+def without_known_secrets(text: str) -> str:
+    """Return `text` without logins and query values of URLs, and without any value that options or the environment of
+    this process hold as a secret. What is JSON stays JSON."""
+    for value in sorted((*_known, *_of_environment()), key=len, reverse=True):
+        for form in _forms(value):
+            if form in text:
+                whole = re.escape(form) if len(form) >= _LONG else rf"{_START}{re.escape(form)}(?!\w)"
+                text = re.sub(whole, MASK, text)
+    return _URL.sub(_clean_url, text) if ":/" in text else text
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` without known secrets, and without values that stand after the names of secrets."""
+    text = without_known_secrets(text)
+    if "=" in text or ":" in text:
+        text = _QUOTED.sub(rf"\1{MASK}", _ASSIGNED.sub(rf"\1{MASK}", text))
+    if "earer" in text or "asic" in text or "uthorization" in text:
+        text = _BEARER.sub(rf"\1{MASK}", text)
+    return text
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters escaped: a name in a checkpoint must not command the terminal."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text) if _CONTROL.search(text) else text
+
+
+def _forms(value: str) -> set[str]:
+    """The value as it is, as the text of a program shows it, and either as a URL has it."""
+    plain = {value, value.encode("unicode_escape").decode("ascii")}
+    return plain | {quote(form, safe=safe) for form in plain for safe in ("", "/")}
+
+
+def _of_environment() -> list[str]:
+    return [
+        value
+        for name, value in os.environ.items()
+        if len(value) >= _SHORTEST_VARIABLE and _SECRET_VARIABLE.search(name) and value.lower() not in _NO_SECRETS
+    ]
+
+
+def _login(url: str) -> str:
+    """The login of a URL, "" where it has none. A password may hold "/" and "@": all up to the last "@" is one."""
+    scheme, separator, rest = url.partition("://")
+    at = rest.rfind("@")
+    if not separator or at < 0:
+        return ""
+    head = rest[:at]
+    if ":" in head:
+        return head
+    return "" if "/" in head or scheme.lower() in _PLACE_BEFORE_AT else head
+
+
+def _is_secret_name(name: str) -> bool:
+    return name.lower().removeprefix("amp;") in ("sig", "sas", "token") or bool(re.search(rf"(?i){_NAMES}", name))
+
+
+def _clean_url(match: re.Match[str]) -> str:
+    scheme, rest = match[1], match[2]
+    login = _login(f"{scheme.partition(':')[0]}://{rest}")
+    if login:
+        rest = f"{MASK}{rest[len(login) :]}"
+    path, mark, query = rest.partition("?")
+    if not mark:
+        return scheme + rest
+    return f"{scheme}{path}?{_QUERY.sub(_clean_parameter, query)}"
+
+
+def _clean_parameter(match: re.Match[str]) -> str:
+    separator, name, value = match.groups()
+    shown = value if name.lower().removeprefix("amp;") in _PLAIN_QUERY else MASK
+    return f"{separator}{name}={shown}"

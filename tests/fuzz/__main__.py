@@ -1,0 +1,64 @@
+"""The long form of every fuzzer: `python -m tests.fuzz --seconds 600 --target deepspeed`.
+
+Prints each finding with the seed that makes it again, and at the end how many inputs were run. Ends with 1 where there
+was a finding. `--seed N --count 1` runs one input once more, and shows where it fell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+from tests.fuzz.foreign_formats import FOREIGN
+from tests.fuzz.own_formats import OWN
+from tests.fuzz.running import Target, limit_address_space, run_input
+from tests.fuzz.torch_formats import TARGETS
+
+ALL: dict[str, Target] = {**TARGETS, **OWN, **FOREIGN}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=600.0, help="for each target")
+    parser.add_argument(
+        "--count", type=int, default=0, help="inputs of each target; 0 takes as many as the time allows"
+    )
+    parser.add_argument("--target", choices=[*ALL], action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    limit_address_space()
+    return int(any([_fuzz(target, options) for target in options.target or ALL]))
+
+
+def _fuzz(target: str, options: argparse.Namespace) -> int:
+    stop, seed, findings = time.monotonic() + options.seconds, options.seed, 0
+    with tempfile.TemporaryDirectory() as name:
+        while time.monotonic() < stop and (not options.count or seed < options.seed + options.count):
+            warm = seed > options.seed  # the first input pays for what is imported
+            try:
+                run_input(ALL[target], random.Random(f"{target} {seed}"), Path(name, "x"), memory=warm)
+            except (Exception, RecursionError) as error:
+                findings += 1
+                print(f"{target} seed {seed}: {type(error).__name__}: {str(error)[:300]!r} {_place(error)}", flush=True)
+                if options.count == 1:
+                    traceback.print_exception(error)
+            seed += 1
+    print(f"{target}: {seed - options.seed} inputs, {findings} findings", flush=True)
+    return findings
+
+
+def _place(error: BaseException) -> str:
+    """The last line of ours that it passed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/ckptkit/" in frame.filename]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

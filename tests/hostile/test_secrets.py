@@ -1,0 +1,297 @@
+"""No credential reaches a message, a log, a traceback, a page, a card, JSON or a file, wherever it was given."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+pytest.importorskip("torch")
+
+import fsspec
+import torch
+from click.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ckptkit import shown
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.cli.main import cli
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, StorageError, UsageError
+from ckptkit.integrations.hub import push_folder
+from ckptkit.offline.convert import convert
+from ckptkit.offline.pictures.pages import inspect_page
+from ckptkit.shown import without_secrets
+from ckptkit.storage.store import open_store
+from tests.hostile import sources
+
+HUSH = "S3CRET"
+PASSWORDS = [
+    f"{HUSH}",
+    f"a/{HUSH}/b",
+    f"p@{HUSH}@x",
+    f"p%40{HUSH}%2Fx",
+    f"p:{HUSH}",
+    f"p#{HUSH}?x",
+    f"wJalr+{HUSH}/K7MDENG/b==",
+]
+URLS = [
+    *(f"s3://AKIA:{password}@bucket/run" for password in PASSWORDS),
+    f"sftp://me:{HUSH}@host/run",
+    f"https://{HUSH}@host/run",
+    f"https://host/run?X-Amz-Algorithm=AWS4&X-Amz-Credential={HUSH}&X-Amz-Signature={HUSH}",
+    f"https://a.blob.core.windows.net/c/run?sv=2024-01-01&se=2030&sp=r&sig={HUSH}%3D",
+    f"https://host/run?token={HUSH}",
+    f"hf://user:hf_{HUSH}@org/repo",
+    f"abfs://c:{HUSH}@a.dfs.core.windows.net/run",
+]
+PLAIN_URLS = [
+    "s3://bucket/run@v1/step_00000001", "abfs://container@account.dfs.core.windows.net/run", "hf://org/repo@main/x",
+    "s3://bucket/x?versionId=3", "gs://bucket/token/secret", "memory://a/b", "file:///a/b@c",
+    "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/run/x",
+]  # fmt: skip
+OPTIONS = {
+    "key": "AKIAIOSFODNN7S3CRET",
+    "secret": "wJalrXUtnFEMI/K7MDENG/S3CRET",
+    "password": "S3CRET",
+    "client_kwargs": {"aws_session_token": "FwoGZXIvYXdzE S3CRET", "headers": [{"Authorization": "Bearer S3CRET-x"}]},
+    "token": {"type": "service_account", "private_key": "-----BEGIN-----\nMIIS3CRET\n-----END-----\n"},
+    "connection_string": "DefaultEndpointsProtocol=https;AccountKey=S3CRET==;EndpointSuffix=x",
+    "config_kwargs": {"proxies": {"https": "http://me:S3CRET@proxy:3128"}},
+    "sas_token": "?sv=1&sig=S3CRET%3D",
+}  # fmt: skip
+FLAGS = [part for key, value in OPTIONS.items() for part in (
+    "--storage-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}")]  # fmt: skip
+
+
+class _Leaky(MemoryFileSystem):
+    """Fails, and says with what it was asked: as libraries do."""
+
+    protocol = "leaky"
+
+    def _fail(self, *_: Any, **__: Any) -> Any:
+        cause = ValueError(f"https://host/x?X-Amz-Signature={HUSH}&X-Amz-Date=1 AWS_SECRET_ACCESS_KEY={HUSH}")
+        options = {name: value for name, value in self.storage_options.items() if name in OPTIONS}
+        raise OSError(
+            5, f"denied: {options!r} {json.dumps(options)} {quote(str(options))} http://a:{HUSH}@h/"
+        ) from cause
+
+    info = ls = cat_file = pipe_file = _open = mkdir = makedirs = exists = find = _fail
+
+
+@pytest.fixture(autouse=True)
+def _setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(shown, "_known", {})
+    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 1)
+    fsspec.register_implementation("leaky", _Leaky, clobber=True)
+    MemoryFileSystem.store.clear()
+    yield
+    MemoryFileSystem.store.clear()
+
+
+def _clean(*texts: object) -> None:
+    for text in texts:
+        assert HUSH not in str(text), str(text)[:2000]
+
+
+# --- words
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_url_with_a_login_is_shown_without_it(url: str) -> None:
+    _clean(without_secrets(url), without_secrets(f"GET {url}: 403"), without_secrets(f"('{url}', None)"))
+    assert without_secrets(url).startswith(url.partition("://")[0])
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_url_with_a_login_is_refused_without_being_quoted(url: str) -> None:
+    with pytest.raises(UsageError, match="storage options") as caught:
+        open_store(url)
+    _clean(caught.value, "".join(traceback.format_exception(caught.value)).replace(url, ""))
+
+
+@pytest.mark.parametrize("url", PLAIN_URLS)
+def test_a_url_without_a_login_is_taken_and_shown_as_it_is(url: str) -> None:
+    open_store(url)
+    assert without_secrets(url) == url
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token S3CRET".replace(" ", "="), "aws_secret_access_key=S3CRET", 'header {"Authorization": "Bearer S3CRET"}',
+        "Authorization: Bearer S3CRET", "{'secret_key': 'S3CRET'}", "x.password=S3CRET&y", "account_key=S3CRET;",
+    ],
+)  # fmt: skip
+def test_a_value_after_the_name_of_a_secret_is_not_shown(text: str) -> None:
+    _clean(without_secrets(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'model.embed_tokens.weight': shape [4]", "cls_token: 1 of 3", "tokenizer.json: it is a fifo", "{'cls_token': 'F32'}",
+        "--include 'key.*'", "max_tokens=5", "key_map=hf", "the keys: a, b", "step=3", "file:///a/b: no", "/a/b@c=d",
+    ],
+)  # fmt: skip
+def test_ordinary_words_stay(text: str) -> None:
+    assert without_secrets(text) == text
+
+
+def test_a_short_value_is_not_looked_for_within_words() -> None:
+    shown.keep_secret({"secret": "test"})
+    assert without_secrets("pytest: test=test1") == "pytest: ***=test1"
+
+
+@pytest.mark.parametrize(
+    "name", ["AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "AZURE_STORAGE_SAS", "MY_PASSWORD", "WANDB_API_KEY"]
+)
+def test_values_of_the_environment_are_in_no_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, f"value/{HUSH}")
+    _clean(CkptkitError(f"it said: value/{HUSH}, also value%2F{HUSH}"), StorageError(5, f"value/{HUSH}"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "something long")
+    assert str(CkptkitError("something long")) == "something long"
+
+
+# --- the library
+
+
+def test_a_failing_storage_is_quoted_without_its_options(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="ckptkit")
+    with pytest.raises(StorageError) as caught:
+        open_store("leaky://bucket/run", storage_options=OPTIONS).read("x")
+    assert "denied" in str(caught.value)
+    _clean(caught.value, *traceback.format_exception(caught.value), caplog.text)
+
+
+def test_a_failing_storage_without_secrets_is_shown_with_its_cause() -> None:
+    class _Fails(MemoryFileSystem):
+        protocol = "fails"
+
+        def cat_file(self, *_: Any, **__: Any) -> Any:
+            raise OSError(5, "cable cut")
+
+        info = cat_file
+
+    fsspec.register_implementation("fails", _Fails, clobber=True)
+    with pytest.raises(StorageError) as caught:
+        open_store("fails://bucket/run").read("x")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_what_is_logged_and_its_traceback_hold_no_credential(caplog: pytest.LogCaptureFixture) -> None:
+    shown.keep_secret(OPTIONS)
+    try:
+        raise ValueError(f"https://me:{HUSH}@host")
+    except ValueError:
+        logging.getLogger("ckptkit.test").exception("it fails at %s", OPTIONS["secret"])
+    _clean(caplog.text)
+    assert "ValueError" in caplog.text
+
+
+def test_a_saved_run_holds_no_option_of_its_storage(caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+    caplog.set_level("DEBUG", logger="ckptkit")
+    model = torch.nn.Linear(2, 2)
+    for kind in ("sharded", "full", "local"):
+        with CheckpointManager(f"memory://runs/{kind}", storage_options=OPTIONS, state_dict_type=kind) as manager:
+            report = manager.save(1, TrainState(model=model, step=1), metrics={"loss": 1.0})
+            _clean(report, manager.load(TrainState(model=model)), repr(manager))
+    files = {name: bytes(file.getbuffer()) for name, file in MemoryFileSystem.store.items()}
+    assert sum(name.endswith("checkpoint.json") for name in files) == 3
+    assert not [name for name, data in files.items() if HUSH.encode() in data]
+    _clean(caplog.text, *capfd.readouterr())
+
+
+def test_the_names_of_a_hub_failure_hold_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(f"401: Bearer hf_{HUSH} https://user:hf_{HUSH}@huggingface.co/x")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
+    (tmp_path / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
+    with pytest.raises(StorageError) as caught:
+        push_folder(str(tmp_path), "me/model", token=f"hf_{HUSH}")
+    _clean(caught.value)
+
+
+def test_a_base_that_is_a_url_with_a_login_is_in_no_message(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
+    with pytest.raises((UsageError, CheckpointNotFoundError)) as caught:
+        convert(str(tmp_path), str(tmp_path / "dst"), base=f"https://me:{HUSH}@host/base")
+    _clean(caught.value)
+
+
+def test_a_page_holds_no_credential_of_its_url_or_its_options(tmp_path: Path) -> None:
+    from ckptkit.formats.detect import open_source
+
+    (tmp_path / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
+    catalog = open_source(str(tmp_path)).catalog
+    for url in URLS:
+        _clean(inspect_page(catalog, url))
+
+
+# --- the command line
+
+
+def _commands(url: str, folder: Path) -> dict[str, list[str]]:
+    return {
+        "inspect": ["inspect", url], "inspect json": ["inspect", url, "--json"],
+        "inspect html": ["inspect", url, "--html", str(folder / "page.html")],
+        "verify": ["verify", url], "verify json": ["verify", url, "--json"], "ls": ["ls", url], "ls json": ["ls", url, "--json"],
+        "ls html": ["ls", url, "--html", str(folder / "ls.html")],
+        "diff": ["diff", url, url], "diff json": ["diff", url, url, "--json"],
+        "diff html": ["diff", url, url, "--html", str(folder / "diff.html")],
+        "convert": ["convert", url, str(folder / "hf")], "convert json": ["convert", url, str(folder / "json"), "--json"],
+        "convert dcp": ["convert", url, str(folder / "dcp"), "--to", "dcp"],
+        "convert torch": ["convert", url, str(folder / "x.pt"), "--to", "torch"],
+        "convert out": ["convert", str(folder / "src"), f"{url}/out", "--json"],
+        "reshard": ["reshard", url, str(folder / "w2"), "--world-size", "2", "--json"],
+        "reshard local": ["reshard", url, str(folder / "l2"), "--world-size", "2", "--type", "local"],
+        "prune": ["prune", url, "--max-num", "5", "--json"], "pin": ["pin", url, "--why", "x", "--json"],
+        "unpin": ["unpin", url, "--json"],
+    }  # fmt: skip
+
+
+COMMANDS = list(_commands("", Path()))
+
+
+def _run(arguments: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """Run a command, and look for the secret in all it printed, logged and wrote."""
+    (folder / "src").mkdir(exist_ok=True)
+    (folder / "src" / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
+    result = CliRunner().invoke(cli, arguments)
+    _clean(result.output, result.stderr, caplog.text)
+    remote = {name: bytes(file.getbuffer()) for name, file in MemoryFileSystem.store.items()}
+    local = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert not [name for name, data in {**remote, **local}.items() if HUSH.encode() in data or HUSH in name]
+    return result
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_works_shows_no_option(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager("memory://run", storage_options=OPTIONS) as manager:
+        manager.save(1, TrainState(model=torch.nn.Linear(2, 2), step=1))
+    place = "memory://run" if name.startswith(("ls", "prune")) else "memory://run/step_00000001"
+    result = _run([*_commands(place, tmp_path)[name], "--verbose", *FLAGS], tmp_path, caplog)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_fails_shows_no_option(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = _run([*_commands("leaky://bucket/run", tmp_path)[name], "--debug", *FLAGS], tmp_path, caplog)
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr or "verify" in name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_given_a_url_with_a_login(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for url in URLS:
+        result = _run([*_commands(url, tmp_path)[name], "--debug"], tmp_path, caplog)
+        assert result.exit_code in (1, 2)
