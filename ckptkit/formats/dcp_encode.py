@@ -149,20 +149,22 @@ def is_plain(value: Any) -> bool:
 
 def _pickle_tensor(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int, nbytes: int) -> bytes:
     storage = _STORAGES.get(name)
-    rebuild = b"_rebuild_tensor_v2" if storage else b"_rebuild_tensor_v3"
-    parts = [b"\x80\x02ctorch._utils\n", rebuild, b"\n((", _text(b"storage")]
-    parts.append(b"ctorch\n" + storage + b"\n" if storage else b"ctorch.storage\nUntypedStorage\n")
+    if storage:  # without "_v2", which takes a flag and hooks that a saved tensor has not: 36 bytes less a record
+        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((", _text(b"storage"), b"ctorch\n", storage, b"\n"]
+    else:
+        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((", _text(b"storage")]
+        parts.append(b"ctorch.storage\nUntypedStorage\n")
     parts += [_text(b"0"), _text(b"cpu"), _int(numel if storage else nbytes), b"tQK\x00"]
     parts += [_int_tuple(sizes), _int_tuple(strides)]
-    parts.append(b"\x89ccollections\nOrderedDict\n)R")  # requires_grad=False, no backward hooks
     if not storage:
+        parts.append(b"\x89ccollections\nOrderedDict\n)R")  # requires_grad=False, no backward hooks
         parts.append(b"ctorch\n" + name.encode() + b"\n")
     parts.append(b"tR.")
     return b"".join(parts)
 
 
 def _text(value: bytes) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value
+    return b"U" + struct.pack("<B", len(value)) + value  # ASCII, so that what reads str of Python 2 takes it
 
 
 def _int(value: int) -> bytes:

@@ -77,10 +77,11 @@ def test_a_flipped_byte_fails_the_crc():
     assert zipfile.ZipFile(io.BytesIO(record)).testzip() == "a/data/0"
 
 
-def test_the_overhead_of_a_small_tensor_is_below_a_third_of_torchs():
+def test_the_overhead_of_a_small_tensor_is_about_a_quarter_of_torchs():
+    """A fifth is out of reach: the headers of the three members that torch wants take 0.19 of torch's by themselves."""
     file = io.BytesIO()
     torch.save(torch.zeros(8), file)
-    assert frame_tensor("float32", (8,)).length - 32 < (len(file.getvalue()) - 32) / 3
+    assert frame_tensor("float32", (8,)).length - 32 < 0.29 * (len(file.getvalue()) - 32)
 
 
 class _Sparse(io.RawIOBase):
