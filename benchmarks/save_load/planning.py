@@ -52,9 +52,9 @@ def shifted(part: bytes, rank: int, table: bytes) -> bytes:
     """Rank 1's part as rank `rank` would send it; rank 0's has the table of keys."""
     columns = unpack(part, file="part")
     arrays = dict(columns.arrays)
-    offset = arrays["offset"].copy()
-    offset[offset == 4] = 4 * rank
-    arrays["offset"] = offset
+    box = arrays["box"].reshape(-1, 4).copy()  # offsets and sizes of 2 dimensions
+    box[:, 0] = 4 * rank
+    arrays["box"] = box.reshape(-1)
     header = dict(columns.header)
     path = f"__{rank}_0.distcp"
     header.update(rank=rank, files={path: next(iter(header["files"].values()))})

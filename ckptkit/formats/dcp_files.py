@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
     from ckptkit.formats.dcp_bytes import HostBytes
 
-__all__ = ["Report", "Written", "default_workers", "write_records"]
+__all__ = ["ROW", "Report", "Written", "default_workers", "write_records"]
 
 Report = Callable[[str, float, int], None]
 """Gets (phase, seconds, bytes)."""
+ROW = np.dtype(
+    [("key", "<i4"), ("file", "<i4"), ("start", "<i8"), ("length", "<i8"), ("payload", "<i8"), ("digest", "<u8")]
+)
+"""What a rank says of a slice, or of an object (key -1): the key's number in its table, and where the record lies."""
 
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # below this many bytes another file is not worth it

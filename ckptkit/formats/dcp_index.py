@@ -17,6 +17,7 @@ from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, Sl
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.columns import Columns, unpack, unpack_texts
 from ckptkit.formats.dcp_encode import RecordColumns, encode_metadata, payload_nbytes
+from ckptkit.formats.dcp_files import ROW
 from ckptkit.formats.layout import FileRecord
 from ckptkit.formats.manifest import DIGEST, MESHES, Manifest, Objects, Slices, Tensors
 from ckptkit.formats.own_roles import role_of
@@ -26,7 +27,6 @@ __all__ = ["Index", "Part"]
 Int64 = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 Path = tuple["str | int", ...]
-_COLUMNS = ("file", "start", "length", "payload", "digest", "rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,15 @@ class _Key:
     shape: tuple[int, ...]
     path: Path
     placement: tuple[int, tuple[str, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The slices of one rank; its files are numbered from `first_path` on."""
+
+    rows: npt.NDArray[np.void]
+    rank: int
+    first_path: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +90,27 @@ class Index:
         self._columns: dict[str, npt.NDArray[Any]] = {}
         self._offsets: Int64 = np.zeros(0, np.int64)
         self._sizes: Int64 = np.zeros(0, np.int64)
+        self._unproved: set[str] = set()  # names of tensors that are not plainly cut along one dimension
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> Index:
         """Return the index of these parts. Raises SaveError where two disagree about a tensor."""
         self = cls()
-        found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in ("tensor", "offset", "size", *_COLUMNS)}
+        tensors: list[Int64] = []
+        tables: list[_Rows] = []
+        boxes: list[Int64] = []
         for part in parts:
-            self._take(part, found)
-        joined = {name: np.concatenate(values) if values else np.zeros(0, np.int64) for name, values in found.items()}
-        self._arrange(joined)
+            found, rows = self._take(part)
+            tensors.append(found)
+            tables.append(rows)
+            boxes.append(part.columns.get("box", "int64"))
+        self._arrange(_joined(tensors, np.int64), tables, _joined(boxes, np.int64))
         self._drop_replicas()
         return self
 
-    def _take(self, part: Part, found: dict[str, list[npt.NDArray[Any]]]) -> None:
-        header, get = part.columns.header, part.columns.get
+    def _take(self, part: Part) -> tuple[Int64, _Rows]:
+        """Return the tensor of each of a rank's slices, and its rows of them; keep everything else of it."""
+        header = part.columns.header
         self.world_size = int(header["world_size"])
         first_path = len(self.paths)
         self.paths += part.paths
@@ -103,24 +118,14 @@ class Index:
         shared, meshes = self._table(part)
         private = zip(part.names, header["private"], strict=True)
         own = [self._add(name, fields, meshes, part.rank) for name, fields in private]
-        rows = np.concatenate([shared, np.array(own, np.int64)]) if own else shared
-        key = get("key", "int32")
-        count = len(key)
-        found["tensor"].append(rows[key] if count else np.zeros(0, np.int64))
-        found["offset"].append(get("offset", "int64"))
-        found["size"].append(get("size", "int64"))
-        found["file"].append(get("file", "int32")[:count] + np.int32(first_path))
-        for name in ("start", "length"):
-            found[name].append(get(name, "int64")[:count])
-        found["payload"].append(get("payload", "int64", count))
-        found["digest"].append(get("digest", "uint64")[:count])
-        found["rank"].append(np.full(count, part.rank, np.int32))
-        for i, (name, path) in enumerate(zip(part.objects, header["objects"], strict=True)):
-            row = count + i
-            file = int(get("file", "int32")[row]) + first_path
-            place = (file, int(get("start", "int64")[row]), int(get("length", "int64")[row]))
-            made = _Object(place, int(get("digest", "uint64")[row]), tuple(path), part.rank)
+        keys = np.concatenate([shared, np.array(own, np.int64)]) if own else shared
+        rows = part.columns.get("rows", "uint8").view(ROW)
+        count = len(rows) - len(part.objects)
+        for row, name, path in zip(rows[count:].tolist(), part.objects, header["objects"], strict=True):
+            _, file, start, length, _, digest = row
+            made = _Object((file + first_path, start, length), digest, tuple(path), part.rank)
             self._objects.setdefault(name, made)
+        return keys[rows["key"][:count]], _Rows(rows[:count], part.rank, first_path)
 
     def _table(self, part: Part) -> tuple[Int64, list[int]]:
         """The rows of the keys, and the meshes, of the table that a part brings or names."""
@@ -155,17 +160,22 @@ class Index:
             )
         return self._order[name]
 
-    def _arrange(self, joined: Mapping[str, npt.NDArray[Any]]) -> None:
-        keys = list(self._keys.values())
-        widths = np.array([len(key.shape) for key in keys], np.int64)
-        order = np.argsort(joined["tensor"], kind="stable")
-        self._tensor = joined["tensor"][order]
-        self._columns = {name: joined[name][order] for name in _COLUMNS}
-        self._stops = np.cumsum(np.bincount(self._tensor, minlength=len(keys)), dtype=np.int64)
-        row_widths = widths[joined["tensor"]] if len(order) else np.zeros(0, np.int64)
-        first = np.cumsum(row_widths) - row_widths
-        index = _ragged(first[order], row_widths[order])
-        self._offsets, self._sizes = joined["offset"][index], joined["size"][index]
+    def _arrange(self, tensor: Int64, tables: Sequence[_Rows], boxes: Int64) -> None:
+        """Bring the rows of all ranks into the order of their tensors."""
+        widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)
+        order = np.argsort(tensor, kind="stable")
+        counts = [len(table.rows) for table in tables]
+        rows = _joined([table.rows for table in tables], ROW)[order]
+        self._columns = {name: rows[name] for name in ("start", "length", "payload", "digest")}
+        self._columns["rank"] = np.repeat(np.array([table.rank for table in tables], np.int32), counts)[order]
+        first_path = np.repeat(np.array([table.first_path for table in tables], np.int32), counts)[order]
+        self._columns["file"] = rows["file"] + first_path
+        row_widths = widths[tensor] if len(order) else np.zeros(0, np.int64)
+        first = 2 * (np.cumsum(row_widths) - row_widths)  # a row's offsets, then its sizes
+        self._tensor, row_widths, first = tensor[order], row_widths[order], first[order]
+        self._stops = np.cumsum(np.bincount(self._tensor, minlength=len(widths)), dtype=np.int64)
+        index = _ragged(first, row_widths)
+        self._offsets, self._sizes = boxes[index], boxes[index + np.repeat(row_widths, row_widths)]
 
     def _drop_replicas(self) -> None:
         """Keep the lowest rank's slice of boxes that several ranks wrote.
@@ -175,7 +185,10 @@ class Index:
         """
         keep = np.ones(len(self._tensor), bool)
         for key, rows, offsets, sizes in self.entries():
-            if len(offsets) < 2 or not key.shape or _is_split(key.shape, offsets, sizes):
+            if _is_split(key.shape, offsets, sizes):
+                continue
+            self._unproved.add(key.name)
+            if len(offsets) < 2 or not key.shape:
                 continue
             first = first_of_equal(np.concatenate([offsets, sizes], axis=1))
             if first is None:
@@ -238,8 +251,8 @@ class Index:
         Raises:
             SaveError: They do not: the placements of some rank do not describe what it holds.
         """
-        for key, rows, offsets, sizes in self.entries():
-            if not _is_split(key.shape, offsets, sizes):
+        for key, rows, offsets, sizes in self.entries() if self._unproved else ():
+            if key.name in self._unproved and not _is_split(key.shape, offsets, sizes):
                 self._check_slowly(key, rows, offsets, sizes)
 
     def _check_slowly(self, key: _Key, rows: slice, offsets: Int64, sizes: Int64) -> None:
@@ -361,6 +374,10 @@ class Index:
         return entries
 
 
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
 def _ragged(first: Int64, widths: Int64) -> Int64:
     """The indices first[0] ... first[0] + widths[0] - 1, first[1] ..."""
     total = int(widths.sum())
@@ -376,12 +393,13 @@ def _is_split(shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> bool:
         return tuple(sizes[0].tolist()) == shape and not offsets.any()
     if count == 0 or not shape or Box.whole(shape).numel == 0:
         return False
-    low, high, full = offsets.min(axis=0), sizes.max(axis=0), np.array(shape)
-    cut = np.flatnonzero((high != full) | (offsets.max(axis=0) != low))
-    if len(cut) != 1 or (sizes.min(axis=0) != high)[np.arange(len(shape)) != cut[0]].any() or low.any():
+    starts, lengths = np.ascontiguousarray(offsets.T), np.ascontiguousarray(sizes.T)
+    low, high, full = starts.min(axis=1), lengths.max(axis=1), np.array(shape)
+    cut = np.flatnonzero((high != full) | (starts.max(axis=1) != low))
+    if len(cut) != 1 or (lengths.min(axis=1) != high)[np.arange(len(shape)) != cut[0]].any() or low.any():
         return False
     dim = int(cut[0])
-    order = np.argsort(offsets[:, dim], kind="stable")
-    starts = offsets[order, dim]
-    stops = starts + sizes[order, dim]
-    return bool((starts[1:] == stops[:-1]).all() and stops[-1] == shape[dim])
+    order = np.argsort(starts[dim], kind="stable")
+    begins = starts[dim][order]
+    ends = begins + lengths[dim][order]
+    return bool((begins[1:] == ends[:-1]).all() and ends[-1] == shape[dim])

@@ -13,7 +13,7 @@ import xxhash
 from ckptkit.errors import SaveError
 from ckptkit.formats.columns import Column, pack, pack_texts, unpack, unpack_texts
 from ckptkit.formats.dcp_encode import frame_tensor
-from ckptkit.formats.dcp_files import Report, Written, write_records
+from ckptkit.formats.dcp_files import ROW, Report, Written, write_records
 from ckptkit.formats.layout import MANIFEST_NAME, FileRecord
 from ckptkit.storage.store import Store
 
@@ -49,24 +49,24 @@ class WrittenPart:
         return sum(item.nbytes for item in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """Return what rank 0 needs to know: columns, no pickle, 44 bytes a slice and 16 for each of its dimensions.
+        """Return what rank 0 needs to know: no pickle, 40 bytes a slice and 16 for each of its dimensions.
 
-        The names and shapes are sent by the lowest of the ranks that have the same.
+        One table of rows of a fixed width, so that rank 0 joins those of all ranks at once. The names and shapes are
+        sent by the lowest of the ranks that have the same.
         """
         plan, written = self.plan, self.written
-        rows, private = len(plan.slices), plan.keys[plan.shared :]
+        count, private = len(plan.slices), plan.keys[plan.shared :]
+        rows = np.zeros(len(written.file), ROW)
+        rows["key"][:count] = [s.key for s in plan.slices]
+        rows["key"][count:] = -1
+        rows["file"], rows["start"], rows["length"] = written.file, written.starts, written.lengths
+        rows["payload"], rows["digest"] = written.payloads, written.digests
         arrays: dict[str, Column] = {
             **pack_texts([key.name for key in private], "names"),
             **pack_texts(written.paths, "paths"),
             **pack_texts([name for name, _ in plan.objects], "objects"),
-            "key": np.array([s.key for s in plan.slices], np.int32),
-            "offset": np.array([n for s in plan.slices for n in s.offsets], np.int64),
-            "size": np.array([n for s in plan.slices for n in s.sizes], np.int64),
-            "payload": written.payloads[:rows],
-            "file": written.file,
-            "start": written.starts,
-            "length": written.lengths,
-            "digest": written.digests,
+            "rows": rows.view(np.uint8),
+            "box": np.array([n for s in plan.slices for n in (*s.offsets, *s.sizes)], np.int64),
         }
         if plan.sends_table:
             arrays["table"] = np.frombuffer(plan.table, np.uint8)
