@@ -347,7 +347,11 @@ def _adapter_source(draft: _Draft) -> Mapping[str, Any] | None:
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half characters, which JSON can only spell out
+        return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _elements_by_dtype(tensors: Mapping[str, OutputTensor]) -> dict[str, int]:

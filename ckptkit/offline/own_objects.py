@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Trees", "own_trees"]
 
 _MAX_TREE_BYTES = 1 << 20
+_MAX_STEP = 2**63  # of an optimizer; JSON in a hostile checkpoint may hold numbers that no float takes
 _RANDOM = re.compile(r"(random_states?|rng_states?|rng)(_\d+)?")
 _SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?)?(_\d+)?")
 _GROUPS = "param_groups"
@@ -92,6 +93,8 @@ class _Groups:
         if at < 0:
             return False
         prefix, rest = name[:at].rstrip("."), name[at + len(_GROUPS) + 1 :]
+        if not rest and not isinstance(value, (list, tuple)):
+            return False
         groups = self.found.setdefault(prefix, {})
         if not rest:  # all groups in one value
             groups.update(enumerate(dict(group) for group in value if isinstance(group, Mapping)))
@@ -127,7 +130,7 @@ def _take_state(found: Trees, name: str, entry: ObjectEntry, value: Any, section
     if len(entry.key) >= 2 and isinstance(entry.key[-2], str):
         fqn, state = entry.key[-2], str(entry.key[-1])
     section = sections.get(name[:at], "optimizer")
-    if state == "step" and type(value) in (int, float):
+    if state == "step" and type(value) in (int, float) and abs(value) < _MAX_STEP:
         found.steps[section, fqn] = float(value)
         return True
     try:
