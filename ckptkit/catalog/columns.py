@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["first_of_equal", "is_dense", "overlapping", "row_major"]
+__all__ = ["distinct", "first_of_equal", "is_dense", "overlapping", "row_major"]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
+
+
+def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the distinct numbers of a column, ascending. `np.unique` does it too, but first imports numpy.ma."""
+    ordered = np.sort(values, axis=None)
+    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
 
 
 def first_of_equal(table: Int64) -> Int64 | None:

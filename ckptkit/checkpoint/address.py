@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptkit.checkpoint.inventory import Inventory, list_checkpoints, resolve
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.storage.store import Store, open_store, split_url
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint.inventory import Inventory
 
 __all__ = ["resolve_checkpoint", "resolve_url"]
 
@@ -38,6 +39,8 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
         found = root.info(name) if name.isdigit() else None
         if found is not None and found.kind == "directory":
             return url  # a directory that is really called so
+    from ckptkit.checkpoint.inventory import list_checkpoints, resolve  # here: most URLs name no checkpoint of a run
+
     inventory = list_checkpoints(root)
     if not inventory.committed:
         if not name.isdigit():
@@ -50,6 +53,8 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
     """Return what `resolve_url` does; for the root of a run of ours, the URL of its newest checkpoint."""
+    from ckptkit.checkpoint.inventory import list_checkpoints
+
     address = resolve_url(url, storage_options=storage_options)
     if address != url:
         return address
@@ -79,6 +84,10 @@ def _refuse_unknown(head: str, name: str) -> None:
     """Raise where `head` is a run of ours: what is there says more than "does not exist"."""
     if not os.path.isdir(head):
         return
+    import difflib
+
+    from ckptkit.checkpoint.inventory import list_checkpoints
+
     inventory = list_checkpoints(open_store(head))
     if inventory.committed:
         known = ["latest", "best", *(item.name for item in inventory.committed)]

@@ -191,7 +191,7 @@ class Frame:
         fits &= (nbytes > 0) & (start + nbytes <= front.shape[1])
         pickles = np.zeros(len(crc), np.int64)
         distinct: list[bytes] = []
-        for length in np.unique(nbytes[fits]).tolist():
+        for length in sorted(set(nbytes[fits].tolist())):
             rows = np.flatnonzero(fits & (nbytes == length))
             block = np.ascontiguousarray(front[rows, start : start + length])
             values, inverse = np.unique(block.view(f"V{length}").reshape(-1), return_inverse=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -305,7 +306,7 @@ class _Locator:
     def _check_templates(self, member: LocatedSlices, first: int) -> None:
         """Framed items hold what `.metadata` says, compared once for each kind of item a tensor has."""
         numbers = self.found.templates[first : first + len(member)]
-        for number in np.unique(numbers).tolist():
+        for number in distinct(numbers).tolist():
             if number < 0:
                 continue
             template, rows = self.templates[number], np.flatnonzero(numbers == number)

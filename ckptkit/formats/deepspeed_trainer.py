@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo
 from ckptkit.errors import CheckpointNotFoundError
-from ckptkit.formats import deepspeed
-from ckptkit.formats.merge import file_objects, merged, open_part
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.side_files import find_side_files, read_json
 from ckptkit.formats.steps import ordered
 from ckptkit.storage import Store
 
@@ -25,6 +22,10 @@ def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bo
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the newest `global_step<N>/`, with the side files of the root."""
+    from ckptkit.formats import deepspeed  # here: every directory is asked whether it is one of these
+    from ckptkit.formats.merge import file_objects, merged, open_part
+    from ckptkit.formats.side_files import find_side_files, read_json
+
     listing = store.list()
     steps = ordered(i.path for i in listing if i.kind == "directory" and i.path.startswith("global_step"))
     if not steps:

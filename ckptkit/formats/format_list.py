@@ -86,6 +86,7 @@ def _only_torch_file(place: Place) -> bool:
     return len(names) == 1 and parse_step(names[0]) is None
 
 
+# Names are looked at before a reader is imported: most directories have nothing that most readers look for.
 # DeepSpeed and verl name their files so that nothing else does; what has a file beside a DCP comes before DCP.
 FORMATS: tuple[Format, ...] = (
     Format("ckptkit", lambda p: RECORD in p.files, "ckptkit"),
@@ -103,9 +104,20 @@ FORMATS: tuple[Format, ...] = (
         "deepspeed_trainer",
     ),
     Format("verl", lambda p: p.any_file(r"model_world_size_\d+_rank_\d+\.pt"), "verl"),
-    Format("megatron", lambda p: reader("megatron").is_megatron(p.store, p.files), "megatron"),
+    Format(
+        "megatron",
+        lambda p: "metadata.json" in p.files and reader("megatron").is_megatron(p.store, p.files),
+        "megatron",
+    ),
     Format("lightning", lambda p: "meta.pt" in p.files and ".metadata" in p.files, "lightning"),
-    Format("lightrft", lambda p: reader("lightrft").is_lightrft(p.files, p.directories), "lightrft"),
+    Format(
+        "lightrft",
+        lambda p: (
+            ("optim_states" in p.directories or "client_state.pt" in p.files)
+            and reader("lightrft").is_lightrft(p.files, p.directories)
+        ),
+        "lightrft",
+    ),
     Format("dcp", lambda p: p.any_file(r"\.metadata|__\d+\.metadata"), "dcp_source"),
     Format("accelerate", lambda p: reader("accelerate").is_accelerate(list(p.listing)), "accelerate"),
     Format("ckptkit-local", lambda p: p.any_file(r"local_\d{5,9}\.safetensors"), "local_shards"),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
-from ckptkit.catalog.names import strip_infixes
+from ckptkit.catalog.wrappers import strip_infixes
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, StoredTensor
 from ckptkit.formats.flat_optimizer import read_flat_optimizer

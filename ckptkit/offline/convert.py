@@ -184,14 +184,21 @@ class _Choice:
     strict: bool
 
 
+def _key_map(named: NameMap | str | None) -> NameMap | None:
+    if named is None:
+        return None
+    from ckptkit.offline.key_maps import resolve_key_map
+
+    return resolve_key_map(named)
+
+
 def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] | None) -> _Chosen:
     from ckptkit.offline.hf_export import ExportOptions, export_tensors, plan_export
-    from ckptkit.offline.key_maps import resolve_key_map
 
     options = ExportOptions(
         dtype=choice.dtype,
         weights=choice.weights,
-        key_map=resolve_key_map(choice.key_map),
+        key_map=_key_map(choice.key_map),
         strip_prefix=choice.strip_prefix,
         include=choice.include,
         exclude=choice.exclude,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ckptkit.catalog.names import NameMap
+if TYPE_CHECKING:
+    from ckptkit.catalog.names import NameMap
 
 __all__ = ["ExportOptions"]
 

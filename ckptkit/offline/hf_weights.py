@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
-from ckptkit.catalog.names import strip_infixes, strip_prefix
 from ckptkit.catalog.targets import Target
+from ckptkit.catalog.wrappers import strip_infixes, strip_prefix
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from ckptkit.offline.hf_options import ExportOptions
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.columns import first_of_equal, is_dense, row_major
+from ckptkit.catalog.columns import distinct, first_of_equal, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Part, Target
@@ -241,7 +241,7 @@ class _Builder:
         slices = entry.slices
         if not self.check or slices.digests is None or slices.algorithm is None:
             return
-        rows = np.unique(rows)
+        rows = distinct(rows)
         own = slices.digest_starts is None or slices.digest_nbytes is None
         starts = slices.starts if own else slices.digest_starts
         nbytes = slices.nbytes if own else slices.digest_nbytes

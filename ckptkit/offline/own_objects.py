@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role
-from ckptkit.catalog.names import strip_infixes
+from ckptkit.catalog.wrappers import strip_infixes
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.objects import TensorValue, read_object
 

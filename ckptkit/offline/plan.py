@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Target
@@ -198,10 +199,10 @@ def _dtypes(catalog: Catalog, tensor: OutputTensor) -> str:
 
 
 def _places(plan: Plan, placement: Placement) -> str:
-    files = [plan.files[i].path for i in np.unique(placement.files)[:3].tolist()]
+    files = [plan.files[i].path for i in distinct(placement.files)[:3].tolist()]
     if len(placement) == 1:
         return f"{files[0]} @ {int(placement.starts[0])}"
-    count = len(np.unique(placement.files))
+    count = len(distinct(placement.files))
     return f"{len(placement)} boxes in {', '.join(files)}" + (f", ... ({count} files)" if count > 3 else "")
 
 
@@ -230,5 +231,5 @@ def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:
 
 def _source_json(catalog: Catalog, key: str) -> dict[str, Any]:
     entry = catalog.tensors[key]
-    files = sorted({entry.slices.paths[i] for i in np.unique(entry.slices.files).tolist()})
+    files = sorted({entry.slices.paths[i] for i in distinct(entry.slices.files).tolist()})
     return {"name": key, "dtype": entry.dtype, "shape": list(entry.shape), "slices": len(entry.slices), "files": files}

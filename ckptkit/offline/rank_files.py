@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, chunk_box
+from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import UsageError
 from ckptkit.formats.dcp_encode import RecordColumns, RecordFrame, encode_metadata, frame_tensor
@@ -129,12 +130,12 @@ class _Records:
     def laid(cls, tensor: OutputTensor, index: int, boxes: RankBoxes, cursors: Int64) -> _Records:
         """Append the records to the files of their ranks; `cursors` are the ends of the files, and move on."""
         starts, heads, lengths, alignments = (np.zeros(len(boxes.ranks), np.int64) for _ in range(4))
-        distinct, which = np.unique(boxes.sizes, axis=0, return_inverse=True)
-        for i, sizes in enumerate(map(tuple, distinct.tolist())):
+        shapes, which = np.unique(boxes.sizes, axis=0, return_inverse=True)
+        for i, sizes in enumerate(map(tuple, shapes.tolist())):
             frame = frame_tensor(tensor.dtype, sizes)
             rows = which.reshape(-1) == i
             heads[rows], lengths[rows], alignments[rows] = len(frame.prefix), frame.length, frame.alignment
-        if len(np.unique(boxes.ranks)) == len(boxes.ranks):
+        if len(distinct(boxes.ranks)) == len(boxes.ranks):
             starts = -(-cursors[boxes.ranks] // alignments) * alignments
             cursors[boxes.ranks] = starts + lengths
         else:

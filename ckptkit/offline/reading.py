@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from ckptkit.checkpoint.address import resolve_url
-from ckptkit.checkpoint.pins import pin_url
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.layout import CommitRecord, find_record
@@ -106,10 +105,14 @@ def open_pinned(
             source = open_source(
                 resolve_url(url, storage_options=storage_options), storage_options=storage_options, options=options
             )
+            if not source.catalog.info.format.startswith("ckptkit-"):
+                return source  # foreign: nobody of ours deletes it
+            from ckptkit.checkpoint.pins import pin_url
+
             pin = pin_url(source.url, why=reading.why, storage_options=storage_options)
             with ExitStack() as stack:
                 record = stack.enter_context(pin)
-                if record is None:  # foreign: nobody of ours deletes it
+                if record is None:  # of no run
                     return source
                 if _is_of(source, record):
                     reading.pins.push(stack.pop_all())

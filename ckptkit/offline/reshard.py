@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError, IntegrityError, UsageError
 from ckptkit.formats.layout import CommitRecord, check_tag, find_record, step_name, step_of_name
@@ -162,12 +161,12 @@ def _check_files(store: Store, catalog: Catalog) -> None:
     ends: dict[str, int] = {}
     for entry in catalog.tensors.values():
         slices = entry.slices
-        for index in np.unique(slices.files).tolist():
+        for index in distinct(slices.files).tolist():
             path, rows = slices.paths[index], slices.files == index
             plain = not slices.codecs
             ends[path] = max(ends.get(path, 0), int((slices.starts[rows] + slices.nbytes[rows]).max()) if plain else 0)
             if slices.ranks is not None:
-                ranks.setdefault(path, set()).update(np.unique(slices.ranks[rows]).tolist())
+                ranks.setdefault(path, set()).update(distinct(slices.ranks[rows]).tolist())
     folders = {path.rpartition("/")[0] for path in ends}
     there = {item.path: item.size for folder in folders for item in store.list(folder)}
     for path, end in ends.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,7 +129,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, workers: int = 0) -> CommitRec
         world_size=what.world_size,
         mesh=None if what.mesh is None else {"shape": what.mesh["shape"], "names": what.mesh["names"]},
         manifest=MANIFEST_NAME,
-        writer={"host": socket.gethostname(), "pid": os.getpid()},
+        writer={"host": os.uname().nodename, "pid": os.getpid()},
         versions={"ckptkit": __version__},
         **what.record,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.columns import distinct
 from ckptkit.offline.casts import cast_into
 from ckptkit.offline.checks import RecordTable, Verifier
 from ckptkit.offline.jobs import Runs, Work
@@ -45,7 +46,7 @@ def direct_rows(work: Work, sink: LocalSink) -> npt.NDArray[np.bool_]:
     checked = np.zeros(len(work.origins), bool)
     checked[work.records.sources] = True
     rows &= ~(decoded | checked)[runs.origins] if len(work.origins) else False
-    through = np.array([index for index in np.unique(runs.files).tolist() if sink.needs_bytes(index)], np.int64)
+    through = np.array([index for index in distinct(runs.files).tolist() if sink.needs_bytes(index)], np.int64)
     rows &= ~np.isin(runs.files, through)
     result: npt.NDArray[np.bool_] = rows
     return result

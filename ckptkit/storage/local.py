@@ -7,7 +7,6 @@ import ctypes
 import errno
 import functools
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -248,7 +247,7 @@ class LocalStore:
         if os.path.lexists(full):
             raise FileExistsError(errno.EEXIST, f"{full} exists already")
         folder, _, name = path.rpartition("/")
-        part = f"{folder}/.{name[:200]}.{secrets.token_hex(6)}.part".lstrip("/")
+        part = f"{folder}/.{name[:200]}.{os.urandom(6).hex()}.part".lstrip("/")
         fd = self.create(part)
         try:
             with _errors(full):
@@ -273,7 +272,7 @@ class LocalStore:
         if not overwrite and os.path.lexists(full):
             raise FileExistsError(errno.EEXIST, f"{full} exists already")
         folder, _, name = path.rpartition("/")
-        part = f"{folder}/.{name[:200]}.{secrets.token_hex(6)}.part".lstrip("/")
+        part = f"{folder}/.{name[:200]}.{os.urandom(6).hex()}.part".lstrip("/")
         fd = self.create(part)
         try:
             with _errors(full):

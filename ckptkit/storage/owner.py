@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,7 @@ def this_process() -> Owner:
 
 @functools.cache
 def _host() -> str:
-    return socket.gethostname()
+    return os.uname().nodename
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +55,7 @@ _AT_FDCWD = -100
 
 def new_nonce() -> str:
     """Return 16 hex digits that no other attempt has."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def staging_name(name: str, nonce: str) -> str:

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ckptkit.catalog import builtin_maps
 from ckptkit.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -30,6 +31,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats import torch_encode
 from ckptkit.formats.dcp_encode import STREAMED
+from ckptkit.offline import hf_export
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
@@ -344,6 +346,21 @@ def test_a_conversion_without_a_cast_and_one_with_never_import_torch(tmp_path):
         "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code, str(UNEVEN / "ckpt"), str(tmp_path)], check=True)
+
+
+def test_a_plain_export_imports_no_module_of_maps_adapters_or_other_formats(tmp_path):
+    code = (
+        "import sys; from ckptkit import convert; convert(sys.argv[1], sys.argv[2]);"
+        "names = ('numpy.ma', 'ckptkit.catalog.rules', 'ckptkit.offline.adapters', 'ckptkit.formats.deepspeed',"
+        " 'ckptkit.formats.lightrft', 'ckptkit.checkpoint.inventory', 'ckptkit.offline.tied');"
+        "sys.exit(' '.join(name for name in names if name in sys.modules) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(UNEVEN / "ckpt"), str(tmp_path / "out")], check=True)
+
+
+def test_every_layout_that_a_map_is_chosen_for_has_a_name_by_which_the_maps_are_imported():
+    layouts = (*builtin_maps._STACKED, "tok_embeddings.weight")
+    assert all(any(mark in name for mark in hf_export._MAPPED) for name in layouts)
 
 
 def convert_on_a_rank(src: str, dst: str) -> int:

@@ -1,0 +1,55 @@
+"""What frameworks put around the names of tensors, and taking it off. No key map needs to be known for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from ckptkit.errors import CheckpointMismatchError
+
+__all__ = ["strip_infixes", "strip_prefix"]
+
+# What torch.compile, activation checkpointing and FSDP1 put into names, anywhere in them.
+_INFIXES = re.compile(r"(?:^|(?<=\.))(?:(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.)+")
+_MODULE = "module."  # DistributedDataParallel and DeepSpeed: in front of every name or of none
+
+
+def strip_infixes(names: Iterable[str]) -> dict[str, str]:
+    """Return each name without what wrappers put into it: `_orig_mod.`, `_checkpoint_wrapped_module.` and
+    `_fsdp_wrapped_module.` anywhere, `module.` in front where every name has it.
+
+    Raises:
+        CheckpointMismatchError: Two names would become one.
+    """
+    stripped = {name: _INFIXES.sub("", name) for name in names}
+    while stripped and all(name.startswith(_MODULE) and name != _MODULE for name in stripped.values()):
+        stripped = {name: short.removeprefix(_MODULE) for name, short in stripped.items()}
+    _refuse_collisions(stripped, "wrapper names are stripped")
+    return stripped
+
+
+def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
+    """Return the names that carry `prefix`, each without it; a "." after it goes too.
+
+    Raises:
+        CheckpointMismatchError: No name carries it, or two names would become one.
+    """
+    listed = list(names)
+    if not prefix:
+        return {name: name for name in listed}
+    dotted = prefix if prefix.endswith(".") else prefix + "."
+    found = {name: name.removeprefix(dotted) for name in listed if name.startswith(dotted) and name != dotted}
+    if not found:
+        shown = ", ".join(repr(name) for name in listed[:3]) or "nothing"
+        raise CheckpointMismatchError(f"no tensor's name starts with {dotted!r}; the names are like {shown}.")
+    _refuse_collisions(found, f"the prefix {dotted!r} is stripped")
+    return found
+
+
+def _refuse_collisions(renamed: Mapping[str, str], when: str) -> None:
+    owners: dict[str, list[str]] = {}
+    for name, short in renamed.items():
+        owners.setdefault(short, []).append(name)
+    clashes = [f"{short!r} from {' and '.join(map(repr, names))}" for short, names in owners.items() if len(names) > 1]
+    if clashes:
+        raise CheckpointMismatchError(f"when {when}, names collide:\n  " + "\n  ".join(clashes))
