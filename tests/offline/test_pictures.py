@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.diff import diff
 from ckptkit.offline.pictures.heat_map import heat_map
 from ckptkit.offline.pictures.pages import inspect_page, write_diff_page, write_inspect_page
 from ckptkit.offline.pictures.reshard_map import flows
-from ckptkit.offline.pictures.shard_map import rank_totals
+from ckptkit.offline.pictures.shard_map import rank_totals, shard_map
 from ckptkit.offline.pictures.timeline import TimelineItem, timeline
 from ckptkit.offline.pictures.treemap import squarify
 from ckptkit.offline.reshard import reshard
@@ -55,7 +57,7 @@ def pages(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     for ranks in (3, 64):
         reshard(str(two), str(work / f"w{ranks}"), world_size=ranks)
     save_file({HOSTILE: np.zeros((4, 4), np.float32)}, work / "one.safetensors")
-    many = {f"model.layers.{i // 10}.block{i % 10}.weight": np.zeros((4, 4), np.float32) for i in range(2000)}
+    many = {f"model.layers.{i // 10}.block{i}.weight": np.zeros((4, 4), np.float32) for i in range(2000)}
     save_file(many, work / "many.safetensors")
     found = {name: work / f"{name}.html" for name in ("two", "w64", "one", "many", "diff")}
     write_inspect_page(str(two), str(found["two"]), other=str(work / "w3"))
@@ -112,6 +114,48 @@ def test_a_large_checkpoint_draws_its_largest_tensors_and_says_so(pages: dict[st
     page = pages["many"].read_text(encoding="utf-8")
     assert "The 300 largest of 2000 tensors are drawn." in page
     assert len(page) < 1_000_000
+
+
+def test_layers_that_are_cut_alike_share_a_bar_and_others_do_not() -> None:
+    def entry(layer: int, rows: int, ranks: tuple[int, int] = (0, 1)) -> TensorEntry:
+        half = rows // 2
+        boxes = [Box((0, 0), (half, 4)), Box((half, 0), (rows - half, 4))]
+        slices = SliceArray.of(
+            [TensorSlice(box, "f", 0, box.sizes[0] * 16, rank=rank) for box, rank in zip(boxes, ranks, strict=True)], 2
+        )
+        name = f"model.layers.{layer}.w"
+        return TensorEntry(name, "float32", (rows, 4), slices, Role.MODEL, name)
+
+    odd = {50: entry(50, 8, (1, 0)), 60: entry(60, 6)}
+    panel = shard_map([odd.get(i) or entry(i, 8) for i in range(80)])
+    names = re.findall(r'text-anchor="end">([^<]+)', panel.picture)
+    assert names == ["model.layers.{0-49,51-59,61-79}.w", "model.layers.50.w", "model.layers.60.w"]
+    assert "77 of" not in panel.picture
+    assert "78 of 8x4 float32" in panel.picture
+    assert "share a bar" in panel.explanation
+
+
+def test_few_tensors_have_a_bar_each_and_scalars_none(pages: dict[str, Path]) -> None:
+    page = pages["two"].read_text(encoding="utf-8")
+    assert "share a bar" not in page
+    assert "of one element are left out" in page
+
+
+def test_the_model_and_each_state_of_the_optimizer_have_rows_over_the_same_columns() -> None:
+    names = ["layers.0.w", "layers.1.w"]
+    picture = heat_map(
+        {n: 0.0 for n in names} | {f"optimizer: {n} exp_avg": 0.5 for n in names} | {"rng.0.torch": 1.0}
+    ).picture
+    assert picture.count("rotate(-40)") == 2  # "w" once for all, and "torch"
+    assert all(f">{words}</text>" in picture for words in ("model", "optimizer: exp_avg", "rng.0"))
+
+
+def test_the_timeline_says_what_else_the_policy_keeps() -> None:
+    item = TimelineItem("step_1", 1, 100, "kept", "why")
+    assert (
+        "Policy: max_num 3, keeps every 500 steps."
+        in timeline([item], max_num=3, exempt=["keeps every 500 steps"]).explanation
+    )
 
 
 def test_the_totals_of_the_ranks_are_the_bytes_of_the_slices(zoo: Path) -> None:

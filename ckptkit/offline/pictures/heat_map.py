@@ -10,7 +10,7 @@ from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
 
 __all__ = ["heat_map", "split_layer"]
 
-WIDTH, LEFT, RIGHT, CELL, HEAD = 1100.0, 150.0, 150.0, 18.0, 140.0  # to the right, the last column's slanted name
+WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # to the right, the last column's slanted name
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
 _OTHER = "not the network"
 _PREFIXED = re.compile(r"(?P<part>optimizer|master): (?P<fqn>\S+)(?: (?P<state>\S+))?$")
@@ -71,13 +71,14 @@ def _grid(sections: Mapping[str, Mapping[str, float]], top: float) -> tuple[str,
     cell = min(CELL, max(5.0, 1000.0 / rows))
     width = min((WIDTH - LEFT - RIGHT) / len(modules), 64.0)
     parts = []
+    top += 20 + 3.95 * min(32, max(map(len, modules)))  # the slanted names stand above
     every = max(1, math.ceil(13 / width))  # where columns are narrow, not all have room for a name
     for j, module in list(enumerate(modules))[::every]:
         x = LEFT + j * width + width / 2
         parts.append(
-            f'<g transform="translate({x:.1f} {top + HEAD - 6:.1f}) rotate(-40)">{text(0, 0, label(module, 195.0))}</g>'
+            f'<g transform="translate({x:.1f} {top - 6:.1f}) rotate(-40)">{text(0, 0, label(module, 195.0))}</g>'
         )
-    y = top + HEAD
+    y = top
     for name, part in sections.items():
         if len(sections) > 1:
             parts.append(text(4, y + 12, label(name, LEFT - 8), kind="soft"))

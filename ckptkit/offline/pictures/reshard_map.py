@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -99,13 +100,14 @@ def _tops(nbytes: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.float64]:
 
 def _side(nbytes: npt.NDArray[np.int64], tops: npt.NDArray[np.float64], x: float, side: str) -> str:
     total = max(int(nbytes.sum()), 1)
+    every = max(1, math.ceil(12 * len(nbytes) / HEIGHT))  # where bars are low, not all have room for a name
     parts = []
     for rank, (size, top) in enumerate(zip(nbytes.tolist(), tops.tolist(), strict=True)):
         height = HEIGHT * 0.92 * size / total
         parts.append(
             rect(x, top, BAR, height, fill=colour(rank, len(nbytes)), title=f"rank {rank} {side}: {format_size(size)}")
         )
-        if height > 9:
+        if rank % every == 0:
             where = x - 6 if side == "before" else x + BAR + 6
             parts.append(
                 text(where, top + height / 2 + 4, f"rank {rank}", anchor="end" if side == "before" else "start")
