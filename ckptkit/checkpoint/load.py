@@ -115,7 +115,7 @@ def stage(
         staged.states.append(_optimizer_fills(optimizer, fills))
     staged.refs = _reference_fills(state, plan, catalog, store, fills, rank, foreign.tensors)
     staged.decoded = decode_plan(plan, staged.refs.__getitem__)
-    staged.filler = prepare(catalog, store, fills.fills, workers=workers, verify=options.verify)
+    staged.filler = prepare(catalog, store, fills.fills, workers=workers, verify=bool(options.verify))
     return staged
 
 
@@ -240,7 +240,8 @@ def restore(
         check_local(state, catalog, store.url, world_size=world_size)
         staged = stage(state, catalog, store, options, rank=rank, world_size=world_size, workers=workers)
         made.append((staged, LoadReport(store.url, catalog.info.step)))
-        return [] if staged.filler is None else staged.filler.unchecked()
+        everything = options.verify and options.verify != "read"
+        return staged.filler.unchecked() if everything and staged.filler is not None else []
 
     with clock.phase("plan"):
         shares = coordinator.settle(Outcome.of(lambda: _or_error(plan)), "loading", then=_shared)

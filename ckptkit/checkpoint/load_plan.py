@@ -38,7 +38,8 @@ class LoadOptions:
             not fit is still found first, but damage that is found while reading leaves the model half loaded. For a
             job that ends if its load fails.
         verify: Compare every slice with its digest; those that no rank needs whole are read once more, each by one
-            rank. False trusts storage and writer.
+            rank, so that no damage is loaded whatever the world size. "read" compares only what is read whole anyway,
+            and reads nothing that is not needed. False trusts storage and writer.
         rng_on_resize: The number of ranks changed: "reseed" seeds every rank anew, from the saved state and its rank;
             "keep" leaves the generators alone; "error" refuses.
         per_rank_on_resize: The same for dataloaders and `PerRank` state, unless all ranks saved equal state: "error",
@@ -52,7 +53,7 @@ class LoadOptions:
     optimizer: Literal["restore", "skip", "deferred"] = "restore"
     convert_dtype: bool = False
     in_place: bool = False
-    verify: bool = True
+    verify: bool | Literal["read"] = True
     rng_on_resize: Literal["reseed", "keep", "error"] = "reseed"
     per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
 
@@ -61,6 +62,8 @@ class LoadOptions:
             raise UsageError(f"model={self.model!r}: it is 'restore' or 'skip'.")
         if self.optimizer not in ("restore", "skip", "deferred"):
             raise UsageError(f"optimizer={self.optimizer!r}: it is 'restore', 'skip' or 'deferred'.")
+        if self.verify not in (True, False, "read"):
+            raise UsageError(f"verify={self.verify!r}: it is True, False or 'read'.")
         if self.rng_on_resize not in ("reseed", "keep", "error"):
             raise UsageError(f"rng_on_resize={self.rng_on_resize!r}: it is 'reseed', 'keep' or 'error'.")
         if self.per_rank_on_resize not in ("error", "keep") and not callable(self.per_rank_on_resize):

@@ -1,0 +1,86 @@
+"""What a load reads and checks: all of it by default, or only what this rank needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import IntegrityError, UsageError
+
+ROWS, COLUMNS = 3 << 10, 1 << 10
+
+
+def model(value: torch.Tensor) -> torch.nn.Module:
+    made = torch.nn.Module()
+    made.weight = torch.nn.Parameter(value)
+    return made
+
+
+def save_on_one(url: Path) -> None:
+    with CheckpointManager(url) as manager:
+        manager.save(1, TrainState(model=model(torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS))))
+
+
+def returned() -> int:
+    """Bytes that read calls of this process have returned."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def load_rows(url: str, verify: Any) -> tuple[float, bool]:
+    """(bytes that the system returned over those of this rank's rows, whether the rows are right)."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = model(distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, (Shard(0),), src_data_rank=None))
+    with CheckpointManager(url) as manager:
+        manager.load(TrainState(model=rows), verify=verify, rng_on_resize="keep")  # imports are read, too
+        before = returned()
+        manager.load(TrainState(model=rows), verify=verify, rng_on_resize="keep")
+        read = returned() - before
+    local = rows.weight.to_local()
+    expected = torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS).tensor_split(mesh.size())[dist.get_rank()]
+    return read / local.untyped_storage().nbytes(), torch.equal(local, expected)
+
+
+@pytest.mark.parametrize("verify", ["read", False])
+def test_a_row_reshard_reads_the_rows_needed_only_if_asked_to(ranks: Any, tmp_path: Path, verify: Any) -> None:
+    save_on_one(tmp_path)
+    for ratio, right in ranks.run(load_rows, 3, str(tmp_path), verify):
+        assert right
+        assert 1.0 <= ratio <= 1.05
+
+
+def test_by_default_ranks_together_check_every_slice_once(ranks: Any, tmp_path: Path) -> None:
+    save_on_one(tmp_path)
+    ratios, right = zip(*ranks.run(load_rows, 3, str(tmp_path), True), strict=True)
+    assert all(right)
+    assert 3 + 3 <= sum(ratios) <= 1.05 * (3 + 3)  # their rows, and the one slice whole by one of them
+
+
+def damage(url: Path) -> None:
+    (file,) = url.glob("step_*/*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("verify", [True, "read"])
+def test_damage_in_what_is_read_whole_is_found(tmp_path: Path, verify: Any) -> None:
+    save_on_one(tmp_path)
+    damage(tmp_path)
+    live = model(torch.zeros(ROWS, COLUMNS))
+    with CheckpointManager(tmp_path) as manager, pytest.raises(IntegrityError, match=r"model\.weight"):
+        manager.load(TrainState(model=live), verify=verify)
+    assert not live.weight.any()
+
+
+def test_an_unknown_way_to_verify_is_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match="'full'"):
+        manager.load(TrainState(model=model(torch.zeros(1))), verify="full")
