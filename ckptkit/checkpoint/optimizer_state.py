@@ -345,8 +345,16 @@ def _fits(live: Any, value: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(live, (int, float, torch.Tensor)):
         return value.numel() == 1 or (isinstance(live, torch.Tensor) and value.shape == live.shape)
     if isinstance(live, (int, float)) or (isinstance(live, torch.Tensor) and live.numel() == 1):
-        return isinstance(value, numbers.Number)
+        return _is_real(value)
     return not isinstance(live, torch.Tensor)
+
+
+def _is_real(value: Any) -> bool:
+    """Tell whether it is a real number that a float can hold, infinity included."""
+    try:
+        return isinstance(value, numbers.Real) and isinstance(float(value), float)
+    except OverflowError:
+        return False
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -373,7 +381,7 @@ def apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> Non
             live = group.get(key)
             if isinstance(live, torch.Tensor):
                 with torch.no_grad():
-                    live.copy_(torch.as_tensor(value))
+                    live.copy_(value) if isinstance(value, torch.Tensor) else live.fill_(float(value))
             elif isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
                 group[key] = value.item()
             else:

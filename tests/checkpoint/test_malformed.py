@@ -109,6 +109,7 @@ CHANGES = {
     "lr is null": (put(*GROUP, "lr", value=None), "lr"),
     "lr is two numbers": (put(*GROUP, "lr", value=ODD), "lr"),
     "a tensor's lr is a text": (put("optimizer", "param_groups", 1, "lr", value="high"), "lr"),
+    "a tensor's lr is a huge number": (put("optimizer", "param_groups", 1, "lr", value=2**1100), "lr"),
     "betas are one number": (put(*GROUP, "betas", value=0.9), "betas"),
     "betas are three": (put(*GROUP, "betas", value=[0.9, 0.9, 0.9]), "betas"),
     "eps is an impossible number": (put(*GROUP, "eps", value={"$float": 10**400}), "float"),
