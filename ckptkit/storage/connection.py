@@ -22,12 +22,40 @@ _UPLOADS = 8  # parts on their way at once, by all writers of a process
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
+class Known:
+    """Contents of small files by their tags, so that what has not changed is not fetched again. Bounded."""
+
+    def __init__(self, most_bytes: int = 32 << 20) -> None:
+        self._most = most_bytes
+        self._nbytes = 0
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[str, bytes]] = {}  # in the order they came
+
+    def get(self, name: str, tag: str) -> bytes | None:
+        """Return what `name` holds if it has this tag."""
+        found = self._held.get(name)
+        return found[1] if found is not None and tag and found[0] == tag else None
+
+    def put(self, name: str, tag: str, data: bytes) -> None:
+        """Keep what `name` holds with this tag, in place of what was kept; no tag: forget it."""
+        with self._lock:
+            before = self._held.pop(name, None)
+            self._nbytes -= len(before[1]) if before else 0
+            if not tag or len(data) > self._most // 4:
+                return
+            self._held[name] = (tag, data)
+            self._nbytes += len(data)
+            while self._nbytes > self._most:
+                self._nbytes -= len(self._held.pop(next(iter(self._held)))[1])
+
+
 @dataclass(frozen=True, slots=True)
 class _OfProcess:
     pid: int
     fs: Any
     pool: ThreadPoolExecutor
     slots: threading.BoundedSemaphore
+    known: Known
 
 
 class Connection:
@@ -55,6 +83,7 @@ class Connection:
                     _open_file_system(self.protocol, self.options),
                     ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-remote"),
                     threading.BoundedSemaphore(_UPLOADS),
+                    Known(),
                 )
             return self._held
 
@@ -67,6 +96,11 @@ class Connection:
     def slots(self) -> threading.BoundedSemaphore:
         """Taken for each part that is on its way: what bounds the memory of uploads."""
         return self._mine().slots
+
+    @property
+    def known(self) -> Known:
+        """What this process has read or written lately, by tag."""
+        return self._mine().known
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` in a thread of the pool. It must not wait for another one there."""

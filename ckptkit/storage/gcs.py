@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from ckptkit.storage.object_api import Entry, FsspecApi
+from ckptkit.storage.object_api import Entries, Entry, FsspecApi
 
 __all__ = ["GcsApi"]
 
+_PAGES = 16  # of a listing, a thousand names each
 _BOUNDARY = "ckptkit-7f3a9c51e8d24b06"
 _FORM_START = f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n".encode()
 _FORM_NEXT = f"\r\n--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()
@@ -39,7 +40,21 @@ class GcsApi(FsspecApi):
         with _denied():
             return super().get_whole(name)
 
-    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> None:
+    def list_at_once(self, name: str) -> Entries | None:
+        bucket, key, _ = self.fs.split_path(name)
+        found: list[Entry] = []
+        more: dict[str, Any] = {"prefix": f"{key}/" if key else "", "maxResults": 1000}
+        for _ in range(_PAGES):
+            with _denied():
+                page = self.fs.call("GET", "b/{}/o", bucket, json_out=True, **more)
+            items = [item for item in page.get("items", ()) if not item["name"].endswith("/")]
+            found += [self.fs._process_object(bucket, item) for item in items]
+            if not page.get("nextPageToken"):
+                return found
+            more["pageToken"] = page["nextPageToken"]
+        return None
+
+    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> str:
         bucket, key, _ = self.fs.split_path(name)
         place = f"{self.fs._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
         condition = {"ifGenerationMatch": "0"} if if_absent else {}
@@ -48,7 +63,10 @@ class GcsApi(FsspecApi):
         form = b"".join((_FORM_START, about, _FORM_NEXT, data, _FORM_END))
         headers = {"Content-Type": f"multipart/related; boundary={_BOUNDARY}"}
         with _denied():
-            self.fs.call("POST", place, headers=headers, data=io.BytesIO(form), uploadType="multipart", **condition)
+            _, answer = self.fs.call(
+                "POST", place, headers=headers, data=io.BytesIO(form), uploadType="multipart", **condition
+            )
+        return str(json.loads(answer).get("generation", "")) if answer else ""
 
     def upload(self, name: str) -> GcsUpload:
         from fsspec.asyn import sync

@@ -55,11 +55,13 @@ class LocalStore:
     """Files below a directory of this machine, or of a shared file system mounted on it.
 
     Symbolic links inside are followed only to targets below the root, or from a snapshot of a Hugging Face
-    cache to its blobs; anything else raises UnsafePathError.
+    cache to its blobs; anything else raises UnsafePathError. Nothing is written or deleted through a link that leads
+    out of the store that was opened first: a child of it is bound as it is.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self._top = self.url
         self._must_exist = False
 
     def __repr__(self) -> str:
@@ -74,7 +76,12 @@ class LocalStore:
         return f"{self.url}/{checked_path(path)}" if path else self.url
 
     def child(self, path: str) -> LocalStore:
-        return LocalStore(self.path_of(path))
+        return self._below(self.path_of(path))
+
+    def _below(self, url: str) -> LocalStore:
+        store = LocalStore(url)
+        store._top = self._top
+        return store
 
     def existing(self) -> LocalStore:
         """Return the same directory, to be written to only while it is there.
@@ -82,7 +89,7 @@ class LocalStore:
         Writing makes what is missing below it, never the directory itself: where its mount was lost, or it was
         removed, another one of its name would be somewhere else. It raises FileNotFoundError then.
         """
-        store = LocalStore(self.url)
+        store = self._below(self.url)
         store._must_exist = True
         return store
 
@@ -103,6 +110,8 @@ class LocalStore:
 
     def _scan(self, path: str, found: _Infos, *, recursive: bool) -> None:
         full = self.path_of(path)
+        if full != self._top:
+            self._check_inside(full)
         try:
             with _errors(full), os.scandir(full) as entries:
                 for entry in entries:
@@ -151,6 +160,8 @@ class LocalStore:
     def _resolved(self, full: str) -> str:
         real = os.path.realpath(full)
         root = os.path.realpath(self.url)
+        if self.url != self._top:
+            self._check_inside(self.url)
         if real in (full, root) or real.startswith(root + "/"):
             return real
         cache, separator, _ = root.rpartition("/snapshots/")  # hub cache: snapshots/<revision>/x -> blobs/<hash>
@@ -223,12 +234,25 @@ class LocalStore:
             target = item.view.cast("B")
             target[:] = buffer[item.start - span.start : item.start - span.start + len(target)]
 
+    def _check_inside(self, folder: str) -> None:
+        """Raise UnsafePathError where a symbolic link leads from this directory out of the store opened first."""
+        real, top = os.path.realpath(folder), os.path.realpath(self._top)
+        if real != top and not real.startswith(top.rstrip("/") + "/"):
+            raise UnsafePathError(f"{folder} leads to {real} by a symbolic link, outside of {top}; it is not followed.")
+
+    def _to_change(self, path: str) -> str:
+        """Return the absolute path of what is to be written, renamed or deleted; its folder is in the store."""
+        full = self.path_of(path)
+        if full != self._top:
+            self._check_inside(os.path.dirname(full))
+        return full
+
     # --- writing
 
     def create(self, path: str, nbytes: int = 0) -> int:
         """Create a file of `nbytes` exclusively and return a read-write descriptor; the space is reserved
         where the file system can. Missing directories are made. The umask decides the mode."""
-        full = self.path_of(path)
+        full = self._to_change(path)
         with _errors(full):
             self._make_parents(full)
             fd = os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -297,12 +321,13 @@ class LocalStore:
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or a directory; never replaces. Raises FileExistsError."""
-        with _errors(self.path_of(target)):
-            _rename_noreplace(self.path_of(source), self.path_of(target))
+        old, new = self._to_change(source), self._to_change(target)
+        with _errors(new):
+            _rename_noreplace(old, new)
 
     def make_directory(self, path: str) -> None:
         """Make a directory and its parents; its parent must not hold that name. Raises FileExistsError."""
-        full = self.path_of(path)
+        full = self._to_change(path)
         with _errors(full):
             self._make_parents(full)
             os.mkdir(full)
@@ -337,12 +362,12 @@ class LocalStore:
 
     def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
-            full = self.path_of(path)
+            full = self._to_change(path)
             with contextlib.suppress(FileNotFoundError), _errors(full):
                 os.unlink(full)
 
     def delete_tree(self, path: str) -> None:
-        full = self.path_of(path)
+        full = self._to_change(path)
         found = self.info(path)
         if found is None:
             return

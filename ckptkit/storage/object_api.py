@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 from ckptkit.storage.connection import PART_BYTES, Connection
 
-__all__ = ["Entry", "FsspecApi", "ObjectApi", "Sink", "UnfinishedUpload", "Upload", "Uploads"]
+__all__ = ["Entries", "Entry", "FsspecApi", "ObjectApi", "Sink", "UnfinishedUpload", "Upload", "Uploads"]
 
 Entry = Mapping[str, Any]
-"""One entry of a listing or of a look, as fsspec gives it: name, type, size, a time."""
+"""One entry of a listing or of a look, as fsspec gives it: name, type, size, a time, a tag."""
+
+Entries = list[Entry]  # classes here have a method called list
 
 Sink = Callable[[int, "bytes | memoryview"], None]
 """Gets (where a piece starts, counted from the first byte asked for, the piece)."""
@@ -55,6 +57,9 @@ class ObjectApi(Protocol):
     def list(self, name: str, *, recursive: bool) -> list[Entry]:
         """Return what lies below `name`; [] where nothing does."""
 
+    def list_at_once(self, name: str) -> Entries | None:
+        """Return all objects below `name`, with their tags; None where that takes too many requests."""
+
     def get(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop), fewer where the object ends."""
 
@@ -64,11 +69,15 @@ class ObjectApi(Protocol):
     def get_whole(self, name: str) -> tuple[bytes, int]:
         """Return the first bytes of an object, and how many it has in all."""
 
-    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> None:
-        """Write an object in one request. `if_absent`: raises FileExistsError, where the store can.
+    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> str:
+        """Write an object in one request, and return its tag, "" where that is not told.
 
-        `mark` goes with it where the store has a place for that.
+        `if_absent`: raises FileExistsError, where the store can. `mark` goes with it where the store has a place
+        for that.
         """
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is an object, not a folder, at `name`."""
 
     def is_mine(self, name: str, data: bytes, *, mark: str, tries: int) -> bool:
         """Tell whether what is there is what try `tries`, which was refused, or one before it has put."""
@@ -123,6 +132,14 @@ class FsspecApi:
                 return b""
             raise
 
+    def list_at_once(self, name: str) -> Entries | None:
+        return None
+
+    def exists(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return self.info(name).get("type") != "directory"
+        return False
+
     def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
         data = self.get(name, start, stop)
         sink(0, data)
@@ -135,14 +152,15 @@ class FsspecApi:
     def is_mine(self, name: str, data: bytes, *, mark: str, tries: int) -> bool:
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
 
-    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> None:
+    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> str:
         if not if_absent:
             self.fs.pipe_file(name, data)
-            return
+            return ""
         try:
             self.fs.pipe_file(name, data, mode="create")
         except TypeError as error:  # a file system that knows no modes
             raise NotImplementedError(str(error)) from error
+        return ""
 
     def upload(self, name: str) -> Upload:
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 _MAX_GAP = 512 << 10  # a request costs about as long as reading this much
 _PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
+_KNOWN_BYTES = 4 << 20  # a larger file is not kept in memory
 _Infos = list[FileInfo]  # the class has a method called list
 _Job = tuple[str, int, int, list[ReadInto]]
 
@@ -117,7 +118,33 @@ class RemoteStore:
             return []
         entries = [_file_info(item["name"].rstrip("/")[len(root) :].lstrip("/"), item) for item in found]
         # A store may list the folder itself, as a marker object.
-        return sorted((e for e in entries if e.path not in ("", path)), key=lambda e: e.path)
+        return sorted((e for e in entries if e.path not in ("", path)), key=_path)
+
+    def list_at_once(self, path: str = "") -> _Infos | None:
+        """Return every file below `path`, sorted by path, where few requests list them all; else None."""
+        full, root = self._full(path, root_allowed=True), self._full("", root_allowed=True)
+        try:
+            found = self._call(path, lambda: self._api.list_at_once(full))
+        except FileNotFoundError:
+            return []
+        if found is None:
+            return None
+        return sorted((_file_info(item["name"][len(root) :].lstrip("/"), item) for item in found), key=_path)
+
+    def read_listed(self, item: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
+        """Return bytes of a file that a listing showed; a small one is fetched only where its tag is a new one."""
+        if item.size > _KNOWN_BYTES:
+            return self.read(item.path, start, stop)
+        full, known = self._full(item.path), self._connection.known
+        data = known.get(full, item.tag)
+        if data is None:
+            data = self.read(item.path, 0, item.size + 1) if item.size else self.read(item.path)
+            # What has replaced it since may be longer, and is not what the tag tells of.
+            if len(data) == item.size:
+                known.put(full, item.tag, data)
+            else:
+                data = self.read(item.path)
+        return data[start:stop]
 
     def free_bytes(self) -> int | None:
         return None
@@ -190,29 +217,34 @@ class RemoteStore:
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
         if overwrite:
-            self._call(path, lambda: self._api.put(full, body, if_absent=False))
+            self._note(full, self._call(path, lambda: self._api.put(full, body, if_absent=False)), body)
             return
-        if not self._conditional() and self.info(path) is not None:
+        if not self._conditional() and self._call(path, lambda: self._api.exists(full)):
             raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already")
-        self._put(path, full, body)
+        self._note(full, self._put(path, full, body), body)
 
-    def _put(self, path: str, full: str, data: bytes) -> None:
-        """Put if absent, where the store can; else put."""
+    def _note(self, full: str, tag: str, data: bytes) -> None:
+        if len(data) <= _KNOWN_BYTES:
+            self._connection.known.put(full, _plain(tag), data)
+
+    def _put(self, path: str, full: str, data: bytes) -> str:
+        """Put if absent, where the store can; else put. Returns the tag, "" where it is not told."""
         tries, mark = 0, secrets.token_hex(8)
 
-        def put() -> None:
+        def put() -> str:
             nonlocal tries
             tries += 1
             try:
-                self._api.put(full, data, if_absent=True, mark=mark)
+                return self._api.put(full, data, if_absent=True, mark=mark)
             except NotImplementedError:
-                self._api.put(full, data, if_absent=False)
+                return self._api.put(full, data, if_absent=False)
             except FileExistsError:
                 # The answer to an earlier try may have been lost after it was carried out.
                 if not self._api.is_mine(full, data, mark=mark, tries=tries):
                     raise
+                return ""
 
-        self._call(path, put)
+        return self._call(path, put)
 
     def _conditional(self) -> bool:
         """Tell whether this store refuses to replace an object when it is asked to. Tried once a connection."""
@@ -298,7 +330,16 @@ def _file_info(path: str, found: Entry) -> FileInfo:
     when = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
     if isinstance(when, datetime.datetime):
         when = when.timestamp()
-    return FileInfo(path, kind, size, float(when) if isinstance(when, (int, float)) else 0.0)
+    tag = _plain(str(found.get("generation") or found.get("ETag") or ""))
+    return FileInfo(path, kind, size, float(when) if isinstance(when, (int, float)) else 0.0, tag)
+
+
+def _plain(tag: str) -> str:
+    return tag.strip('"')
+
+
+def _path(item: FileInfo) -> str:
+    return item.path
 
 
 def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:

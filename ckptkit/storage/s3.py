@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckptkit.storage.connection import Connection
-from ckptkit.storage.object_api import Entry, FsspecApi, Sink, UnfinishedUpload, Uploads
+from ckptkit.storage.object_api import Entries, Entry, FsspecApi, Sink, UnfinishedUpload, Uploads
 
 __all__ = ["S3Api"]
 
@@ -18,6 +18,7 @@ _GONE = ("NoSuchKey", "NoSuchUpload")
 _HEAD_BYTES = 16 << 20  # what a whole object is asked for first: nearly all are smaller
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
+_PAGES = 16  # of a listing, a thousand keys each: more are slower than a request a folder
 _CHUNK = 1 << 20  # of a body, taken from the connection at once
 
 
@@ -48,6 +49,25 @@ class S3Api(FsspecApi):
             if not page.get("IsTruncated"):
                 return found
             more["ContinuationToken"] = page["NextContinuationToken"]
+
+    def list_at_once(self, name: str) -> Entries | None:
+        bucket, key = self._split(name)
+        found: list[Entry] = []
+        more: dict[str, Any] = {}
+        for _ in range(_PAGES):
+            page = self._call("list_objects_v2", Bucket=bucket, Prefix=f"{key}/" if key else "", **more)
+            found += _files(bucket, page)
+            if not page.get("IsTruncated"):
+                return found
+            more["ContinuationToken"] = page["NextContinuationToken"]
+        return None
+
+    def exists(self, name: str) -> bool:
+        bucket, key = self._split(name)
+        with contextlib.suppress(FileNotFoundError):
+            self._call("head_object", Bucket=bucket, Key=key)
+            return True
+        return False
 
     def get(self, name: str, start: int, stop: int) -> bytes:
         return self._get(name, start, stop)[0]
@@ -105,13 +125,13 @@ class S3Api(FsspecApi):
             return bool(mark) and self._call("head_object", Bucket=bucket, Key=key)["Metadata"].get(_MARK) == mark
         return False
 
-    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> None:
+    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> str:
         bucket, key = self._split(name)
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         if mark:
             condition["Metadata"] = {_MARK: mark}
         with _taken(name):
-            self._call("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+            return str(self._call("put_object", Bucket=bucket, Key=key, Body=data, **condition).get("ETag", ""))
 
     def upload(self, name: str) -> S3Upload:
         bucket, key = self._split(name)

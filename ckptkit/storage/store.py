@@ -22,12 +22,14 @@ class FileInfo:
         kind: "file", "directory", "symlink" or "other" (FIFO, device, socket). Symlinks are not followed.
         size: Bytes; 0 for what is no file.
         mtime: Seconds since the epoch; 0.0 where the store has none.
+        tag: Changes whenever the content does (an ETag, a generation); "" where the store tells none.
     """
 
     path: str
     kind: str
     size: int
     mtime: float
+    tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class PartWriter:
     def _part_bytes(self) -> int:
         return PART_BYTES if self._count < _MANY else _LARGE
 
-    def finish(self, put: Callable[[bytes], None]) -> None:
+    def finish(self, put: Callable[[bytes], object]) -> None:
         """Let the object appear; `put` writes one that is no larger than a part."""
         if self._upload is None:
             put(self._take())
