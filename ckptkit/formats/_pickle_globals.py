@@ -192,7 +192,7 @@ _RECORDS = (
     "uuid.UUID", "decimal.Decimal", "fractions.Fraction",
     "builtins.slice", "__builtin__.slice", "builtins.range", "__builtin__.xrange",
     "builtins.int", "builtins.float", "builtins.str", "builtins.bool", "__builtin__.int", "__builtin__.float",
-    "__builtin__.str", "__builtin__.bool", "builtins.object", "__builtin__.object",
+    "__builtin__.long", "__builtin__.str", "__builtin__.bool", "builtins.object", "__builtin__.object",
     "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address",

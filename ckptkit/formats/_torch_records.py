@@ -258,6 +258,7 @@ class TensorRebuilder:
     def _tensor_v2(
         self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any = False, hooks: Any = None, meta: Any = None
     ) -> StoredTensor:
+        _refuse_lazy(meta)
         return stored(storage, None, offset, size, strides)
 
     def _tensor_v3(
@@ -265,6 +266,7 @@ class TensorRebuilder:
     ) -> StoredTensor:
         if not isinstance(dtype, TorchDType):
             raise ValueError("a tensor's dtype is no dtype")
+        _refuse_lazy(meta)
         return stored(storage, dtype.name, offset, size, strides)
 
     def _from_type(self, function: Any, cls: Any, args: Any, state: Any) -> Any:
@@ -286,8 +288,7 @@ class TensorRebuilder:
         if not isinstance(wrapper, _Wrapper) or not isinstance(local, StoredTensor) or not isinstance(spec, Record):
             raise ValueError("a DTensor without a local tensor")
         placements = tuple(_placement(p) for p in spec.fields["placements"])
-        mesh = self._mesh(spec.fields["mesh"])
-        return DTensorRecord(local, wrapper.shape, placements, mesh)
+        return DTensorRecord(local, wrapper.shape, placements, self._mesh(spec.fields["mesh"]))
 
     def _mesh(self, record: Any) -> MeshRecord:
         if not isinstance(record, Record):
@@ -295,6 +296,13 @@ class TensorRebuilder:
         if id(record) not in self._meshes:
             self._meshes[id(record)] = (MeshRecord(), record)
         return self._meshes[id(record)][0]
+
+
+def _refuse_lazy(meta: Any) -> None:
+    """Refuse a view whose bytes are still to be conjugated or negated, which torch saves with a mark."""
+    for mark in ("conj", "neg"):
+        if isinstance(meta, dict) and meta.get(mark):
+            raise UnsupportedFormatError(f"holds a lazy {mark} view of a tensor. Save tensor.resolve_{mark}().")
 
 
 def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:

@@ -55,6 +55,8 @@ class RoleTable:
         alone = "state" in tops and tops <= {"state", _PARAM_GROUPS}
         self._bare_optimizer = alone and not any(map(_holds_run, paths.values()))
         wrappers = {key: _model_wrapper(paths.get(key) or (key,)) for key in tensors}
+        self._inner = _inner_wrappers(paths, wrappers)
+        wrappers = {key: self._inner.get(wrapper, wrapper) for key, wrapper in wrappers.items()}
         named = {wrapper for wrapper in wrappers.values() if wrapper}
         known = {wrapper for wrapper in named if set(wrapper) & _MODEL_KEYS}
         if len(known) > 1 and _collide(paths, wrappers, known):
@@ -73,6 +75,7 @@ class RoleTable:
         if optimizer is not None:
             return optimizer
         wrapper = _model_wrapper(path)
+        wrapper = self._inner.get(wrapper, wrapper)
         if wrapper is None:
             return EntryRole(Role.OTHER)
         if wrapper == ():
@@ -170,6 +173,29 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
     if len(path) == 1:
         return None if path[0] in _OTHER_KEYS else ()
     return path[:-1] if isinstance(path[-1], str) else path[:1]
+
+
+def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None]) -> dict[Path | None, Path]:
+    """Wrapper -> the longer one that all its tensors share: {"model": {"model": state_dict}}, {"models": [state_dict]}.
+
+    Only keys that say so are taken, and none beside which the model has another.
+    """
+    members: dict[Path, list[Path]] = {}
+    for key, wrapper in wrappers.items():
+        if wrapper:
+            members.setdefault(wrapper, []).append(paths.get(key) or (key,))
+    found: dict[Path | None, Path] = {}
+    for wrapper, below in members.items():
+        inner = wrapper
+        while min(map(len, below)) > len(inner) + 1:
+            parts = {path[len(inner)] for path in below}
+            part = parts.pop()
+            if parts or not (isinstance(part, int) or part in _MODEL_KEYS):
+                break
+            inner = (*inner, part)
+        if inner != wrapper and set(wrapper) & _MODEL_KEYS:
+            found[wrapper] = inner
+    return found
 
 
 def _joined(path: Path) -> str:

@@ -14,6 +14,7 @@ from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats.deepspeed_layout import Shape
 from ckptkit.formats.optimizer_files import plain_value
 from ckptkit.formats.rank_files import Joined, join, missing_ranks, read_archives
+from ckptkit.formats.same_save import check_copies, check_counters, check_steps
 from ckptkit.storage import Store
 
 __all__ = ["ModelStates", "OptimStates", "read_model_states", "read_optim_states"]
@@ -122,6 +123,7 @@ def read_model_states(store: Store, files: Sequence[str], pattern: re.Pattern[st
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
             raise CorruptCheckpointError(f"{name} is no DeepSpeed model file: it has no 'module'.")
+    check_counters([value.get("global_steps") for value in values], names, "global_steps")
     first = values[0]
     shapes = first.get("param_shapes") or []
     groups = [shapes] if isinstance(shapes, dict) else shapes
@@ -152,11 +154,14 @@ def read_optim_states(
         raise CorruptCheckpointError(f"the ranks have {sorted({len(flat) for flat in weights})} groups in {key}.")
     base = [value.get("optimizer_state_dict" if models.stage3 else "base_optimizer_state") for value in inner]
     groups = base[0].get("param_groups") if isinstance(base[0], dict) else None
+    states = [_states(state) for state in base]
+    check_steps(states, [match[0] for match in matches])
+    check_copies(weights, [match[0] for match in matches])
     return OptimStates(
         world_size,
         _stage(inner[0], models.stage3),
         weights,
-        [_states(state) for state in base],
+        states,
         groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else [],
         [] if models.stage3 else [list(group) for group in inner[0].get("param_alignment_paddings") or []],
         [] if models.stage3 else [[_fragments(group) for group in v.get("param_slice_mappings") or []] for v in inner],

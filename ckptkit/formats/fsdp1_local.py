@@ -28,10 +28,9 @@ __all__ = ["FlatParam", "is_flat", "parse_layout", "read"]
 _SUFFIX = "_flat_param"
 _MAX_JSON_BYTES = 64 << 20
 _ADVICE = (
-    "FSDP1 LOCAL state has no parameter shapes on disk{and_names}. Give a layout (JSON: unit -> fqns and "
-    "shapes, in the order of the unit's parameters) "
-    "or the shapes of all parameters in module order (JSON: name -> shape), keep "
-    "accelerate's optimizer_0/ beside it, or save again with FULL or SHARDED state."
+    "FSDP1 LOCAL state has no parameter shapes on disk{and_names}. Give --layout FILE, a JSON of the units (unit -> "
+    "fqns and shapes, in the order of the unit's parameters) or of all parameters in module order (name -> shape); "
+    "or keep accelerate's optimizer_0/ beside it, or save again with FULL or SHARDED state."
 )
 
 
@@ -178,10 +177,13 @@ def _from_pieces(
 
 def _shapes(optimizer: Catalog | None, options: ReadOptions | None) -> dict[str, tuple[int, ...]]:
     if options is not None and options.layout is not None:
-        layout = parse_layout(_read_json(options.layout), options.layout)
+        content = _read_json(options.layout)
+        if _is_shapes(content):
+            return _given_shapes(content, options.layout)
+        layout = parse_layout(content, options.layout)
         return {name: shape for unit in layout.values() for name, shape, _ in unit.params}
     if options is not None and options.shapes is not None:
-        return _given_shapes(options.shapes)
+        return _given_shapes(_read_json(options.shapes), options.shapes)
     found = _optimizer_shapes(optimizer)
     if options is not None and options.base is not None:
         base = safetensors.open_catalog(open_store(options.base))
@@ -197,7 +199,8 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
         flat = layout.get(unit)
         if flat is None:
             raise UsageError(f"the layout does not describe {unit!r}; it has {', '.join(list(layout)[:6])}.")
-        if flat.numel > vector.numel or vector.numel - flat.numel >= 64:
+        # FSDP1 pads to a multiple of the ranks, and with use_orig_params to 16 bytes.
+        if flat.numel > vector.numel or vector.numel - flat.numel >= max(64, len(vector.pieces)):
             raise CorruptCheckpointError(
                 f"{unit!r} has {vector.numel} elements on the ranks, its parameters have {flat.numel}: "
                 "the layout is of another model, or of another wrapping."
@@ -209,10 +212,13 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
 def _layout(
     units: set[str], vectors: Mapping[str, FlatVector], optimizer: Catalog | None, options: ReadOptions | None
 ) -> dict[str, FlatParam]:
-    if options is not None and options.layout is not None:
-        return parse_layout(_read_json(options.layout), options.layout)
-    shapes = _given_shapes(options.shapes) if options is not None and options.shapes is not None else {}
-    shapes = shapes or _optimizer_shapes(optimizer)
+    shapes = _optimizer_shapes(optimizer)
+    given = (options.layout or options.shapes) if options is not None else None
+    if given is not None:
+        content = _read_json(given)
+        if not _is_shapes(content):
+            return parse_layout(content, given)
+        shapes = _given_shapes(content, given)
     if not shapes:
         names = " and no names" if units else ""
         raise UnsupportedFormatError(_ADVICE.format(and_names=names))
@@ -249,9 +255,13 @@ def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _given_shapes(url: str) -> dict[str, tuple[int, ...]]:
-    content = _read_json(url)
-    if not isinstance(content, dict) or not all(isinstance(shape, list) for shape in content.values()):
+def _is_shapes(content: Any) -> bool:
+    """Whether a layout is the plain one: parameter name -> list of sizes."""
+    return isinstance(content, dict) and bool(content) and all(isinstance(shape, list) for shape in content.values())
+
+
+def _given_shapes(content: Any, url: str) -> dict[str, tuple[int, ...]]:
+    if not _is_shapes(content) or not all(type(n) is int and n >= 0 for shape in content.values() for n in shape):
         raise UsageError(f"{url}: shapes are a JSON object: parameter name -> list of sizes, in module order.")
     return {name: tuple(shape) for name, shape in content.items()}
 

@@ -11,6 +11,7 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats.param_order import Param, assign
 from ckptkit.formats.rank_files import Joined, is_tensor, join
+from ckptkit.formats.same_save import check_steps
 
 __all__ = ["OptimizerState", "group_objects", "is_state_dicts", "plain_value", "read_optimizer", "state_name"]
 
@@ -59,6 +60,7 @@ def read_optimizer(
     if not is_state_dicts(values):
         found.notes.append(f"{what.format(rank=0)} holds no Optimizer.state_dict(); the optimizer was skipped.")
         return found
+    check_steps([list(value["state"].values()) for value in values], [what.format(rank=r) for r in range(len(values))])
     names = _names(values, params) if names is None else names
     if names is None:
         found.notes.append(

@@ -28,13 +28,14 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor of several ranks. `notes` say where its replicas differ."""
+    """A tensor of several ranks. `notes` say where its replicas differ, `what` names the files its parts are in."""
 
     dtype: str
     shape: tuple[int, ...]
     slices: SliceArray
     mesh: MeshInfo | None = None
     notes: tuple[str, ...] = field(default=())
+    what: str = ""
 
     def entry(
         self, name: str, role: Role, *, fqn: str = "", state: str = "", key: Sequence[str | int] = ()
@@ -45,7 +46,12 @@ class Joined:
             IncompleteCheckpointError, CorruptCheckpointError: It is not.
         """
         entry = TensorEntry(name, self.dtype, self.shape, self.slices, role, fqn, state, tuple(key))
-        entry.check_coverage()
+        try:
+            entry.check_coverage()
+        except (IncompleteCheckpointError, CorruptCheckpointError) as error:
+            if not self.what:
+                raise
+            raise type(error)(f"{error} Its parts are in {self.what.format(rank='*')}.") from error
         return entry
 
 
@@ -97,13 +103,15 @@ def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
     if isinstance(first, StoredTensor):
         return _replicated(name, parts)
     slices: list[TensorSlice] = []
+    if isinstance(first, DTensorRecord):
+        _refuse_copies(parts, what)
     for rank, part in parts.items():
         try:
             slices += _dtensor_slices(part, rank) if isinstance(part, DTensorRecord) else _shard_slices(part, rank)
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
             raise type(error)(f"{what.format(rank=rank)}: tensor {name!r}: {error}") from error
     mesh = MeshInfo(first.mesh.shape, first.mesh.names or ()) if isinstance(first, DTensorRecord) else None
-    return Joined(_dtype(first), first.shape, SliceArray.of(slices, len(first.shape)), mesh)
+    return Joined(_dtype(first), first.shape, SliceArray.of(slices, len(first.shape)), mesh, what=what)
 
 
 def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
@@ -132,6 +140,20 @@ def _dtensor_slices(part: DTensorRecord, rank: int) -> list[TensorSlice]:
         return []
     parts = local_parts(part.shape, mesh.shape, coordinate, part.placements, local_shape=part.local.shape)
     return slices_of(parts, part.local, rank)
+
+
+def _refuse_copies(parts: Mapping[int, DTensorRecord], what: str) -> None:
+    """Refuse two files that say they were written at one place of one mesh."""
+    places: dict[tuple[Any, ...], int] = {}
+    for rank, part in parts.items():
+        if part.mesh.coordinate is not None:
+            place = (part.mesh.coordinate, part.mesh.shape, part.mesh.ranks.tobytes())
+            other = places.setdefault(place, rank)
+            if other != rank:
+                raise CorruptCheckpointError(
+                    f"{what.format(rank=rank)} holds the same part of the model as {what.format(rank=other)}, that of "
+                    f"mesh position {list(part.mesh.coordinate)}: one of them is a copy, or of another job."
+                )
 
 
 def _shard_slices(part: ShardedTensorRecord, rank: int) -> list[TensorSlice]:

@@ -5,14 +5,13 @@ Only headers, the index and config.json are read here, never tensor bytes.
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError, UnsafePathError
+from ckptkit.formats.numbered_files import numbered_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.safetensors_dcp import SHARD_NAME, open_shards
 from ckptkit.formats.safetensors_parse import HeaderTensor, SafetensorsHeader, read_headers
@@ -23,7 +22,6 @@ from ckptkit.storage.paths import is_safe_name
 
 __all__ = ["open_catalog", "open_file"]
 
-_NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 _INDEX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 96 << 20  # a million tensors
 
@@ -112,7 +110,7 @@ def _without_index(store: Store, tensors: list[str]) -> list[str]:
     for name in ("model.safetensors", "adapter_model.safetensors"):
         if name in tensors:
             return [name]
-    numbered = _numbered_set(tensors)
+    numbered = numbered_files(tensors, "safetensors")
     if numbered is not None:
         return numbered
     if not tensors:
@@ -128,23 +126,6 @@ def _without_index(store: Store, tensors: list[str]) -> list[str]:
 def _unused(names: list[str], used: list[str]) -> tuple[str, ...]:
     left = [name for name in names if name not in used]
     return (f"not read: {', '.join(left)}.",) if left else ()
-
-
-def _numbered_set(tensors: list[str]) -> list[str] | None:
-    """Return the files named -0000i-of-0000n if there are any: all n must be there."""
-    matches = [match for name in tensors if (match := _NUMBERED.fullmatch(name))]
-    if not matches:
-        return None
-    sets = {(match[1], match[3]) for match in matches}
-    if len(sets) > 1:
-        raise CorruptCheckpointError(f"numbered files of {len(sets)} checkpoints lie together: {sorted(sets)}.")
-    stem, total = sets.pop()
-    have = {int(match[2]) for match in matches}
-    if len(have) != int(total) or have != set(range(1, int(total) + 1)):
-        absent = itertools.islice((i for i in itertools.count(1) if i not in have), 8)
-        gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.safetensors" for i in absent if i <= int(total)]
-        raise IncompleteCheckpointError(f"{len(have)} of {int(total)} shards are there; missing: {', '.join(gone)}.")
-    return sorted(match[0] for match in matches)
 
 
 def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, SafetensorsHeader]:

@@ -22,6 +22,7 @@ from ckptkit.formats._torch_legacy import is_legacy, is_tar, read_legacy, read_t
 from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, StoredTensor
 from ckptkit.formats._torch_zip import TorchArchive, read_archive
 from ckptkit.formats.dcp_roles import EntryRole, RoleTable
+from ckptkit.formats.numbered_files import numbered_files
 from ckptkit.formats.objects import plain
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.side_files import find_side_files
@@ -52,7 +53,8 @@ def open_catalog(
     """Return what the torch.save file or files at the store's root hold.
 
     Args:
-        path: The one file that is meant; by default the shards that an index names, or the only file there is.
+        path: The one file that is meant; by default the shards that an index names, all numbered ones, or the
+            only file there is.
 
     Raises:
         CheckpointNotFoundError: There is no such file, or more than one and no index.
@@ -66,6 +68,9 @@ def open_catalog(
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if indices:
         return _open_shards(store, sorted(indices)[0], options)
+    numbered = numbered_files(names, "bin") if "pytorch_model.bin" not in names else None
+    if numbered is not None:
+        return _catalog(store, _shards(store, numbered, options))
     files = [name for name in names if name.endswith(EXTENSIONS)]
     chosen = "pytorch_model.bin" if "pytorch_model.bin" in files else files[0] if len(files) == 1 else None
     if chosen is None:
@@ -107,18 +112,30 @@ def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> T
 
 def _open_shards(store: Store, index: str, options: ReadOptions) -> Catalog:
     weight_map = _weight_map(store, index)
-    values: dict[str, Any] = {}
-    for path in dict.fromkeys(weight_map.values()):
+    paths = list(dict.fromkeys(weight_map.values()))
+    for path in paths:
         if store.info(path) is None:
             raise IncompleteCheckpointError(f"{path} is missing: {index} says that tensors lie in it.")
+    values = _shards(store, paths, options)
+    for name, path in weight_map.items():
+        if name not in values[path]:
+            raise IncompleteCheckpointError(f"{path}: tensor {name!r:.120} is not in it, though {index} says so.")
+    for path, value in values.items():
+        for name, item in value.items():
+            if _is_tensor(item) and weight_map.get(name) != path:
+                where = f"places it in {weight_map[name]}" if name in weight_map else "does not list it"
+                raise CorruptCheckpointError(f"{path} holds tensor {name!r:.120}, but {index} {where}.")
+    return _catalog(store, values, index)
+
+
+def _shards(store: Store, paths: Sequence[str], options: ReadOptions) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for path in paths:
         value = plain(read_torch_file(store, path, allow_pickle=options.allow_pickle).value, file=path)
         if not isinstance(value, dict):
             raise CorruptCheckpointError(f"{path}: a shard holds a {type(value).__name__}, not a dict of tensors.")
         values[path] = value
-    for name, path in weight_map.items():
-        if name not in values[path]:
-            raise IncompleteCheckpointError(f"{path}: tensor {name!r:.120} is not in it, though {index} says so.")
-    return _catalog(store, values, index)
+    return values
 
 
 def _weight_map(store: Store, index: str) -> dict[str, str]:

@@ -108,11 +108,11 @@ def sharded(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32
     return fully_shard(model, mesh=mesh)
 
 
-def write_verl(out: str, kind: str, tied: bool, dtype: torch.dtype, trained: bool) -> dict[str, Any]:
+def write_verl(out: str, kind: str, tied: bool, dtype: torch.dtype, trained: int) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = sharded(kind, tied=tied, dtype=dtype)
     optimizer = torch.optim.AdamW(decay_groups(model) if kind != "hsdp" else model.parameters(), foreach=False)
-    if trained:
+    for _ in range(trained):
         train(model, optimizer)
     state = model.state_dict()
     torch.save(state, f"{out}/model_world_size_{world}_rank_{rank}.pt")

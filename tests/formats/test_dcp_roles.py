@@ -95,3 +95,16 @@ def test_a_weight_below_the_model_may_be_called_optimizer() -> None:
 
 def test_a_key_without_a_path_is_its_own() -> None:
     assert RoleTable({}, ["w"]).of("w") == model("w")
+
+
+@pytest.mark.parametrize("wrapper", [("model", "model"), ("models", 0), ("model", "module", "model"), ("app", "model")])
+def test_keys_that_say_model_are_wrappers_one_in_another(wrapper: Path) -> None:
+    paths = {"a": (*wrapper, "model.embed.weight"), "b": (*wrapper, "head.weight")}
+    table = RoleTable(paths, paths)
+    assert [table.of(key) for key in paths] == [model("model.embed.weight"), model("head.weight")]
+
+
+def test_a_module_called_model_beside_others_is_a_part_of_the_name() -> None:
+    paths = {"a": ("model", "model", "embed"), "b": ("model", "head")}
+    table = RoleTable(paths, paths)
+    assert [table.of(key) for key in paths] == [model("model.embed"), model("head")]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.safetensors import open_file
+from ckptkit.formats.same_save import check_counters
 from ckptkit.storage import open_store
 from tests.formats.tensors import contents
 
@@ -108,6 +111,36 @@ def test_files_of_two_world_sizes_are_refused(tmp_path):
     shutil.copy(folder / name.format(1), folder / name.format(2))
     with pytest.raises(CorruptCheckpointError, match="Two saves"):
         open_source(str(folder))
+
+
+@pytest.mark.parametrize("name", ["zero1_frozen_w2", "zero3_subgroups_frozen_w2"])
+def test_an_optimizer_file_that_is_a_copy_of_another_rank_is_named(tmp_path, name):
+    folder = _copy(tmp_path, name)
+    first, second = sorted(folder.glob("*_optim_states.pt"))[:2]
+    shutil.copy(first, second)
+    with pytest.raises(CorruptCheckpointError, match=f"{second.name} holds the same weights as {first.name}"):
+        open_source(str(folder))
+
+
+def test_an_optimizer_file_of_another_step_is_named(tmp_path):
+    folder = _copy(tmp_path, "zero1_frozen_w2")
+    first, second = sorted(folder.glob("*_optim_states.pt"))
+    with zipfile.ZipFile(second) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(second, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, struct.pack("<f", 7.0) if data == struct.pack("<f", 2.0) else data)
+    with pytest.raises(CorruptCheckpointError, match=f"{second.name} is of another step than {first.name}"):
+        open_source(str(folder))
+
+
+def test_model_files_of_another_step_are_named(tmp_path):
+    folder = _copy(tmp_path, "zero3_subgroups_frozen_w2")
+    name = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+    check_counters([2, 2], [name.format(0), name.format(1)], "global_steps")
+    with pytest.raises(CorruptCheckpointError, match=r"rank_1.* is of another step than .*rank_0.*: global_steps is 4"):
+        check_counters([2, 4], [name.format(0), name.format(1)], "global_steps")
+    assert open_source(str(folder)).catalog.info.step == 2
 
 
 def test_optimizer_files_of_another_model_are_refused(tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.lightrft import check_masters
 from tests.formats.tensors import contents, state_dict_contents
@@ -59,12 +61,22 @@ def test_a_missing_replica_is_refused_too(ranks, tmp_path):
         open_source(str(tmp_path))
 
 
-def test_a_rank_file_that_is_a_copy_of_another_leaves_a_hole(ranks, tmp_path):
+def test_a_rank_file_that_is_a_copy_of_another_is_named(ranks, tmp_path):
     ranks.run(rank_writers.write_verl, 2, str(tmp_path), "1d", False, torch.float32, True)
     data = (tmp_path / "model_world_size_2_rank_0.pt").read_bytes()
     (tmp_path / "model_world_size_2_rank_1.pt").write_bytes(data)
-    with pytest.raises(IncompleteCheckpointError, match=r"embed\.weight"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank_1\.pt holds the same part .* as .*rank_0\.pt"):
         open_source(str(tmp_path))
+
+
+def test_the_files_of_one_rank_of_another_step_are_refused(ranks, tmp_path):
+    for name, rounds in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        ranks.run(rank_writers.write_verl, 2, str(tmp_path / name), "1d", False, torch.float32, rounds)
+    for kind in ("model", "optim"):
+        shutil.copy(tmp_path / "b" / f"{kind}_world_size_2_rank_1.pt", tmp_path / "a")
+    with pytest.raises(CorruptCheckpointError, match=r"optim_world_size_2_rank_1\.pt is of another step than optim_"):
+        open_source(str(tmp_path / "a"))
 
 
 def test_missing_optimizer_files_are_noted_and_the_weights_stay_readable(ranks, tmp_path):
@@ -137,7 +149,7 @@ def test_fsdp1_local_state_is_read_with_the_shapes_of_its_optimizer(ranks, tmp_p
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_fsdp1_local_state_alone_is_refused_with_advice(ranks, tmp_path, use_orig_params):
     ranks.run(rank_writers.write_fsdp1_local, 2, str(tmp_path), use_orig_params, False)
-    with pytest.raises(UnsupportedFormatError, match="Give a layout"):
+    with pytest.raises(UnsupportedFormatError, match="Give --layout FILE"):
         open_source(str(tmp_path))
 
 

@@ -122,7 +122,7 @@ def test_shapes_in_module_order_do_instead_of_a_layout(local, tmp_path):
 
 
 def test_without_a_layout_the_advice_is_given(local):
-    with pytest.raises(UnsupportedFormatError, match="Give a layout"):
+    with pytest.raises(UnsupportedFormatError, match="Give --layout FILE"):
         open_source(str(local))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnsafePickleError,
+    UnsupportedFormatError,
 )
+from ckptkit.formats.detect import open_source
 from ckptkit.formats.torch_save import open_catalog, open_file
 from ckptkit.storage.local import LocalStore
 from tests.formats.readback import assert_model_equals, tensor_bytes
@@ -148,6 +151,23 @@ def test_a_rank_file_alone_is_incomplete(zoo: Path) -> None:
         open_file(store, "model_world_size_2_rank_1.pt")
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("mark", ["conj", "neg"])
+def test_a_view_whose_bytes_are_not_its_values_is_refused(tmp_path: Path, mark: str, legacy: bool) -> None:
+    torch = pytest.importorskip("torch")
+    lazy = torch.ones(3, dtype=torch.complex64).conj()
+    value = {"a": lazy if mark == "conj" else lazy.imag}
+    torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(UnsupportedFormatError, match=f"x.pt: holds a lazy {mark} view"):
+        open_file(LocalStore(tmp_path), "x.pt")
+
+
+def test_a_class_of_plain_numbers_under_its_old_name_is_read(tmp_path: Path) -> None:
+    """What protocol 2 calls int: the factory of a defaultdict beside the weights."""
+    store = save(tmp_path, {"model": weights(), "counts": collections.defaultdict(int, {"a": 1})}, "x.pt")
+    assert open_file(store, "x.pt").by_role(Role.MODEL).keys() == weights().keys()
+
+
 # --- shards with an index
 
 
@@ -186,6 +206,24 @@ def test_a_tensor_that_its_shard_lacks_is_named(shards: Path) -> None:
     write_index(shards, {"a.weight": "pytorch_model-00002-of-00002.bin"})
     with pytest.raises(IncompleteCheckpointError, match=r"'a\.weight' is not in it"):
         open_catalog(LocalStore(shards))
+
+
+def test_a_tensor_that_the_index_does_not_list_is_refused(shards: Path) -> None:
+    write_index(shards, {"a.weight": "pytorch_model-00001-of-00002.bin", "a.bias": "pytorch_model-00002-of-00002.bin"})
+    with pytest.raises(CorruptCheckpointError, match=r"00002\.bin holds tensor 'empty', but .*does not list it"):
+        open_catalog(LocalStore(shards))
+
+
+def test_all_numbered_files_are_taken_where_there_is_no_index(shards: Path) -> None:
+    (shards / "pytorch_model.bin.index.json").unlink()
+    assert open_source(str(shards)).catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
+
+
+def test_a_missing_numbered_file_is_named_without_an_index_too(shards: Path) -> None:
+    (shards / "pytorch_model.bin.index.json").unlink()
+    (shards / "pytorch_model-00001-of-00002.bin").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"missing: pytorch_model-00001-of-00002\.bin"):
+        open_source(str(shards))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])

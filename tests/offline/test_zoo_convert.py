@@ -92,5 +92,5 @@ def test_adapters_are_merged_where_asked_for(tmp_path):
 def test_flat_parameters_without_a_layout_are_refused_with_advice(tmp_path):
     arguments = ["convert", str(input_of("fsdp1_local_state_dict_nomesh_w2")), str(tmp_path / "out")]
     result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == 1 and "Give a layout" in result.output
+    assert result.exit_code == 1 and "Give --layout FILE" in result.output
     assert list(tmp_path.iterdir()) == []
