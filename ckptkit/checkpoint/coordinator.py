@@ -95,12 +95,18 @@ class Coordinator:
         if self.rank < 0:
             raise UsageError("this rank is not in the group that it was given: only a group's own ranks may save.")
         if self.world_size > 1:
-            self.group = dist.new_group(
-                ranks=None if self._parent is None else self._ranks,
-                timeout=timedelta(seconds=2 * self.timeout_s + _GRACE_S),
-                backend="gloo",
-                use_local_synchronization=self._parent is not None,
-            )
+            try:
+                self.group = dist.new_group(
+                    ranks=None if self._parent is None else self._ranks,
+                    timeout=timedelta(seconds=2 * self.timeout_s + _GRACE_S),
+                    backend="gloo",
+                    use_local_synchronization=self._parent is not None,
+                )
+            except RuntimeError as error:
+                raise RankFailedError(
+                    f"rank {self.rank}: the {self.world_size} ranks could not connect to each other: some rank died, "
+                    f"hung, or did not come here ({_reason(error)})."
+                ) from error
 
     @property
     def is_main(self) -> bool:

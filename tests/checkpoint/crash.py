@@ -39,17 +39,21 @@ def watch(before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, 
         setattr(module, name, wrapped(name, getattr(module, name)))
 
 
-def kill_at(nth: int) -> None:
-    """SIGKILL this process before its nth file operation from now; the operation before it has happened."""
+def kill_at(nth: int, group: int | None = None) -> Callable[[], int]:
+    """SIGKILL this process before its nth file operation from now; the operation before it has happened.
+
+    With `group` all processes of that group die at once. What is returned tells how many there were so far.
+    """
     left = nth
 
     def count(name: str, args: tuple[Any, ...]) -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL) if group is None else os.killpg(group, signal.SIGKILL)
 
     watch(count, lambda name, args: None)
+    return lambda: nth - left
 
 
 def fail_at(nth: int, error: int, names: tuple[str, ...] = OPERATIONS) -> None:

@@ -1,0 +1,70 @@
+"""Kill jobs that save through a `CheckpointManager` before a file operation, in every mode; print a table.
+
+python -m benchmarks.faults.manager --kills 200 --ranks 2
+
+Each row of the table is a way to save (sync, `save_async` in a thread, in a process) and a victim: all ranks at
+once, one of them, or the process that writes for one. The kills of a row are spread evenly over all file operations
+that the victim does between the first save and the last deletion. After each: what is listed was saved, nothing that
+had returned is lost, the next job resumes from it, and its save, or a prune, leaves nothing of the dead one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from ckptkit.storage import staging
+from tests.checkpoint.killed import MODES, Plan, count, kill
+
+
+def plans(ranks: int) -> list[Plan]:
+    """One plan for each row of the table, not yet killed anywhere."""
+    victims = ["all", *(str(rank) for rank in range(ranks))]
+    found = [Plan(mode, victim, 0, ranks, keep=1 + 2 * (i % 2)) for i, mode in enumerate(MODES) for victim in victims]
+    return found + [Plan("process", f"writer {rank}", 0, ranks) for rank in range(ranks)]
+
+
+def points(operations: int, kills: int, seed: int) -> list[int]:
+    """Return which operations, spread evenly; another seed gives those between."""
+    step = max(1.0, operations / kills)
+    return sorted({1 + int(i * step + (seed * 0.618 % 1) * step) % operations for i in range(min(kills, operations))})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=200, help="in all; a very large number: every operation")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", default="", help="only these rows of the table, by number: 0,1,2")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    staging.STARTING_S = -1.0
+    table = plans(options.ranks)
+    chosen = [table[int(row)] for row in options.rows.split(",") if row] or table
+    each = -(-options.kills // len(table))
+    print("| mode | victim | max_num | operations | kills | bad | s |\n|---|---|---|---|---|---|---|")
+    bad: list[str] = []
+    for plan in chosen:
+        started, dead, wrong = time.monotonic(), 0, 0
+        with tempfile.TemporaryDirectory() as folder:
+            operations = count(Path(folder), plan)
+            for nth in points(operations, each, options.seed):
+                place = Path(folder) / str(nth)
+                place.mkdir()
+                try:
+                    dead += kill(place, plan.at(nth), by_prune=nth % 2 == 1)
+                except AssertionError as error:
+                    bad.append(str(error))
+                    wrong += 1
+        seconds = time.monotonic() - started
+        print(
+            f"| {plan.mode} | {plan.victim} | {plan.keep} | {operations} | {dead} | {wrong} | {seconds:.0f} |",
+            flush=True,
+        )
+    print("\n".join(bad))
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Jobs with a `CheckpointManager`, on one rank or several, killed before the Nth file operation of one of them.
+
+What is found afterwards is compared with what was saved, read back, resumed from, and saved on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckptkit.checkpoint import writer_process
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.open import open_checkpoint
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import CkptkitError, RankFailedError
+from ckptkit.formats.layout import data_store
+from ckptkit.offline.prune import prune
+from ckptkit.storage.store import open_store
+from tests.checkpoint import crash
+from tests.checkpoint.saving import leftovers
+
+MODES = ("sync", "thread", "process")
+ROWS, COLUMNS = 6, 3
+COUNT = 1 << 30  # as Plan.nth: an operation that never comes, the job says how many there were
+_WRITER_OPERATIONS = 25  # of the writing process in the three saves of `job`; in the table, a kill too many shows
+DEADLINE_S = 60.0
+_RANK_TIMEOUT_S = 20.0
+_CODE = writer_process._CODE
+Say = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One job and one kill.
+
+    Attributes:
+        mode: How the job saves: "sync", or `save_async` in a "thread" or a "process".
+        victim: "all" ranks at once, one of them by its number, or "writer N", the writing process of rank N.
+        nth: Before which file operation of the victim (of rank 0 for "all"); 0: never.
+        keep: `max_num` of the rotation after each save.
+    """
+
+    mode: str
+    victim: str
+    nth: int
+    ranks: int = 2
+    keep: int = 1
+    kind: str = "sharded"
+
+    def at(self, nth: int) -> Plan:
+        """The same job, killed elsewhere."""
+        return replace(self, nth=nth)
+
+
+def content(step: int, variant: int) -> np.ndarray[Any, Any]:
+    """The weights that a step has."""
+    return (np.arange(ROWS * COLUMNS, dtype=np.float32) + 1000 * step + 100 * variant).reshape(ROWS, COLUMNS)
+
+
+class Net(nn.Module):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+
+def state(step: int, variant: int = 0, mesh: Any = None) -> TrainState:
+    """The state of a job: a weight that the ranks share out, a bias that all have, and what is no tensor."""
+    whole, bias = torch.from_numpy(content(step, variant)), torch.full((2,), float(step))
+    if mesh is not None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        whole = distribute_tensor(whole, mesh, [Shard(0)])
+    return TrainState(model=Net(whole, bias), extra={"variant": variant}, rng=False)
+
+
+# --- the job
+
+
+def job(say: Say, root: str, plan: Plan, rank: int) -> None:
+    """Resume; save two steps, the second one twice; delete one by hand. Each save rotates."""
+    mesh = None
+    if plan.ranks > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (plan.ranks,))
+    _arm_writer(plan, rank)
+    counted = None
+    with _manager(root, plan) as manager:
+        if plan.victim == str(rank) or (plan.victim == "all" and rank == 0):
+            counted = crash.kill_at(plan.nth, os.getpgid(0) if plan.victim == "all" else None)
+        start = manager.latest() or 0
+        if start:
+            loaded = state(0, 0, mesh)
+            manager.load(loaded)
+            same_as_saved(loaded, start)
+        for step, variant in ((start + 1, 0), (start + 2, 0), (start + 2, 1)):
+            try:
+                _save(manager, plan, state(step, variant, mesh), step, overwrite=variant > 0)
+            except CkptkitError as error:
+                if not plan.victim.startswith("writer"):
+                    raise
+                say(f"failed {error}")
+                writer_process._CODE = _CODE  # the process that takes the dead one's place lives
+                _save(manager, plan, state(step, variant, mesh), step, overwrite=variant > 0)
+            say(f"saved {step} {variant}")
+        steps = [record.step for record in manager.list()]
+        if len(steps) > 2:
+            manager.delete(start + 1)
+        if plan.nth == COUNT:
+            say(f"counted {counted() if counted else 0}")
+
+
+def _arm_writer(plan: Plan, rank: int) -> None:
+    if plan.victim != f"writer {rank}":
+        return
+    armed = f"from tests.checkpoint.crash import kill_at; kill_at({plan.nth}); main("
+    writer_process._CODE = armed.join(_CODE.rsplit("main(", 1))
+
+
+def _manager(root: str, plan: Plan) -> CheckpointManager:
+    return CheckpointManager(
+        root,
+        retention=RetentionPolicy(max_num=plan.keep),
+        state_dict_type=plan.kind,
+        timeout_s=_RANK_TIMEOUT_S,
+        async_mode="process" if plan.mode == "process" else "thread",
+    )
+
+
+def _save(manager: CheckpointManager, plan: Plan, saved: TrainState, step: int, **options: Any) -> None:
+    if plan.mode == "sync":
+        manager.save(step, saved, **options)
+    else:
+        manager.save_async(step, saved, **options).result()
+
+
+def same_as_saved(loaded: TrainState, step: int) -> None:
+    """Raise AssertionError unless a job has, whole, what was saved at `step`."""
+    variant = loaded.extra["variant"]
+    model: Any = loaded.model
+    weight = model.weight.detach()
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    assert np.array_equal(weight.numpy(), content(step, variant)), (step, variant, weight)
+    assert model.bias.detach().tolist() == [float(step)] * 2, (step, model.bias)
+
+
+# --- its processes
+
+
+def _rank(say: Say, root: str, plan: Plan, rank: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    if plan.ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=plan.ranks)
+        dist.barrier()
+    try:
+        job(say, root, plan, rank)
+        if plan.ranks > 1:
+            dist.barrier()
+    except RankFailedError as error:
+        say(f"lost {error}")
+        os._exit(3)
+    except CkptkitError as error:
+        say(f"refused {type(error).__name__}: {error}")
+        os._exit(4)
+
+
+def _fork(root: str, plan: Plan, rank: int, rendezvous: str, writer: int, leader: int) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the parent's threads: the child touches none
+        pid = os.fork()
+    if pid:
+        return pid
+    code, write = 97, os.write
+    try:
+        os.setpgid(0, leader)
+        _rank(lambda text: write(writer, f"{rank} {text}\n".encode()), root, plan, rank, rendezvous)
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def run(root: Path, plan: Plan, rendezvous: Path) -> tuple[list[int], list[str]]:
+    """Run a job; return the exit code of each rank (None: it had to be killed, it hung) and what the ranks said."""
+    reader, writer = os.pipe()
+    rendezvous.unlink(missing_ok=True)
+    pids: list[int] = []
+    for rank in range(plan.ranks):
+        pids.append(_fork(str(root), plan, rank, str(rendezvous), writer, pids[0] if pids else 0))
+        with contextlib.suppress(OSError):
+            os.setpgid(pids[-1], pids[0])
+    os.close(writer)
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + DEADLINE_S
+    while len(codes) < len(pids):
+        for rank, pid in enumerate(pids):
+            if rank not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            for rank in set(range(len(pids))) - set(codes):
+                os.kill(pids[rank], signal.SIGKILL)
+                os.waitpid(pids[rank], 0)
+                codes[rank] = -99
+        time.sleep(0.002)
+    with open(reader, encoding="utf-8", errors="replace") as said:
+        return [codes[rank] for rank in range(len(pids))], said.read().splitlines()
+
+
+# --- what is left of it
+
+
+def check_run(root: Path, said: list[str]) -> list[int]:
+    """Return the steps that are listed; raise AssertionError unless each is what was saved, and none is lost."""
+    inventory = list_checkpoints(open_store(str(root)))
+    for item in inventory.committed:
+        found = open_checkpoint(f"{root}/{item.path}")
+        variant = found["extra.variant"]
+        assert np.array_equal(found["model.weight"].numpy(), content(item.step, variant)), item.path
+        assert found["model.bias"].numpy().tolist() == [float(item.step)] * 2, item.path
+        data = data_store(open_store(f"{root}/{item.path}"), item.record)
+        there = {entry.path: entry.size for entry in data.list(recursive=True) if entry.path != "checkpoint.json"}
+        assert there == {path: file.nbytes for path, file in item.record.files.items()}, item.path
+    steps = [item.step for item in inventory.committed]
+    returned = [int(line.split()[2]) for line in said if line.split()[1] == "saved"]
+    if returned:
+        assert steps and steps[-1] >= max(returned), f"{max(returned)} had returned, {steps} is listed"
+    return steps
+
+
+def go_on(root: Path, plan: Plan, *, by_prune: bool) -> int:
+    """Resume from what is left, clean up by a save or by `prune`, and save; return the step that was resumed from."""
+    if by_prune and _anything(root):
+        prune(str(root), policy=RetentionPolicy(max_num=100))
+        assert leftovers(root) == [], os.listdir(root)
+    with CheckpointManager(root, state_dict_type=plan.kind) as manager:
+        step = manager.latest() or 0
+        loaded = state(0)
+        report = None if plan.kind == "local" else manager.load(loaded)
+        assert (report is not None) == bool(step) or plan.kind == "local"
+        if report is not None:
+            same_as_saved(loaded, step)
+        manager.save(step + 1, state(step + 1))
+        assert manager.latest() == step + 1
+    listed = [item.name for item in list_checkpoints(open_store(str(root))).committed]
+    assert sorted(os.listdir(root)) == sorted([*listed, ".ckptkit", "latest"]), os.listdir(root)
+    assert not [name for name in os.listdir(root / ".ckptkit") if not name.startswith(("lease-", "pins", "deleting"))]
+    return step
+
+
+def _anything(root: Path) -> bool:
+    found = list_checkpoints(open_store(str(root)))
+    return bool(found.committed or found.abandoned)
+
+
+def kill(folder: Path, plan: Plan, *, by_prune: bool) -> bool:
+    """Run a job on a root that has a checkpoint, kill it, and check all that must hold; False where it lived.
+
+    Raises AssertionError, with all that is known, where something does not hold.
+    """
+    root = folder / "run"
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1))
+    codes, said = run(root, plan, folder / "rendezvous")
+    try:
+        victims = [r for r in range(plan.ranks) if plan.victim in ("all", str(r))]
+        dead = any(codes[rank] == -signal.SIGKILL for rank in victims) or any(" failed " in line for line in said)
+        for rank, code in enumerate(codes):
+            allowed = (-signal.SIGKILL,) if rank in victims else (3,)
+            assert code == 0 or (dead and code in allowed), f"rank {rank} ended with {code}"
+        steps = check_run(root, said)
+        assert steps, "nothing is listed"
+        assert go_on(root, plan, by_prune=by_prune) == steps[-1]
+    except AssertionError as error:
+        raise AssertionError(f"{plan}: {error}; codes {codes}; said {said}; {sorted(os.listdir(root))}") from error
+    shutil.rmtree(folder)
+    return dead
+
+
+def count(folder: Path, plan: Plan) -> int:
+    """Return how many file operations the victim of a plan does."""
+    if plan.victim.startswith("writer"):
+        return _WRITER_OPERATIONS
+    root = folder / "counted"
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1))
+    codes, said = run(root, plan.at(COUNT), folder / "rendezvous")
+    assert codes == [0] * plan.ranks, (codes, said)
+    return max(int(line.split()[2]) for line in said if line.split()[1] == "counted")
+
+
+def kill_everywhere(folder: Path, plan: Plan, *, stride: int = 1, offset: int = 1, most: int = 10_000) -> int:
+    """Kill the job at every `stride`-th operation until it lives, at most `most` times; return the number of kills."""
+    for kills, nth in enumerate(range(offset, offset + most * stride, stride)):
+        here = folder / str(nth)
+        here.mkdir(parents=True)
+        if not kill(here, plan.at(nth), by_prune=kills % 2 == 1):
+            return kills
+    return most
