@@ -23,11 +23,11 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.checkpoint.parts import Layout, PartView, boxes_of, host_bytes, part_view
 from ckptkit.checkpoint.state import Captured
-from ckptkit.checkpoint.stream import FileTensor, SafetensorsStream, open_stream
+from ckptkit.checkpoint.stream import FileTensor, SafetensorsStream, open_stream, report_phases
 from ckptkit.checkpoint.writers import Report, WrittenTensors
 from ckptkit.errors import SaveError
 from ckptkit.formats._torch_records import PlacementRecord
-from ckptkit.formats.layout import FileRecord
+from ckptkit.formats.layout import MANIFEST_NAME, FileRecord
 from ckptkit.formats.slice_table import SliceRow, TablePart, write_manifest
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class FullTensors:
                     SliceRow(i.key, i.dtype, i.shape, Box.whole(i.shape), file.path, *written[i.name])
                     for i in file.items
                 ]
-        report("write", time.perf_counter() - started, sum(item.nbytes for item in part.files.values()))
+        report_phases(report, [stream.written for stream in streams.values()], time.perf_counter() - started)
         return WrittenTensors(part.to_bytes(), part.files)
 
     def index(
@@ -182,7 +182,8 @@ class FullTensors:
             table[0].files[path] = FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
         extra = {**extra, "aliases": self.aliases} if self.aliases else extra
         files = write_manifest(table, store, format="ckptkit-full", save_id=save_id, extra=extra, sync=sync)
-        report("index", time.perf_counter() - started, sum(map(len, small.values())))
+        nbytes = files[MANIFEST_NAME].nbytes + sum(map(len, small.values()))
+        report("index", time.perf_counter() - started, nbytes)
         return files
 
 

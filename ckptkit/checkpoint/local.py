@@ -13,9 +13,9 @@ import xxhash
 from ckptkit.catalog.box import Box
 from ckptkit.checkpoint.parts import Layout, PartView, host_bytes, part_view
 from ckptkit.checkpoint.state import Captured
-from ckptkit.checkpoint.stream import FileTensor, open_stream
+from ckptkit.checkpoint.stream import FileTensor, open_stream, report_phases
 from ckptkit.checkpoint.writers import Report, WrittenTensors
-from ckptkit.formats.layout import FileRecord
+from ckptkit.formats.layout import MANIFEST_NAME, FileRecord
 from ckptkit.formats.local_shards import LocalTensor, file_metadata, file_name
 from ckptkit.formats.slice_table import SliceRow, TablePart, write_manifest
 
@@ -81,7 +81,7 @@ class LocalTensors:
                 for item, piece in zip(items, _pieces(view, local), strict=True):
                     out.write(item.name, host_bytes(piece))
         written = out.written
-        report("write", time.perf_counter() - started, written.nbytes)
+        report_phases(report, [written], time.perf_counter() - started)
         files = {path: FileRecord(written.nbytes, written.xxh3_64)}
         rows = [
             SliceRow(t.key, t.dtype, t.shape, t.box, path, *written.tensors[t.name], placement=t.placement)
@@ -103,7 +103,7 @@ class LocalTensors:
         table = [TablePart.from_bytes(part) for part in parts]
         extra = {**extra, "aliases": self.aliases} if self.aliases else extra
         files = write_manifest(table, store, format="ckptkit-local", save_id=save_id, extra=extra, sync=sync)
-        report("index", time.perf_counter() - started, 0)
+        report("index", time.perf_counter() - started, files[MANIFEST_NAME].nbytes)
         return files
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,9 +13,10 @@ import xxhash
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import UnsupportedFormatError
+from ckptkit.formats.dcp_bytes import PIECE
 from ckptkit.storage.store import BlobWriter, Store
 
-__all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream"]
+__all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream", "report_phases"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,17 @@ class FileTensor:
 
 @dataclass(slots=True)
 class WrittenFile:
-    """What a finished file holds: its size and digest, and for each tensor (start, nbytes, xxh3_64)."""
+    """What a finished file holds: its size and digest, and for each tensor (start, nbytes, xxh3_64).
+
+    Attributes:
+        seconds: Spent on it so far in the phases "digest" and "sync" (until it was durable and had its name).
+    """
 
     path: str
     nbytes: int = 0
     xxh3_64: str = ""
     tensors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: {"digest": 0.0, "sync": 0.0})
 
 
 def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -78,23 +85,22 @@ class SafetensorsStream:
         head, self._starts = encode_header(tensors, metadata)
         self._writer = writer
         self._left = list(reversed(tensors))
-        self._hash = xxhash.xxh3_64()
-        self.written = WrittenFile(path)
-        self._put(head)
-
-    def _put(self, data: bytes | memoryview) -> None:
-        self._writer.write(data)
-        self._hash.update(data)
-        self.written.nbytes += len(data)
+        self._hash = xxhash.xxh3_64(head)
+        self.written = WrittenFile(path, len(head))
+        self._writer.write(head)
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> None:
         """Append one tensor; `pieces` are its row-major bytes."""
         tensor = self._left.pop()
-        start, digest, nbytes = self._starts[name], xxhash.xxh3_64(), 0
-        for piece in pieces:
-            self._put(piece)
+        start, digest, nbytes, clock = self._starts[name], xxhash.xxh3_64(), 0, time.perf_counter
+        for piece in _cut(pieces):
+            before = clock()
             digest.update(piece)
+            self._hash.update(piece)
+            self.written.seconds["digest"] += clock() - before
+            self._writer.write(piece)
             nbytes += len(piece)
+        self.written.nbytes += nbytes
         if tensor.name != name or nbytes != tensor.nbytes:
             raise ValueError(f"{self.written.path}: got {nbytes} bytes of {name!r}, expected {tensor}")
         self.written.tensors[name] = (start, nbytes, digest.intdigest())
@@ -106,6 +112,13 @@ class SafetensorsStream:
         self.written.xxh3_64 = self._hash.hexdigest()
 
 
+def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Cut pieces so that both digests and the write find the bytes in the cache."""
+    for piece in pieces:
+        for start in range(0, len(piece), PIECE):
+            yield piece[start : start + PIECE]
+
+
 @contextmanager
 def open_stream(
     store: Store, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str], *, sync: bool = True
@@ -115,3 +128,15 @@ def open_stream(
         stream = SafetensorsStream(writer, path, tensors, metadata)
         yield stream
         stream.finish()
+        finished = time.perf_counter()
+    stream.written.seconds["sync"] = time.perf_counter() - finished
+
+
+def report_phases(report: Callable[[str, float, int], None], files: Iterable[WrittenFile], seconds: float) -> None:
+    """Report what writing these files took, `seconds` in all: digests, making them durable, and the rest."""
+    done = list(files)
+    nbytes = sum(item.nbytes for item in done)
+    spent = {phase: sum(item.seconds[phase] for item in done) for phase in ("digest", "sync")}
+    for phase, part in spent.items():
+        report(phase, part, nbytes)
+    report("write", max(0.0, seconds - sum(spent.values())), nbytes)

@@ -157,13 +157,17 @@ manager.save_async(1, state)
     assert "No space left" in done.stderr
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
-def test_the_report_says_what_took_the_time(tmp_path: Path, mode: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("sharded", "sync"), ("sharded", "thread"), ("sharded", "process"), ("local", "thread"), ("full", "thread")],
+)
+def test_the_report_says_what_took_the_time(tmp_path: Path, kind: str, mode: Any) -> None:
     reports: list[Any] = []
     trace = tmp_path / "traces"
     state = TrainState(model=nn.Linear(500, 500))
     size = 501 * 500 * 4
     threads = {"async_mode": "thread" if mode == "sync" else mode}
+    threads["state_dict_type"] = kind
     with CheckpointManager(tmp_path / "run", on_commit=reports.append, trace=trace, **threads) as manager:
         report = manager.save(3, state) if mode == "sync" else manager.save_async(3, state).result()
         loaded = manager.load(state)
