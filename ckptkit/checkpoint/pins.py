@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.checkpoint.lease import STATE_DIRECTORY, store_clock, write_state
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, UnsafePathError, UsageError
 from ckptkit.formats.layout import CommitRecord, find_record, read_record, record_path
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
@@ -101,7 +101,7 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
     fresh = root.local_root is not None and root.info(STATE_DIRECTORY) is None
     try:
         write_state(root, path, body)
-    except OSError as error:
+    except (OSError, UnsafePathError) as error:  # a link out of the root where pins are: not written through
         logger.warning("%s: %s is read without a pin: %s", root.url, name, error)
         yield _record_of(root, name)
         return
@@ -225,6 +225,11 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
     """
     root, name = split_checkpoint_url(url, storage_options=storage_options)
     record = read_record(root, record_path(name))
+    if record.name != name:
+        raise UsageError(
+            f"{url} can't be pinned: its record says that it is {record.name}, so it is a copy, or was renamed, and "
+            "rotation leaves it alone."
+        )
     body = {"name": record.name, "why": why, "save_id": record.save_id, "owner": None, "created": time.time()}
     root.write(f"{_PINS}/keep-{name}.json", json.dumps(body).encode(), overwrite=True)
     # A deletion may have been under way: it announced itself before it looked for pins.

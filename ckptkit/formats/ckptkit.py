@@ -10,12 +10,13 @@ import numpy as np
 import xxhash
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError
-from ckptkit.formats.layout import MANIFEST_NAME, CommitRecord, FileRecord, data_store, read_record
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, UnsafePathError
+from ckptkit.formats.layout import MANIFEST_NAME, CommitRecord, FileRecord, data_store, read_record, step_of_name
 from ckptkit.formats.manifest import Manifest
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.side_files import is_side_file
 from ckptkit.formats.strict_json import parse
+from ckptkit.storage.staging import leftover_of
 from ckptkit.storage.store import Store
 
 __all__ = ["OBJECTS_NAME", "open_catalog", "open_manifest"]
@@ -39,8 +40,10 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
         IncompleteCheckpointError: The manifest is missing.
         IntegrityError: A file is not the one that was committed.
         CorruptCheckpointError: A file is not what it must be.
+        UnsafePathError: The directory's name is that of a step, and its record says that it is another checkpoint.
     """
     record = read_record(store)
+    notes = _check_name(store, record)
     place = data_store(store, record)
     prefix = f"{record.data}/" if record.data else ""
     if record.manifest is None:
@@ -55,7 +58,8 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
     if OBJECTS_NAME in record.files:
         data = _checked(place, OBJECTS_NAME, record.files[OBJECTS_NAME], most=_MAX_OBJECTS_BYTES)
         objects.update(_json_objects(data, prefix + OBJECTS_NAME))
-    return Catalog(catalog.tensors, objects, _info(catalog.info, record, prefix))
+    info = _info(catalog.info, record, prefix)
+    return Catalog(catalog.tensors, objects, replace(info, notes=(*info.notes, *notes)))
 
 
 def open_manifest(store: Store) -> Catalog | None:
@@ -77,6 +81,19 @@ def open_manifest(store: Store) -> Catalog | None:
     if expected is None or catalog.info.files.get(_METADATA_NAME) != metadata.size:
         return None
     return catalog if _digest(store, _METADATA_NAME, metadata.size) == expected else None
+
+
+def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
+    """Return a note where a checkpoint lies under another name than its own, as a copy does."""
+    name = store.url.rstrip("/").rpartition("/")[2]
+    if name in (record.name, f"{record.name}@{record.save_id}") or leftover_of(name) is not None:
+        return ()
+    if step_of_name(name) is not None:
+        raise UnsafePathError(
+            f"{store.url}: its commit record says that it is {record.name}, not {name}: it was renamed, or put in the "
+            f"place of another. If you trust it, name the directory {record.name}, or anything that is no step."
+        )
+    return (f"a copy, or renamed: its commit record says that it is {record.name}",)
 
 
 def _digest(store: Store, path: str, size: int) -> str:

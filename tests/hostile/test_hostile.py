@@ -18,7 +18,7 @@ QUICK = ("inspect --json", "verify", "convert hf")
 ONLY_WHEN_READ = {"byte_entry", "lightning_meta", "megatron_common", "own_object"}
 # Harmless: the file in question is left out, with a note, or is the older of two.
 LEFT_OUT = {"linked_config", "linked_tokenizer", "linked_to_passwd", "linked_blobs", "fifo_index", "fifo_record", "linked_folder",
-            "record_other_directory", "record_missing", "object_reference"}  # fmt: skip
+            "record_missing", "object_reference"}  # fmt: skip
 REFUSED_BY_OPEN = {"object_reference": "../../etc/passwd"}
 
 

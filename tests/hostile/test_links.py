@@ -1,0 +1,208 @@
+"""Symbolic links in a run's directory: nothing is written, renamed or deleted through one that leads out of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from ckptkit.checkpoint.delete import rotate
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.pins import list_pins, pin_forever
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.errors import CkptkitError, UnsafePathError, UsageError
+from ckptkit.formats.detect import open_source
+from ckptkit.storage.local import LocalStore
+from tests.hostile import sources
+from tests.hostile.harness import Place, run_commands, tree
+from tests.hostile.records import edit_record
+
+STEP = "step_00000002"
+COMMANDS = ("inspect", "verify", "ls", "diff", "convert hf", "convert local", "reshard", "open", "load", "pin", "prune")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    made = Place(tmp_path / "case")
+    made.prepare()
+    sources.own(made.src)
+    sources.own(made.control)
+    (made.outside / "pins").mkdir()
+    (made.outside / "deleting").mkdir()
+    for name in ("x", "pins/read-0123456789abcdef", "pins/keep-step_00000001", f"deleting/{STEP}", "lease-00000001"):
+        (made.outside / f"{name}.json").write_text("{}")
+    sources.own(made.outside / "run")
+    return made
+
+
+def _moved(name: str, *, to: str = "") -> Callable[[Place], None]:
+    """What lay at `name` of the run is a link out of it."""
+
+    def build(place: Place) -> None:
+        path = place.src / name
+        if path.is_dir() and not path.is_symlink():
+            for file in sorted(path.rglob("*"), reverse=True):
+                file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink()
+            path.rmdir()
+        elif path.exists():
+            path.unlink()
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(place.outside / to if to else place.outside, target_is_directory=True)
+
+    return build
+
+
+def _inner(place: Place) -> None:
+    """A folder within a step is a link: what rotation deletes must end there."""
+    (place.src / "step_00000001" / "more").symlink_to(place.outside, target_is_directory=True)
+
+
+LINKS: dict[str, Callable[[Place], None]] = {
+    "state": _moved(".ckptkit"),
+    "pins": _moved(".ckptkit/pins", to="pins"),
+    "deleting": _moved(".ckptkit/deleting", to="deleting"),
+    "step": _moved("step_00000001", to="run/step_00000001"),
+    "newest step": _moved(STEP, to=f"run/{STEP}"),
+    "another step": _moved("step_00000009", to=f"run/{STEP}"),
+    "latest": _moved("latest", to="run"),
+    "staging": _moved(f".tmp-{STEP}-0123456789abcdef", to="run"),
+    "trash": _moved(f".trash-{STEP}-0123456789abcdef", to="run"),
+    "within a step": _inner,
+}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_no_command_changes_what_a_link_leads_to(name: str, place: Place) -> None:
+    LINKS[name](place)
+    before = tree(place.outside, without=place.work)
+    outcomes = run_commands(place, COMMANDS)
+    assert tree(place.outside, without=place.work) == before
+    assert not {key: (o.bad, o.text[-200:]) for key, o in outcomes.items() if _serious(o.bad)}
+
+
+def _serious(bad: tuple[str, ...]) -> list[str]:
+    # To list a directory is to open it; to open a file there would be to read it.
+    return [text for text in bad if not text.startswith("opened") or text.endswith((".json", ".distcp", ".txt"))]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_no_save_and_no_rotation_changes_what_a_link_leads_to(name: str, place: Place) -> None:
+    LINKS[name](place)
+    before = tree(place.outside, without=place.work)
+    try:
+        with CheckpointManager(place.src, retention=RetentionPolicy(max_num=1)) as manager:
+            for step in (3, 4):
+                manager.save(step, TrainState(model=torch.nn.Linear(4, 4), step=step))
+    except CkptkitError:
+        assert name in ("state", "pins", "deleting")
+    else:
+        names = [item.name for item in list_checkpoints(LocalStore(place.src)).committed]
+        assert names[-1] == "step_00000004"
+    assert tree(place.outside, without=place.work) == before
+
+
+def test_without_links_the_same_commands_succeed(place: Place) -> None:
+    outcomes = run_commands(place, COMMANDS)
+    assert {key: (o.code, o.bad) for key, o in outcomes.items() if o.code or o.bad} == {}
+
+
+@pytest.mark.parametrize("name", ["state", "pins"])
+def test_a_checkpoint_whose_pins_lie_elsewhere_is_read_without_a_pin(name: str, place: Place) -> None:
+    LINKS[name](place)
+    assert run_commands(place, ("convert hf",))["convert hf"].code == 0
+
+
+@pytest.mark.parametrize("name", ["state", "pins", "deleting"])
+def test_what_can_not_be_asked_for_pins_is_not_deleted(name: str, place: Place) -> None:
+    LINKS[name](place)
+    try:
+        done = rotate(LocalStore(place.src), RetentionPolicy(max_num=1))
+    except UnsafePathError as error:
+        assert str(place.outside) in str(error)
+    else:
+        assert list(done.failed) == ["step_00000001"]
+    assert (place.src / "step_00000001" / "checkpoint.json").exists()
+
+
+def test_a_linked_run_directory_is_one_like_any_other(place: Place) -> None:
+    """The link that a person gives is followed: what counts is what lies below it."""
+    link = place.top / "link"
+    link.symlink_to(place.src, target_is_directory=True)
+    with CheckpointManager(link, retention=RetentionPolicy(max_num=1)) as manager:
+        manager.save(3, TrainState(model=torch.nn.Linear(4, 4), step=3))
+    assert [item.name for item in list_checkpoints(LocalStore(place.src)).committed] == ["step_00000003"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: store.write("a/x", b""), lambda store: store.child("a").write("x", b""), lambda store: store.create("a/x"),
+        lambda store: store.child("a").create("b/x"), lambda store: store.delete(["a/x.json"]),
+        lambda store: store.child("a").delete(["x.json"]), lambda store: store.delete_tree("a/run"),
+        lambda store: store.child("a").delete_tree("run"), lambda store: store.rename("f", "a/f"),
+        lambda store: store.rename("a/x.json", "g"), lambda store: store.make_directory("a/d"),
+        lambda store: store.child("a").make_directory("d"), lambda store: store.child("a").existing().write("x", b""),
+        lambda store: store.child("a").read("x.json"), lambda store: store.list("a"), lambda store: store.child("a").list(),
+    ],
+)  # fmt: skip
+def test_a_store_refuses_what_leads_out_of_it(change: Callable[[LocalStore], object], place: Place) -> None:
+    (place.src / "a").symlink_to(place.outside, target_is_directory=True)
+    (place.src / "f").write_bytes(b"x")
+    before = tree(place.outside, without=place.work)
+    with pytest.raises(UnsafePathError, match="symbolic link"):
+        change(LocalStore(place.src))
+    assert tree(place.outside, without=place.work) == before
+
+
+def test_a_link_within_the_store_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").symlink_to("b", target_is_directory=True)
+    store = LocalStore(tmp_path)
+    store.child("a").write("x", b"1")
+    assert (store.read("b/x"), [item.path for item in store.list("a")]) == (b"1", ["a/x"])
+    store.delete(["a/x"])
+    assert os.listdir(tmp_path / "b") == []
+
+
+# --- records that say that they are another checkpoint
+
+
+def _renamed(place: Place) -> Path:
+    """The checkpoint in the directory of step 2 says that it is one called "other"."""
+    step = place.src / STEP
+    edit_record(step, lambda body: body.update(tag="other"))
+    return step
+
+
+def test_a_record_with_another_name_protects_nothing_and_is_never_deleted(place: Place) -> None:
+    step = _renamed(place)
+    with pytest.raises(UsageError, match="copy"):
+        pin_forever(str(step), "mine")
+    assert list_pins(LocalStore(place.src)) == []
+    found = list_checkpoints(LocalStore(place.src))
+    assert [item.name for item in found.committed] == ["step_00000001"]
+    assert "copy" in found.skipped[0].reason
+    rotate(LocalStore(place.src), RetentionPolicy(max_num=1))
+    assert step.exists()
+
+
+def test_a_step_whose_record_is_of_another_checkpoint_is_refused(place: Place) -> None:
+    with pytest.raises(UnsafePathError, match="other"):
+        open_source(str(_renamed(place)))
+    (place.src / "step_00000001").rename(place.src / "step_00000007")
+    with pytest.raises(UnsafePathError, match="step_00000001"):
+        open_source(str(place.src / "step_00000007"))
+
+
+def test_a_copy_that_calls_itself_no_step_is_read_and_says_what_it_is(place: Place) -> None:
+    step = place.src / STEP
+    assert not open_source(str(step)).catalog.info.notes
+    assert STEP in " ".join(open_source(str(step.rename(place.src / "mine"))).catalog.info.notes)
