@@ -1,0 +1,103 @@
+"""A reader of SHARDED, FULL and LOCAL checkpoints, written from docs/format.md with the standard library and numpy."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# The header's dtypes by their names in the text; numpy has no bfloat16 or float8: their bits.
+DTYPES = {
+    "float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4",
+    "int16": "<i2", "int8": "<i1", "uint8": "<u1", "bool": "|b1", "complex64": "<c8",
+}  # fmt: skip
+COLUMNS = {"U8": "<u1", "I32": "<i4", "I64": "<i8", "U64": "<u8"}
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the columns of a safetensors file and its metadata."""
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    metadata = header.pop("__metadata__", {})
+    found = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        found[name] = np.frombuffer(data[8 + size + start : 8 + size + stop], COLUMNS[entry["dtype"]])
+    return found, metadata
+
+
+def texts(columns: dict[str, np.ndarray], name: str) -> list[str]:
+    """Return a table of texts."""
+    data, ends = columns[name].tobytes(), columns[f"{name}.ends"].tolist()
+    return [data[start:stop].decode() for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def read_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Return every tensor of the checkpoint by its name."""
+    record = json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))
+    assert record["format"] == "ckptkit/1"
+    root = checkpoint / record["data"]
+    columns, metadata = read_safetensors(root / record["manifest"])
+    header = json.loads(metadata["ckptkit"])
+    names, paths = texts(columns, "names"), texts(columns, "paths")
+    files: dict[str, bytes] = {}
+    found: dict[str, np.ndarray] = {}
+    first_dim = first_slice = first_extent = 0
+    for i, ndim in enumerate(columns["tensor.ndim"].tolist()):
+        shape = columns["tensor.shape"][first_dim : first_dim + ndim].tolist()
+        dtype = np.dtype(DTYPES[header["dtypes"][columns["tensor.dtype"][i]]])
+        whole = np.zeros(shape, dtype)
+        covered = np.zeros(shape, bool)
+        stop = int(columns["tensor.stop"][i])
+        for row in range(first_slice, stop):
+            extent = slice(first_extent, first_extent + ndim)
+            offsets, sizes = columns["slice.offset"][extent].tolist(), columns["slice.size"][extent].tolist()
+            path = paths[columns["slice.file"][row]]
+            if path not in files:
+                files[path] = (root / path).read_bytes()
+                assert len(files[path]) == record["files"][path]["nbytes"]
+            start, nbytes = int(columns["slice.start"][row]), int(columns["slice.nbytes"][row])
+            box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            whole[box] = np.frombuffer(files[path][start : start + nbytes], dtype).reshape(sizes)
+            covered[box] = True
+            first_extent += ndim
+        assert covered.all(), names[i]
+        found[names[i]] = whole
+        first_dim, first_slice = first_dim + ndim, stop
+    return found
+
+
+def read_objects(checkpoint: Path) -> dict[str, Any]:
+    """Return what is no tensor, by key; a tensor that is referred to as its key."""
+    record = json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))
+    document = json.loads((checkpoint / record["data"] / "objects.json").read_text(encoding="utf-8"))
+    assert document["format"] == 1
+    return {key: plain(tree) for key, tree in document["objects"].items()}
+
+
+def plain(tree: Any) -> Any:
+    """Return the value of a tree."""
+    if isinstance(tree, list):
+        return [plain(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) != 1 or not next(iter(tree)).startswith("$"):
+        return {key: plain(item) for key, item in tree.items()}
+    ((tag, value),) = tree.items()
+    if tag in ("$tuple", "$set", "$frozenset"):
+        return {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag](plain(value))
+    if tag in ("$dict", "$ordered"):
+        return {plain(key): plain(item) for key, item in value}
+    if tag == "$float":
+        return float(value)
+    if tag == "$bytes":
+        return base64.b64decode(value)
+    if tag == "$tensor":
+        data = base64.b64decode(value["data"])
+        return np.frombuffer(data, DTYPES[value["dtype"]]).reshape(value["shape"])
+    return {tag: value}

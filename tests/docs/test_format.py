@@ -1,0 +1,77 @@
+"""docs/format.md suffices: a reader written from it alone gives back, bit for bit, what ranks have saved."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.docs.reader import read_objects, read_tensors
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach().contiguous()
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def save(root: str, kind: str) -> dict[str, np.ndarray]:
+    """Save uneven shards, replicas, low precision, moments, scalars and an object; return the whole tensors."""
+    from torch.distributed.fsdp import fully_shard
+
+    from ckptkit import CheckpointManager, TrainState
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Linear(7, 5), torch.nn.LayerNorm(5))
+    model.register_buffer("flags", torch.tensor([True, False, True]))
+    fully_shard(model[0])
+    fully_shard(model[1])
+    model[2].bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model[1](model[0](torch.ones(2, 6))).sum().backward()
+    optimizer.step()
+    state = TrainState(model=model, optimizer=optimizer, extra={"seen": {"tokens": (1, float("inf")), "id": b"ab"}})
+    with CheckpointManager(root, state_dict_type=kind) as manager:
+        manager.save(3, state, metrics={"loss": 1.0})
+
+    def whole(tensor: Any) -> np.ndarray:
+        return _bits(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+
+    found = {f"model.{name}": whole(tensor) for name, tensor in model.state_dict().items()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, values in optimizer.state.items():
+        found |= {f"optimizer.state.{names[parameter]}.{key}": whole(value) for key, value in values.items()}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_reader_written_from_the_text_alone_gives_every_tensor_bit_for_bit(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
+    saved = ranks.run(save, 3, str(tmp_path), kind)[0]
+    found = read_tensors(tmp_path / "step_00000003")
+    assert {name for name in found if not name.startswith("rng.")} == set(saved)
+    for name, value in saved.items():
+        assert found[name].shape == value.shape
+        assert found[name].tobytes() == value.tobytes(), name
+
+
+def test_it_gives_what_is_no_tensor_too(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save, 3, str(tmp_path), "sharded")
+    objects = read_objects(tmp_path / "step_00000003")
+    assert objects["step"] == 3
+    assert objects["extra.seen"] == {"tokens": (1, float("inf")), "id": b"ab"}
+    (group,) = objects["optimizer"]["param_groups"]
+    assert group["lr"] == 0.1
+    assert group["params"][:2] == ["0.weight", "0.bias"]
+
+
+def test_that_reader_imports_the_standard_library_and_numpy_alone() -> None:
+    tree = ast.parse((Path(__file__).parent / "reader.py").read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) == {"numpy"}
