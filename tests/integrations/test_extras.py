@@ -1,0 +1,68 @@
+"""In a process where no framework can be imported, each integration and protocol names the extra that brings it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import importlib, json, sys
+
+BLOCKED = {"lightning", "lightning_fabric", "pytorch_lightning", "transformers", "accelerate", "torchtitan",
+           "torchdata", "s3fs", "gcsfs"}
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+
+def told(call):
+    try:
+        call()
+    except BaseException as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+from ckptkit.storage import open_store
+
+found = {name: told(lambda: importlib.import_module(f"ckptkit.integrations.{name}"))
+         for name in ("lightning", "transformers", "accelerate", "torchtitan", "hub")}
+found |= {url: told(lambda: open_store(url).list()) for url in ("s3://bucket/run", "gs://bucket/run")}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[str]]:
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("place", "package", "extra"),
+    [
+        ("lightning", "lightning", "lightning"),
+        ("transformers", "transformers", "hf"),
+        ("accelerate", "accelerate", "hf"),
+        ("s3://bucket/run", "s3", "s3"),
+        ("gs://bucket/run", "gs", "gcs"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_extra_that_brings_it(
+    told: dict[str, list[str]], place: str, package: str, extra: str
+) -> None:
+    kind, message = told[place]
+    assert kind == "MissingExtraError"
+    assert package in message
+    assert f"ckptkit[{extra}]" in message or f".[{extra}]" in message
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "hub"])
+def test_what_needs_no_framework_imports_without_one(told: dict[str, list[str]], name: str) -> None:
+    assert told[name] == []
