@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import base64
 import collections
-import io
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CorruptCheckpointError, SaveError
+from ckptkit.formats.torch_bytes import dump_object, parse_object
 
 if TYPE_CHECKING:
     import torch
@@ -128,20 +128,8 @@ _CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
 
 def _torch_save(value: Any, path: str) -> JSON:
     """Return what torch.save makes of the value, once torch.load(weights_only=True) has read it back."""
-    import torch
-
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:  # pickling runs the value's own code; the cause is chained
-        raise SaveError(
-            f"{path}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
-            "loads without running code. Save its plain values instead, give its class state_dict and load_state_dict, "
-            "or allow it with torch.serialization.add_safe_globals."
-        ) from error
-    return {"$torch_save": base64.b64encode(buffer.getvalue()).decode()}
+    advice = "give its class state_dict and load_state_dict, or allow it with torch.serialization.add_safe_globals."
+    return {"$torch_save": base64.b64encode(dump_object(value, name=path, advice=advice)).decode()}
 
 
 def decode(tree: JSON, tensor: Callable[[str], Any]) -> Any:
@@ -221,12 +209,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def _decode_torch_save(body: JSON, _: Callable[[str], Any]) -> Any:
-    import torch
-
-    try:
-        return torch.load(io.BytesIO(base64.b64decode(body, validate=True)), weights_only=True)
-    except Exception as error:  # whatever torch's unpickler runs into on bytes that torch.save did not write
-        raise ValueError(" ".join(str(error).split())[:300]) from error
+    return parse_object(base64.b64decode(body, validate=True), file="saved state", name="$torch_save")
 
 
 def _decode_device(body: JSON, _: Callable[[str], Any]) -> Any:

@@ -6,7 +6,6 @@ large ones cut into as many pieces as there are holders, so that the bytes are s
 
 from __future__ import annotations
 
-import io
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,6 +28,7 @@ from ckptkit.errors import SaveError
 from ckptkit.formats.columns import pack, pack_texts
 from ckptkit.formats.dcp_bytes import is_dense
 from ckptkit.formats.dcp_encode import frame_object, frame_tensor, is_plain
+from ckptkit.formats.torch_bytes import dump_object
 
 __all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "local_boxes", "plan_sharded"]
 
@@ -443,15 +443,4 @@ def _encode(name: str, value: Any) -> bytes:
     """The record of an object: as torch.save frames it, and loadable with weights_only=True."""
     if is_plain(value):
         return frame_object(value)
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:  # pickling runs the value's own code; the cause is chained
-        raise SaveError(
-            f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
-            "loads without running code. Save its plain values instead, or allow its class with "
-            "torch.serialization.add_safe_globals."
-        ) from error
-    return buffer.getvalue()
+    return dump_object(value, name=name, advice="or allow its class with torch.serialization.add_safe_globals.")

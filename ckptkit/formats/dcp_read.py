@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +15,11 @@ from torch.distributed.checkpoint._traverse import set_element
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, TensorEntry
-from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, UnsafePickleError
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
 from ckptkit.formats.dcp_fill import Filler, Verify, check_bytes
 from ckptkit.formats.dcp_plan import local_boxes
 from ckptkit.formats.objects import load_object_torch
+from ckptkit.formats.torch_bytes import parse_object
 from ckptkit.storage.store import Store
 
 __all__ = ["ReadReport", "Verify", "add_box", "load_object", "read_sharded"]
@@ -184,11 +183,4 @@ def load_object(store: Store, entry: ObjectEntry) -> Any:
     data = store.read(entry.path, entry.start, entry.start + entry.nbytes)
     if entry.digest is not None and entry.digest.start == entry.start and entry.digest.nbytes == entry.nbytes:
         check_bytes(entry.digest, memoryview(data), entry.path, entry.name)
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        cause = str(error).splitlines()[0]
-        raise UnsafePickleError(
-            f"{entry.path}: the object {entry.name!r} is not loaded: {cause} Nothing of it was run. "
-            "If you trust where it came from, allow its class with torch.serialization.add_safe_globals."
-        ) from error
+    return parse_object(data, file=entry.path, name=entry.name)

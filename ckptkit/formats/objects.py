@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import io
 import json
 import posixpath
 import re
@@ -16,9 +15,7 @@ import numpy as np
 from ckptkit.catalog.entry import Codec, ObjectEntry
 from ckptkit.errors import (
     CorruptCheckpointError,
-    LoadError,
     MissingExtraError,
-    UnsafePickleError,
     UnsupportedFormatError,
 )
 from ckptkit.formats._pickle_stubs import NDArray, Record, Stub, TorchDType, UnknownGlobal
@@ -116,36 +113,22 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
     return plain(value, file=label, read=lambda tensor: read_tensor(store, tensor))
 
 
-def load_object_torch(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False) -> Any:
+def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
     """Return the value of an entry as torch loads it into a job, with `weights_only=True`. Imports torch.
-
-    Args:
-        allow_pickle: Unpickle without limits. This runs whatever code the file holds: only for files one trusts.
 
     Raises:
         UnsafePickleError: It names a class that torch's weights_only loader refuses.
+        CorruptCheckpointError: Its archive is compressed or damaged.
     """
     if entry.encoding != "torch_save":
         return read_object(store, entry)
-    import pickle
-
-    import torch
+    from ckptkit.formats.torch_bytes import parse_object
 
     if entry.codec:
         data = _decoded(store, entry, entry.codec)
     else:
         data = store.read(entry.path, entry.start, entry.start + entry.nbytes if entry.nbytes else None)
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"asks for {found[1]!r}" if found else "is refused by torch's weights_only loader"
-        raise UnsafePickleError(
-            f"{entry.path} ({entry.name}): its pickle {what}; nothing of it was run. "
-            "If you trust where the file came from, load with allow_pickle=True, which runs its code."
-        ) from None
-    except (RuntimeError, EOFError, ValueError, LookupError) as error:
-        raise LoadError(f"{entry.path} ({entry.name}): torch can't load it: {str(error)[:200]}") from error
+    return parse_object(data, file=entry.path, name=entry.name)
 
 
 def _read_json(store: Store, entry: ObjectEntry) -> Any:

@@ -16,9 +16,8 @@ class ReadOptions:
         shapes: URL of a JSON object of parameter names and shapes, for formats that record only sizes.
         base: Hugging Face directory the model comes from: config, and the names one expects.
         strip_prefix: Removed from the front of model names after the wrappers that are recognised.
-        allow_pickle: Accept byte entries that need classes from outside the allow-list. Reading offline still
-            runs nothing: such values arrive as inert records. Loading into a job unpickles them for real, which
-            runs whatever code the file holds.
+        allow_pickle: Accept torch.save files whose pickles ask for classes from outside the allow-list. Still nothing
+            is run: such values arrive as inert records, and are left out of what is written.
     """
 
     layout: str | None = None

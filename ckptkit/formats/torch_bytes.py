@@ -1,0 +1,113 @@
+"""Objects as torch.save bytes, in a job: the one place where torch unpickles, with weights_only=True and never without.
+
+Before torch sees a file, its directory is read by our own parser, which refuses what torch would unfold in memory:
+compressed members. After it, views that are larger than the bytes they lie on are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, LoadError, SaveError, UnsafePickleError
+from ckptkit.formats._torch_zip import ShortTailError, parse_directory
+
+__all__ = ["dump_object", "parse_object"]
+
+_ADVICE = (
+    "If you trust where it came from, allow its class with torch.serialization.add_safe_globals: that class then "
+    "decides what runs."
+)
+_MAX_DEPTH = 200
+
+
+def dump_object(value: Any, *, name: str, advice: str) -> bytes:
+    """Return what torch.save makes of the value, once it was read back with weights_only=True.
+
+    Raises:
+        SaveError: It can't be saved so that it loads without running code; `advice` says what to do.
+    """
+    import torch
+
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # pickling runs the value's own code; the cause is chained
+        raise SaveError(
+            f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
+            f"loads without running code. Save its plain values instead, {advice}"
+        ) from error
+    return buffer.getvalue()
+
+
+def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str = "") -> Any:
+    """Return the value in bytes of torch.save, on the CPU.
+
+    Raises:
+        UnsafePickleError: It names a class that torch's weights_only loader refuses; nothing of it was run.
+        CorruptCheckpointError: Its archive is damaged, compressed, or has tensors larger than what is stored.
+        LoadError: torch can't load it.
+    """
+    import torch
+
+    label = f"{file}: the object {name!r:.120}" if name else file
+    raw = bytes(data)
+    if raw[:2] == b"PK":
+        _check_archive(raw, label)
+    try:
+        value = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"asks for {found[1]!r}" if found else "is refused by torch's weights_only loader"
+        raise UnsafePickleError(f"{label} is not loaded: its pickle {what}; nothing of it was run. {_ADVICE}") from None
+    except CkptkitError:
+        raise
+    except (MemoryError, zipfile.BadZipFile) as error:
+        raise CorruptCheckpointError(f"{label} is damaged: {str(error)[:200]}") from error
+    except Exception as error:  # whatever torch runs into on bytes that torch.save did not write
+        raise LoadError(f"{label}: torch can't load it: {' '.join(str(error).split())[:200]}") from error
+    _check_views(value, label)
+    return value
+
+
+def _check_archive(raw: bytes, label: str) -> None:
+    tail = 64 << 10
+    while True:
+        try:
+            parse_directory(raw[-tail:], len(raw), file=label)
+        except ShortTailError as error:
+            tail = error.nbytes
+        else:
+            return
+
+
+def _check_views(value: Any, label: str) -> None:
+    import torch
+
+    for tensor in _tensors(value, 0):
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            continue
+        nbytes, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+        if nbytes > stored:
+            raise CorruptCheckpointError(f"{label}: a tensor of {nbytes} bytes lies on {stored} stored ones.")
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > _MAX_DEPTH:
+        return
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner, depth + 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for inner in value:
+            yield from _tensors(inner, depth + 1)
