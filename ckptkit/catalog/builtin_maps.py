@@ -60,10 +60,21 @@ _NEMOTRON_H: tuple[Rule, ...] = (
 _LLAVA = _rename(
     ("lm_head.{rest:*}", "language_model.lm_head.{rest}"),
     ("model.language_model.{rest:*}", "language_model.model.{rest}"),
-    ("model.vision_tower.{rest:*}", "vision_tower.{rest}"),
-    ("model.multi_modal_projector.{rest:*}", "multi_modal_projector.{rest}"),
+    *(
+        (f"model.{part}.{{rest:*}}", f"{part}.{{rest}}")
+        for part in (
+            "vision_tower",
+            "image_tower",
+            "video_tower",
+            "audio_tower",
+            "vision_model",
+            "multi_modal_projector",
+        )
+    ),
     ("model.image_newline", "image_newline"),
 )
+# Towers that the hub keeps one module deeper than transformers 5 has them (CLIP, SigLIP).
+_VISION_MODEL = _rename(("{p:*}vision_tower.{rest:*}", "{p}vision_tower.vision_model.{rest}"))
 _QWEN2_VL = _rename(
     ("model.visual.{rest:*}", "visual.{rest}"),
     ("model.language_model.{rest:*}", "model.{rest}"),
@@ -162,6 +173,9 @@ BUILTIN_MAPS: dict[str, NameMap] = {
         NameMap("hf5-granitemoe", _GRANITE, note="the hub's names for granitemoe's experts, which stay stacked"),
         NameMap("hf5-nemotron-h", _NEMOTRON_H, note="stacked experts and prefix of nemotron_h"),
         NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and its kin)"),
+        NameMap(
+            "vlm-vision-model", _VISION_MODEL, note="vision_tower.* to vision_tower.vision_model.* (CLIP and SigLIP)"
+        ),
         NameMap("vlm-qwen2", _QWEN2_VL, note="model.language_model.* to model.*, model.visual.* to visual.*"),
         NameMap("peft", _PEFT, note="PEFT's names: adapters as in an adapter file, base weights without the wrapper"),
         _torchtitan_map(
@@ -183,6 +197,14 @@ _GATED_TYPES = (
     "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "longcat_flash", "solar_open", "mellum",
     "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text", "hunyuan_v1_moe", "cohere2_moe", "afmoe",
 )  # fmt: skip
+_LLAVA_TYPES = (
+    "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "aria", "paligemma",
+    "aya_vision", "got_ocr2", "gemma3", "internvl", "mistral3", "pp_chart2table", "mllama", "qwen2_audio", "voxtral",
+)  # fmt: skip
+_VLM_BY_TYPE = {
+    **dict.fromkeys(_LLAVA_TYPES, "vlm-llava"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "vlm-qwen2"),
+}
 _BY_MODEL_TYPE: dict[str, str] = {
     **dict.fromkeys(_GATED_TYPES, "hf5-experts"),
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), "hf5-mixtral"),
@@ -242,7 +264,8 @@ def choose_map(
     """Return the map these names need. It is chosen only where there is no doubt; else names stay.
 
     With `wanted`, the names a base model has: the map after which the fewest are missing, names as they are
-    first. Without: by the model type, where there are stacked experts or torchtitan's own names.
+    first. Without: by the model type, where there are stacked experts, a language model beside others, or
+    torchtitan's own names.
 
     Raises:
         CheckpointMismatchError: The names are those of a layout, but its map does not fit them.
@@ -251,8 +274,8 @@ def choose_map(
     as_is = Choice(BUILTIN_MAPS["hf"], Mapped(dict(targets)), "names are kept")
     if wanted:
         return _nearest(targets, frozenset(wanted), settings, as_is)
-    by_type = map_for_model_type(_model_type(settings))
-    if by_type is not None and _stacked(targets):
+    by_type = _maps_by_type(targets, settings)
+    if by_type is not None:
         mapped = by_type.apply(targets, config=settings)
         return Choice(by_type, mapped, f"config.json says model_type {settings.get('model_type')!r}")
     if "tok_embeddings.weight" in targets:
@@ -260,6 +283,15 @@ def choose_map(
     if _stacked(targets):
         return replace(as_is, doubt=_EXPERTS_DOUBT)
     return as_is
+
+
+def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
+    """The map that the model type asks for where the names are those of a live model: experts, then prefixes."""
+    experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
+    prefixes = BUILTIN_MAPS.get(_VLM_BY_TYPE.get(str(config.get("model_type")), ""))
+    if prefixes is None or not any(name.startswith("model.language_model.") for name in targets):
+        return experts
+    return prefixes if experts is None else experts.then(prefixes)
 
 
 def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
@@ -307,7 +339,8 @@ def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
     by_type = map_for_model_type(_model_type(config))
     titan = ["torchtitan-llama3"] if config.get("model_type") != "qwen3" else []
     names = ["hf5-experts", "hf5-mixtral", "hf5-phimoe", "hf5-jamba", "hf5-lfm2-moe", "hf5-ernie4.5-moe",
-             "hf5-exaone-moe", "hf5-granitemoe", "hf5-nemotron-h", "vlm-llava", "vlm-qwen2", *titan]  # fmt: skip
+             "hf5-exaone-moe", "hf5-granitemoe", "hf5-nemotron-h", "vlm-llava", "vlm-qwen2",
+             "vlm-vision-model", *titan]  # fmt: skip
     if str(config.get("model_type", "")).startswith("qwen3"):
         names.append("torchtitan-qwen3")
     maps = [BUILTIN_MAPS[name] for name in names]

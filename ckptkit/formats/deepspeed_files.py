@@ -116,15 +116,19 @@ def read_model_states(store: Store, files: Sequence[str], pattern: re.Pattern[st
     matches = [match for name in files if (match := pattern.fullmatch(name))]
     stage3 = all(match[1] is not None for match in matches)
     names = sorted((match[0] for match in matches if stage3 or match[1] is None), key=_numbers)
+    template = f"zero_pp_rank_{{rank}}_mp_rank_{matches[0][2]}_model_states.pt"
+    ranks = [int(match[1] or 0) for match in matches]
     if stage3:
-        ranks = [int(match[1]) for match in matches]
-        missing_ranks(ranks, max(ranks) + 1, f"zero_pp_rank_{{rank}}_mp_rank_{matches[0][2]}_model_states.pt")
+        missing_ranks(ranks, max(ranks) + 1, template)
     values = read_archives(store, names)
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
             raise CorruptCheckpointError(f"{name} is no DeepSpeed model file: it has no 'module'.")
     check_counters([value.get("global_steps") for value in values], names, "global_steps")
     first = values[0]
+    recorded = first.get("dp_world_size")
+    if stage3 and isinstance(recorded, int):
+        missing_ranks(ranks, max(*ranks, recorded - 1) + 1, template)
     shapes = first.get("param_shapes") or []
     groups = [shapes] if isinstance(shapes, dict) else shapes
     return ModelStates(
@@ -156,7 +160,7 @@ def read_optim_states(
     groups = base[0].get("param_groups") if isinstance(base[0], dict) else None
     states = [_states(state) for state in base]
     check_steps(states, [match[0] for match in matches])
-    check_copies(weights, [match[0] for match in matches])
+    check_copies([_flats(*rank) for rank in zip(weights, states, strict=True)], [match[0] for match in matches])
     return OptimStates(
         world_size,
         _stage(inner[0], models.stage3),
@@ -166,6 +170,11 @@ def read_optim_states(
         [] if models.stage3 else [list(group) for group in inner[0].get("param_alignment_paddings") or []],
         [] if models.stage3 else [[_fragments(group) for group in v.get("param_slice_mappings") or []] for v in inner],
     )
+
+
+def _flats(weights: Sequence[StoredTensor], states: Sequence[Mapping[str, Any]]) -> list[StoredTensor]:
+    tensors = (value for state in states for value in state.values() if isinstance(value, StoredTensor))
+    return [*weights, *(tensor for tensor in tensors if tensor.shape)]
 
 
 def _numbers(name: str) -> list[int]:

@@ -10,7 +10,7 @@ from ckptkit.formats._torch_records import StoredTensor
 
 __all__ = ["check_copies", "check_counters", "check_steps"]
 
-_TELLING = 64  # elements that are the same in two ranks by no accident
+_TELLING = 16  # elements that are the same in two ranks by no accident
 
 
 def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
@@ -52,7 +52,8 @@ def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> 
 
 
 def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) -> None:
-    """Check that no two ranks hold the same flat tensors, by their CRC-32: nothing else says whose part a file is.
+    """Check that no two ranks hold the same flat weights and moments, by their CRC-32: nothing else says whose part a
+    file is.
 
     Raises:
         CorruptCheckpointError: It names the two files.
@@ -63,7 +64,9 @@ def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) 
             continue
         other = seen.setdefault(tuple((tensor.crc32, tensor.numel, tensor.offset) for tensor in tensors), rank)
         if other != rank:
-            raise CorruptCheckpointError(f"{names[rank]} holds the same weights as {names[other]}: one is a copy.")
+            raise CorruptCheckpointError(
+                f"{names[rank]} holds the same weights and moments as {names[other]}: one is a copy."
+            )
 
 
 def _counts(states: Sequence[Any]) -> Iterator[tuple[str, int | float]]:

@@ -19,7 +19,19 @@ from ckptkit.storage.store import Store
 
 __all__ = ["TiedOutcome", "config_ties", "same_values", "settle_tied", "tied_pairs"]
 
-_HEADS = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "output.weight")
+# The heads and embeddings of `_tied_weights_keys` in transformers' models.
+_HEADS = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "predictions.decoder.weight",
+    "lm_head.decoder.weight",
+    "head.decoder.weight",
+    "generator_lm_head.weight",
+    "vocab_projector.weight",
+    "output_projection.weight",
+    "proj_out.weight",
+    "output.weight",
+)
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
@@ -29,6 +41,10 @@ _EMBEDDINGS = (
     "embeddings.weight",
     "shared.weight",
 )
+# Of an encoder-decoder: the embeddings of its halves, beside the shared one.
+_HALVES = tuple(f"{half}.embed_tokens.weight" for half in ("encoder", "decoder", "text_encoder", "text_decoder"))
+# A head with a bias has it twice: that of its decoder is the head's.
+_BIASES = ("predictions.decoder.bias", "lm_head.decoder.bias")
 _TILE = 4 << 20  # bytes of each tensor that are compared at a time
 
 
@@ -59,8 +75,8 @@ def config_ties(config: Mapping[str, Any] | None) -> bool | None:
 
 
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
-    """Return the pairs (head, embedding) that a config may tie: known names, equal shapes; and the second
-    embedding of an encoder-decoder with its shared one."""
+    """Return the pairs (head, embedding) that a config may tie: known names, equal shapes; and the embeddings of
+    an encoder-decoder's halves with its shared one, and the bias of a head's decoder with the head's."""
     embeddings = [name for name in shapes if _is(name, _EMBEDDINGS)]
     pairs: list[tuple[str, str]] = []
     for head in (name for name in shapes if _is(name, _HEADS)):
@@ -68,9 +84,12 @@ def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
         # Of several (towers of text and audio) the one nearest in the tree of modules.
         fitting.sort(key=lambda name: (-_common(head, name), len(name)))
         pairs += [(head, fitting[0])] if fitting else []
-    if "shared.weight" in shapes:
-        both = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-        pairs += [(name, "shared.weight") for name in both if shapes.get(name) == shapes["shared.weight"]]
+    for shared in (name for name in shapes if _is(name, ("shared.weight",))):
+        halves = [shared.removesuffix("shared.weight") + half for half in _HALVES]
+        pairs += [(name, shared) for name in halves if shapes.get(name) == shapes[shared]]
+    for bias in (name for name in shapes if _is(name, _BIASES)):
+        own = bias.removesuffix("decoder.bias") + "bias"
+        pairs += [(bias, own)] if shapes.get(own) == shapes[bias] else []
     return pairs
 
 

@@ -177,6 +177,7 @@ def test_the_zoos_stacked_experts_become_the_hub_layout(zoo: Path) -> None:
         ("vlm-llava", "model.language_model.layers.0.w", "language_model.model.layers.0.w"),
         ("vlm-llava", "lm_head.weight", "language_model.lm_head.weight"),
         ("vlm-llava", "model.vision_tower.w", "vision_tower.w"),
+        ("vlm-vision-model", "vision_tower.encoder.w", "vision_tower.vision_model.encoder.w"),
         ("vlm-qwen2", "model.language_model.norm.weight", "model.norm.weight"),
         ("vlm-qwen2", "model.visual.blocks.0.w", "visual.blocks.0.w"),
         ("vlm-qwen2", "lm_head.weight", "lm_head.weight"),
@@ -185,6 +186,26 @@ def test_the_zoos_stacked_experts_become_the_hub_layout(zoo: Path) -> None:
 def test_vlm_prefixes_go_both_ways(name: str, memory: str, hub: str) -> None:
     assert list(builtin_map(name).apply(targets_of({memory: np.ones(1)})).targets) == [hub]
     assert list(builtin_map(f"inverse:{name}").apply(targets_of({hub: np.ones(1)})).targets) == [memory]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "memory", "hub"),
+    [
+        ("gemma3", "model.language_model.norm.weight", "language_model.model.norm.weight"),
+        ("qwen2_5_vl", "model.language_model.norm.weight", "model.norm.weight"),
+        ("qwen3_vl", "model.language_model.norm.weight", "model.language_model.norm.weight"),
+        ("llava", "language_model.norm.weight", "language_model.norm.weight"),
+    ],
+)
+def test_the_model_type_alone_tells_the_prefixes_of_the_hub(model_type: str, memory: str, hub: str) -> None:
+    chosen = choose_map(targets_of({memory: np.ones(1)}), config={"model_type": model_type})
+    assert list(chosen.mapped.targets) == [hub]
+
+
+def test_a_tower_that_the_base_has_one_module_deeper_is_found() -> None:
+    memory = {"model.language_model.norm.weight": np.ones(1), "model.vision_tower.encoder.w": np.ones(1)}
+    hub = ["language_model.model.norm.weight", "vision_tower.vision_model.encoder.w"]
+    assert sorted(choose_map(targets_of(memory), wanted=hub).mapped.targets) == hub
 
 
 def test_vlm_qwen2_backwards_leaves_the_tower_of_images_where_it_is() -> None:

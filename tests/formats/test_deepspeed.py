@@ -118,7 +118,7 @@ def test_an_optimizer_file_that_is_a_copy_of_another_rank_is_named(tmp_path, nam
     folder = _copy(tmp_path, name)
     first, second = sorted(folder.glob("*_optim_states.pt"))[:2]
     shutil.copy(first, second)
-    with pytest.raises(CorruptCheckpointError, match=f"{second.name} holds the same weights as {first.name}"):
+    with pytest.raises(CorruptCheckpointError, match=f"{second.name} holds the same weights and moments as {first.name}"):
         open_source(str(folder))
 
 
@@ -131,6 +131,13 @@ def test_an_optimizer_file_of_another_step_is_named(tmp_path):
         for name, data in members.items():
             archive.writestr(name, struct.pack("<f", 7.0) if data == struct.pack("<f", 2.0) else data)
     with pytest.raises(CorruptCheckpointError, match=f"{second.name} is of another step than {first.name}"):
+        open_source(str(folder))
+
+
+def test_a_missing_last_model_file_of_zero3_is_named(tmp_path):
+    folder = _copy(tmp_path, "zero3_fp32_tied_w3")
+    (folder / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="zero_pp_rank_2_mp_rank_00_model_states"):
         open_source(str(folder))
 
 

@@ -126,6 +126,20 @@ def test_an_encoder_decoder_shares_its_embedding() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("second", "first"),
+    [
+        ("proj_out.weight", "model.decoder.embed_tokens.weight"),
+        ("model.encoder.embed_tokens.weight", "model.shared.weight"),
+        ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
+        ("lm_head.decoder.bias", "lm_head.bias"),
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ],
+)
+def test_the_names_that_transformers_ties_are_pairs(second: str, first: str) -> None:
+    assert tied_pairs({first: (8,), second: (8,)}) == [(second, first)]
+
+
 def entry(name: str, slices: list[TensorSlice], shape: tuple[int, ...] = (4, 3)) -> TensorEntry:
     return TensorEntry(name, "float32", shape, SliceArray.of(slices, len(shape)))
 
