@@ -49,7 +49,7 @@ def test_a_plan_deletes_nothing(run: Path) -> None:
 
 
 def test_each_deletion_is_logged_with_its_reason(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="ckptkit"):
         turn(run, max_num=3)
     assert [r.message for r in caplog.records if "deleted" in r.message] == [
         f"deleted {run}/step_00000001 (3.0 kB): not among the 3 newest (max_num)"

@@ -245,7 +245,7 @@ def test_a_damaged_newest_fails_loudly_and_says_what_to_do(run: Path) -> None:
 
 def test_a_damaged_newest_falls_back_to_the_one_before_if_asked_to(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     live = state()
-    with CheckpointManager(run) as manager, caplog.at_level(logging.WARNING):
+    with CheckpointManager(run) as manager, caplog.at_level(logging.WARNING, logger="ckptkit"):
         report = manager.load(live, fallback="previous")
         assert report is not None and report.step == 5
         assert live.model.weight[0, 0] == 5

@@ -46,7 +46,7 @@ def test_max_mem_deletes_the_oldest_until_the_total_fits() -> None:
 
 
 def test_a_newest_that_alone_exceeds_max_mem_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="ckptkit"):
         assert kept(RUN, max_mem=5) == [50]
     assert "max_mem" in caplog.text and "step_00000050: the newest" in caplog.text
 

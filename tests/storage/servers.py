@@ -7,10 +7,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -47,11 +49,26 @@ def wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 20.0
     raise TimeoutError(f"nothing answers at {url}")
 
 
+@cache
+def _make_moto_put_at_once() -> None:
+    """moto looks whether a key exists and stores it later; in S3 a conditional write is one thing."""
+    from moto.s3.responses import S3Response
+
+    turn, put = threading.Lock(), S3Response.put_object
+
+    def put_object(response: Any) -> Any:
+        with turn:
+            return put(response)
+
+    S3Response.put_object = put_object
+
+
 @contextmanager
 def moto() -> Iterator[Mapping[str, Any]]:
     """S3 with conditional writes and multipart rules; gives the storage options of s3fs."""
     from moto.server import ThreadedMotoServer
 
+    _make_moto_put_at_once()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
