@@ -77,6 +77,10 @@ class MasterWeightOptimizer(Optimizer):
         """Run backward from the loss times the loss scale, in fp32."""
         torch.autograd.backward(loss.float() * self.loss_scale, retain_graph=retain_graph)
 
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Run backward from `tensor`, whose gradient is `grad`; the loss scale is the caller's to put into it."""
+        torch.autograd.backward(tensor, grad)
+
     def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
         """Clip the (unscaled) gradients of all groups to one joint norm and return the norm before."""
         return clip_grad_norm(list(self._parameters()), max_norm, p)

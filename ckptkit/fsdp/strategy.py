@@ -59,6 +59,8 @@ def is_mp_optimizer(optimizer: object) -> bool:
 class FSDPStrategy:
     """Sharded training of one or more models, in a handful of verbs. Works without arguments and on one process.
 
+    The verbs take their arguments in the order of LightRFT's `FSDPV2Strategy`.
+
     Args:
         config: How models are sharded; default `FSDPConfig()`.
         seed: For every random generator, in `setup_distributed`.
@@ -261,7 +263,7 @@ class FSDPStrategy:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(
-        self, optimizer: Optimizer, model: nn.Module, scheduler: Any = None, *, name: str = "model"
+        self, optimizer: Optimizer, model: nn.Module, scheduler: Any = None, name: str = "model"
     ) -> bool:
         """Count one backward; at the last of a step unscale, clip, step, advance `scheduler` and clear the gradients.
 
@@ -296,7 +298,7 @@ class FSDPStrategy:
         """Move the optimizer's state back if the configuration says so; return the optimizer."""
         return offload.load_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
-    def offload_model(self, models: T, *, empty_cache: bool = True) -> T:
+    def offload_model(self, models: T, empty_cache: bool = True) -> T:
         """Move a module, or each of a list, to the host; return what was given."""
         return offload.offload_model(models, empty_cache=empty_cache)
 
@@ -315,9 +317,9 @@ class FSDPStrategy:
         max_mem: int | float | str | None = 1000,
         client_state: Any = None,
         save_latest: bool = True,
-        *,
         optimizer: Optimizer | None = None,
         scheduler: Any = None,
+        *,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> SaveReport:
@@ -354,12 +356,12 @@ class FSDPStrategy:
         self,
         model: nn.Module,
         load_dir: str,
-        *,
         optimizer: Optimizer | None = None,
         scheduler: Any = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
+        *,
         which: str | int = "latest",
     ) -> tuple[str | None, Any]:
         """Load the newest committed checkpoint (or `which`) in place, at any number of ranks; all must call it.

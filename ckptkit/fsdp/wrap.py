@@ -38,6 +38,7 @@ __all__ = ["NotShardableError", "shard", "unwrap_model", "sync_module_states", "
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
+_INNER = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 class NotShardableError(UsageError, TypeError):
@@ -100,15 +101,14 @@ def shard(
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return what is inside DistributedDataParallel, torch.compile and activation-checkpoint wrappers."""
+    """Return what is inside DistributedDataParallel, torch.compile and activation-checkpoint wrappers, and the like:
+    modules that hold nothing but one named `module`."""
     while True:
-        for name in ("module", "_orig_mod", "_checkpoint_wrapped_module"):
-            inner = getattr(model, name, None)
-            if isinstance(inner, nn.Module):
-                model = inner
-                break
-        else:
+        held = {**model._modules, **model._parameters, **model._buffers}
+        inner = next((m for name, m in held.items() if name in _INNER and isinstance(m, nn.Module)), None)
+        if inner is None or len(held) > 1:  # one beside others is a part of the model
             return model
+        model = inner
 
 
 def fsdp_units(model: nn.Module) -> list[str]:

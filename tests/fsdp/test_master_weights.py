@@ -254,6 +254,14 @@ def test_a_closure_runs_once_with_gradients():
     assert calls == [True]
 
 
+def test_backward_starts_from_a_gradient_that_is_given():
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([weight], lr=1.0))
+    optimizer.backward_by_grad(weight * 2, torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
+    optimizer.step()
+    assert weight.tolist() == [-1.0, -3.0, -5.0]
+
+
 def test_clipping_is_by_one_joint_norm_of_unscaled_gradients():
     model, clipped = low(), low()
     scaler = DynamicGradScaler(2.0**10, growth_interval=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import subprocess
@@ -528,3 +529,39 @@ def _nan_norm():
 
 def test_a_gradient_that_is_no_number_skips_the_step(ranks):
     assert ranks.run(_nan_norm, 2) == [(0, True), (1, True)]
+
+
+# LightRFT's verbs, and the order of their arguments (strategy_base.py, fsdpv2.py).
+VERBS = {
+    "init_model_context": ["meta_init"],
+    "prepare_model": ["model", "is_training", "shard_size", "reshard_after_forward"],
+    "create_optimizer": ["model"],
+    "backward": ["loss", "model", "optimizer"],
+    "optimizer_step": ["optimizer", "model", "scheduler", "name"],
+    "maybe_offload_optimizer": ["optimizer"],
+    "maybe_load_optimizer": ["optimizer"],
+    "offload_model": ["models", "empty_cache"],
+    "reload_model": ["models"],
+    "unwrap_model": ["model"],
+    "is_mp_optimizer": ["optimizer"],
+    "save_ckpt": [
+        "model", "save_dir", "tag", "max_num", "max_mem", "client_state", "save_latest", "optimizer", "scheduler"
+    ],
+    "load_ckpt": [
+        "model", "load_dir", "optimizer", "scheduler", "load_module_strict", "load_optimizer_states",
+        "load_lr_scheduler_states",
+    ],
+    "save_model": ["model", "tokenizer", "output_dir"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_verbs_take_their_arguments_in_lightrfts_order(verb):
+    parameters = inspect.signature(getattr(FSDPStrategy, verb)).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+    assert positional == VERBS[verb]
+    defaults = {p.name: p.default for p in parameters}
+    if verb == "save_ckpt":
+        assert (defaults["tag"], defaults["max_num"], defaults["max_mem"], defaults["save_latest"]) == (
+            None, 3, 1000, True
+        )  # fmt: skip

@@ -322,3 +322,9 @@ def test_unwrap_returns_the_innermost_module():
     wrapped = DDP(torch.compile(checkpoint_wrapper(inner), backend="eager"))
     assert unwrap_model(wrapped) is inner
     assert unwrap_model(inner) is inner
+
+
+def test_a_part_of_a_model_that_is_called_module_is_no_inside():
+    model = nn.Module()
+    model.module, model.head = nn.Linear(2, 2), nn.Linear(2, 1)
+    assert unwrap_model(model) is model
