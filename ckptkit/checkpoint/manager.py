@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.checkpoint.async_save import SaveHandle
 from ckptkit.checkpoint.coordinator import Coordinator
@@ -21,13 +21,16 @@ from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.save import Prepared, Saver, SaveRequest
 from ckptkit.checkpoint.signals import SAVE_SIGNALS, SignalWatch
-from ckptkit.checkpoint.staging_buffers import StagingBuffers
+from ckptkit.checkpoint.staging_buffers import StagingBuffers, stand_ins
 from ckptkit.checkpoint.state import StateDictType, TrainState
 from ckptkit.checkpoint.writer_process import WriterProcess
 from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.formats.layout import CommitRecord, checkpoint_name
 from ckptkit.storage.store import open_store
 from ckptkit.units import parse_duration, parse_size
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CheckpointManager"]
 
@@ -167,7 +170,7 @@ class CheckpointManager:
         self._settle()
         prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
         with prepared.clock.phase("stage", prepared.plan.nbytes):
-            tensors = (self._writer.stage if self._writer else self._buffers.copy)(prepared.plan.tensors)
+            tensors = self._staged(prepared)
         stall = prepared.clock.seconds()
         self._in_flight = SaveHandle(step, lambda: self._publish(prepared, tensors, stall))
         return self._in_flight.start()
@@ -343,6 +346,14 @@ class CheckpointManager:
             client_state=client_state,
             overwrite=overwrite or checkpoint_name(step, tag) in self._loader.given_up,
         )
+
+    def _staged(self, prepared: Prepared) -> Sequence[torch.Tensor]:
+        """Return copies of what is to be written. A failure waits for `publish`: the other ranks are on their way."""
+        try:
+            return (self._writer.stage if self._writer else self._buffers.copy)(prepared.plan.tensors)
+        except Exception as error:  # noqa: BLE001  memory, most likely: `publish` raises it on every rank
+            prepared.failure = error
+            return stand_ins(prepared.plan.tensors)
 
     def _settle(self) -> None:
         """Wait for the save under way; raise its error if nobody has seen it."""

@@ -56,7 +56,12 @@ class SaveRequest:
 
 @dataclass(slots=True)
 class Prepared:
-    """A save that every rank has agreed to: what it writes, and the objects as they were at that moment."""
+    """A save that every rank has agreed to: what it writes, and the objects as they were at that moment.
+
+    Attributes:
+        side_files: On rank 0, what `index` writes beside the tensors.
+        failure: What went wrong on this rank since: `publish` tells all ranks.
+    """
 
     request: SaveRequest
     plan: TensorPlan
@@ -64,7 +69,8 @@ class Prepared:
     rank_objects: dict[str, Any]
     mesh: dict[str, Any] | None
     clock: PhaseClock
-    side_files: Mapping[str, bytes] = field(default_factory=dict)  # rank 0: what index() writes beside the tensors
+    side_files: Mapping[str, bytes] = field(default_factory=dict)
+    failure: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +191,12 @@ class Saver:
             )
         try:
             written = plan.write(attempt.store, tensors, sync=self._sync, report=clock.add)
+            if prepared.failure is not None:
+                raise prepared.failure
             digests = {key: xxhash.xxh3_64_hexdigest(_json(tree)) for key, tree in prepared.objects.items()}
             payload = (written.part, _json(prepared.rank_objects), digests)
         except BaseException as error:  # noqa: BLE001  a rank's failure is every rank's: abort raises it
-            attempt.abort(error)
+            attempt.abort(prepared.failure or error)
         fields = {
             "state_dict_type": request.state_dict_type.value,
             "manifest": MANIFEST_NAME,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StagingBuffers"]
+__all__ = ["StagingBuffers", "stand_ins"]
 
 _ALIGNMENT = 64
 _log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class StagingBuffers:
 
         layout = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if layout != self._layout:
+            self._layout = ()  # until there is memory for the new one
             self._lay_out(tensors)
             self._layout = layout
         on_gpu = any(tensor.is_cuda for tensor in tensors)
@@ -105,6 +106,14 @@ class StagingBuffers:
         for start, tensor in zip(starts, tensors, strict=True):
             flat = self._block[start : start + tensor.numel() * tensor.element_size()]
             self._views.append(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the same shapes that take no memory: what a rank that could not stage gives ranks that wait
+    for its part of a save, before it tells them that the save has failed."""
+    import torch
+
+    return [torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:

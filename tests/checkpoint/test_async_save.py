@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckptkit.checkpoint import save as save_module
+from ckptkit.checkpoint import staging_buffers
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.staging_buffers import StagingBuffers
 from ckptkit.checkpoint.state import TrainState
@@ -226,6 +227,21 @@ def test_buffers_grow_with_the_state_and_keep_every_dtype() -> None:
         assert torch.equal(view.view(torch.uint8), tensor.view(torch.uint8))
 
 
+def test_buffers_that_could_not_grow_serve_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = StagingBuffers()
+    small = [torch.arange(3.0)]
+    buffers.copy(small)
+
+    def full(nbytes: int, **more: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_buffers, "_allocate", full)
+        with pytest.raises(OSError, match="Cannot allocate"):
+            buffers.copy([torch.zeros(1000)])
+    assert torch.equal(buffers.copy(small)[0], small[0])
+
+
 # --- ranks
 
 
@@ -259,6 +275,36 @@ def test_a_rank_that_fails_in_the_background_fails_all_and_the_next_save_works(r
     assert len({tuple(text) for text in texts}) == 1
     assert "rank 1" in texts[0][0]
     assert "No space left" in texts[0][0]
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+
+
+def no_memory_on_one(url: str, kind: str) -> tuple[str, list[float]]:
+    copy = StagingBuffers.copy
+
+    def failing(buffers: Any, tensors: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise MemoryError("no host memory for the snapshot")
+        return copy(buffers, tensors)
+
+    job = jobs.make("1d")
+    with CheckpointManager(url, timeout_s=30, state_dict_type=kind) as manager:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(StagingBuffers, "copy", failing)
+            handle = manager.save_async(1, job.state())
+        with pytest.raises(CkptkitError) as caught:
+            handle.result()
+        manager.save_async(2, job.state()).result()
+        again = jobs.make("1d")
+        manager.load(again.state())
+    return str(caught.value), [jobs.whole(job.model.up.weight), jobs.whole(again.model.up.weight)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_rank_without_memory_for_its_snapshot_fails_the_save_on_all(ranks: Any, tmp_path: Path, kind: str) -> None:
+    for text, (expected, found) in ranks.run(no_memory_on_one, 2, str(tmp_path), kind):
+        assert "rank 1" in text
+        assert "no host memory" in text
+        assert found == expected
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
 
 
