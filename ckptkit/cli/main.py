@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import signal
 import threading
 import time
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 __all__ = ["cli", "main"]
 
@@ -27,6 +29,7 @@ _COMMANDS = {
     "push": "Upload an export to a Hugging Face repo.",
 }
 _SAME_PRESS_S = 5.0  # seconds
+_PLACE = re.compile("FILE|URL|DIR|html")  # in the metavar of an option
 
 
 class _Commands(click.Group):
@@ -40,7 +43,7 @@ class _Commands(click.Group):
             return None
         module = importlib.import_module(f"ckptkit.cli.{cmd_name}")
         command: click.Command = module.command
-        return command
+        return _completing_places(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -54,6 +57,21 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
+
+
+class _Place(click.types.StringParamType):
+    """A text that names a place: the shell completes it as a path."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _completing_places(command: click.Command) -> click.Command:
+    for param in command.params:
+        named = isinstance(param, click.Argument) or _PLACE.search(str(param.metavar or ""))
+        if named and type(param.type) is click.types.StringParamType:
+            param.type = _Place()
+    return command
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
