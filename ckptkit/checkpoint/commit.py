@@ -19,7 +19,7 @@ from ckptkit.checkpoint.inventory import Inventory, list_checkpoints
 from ckptkit.checkpoint.lease import Lease, acquire_lease
 from ckptkit.checkpoint.pins import list_pins
 from ckptkit.checkpoint.publish import Place, check_files, place_of, write_hint
-from ckptkit.errors import CheckpointExistsError, LeaseHeldError, NoSpaceError, SaveError, UsageError
+from ckptkit.errors import CheckpointExistsError, CkptkitError, LeaseHeldError, NoSpaceError, SaveError, UsageError
 from ckptkit.formats.layout import RECORD_NAME, CommitRecord, FileRecord, checkpoint_name, step_name
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.staging import new_nonce
@@ -163,7 +163,10 @@ class _Opening:
         try:
             if self.place is not None:
                 self.place.close()
-        except OSError as error:
+        except (
+            OSError,
+            CkptkitError,
+        ) as error:  # ours too: a record that cannot be read says not whose files these are
             logger.warning("%s could not be cleaned up: %s. The next save tries again.", self.root.url, error)
         finally:
             if self.lease is not None and self._has_turn:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from ckptkit.errors import CheckpointExistsError, UsageError
 from ckptkit.offline.plan import Plan
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.staging import new_nonce, stage
+from ckptkit.storage.staging import clean_siblings, close_staging, new_nonce, open_staging, stage, staging_name
 from ckptkit.storage.store import Store, open_store, split_url
 
 __all__ = ["OutputPlace", "Session", "is_one_of_many", "open_target"]
@@ -102,10 +102,12 @@ class OutputPlace:
                 store.delete([self.file_name])
             yield store  # its writer makes the file appear whole or not at all
             return
-        staging = f".tmp-{self.file_name}-{new_nonce()}"
-        store.make_directory(staging)
+        nonce = new_nonce()
+        staging = staging_name(self.file_name, nonce)
+        if store.info("") is not None:
+            clean_siblings(store, self.file_name)
         try:
-            inner = store.child(staging)
+            inner = open_staging(store, self.file_name, nonce)
             yield inner
             _sync_file(inner.path_of(self.file_name))
             if self.overwrite:
@@ -114,7 +116,7 @@ class OutputPlace:
                 store.rename(f"{staging}/{self.file_name}", self.file_name)
             store.sync_directory("")
         finally:
-            store.delete_tree(staging)
+            close_staging(store, self.file_name, nonce)
 
 
 def is_one_of_many() -> bool:

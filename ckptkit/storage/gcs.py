@@ -148,7 +148,7 @@ def _denied() -> Iterator[None]:
         if error.errno is None and str(error).startswith("Forbidden"):
             raise PermissionError(errno.EACCES, str(error)) from error
         raise
-    except Exception as error:
+    except Exception as error:  # the HttpError of gcsfs is none of the system's
         status: Any = getattr(error, "code", None)
         if str(status) in ("401", "403"):
             raise PermissionError(errno.EACCES, str(error)) from error

@@ -437,7 +437,12 @@ def _rename_noreplace(source: str, target: str) -> None:
         # Without renameat2 (NFS): rename(2) fails on a target that is a file or a directory with content.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-        os.rename(source, target)
+        try:
+            os.rename(source, target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # it has just appeared
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
+            raise
         return
     os.link(source, target, follow_symlinks=False)
     os.unlink(source)

@@ -8,9 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ckptkit.errors import StorageError
 from ckptkit.storage.connection import PART_BYTES, Connection
 
-__all__ = ["Entries", "Entry", "FsspecApi", "ObjectApi", "Sink", "UnfinishedUpload", "Upload", "Uploads"]
+__all__ = [
+    "Entries",
+    "Entry",
+    "FsspecApi",
+    "NotConditionalError",
+    "ObjectApi",
+    "Sink",
+    "UnfinishedUpload",
+    "Upload",
+    "Uploads",
+]
 
 Entry = Mapping[str, Any]
 """One entry of a listing or of a look, as fsspec gives it: name, type, size, a time, a tag."""
@@ -19,6 +30,10 @@ Entries = list[Entry]  # classes here have a method called list
 
 Sink = Callable[[int, "bytes | memoryview"], None]
 """Gets (where a piece starts, counted from the first byte asked for, the piece)."""
+
+
+class NotConditionalError(StorageError):
+    """The store cannot be asked to write only where nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +142,7 @@ class FsspecApi:
             if start and int(self.info(name).get("size") or 0) <= start:
                 return b""  # a range that starts past the end is an error to many stores (416)
             raise
-        except Exception as error:
+        except Exception as error:  # each fsspec file system has its own class for a refused range
             if str(getattr(error, "code", "")) == "416":
                 return b""
             raise
@@ -159,7 +174,7 @@ class FsspecApi:
         try:
             self.fs.pipe_file(name, data, mode="create")
         except TypeError as error:  # a file system that knows no modes
-            raise NotImplementedError(str(error)) from error
+            raise NotConditionalError(errno.ENOTSUP, f"{name}: no put-if-absent here: {error}") from error
         return ""
 
     def upload(self, name: str) -> Upload:
@@ -177,7 +192,7 @@ class FsspecApi:
         return []
 
     def abort(self, upload: UnfinishedUpload) -> None:
-        raise NotImplementedError
+        raise StorageError(errno.ENOTSUP, f"{upload.name}: fsspec tells of no unfinished uploads here, nor ends them")
 
     def is_conditional(self) -> bool | None:
         return None
@@ -200,7 +215,7 @@ class _FileUpload:
             raise OSError(errno.EINVAL, self._broken)
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever it is, it goes on to the caller
             self._broken = f"{type(error).__name__}: {error}"
             raise
 

@@ -18,7 +18,7 @@ from ckptkit.errors import IncompleteCheckpointError, StorageError
 from ckptkit.shown import keep_secret, without_secrets
 from ckptkit.storage.coalesce import Scatter, coalesce
 from ckptkit.storage.connection import PART_BYTES, Connection
-from ckptkit.storage.object_api import Entry, FsspecApi, ObjectApi, Uploads
+from ckptkit.storage.object_api import Entry, FsspecApi, NotConditionalError, ObjectApi, Uploads
 from ckptkit.storage.paths import checked_path
 from ckptkit.storage.retry import call_with_retries, is_transient, timeout_s
 from ckptkit.storage.store import FileInfo, ReadInto, split_url
@@ -236,7 +236,7 @@ class RemoteStore:
             tries += 1
             try:
                 return self._api.put(full, data, if_absent=True, mark=mark)
-            except NotImplementedError:
+            except NotConditionalError:
                 return self._api.put(full, data, if_absent=False)
             except FileExistsError:
                 # The answer to an earlier try may have been lost after it was carried out.
@@ -271,7 +271,7 @@ class RemoteStore:
             self._call(path, lambda: self._api.put(full, b"!", if_absent=True))
         except FileExistsError:
             return True
-        except (StorageError, NotImplementedError) as error:
+        except StorageError as error:
             logger.debug("%s refuses conditional writes: %s", self.url, error)
         finally:
             self.delete([path])

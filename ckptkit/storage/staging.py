@@ -24,6 +24,7 @@ from ckptkit.storage.store import Store, open_store
 
 __all__ = [
     "Leftover",
+    "clean_siblings",
     "close_staging",
     "Writer",
     "drop",
@@ -119,11 +120,13 @@ def close_staging(parent: LocalStore, name: str, nonce: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who writes an attempt; `leased` where it holds the lease of the run, so whoever has that knows its fate."""
+    """Who writes an attempt; `leased` where it holds the lease of the run, so whoever has that knows its fate; `whole`
+    is the name that the directory is to get, once nothing else is left to do."""
 
     nonce: str
     owner: Owner
     leased: bool
+    whole: str = ""
 
 
 def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) -> None:
@@ -148,7 +151,7 @@ def read_owner(store: Store, path: str) -> Writer | None:
     owner = Owner.from_json(body)
     if owner is None or not isinstance(body.get("nonce"), str):
         return None
-    return Writer(body["nonce"], owner, body.get("leased") is True)
+    return Writer(body["nonce"], owner, body.get("leased") is True, str(body.get("whole") or ""))
 
 
 def sync_tree(store: LocalStore) -> None:
@@ -184,7 +187,12 @@ def _sync_file(store: LocalStore, path: str) -> None:
 def publish(parent: LocalStore, staging: str, name: str) -> None:
     """Rename a durable staging directory to `name`, and make that durable. Raises FileExistsError."""
     parent.rename(staging, name)
-    parent.sync_directory()
+    try:
+        parent.sync_directory()
+    except OSError:  # what can be lost must not be there as if it were done
+        with contextlib.suppress(OSError):
+            parent.rename(name, staging)
+        raise
 
 
 def exchange(parent: LocalStore, first: str, second: str) -> bool:
@@ -276,12 +284,26 @@ def clean_siblings(parent: LocalStore, name: str) -> None:
 
 def remove_leftover(parent: LocalStore, leftover: Leftover) -> None:
     """Delete an abandoned staging or trash directory, or the statement of an owner."""
+    if leftover.kind == "tmp" and _finish(parent, leftover):
+        return
     logger.info("removing %s/%s, which a dead process left", parent.url, leftover.path)
     trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
     if trash is not None:
         parent.delete_tree(trash)
     if leftover.kind == "tmp":
         parent.delete([owner_path(leftover.path)])
+
+
+def _finish(parent: LocalStore, leftover: Leftover) -> bool:
+    """Put a staging directory in place that was whole when its writer died, and whose target was away by then."""
+    stated = read_owner(parent, owner_path(leftover.path))
+    name = stated.whole if stated is not None else ""
+    if not name or "/" in name or _short(name) != leftover.name or parent.info(name) is not None:
+        return False
+    logger.warning("%s/%s was being replaced by a process that died; it is finished now", parent.url, name)
+    publish(parent, leftover.path, name)
+    parent.delete([owner_path(leftover.path)])
+    return True
 
 
 # --- one directory as a whole: what convert and reshard write
@@ -325,14 +347,14 @@ def _stage_local(target: LocalStore, *, overwrite: bool) -> Iterator[LocalStore]
     if not name:
         raise UsageError(f"{target.url} can't be replaced by a checkpoint; name a directory in it.")
     parent = LocalStore(head)
+    clean_siblings(parent, name)  # first: it may finish what a dead writer had all but done
     _check_target(parent, name, overwrite=overwrite)
-    clean_siblings(parent, name)
     nonce = new_nonce()
     staging = open_staging(parent, name, nonce)
     try:
         yield staging
         sync_tree(staging)
-        _put_in_place(parent, staging_name(name, nonce), name, overwrite=overwrite)
+        _put_in_place(parent, nonce, name, overwrite=overwrite)
     except BaseException:
         with contextlib.suppress(OSError):
             close_staging(parent, name, nonce)
@@ -380,9 +402,30 @@ def _check_disposable(store: LocalStore) -> None:
         raise CheckpointExistsError(f"{place} is not overwritten: {reason}. Choose another place.")
 
 
-def _put_in_place(parent: LocalStore, staging: str, name: str, *, overwrite: bool) -> None:
+def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
+    """Replace `name` where there is no atomic swap (NFS). For a moment there is neither, and at no moment nothing.
+
+    Whoever cleans up after a kill in that moment learns from the statement of its writer that the staging directory
+    is whole, and puts it in place (`_finish`). An error puts the old one back.
+    """
+    staging = staging_name(name, nonce)
+    with open(parent.path_of(owner_path(staging)), "wb") as file:  # killed in it: the old one is still in place
+        file.write(json.dumps({"nonce": nonce, "whole": name, **this_process().to_json()}).encode())
+    old = drop(parent, name)
+    try:
+        publish(parent, staging, name)
+    except BaseException:
+        if old is not None:
+            with contextlib.suppress(OSError):
+                parent.rename(old, name)
+        raise
+    if old is not None:
+        parent.rename(old, staging)
+
+
+def _put_in_place(parent: LocalStore, nonce: str, name: str, *, overwrite: bool) -> None:
     """Publish a durable staging directory; what it replaces has the staging's name afterwards."""
-    found = parent.info(name)
+    staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
         with contextlib.suppress(OSError):  # an empty directory gives way; any other stays
             os.rmdir(parent.path_of(name))
@@ -390,10 +433,7 @@ def _put_in_place(parent: LocalStore, staging: str, name: str, *, overwrite: boo
     if found is not None and overwrite:
         if exchange(parent, staging, name):
             return
-        trash = drop(parent, name)  # no atomic swap here: for a moment there is neither
-        publish(parent, staging, name)
-        if trash is not None:
-            parent.rename(trash, staging)
+        _replace_in_two_steps(parent, nonce, name)
         return
     try:
         publish(parent, staging, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import CheckpointExistsError
-from ckptkit.storage import staging
+from ckptkit.storage import local, staging
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import owner_path, stage, staging_name
 
@@ -178,6 +179,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
     context: Any = multiprocessing.get_context("fork")
     old = {"a/model.bin": b"old", "index.json": b"{}old"}
     new = {"a/model.bin": b"new", "index.json": b"{}new"}
+    gaps = 0
     for nth in range(1, 1000):
         root = tmp_path / str(nth)
         put(root / "out", content=b"old")
@@ -185,14 +187,71 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
         process.start()
         process.join()
         there = tree(root / "out") if (root / "out").exists() else {}
-        # Without an atomic swap (NFS) there may be neither for a moment, never a mixture.
+        # Without an atomic swap (NFS) there may be neither for a moment, never a mixture; and neither is lost.
         assert there in ([old, new] if swap else [old, new, {}]), f"operation {nth}"
+        gaps += not there
+        staging.clean_siblings(LocalStore(root), "out")
+        assert tree(root / "out") in (old, new), f"operation {nth}"
         put(root / "out", overwrite=True)
         assert tree(root) == {f"out/{name}": data for name, data in new.items()}, f"operation {nth}"
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
     assert nth > 20
+    assert (gaps > 0) == (not swap)
+
+
+@pytest.mark.parametrize("fails", ["rename", "sync"])
+def test_an_error_between_the_steps_of_a_replacement_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    put(tmp_path / "out", content=b"old")
+    before = tree(tmp_path)
+    monkeypatch.setattr(staging, "_exchange", lambda first, second: False)
+    rename, sync = LocalStore.rename, LocalStore.sync_directory
+    renamed: list[str] = []
+
+    def failing_rename(self: LocalStore, source: str, target: str) -> None:
+        if fails == "rename" and target == "out" and not renamed:
+            renamed.append(target)
+            raise OSError(errno.EIO, "Input/output error")
+        rename(self, source, target)
+        renamed.extend([target] if target == "out" else [])
+
+    def failing_sync(self: LocalStore, path: str = "") -> None:
+        if fails == "sync" and renamed == ["out"]:
+            renamed.append("and its sync failed")
+            raise OSError(errno.EIO, "Input/output error")
+        sync(self, path)
+
+    monkeypatch.setattr(LocalStore, "rename", failing_rename)
+    monkeypatch.setattr(LocalStore, "sync_directory", failing_sync)
+    with pytest.raises(OSError, match="Input/output"):
+        put(tmp_path / "out", overwrite=True)
+    monkeypatch.undo()
+    staging.clean_siblings(LocalStore(tmp_path), "out")
+    assert tree(tmp_path) == before
+
+
+def test_a_directory_that_appears_at_the_last_moment_is_not_replaced_where_rename_can_not_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS has no renameat2; rename(2) itself fails on a directory with content."""
+    monkeypatch.setattr(local, "_libc", lambda: None)
+    (tmp_path / "new").mkdir()
+    real = os.path.lexists
+
+    def appears(path: str) -> bool:
+        found = real(path)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_bytes(b"1")
+        return found
+
+    with monkeypatch.context() as during:
+        during.setattr(os.path, "lexists", appears)
+        with pytest.raises(FileExistsError):
+            LocalStore(tmp_path).rename("new", "out")
+    assert tree(tmp_path / "out") == {"theirs": b"1"}
 
 
 def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:

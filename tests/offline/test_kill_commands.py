@@ -1,0 +1,121 @@
+"""convert, reshard and prune killed at any file operation: the source is untouched, the result whole or not there."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.offline.convert import convert
+from ckptkit.offline.prune import prune
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage import staging
+from ckptkit.storage.store import open_store
+from tests.checkpoint.crash import kill_at
+from tests.checkpoint.killed import check_run, state
+from tests.checkpoint.saving import fork, leftovers
+
+Command = Callable[[str, str, bool], Any]
+
+COMMANDS: dict[str, Command] = {
+    "convert to hf": lambda src, dst, again: convert(src, dst, to="hf", overwrite=again),
+    "convert to torch": lambda src, dst, again: convert(src, f"{dst}/model.pt", to="torch", overwrite=again),
+    "convert to dcp": lambda src, dst, again: convert(src, dst, to="dcp", world_size=2, overwrite=again),
+    "convert to local": lambda src, dst, again: convert(src, dst, to="local", world_size=2, overwrite=again),
+    "reshard": lambda src, dst, again: reshard(src, dst, world_size=3, overwrite=again),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kill") / "run"
+    with CheckpointManager(root) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    return root
+
+
+def tree(place: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(place)): p.read_bytes() for p in sorted(place.rglob("*")) if p.is_file()}
+
+
+def _killed(say: Any, name: str, source: str, target: str, again: bool, nth: int, swap: bool) -> None:
+    if not swap:
+        staging._exchange = lambda first, second: False
+    kill_at(nth)
+    COMMANDS[name](source, target, again)
+
+
+def kill_command(
+    name: str, run: Path, folder: Path, *, again: bool, stride: int, offset: int, swap: bool = True
+) -> int:
+    """Kill a command at every `stride`-th operation; return the number of kills."""
+    before = tree(run / "step_00000003")
+    for kills, nth in enumerate(range(offset, 100_000, stride)):
+        place = folder / str(nth)
+        place.mkdir(parents=True)
+        target = place / "out"
+        if again:
+            COMMANDS[name](str(run / "step_00000002"), str(target), False)
+        code, _ = fork(_killed, name, f"{run}/step_00000003", str(target), again, nth, swap)
+        where = f"{name}, operation {nth}, {sorted(os.listdir(place))}"
+        assert code in (0, -signal.SIGKILL), where
+        assert tree(run / "step_00000003") == before, where
+        there = target.exists() and bool(tree(target))
+        if there and not any(".tmp-" in path for path in tree(target)):
+            assert verify(str(target)).ok, where
+        assert there or not again or not swap or name == "convert to torch", where
+        COMMANDS[name](f"{run}/step_00000003", str(target), there)
+        assert verify(str(target)).ok, where
+        assert os.listdir(place) == ["out"], where
+        assert not [path for path in os.listdir(target) if path.startswith((".tmp", ".trash"))], where
+        shutil.rmtree(place)
+        if code == 0:
+            return kills
+    raise AssertionError("the command never ends")
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_a_command_killed_at_any_file_operation_publishes_all_or_nothing_and_can_be_run_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, again: bool
+) -> None:
+    monkeypatch.setattr(staging, "STARTING_S", -1.0)
+    stride = 23
+    offset = 1 + random.Random(name).randrange(stride)
+    assert kill_command(name, run, tmp_path, again=again, stride=stride, offset=offset) >= 2
+    assert [item.step for item in list_checkpoints(open_store(str(run))).committed] == [1, 2, 3]
+
+
+def _pruned(say: Any, root: str, nth: int) -> None:
+    kill_at(nth)
+    prune(root, policy=RetentionPolicy(max_num=1))
+
+
+def kill_prune(run: Path, folder: Path, *, stride: int, offset: int) -> int:
+    """Kill a prune at every `stride`-th operation; return the number of kills."""
+    for kills, nth in enumerate(range(offset, 100_000, stride)):
+        root = folder / str(nth)
+        shutil.copytree(run, root)
+        code, _ = fork(_pruned, str(root), nth)
+        steps = check_run(root, [])
+        assert steps[-1] == 3, f"operation {nth}: {steps}"
+        prune(str(root), policy=RetentionPolicy(max_num=1))
+        assert check_run(root, []) == [3] and leftovers(root) == [], f"operation {nth}: {os.listdir(root)}"
+        if code == 0:
+            return kills
+    raise AssertionError("prune never ends")
+
+
+def test_a_prune_killed_at_any_file_operation_is_finished_by_the_next(run: Path, tmp_path: Path) -> None:
+    assert kill_prune(run, tmp_path, stride=9, offset=4) > 2
