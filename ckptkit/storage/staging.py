@@ -409,8 +409,8 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
     is whole, and puts it in place (`_finish`). An error puts the old one back.
     """
     staging = staging_name(name, nonce)
-    with open(parent.path_of(owner_path(staging)), "wb") as file:  # killed in it: the old one is still in place
-        file.write(json.dumps({"nonce": nonce, "whole": name, **this_process().to_json()}).encode())
+    body = json.dumps({"nonce": nonce, "whole": name, **this_process().to_json()})
+    Path(parent.path_of(owner_path(staging))).write_text(body)  # killed in it: the old one is still in place
     old = drop(parent, name)
     try:
         publish(parent, staging, name)
