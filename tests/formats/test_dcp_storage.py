@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, IntegrityError, UnsafePickleError
 from ckptkit.formats.dcp_bytes import host_view
@@ -285,6 +287,24 @@ def cached(url: str) -> list[str]:
 
 def test_a_cached_plan_sees_a_changed_dtype(ranks, tmp_path):
     assert ranks.run(cached, 4, str(tmp_path)) == [[]] * 4
+
+
+def replaced(url: str) -> list[bool]:
+    """Save one name and shape placed otherwise again and again, and tell whether each loads as it was."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for i, placement in enumerate([Shard(0), Shard(0), Shard(1), Replicate(), Replicate()]):
+        full = torch.arange(64.0).reshape(8, 8) + i
+        made = {"w": distribute_tensor(full, mesh, (placement,), src_data_rank=None)}
+        dcp.save(made, storage_writer=DCPWriter(f"{url}/{i}", sync=False), planner=CachedSavePlanner("placements"))
+        target = {"w": torch.zeros(8, 8)}
+        dcp.load(target, storage_reader=DCPReader(f"{url}/{i}"))
+        found.append(torch.equal(target["w"], full))
+    return found
+
+
+def test_a_cached_plan_sees_a_changed_placement(ranks, tmp_path):
+    assert ranks.run(replaced, 2, str(tmp_path)) == [[True] * 5] * 2
 
 
 ZOO = [

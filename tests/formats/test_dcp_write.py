@@ -199,6 +199,39 @@ def test_a_changed_structure_is_planned_anew(tmp_path, change):
     assert not plan_sharded(made, previous=plan).reused
 
 
+def changes(url: str) -> list[tuple[bool, list[str], str]]:
+    """Save tensors of one name and shape again and again, each time otherwise placed or of another dtype."""
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp", "tp")]
+    kinds: list[tuple[int, Any, torch.dtype]] = [
+        (0, Shard(0), torch.float32),
+        (0, Shard(0), torch.float32),
+        (0, Shard(1), torch.float32),
+        (0, Replicate(), torch.float32),
+        (1, Replicate(), torch.float32),
+        (1, Replicate(), torch.bfloat16),
+        (1, Replicate(), torch.bfloat16),
+    ]
+    plan, found = None, []
+    for i, (mesh, placement, dtype) in enumerate(kinds):
+        full = torch.arange(64.0).reshape(8, 8).to(dtype) + i
+        made = {"w": distribute_tensor(full, meshes[mesh], (placement,), src_data_rank=None)}
+        plan = save(made, f"{url}/{i}", plan)
+        catalog = catalog_of(f"{url}/{i}")
+        target = {"w": torch.zeros(8, 8, dtype=dtype)}
+        read_sharded(catalog, LocalStore(f"{url}/{i}"), target)
+        placed = catalog.info.extra[PLACEMENTS]["w"]
+        text = f"{catalog.info.extra['meshes'][placed[0]]['names'][0]}:{placed[1][0]}"
+        found.append((plan.reused, differences(target, {"w": full}), text))
+    return found
+
+
+def test_a_changed_dtype_placement_or_mesh_is_planned_anew_and_saved_right(ranks, tmp_path):
+    for found in ranks.run(changes, 2, str(tmp_path)):
+        assert [reused for reused, _, _ in found] == [False, True, False, False, False, False, True]
+        assert [problems for _, problems, _ in found] == [[]] * 7
+        assert [text for _, _, text in found] == ["dp:S(0)", "dp:S(0)", "dp:S(1)", "dp:R", "tp:R", "tp:R", "tp:R"]
+
+
 def test_the_plan_holds_views_of_the_live_memory():
     weight = torch.zeros(4, 4, requires_grad=True)
     plan = plan_sharded({"w": weight})
