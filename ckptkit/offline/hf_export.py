@@ -33,7 +33,7 @@ __all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
 # A name without any of these is that of no adapter, and of no layout that a built-in map is chosen for: the modules
 # that know more need not be imported, which is a tenth of the time of a short run.
 _ADAPTER = ".lora_"
-_MAPPED = (".experts.", "tok_embeddings.weight")
+_MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,14 @@ def test_experts_without_a_base_stay_stacked_and_that_is_said(zoo: Path) -> None
     assert any("stacked experts were kept" in note for note in export.notes)
 
 
+def test_the_config_alone_gives_a_vision_model_the_hubs_prefixes(tmp_path: Path) -> None:
+    write(tmp_path, ones("model.language_model.norm.weight", "lm_head.weight"), {"model_type": "llava"})
+    assert {t.name for t in plan(tmp_path).tensors} == {
+        "language_model.model.norm.weight",
+        "language_model.lm_head.weight",
+    }
+
+
 def test_a_stored_tied_head_is_left_out_for_a_tied_base(zoo: Path) -> None:
     store = open_store(str(zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint" / "pytorch_model_fsdp_0"))
     catalog = dcp.open_catalog(store)
