@@ -12,6 +12,7 @@ from ckptkit.formats.layout import LATEST_HINT
 from ckptkit.storage import staging
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, remove_leftover
 from ckptkit.storage.store import FileInfo, Store
 
@@ -25,7 +26,12 @@ _PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # as RemoteStore names what 
 
 
 def clean_leftovers(
-    root: Store, *, leased: bool = False, dry_run: bool = False, inventory: Inventory | None = None
+    root: Store,
+    *,
+    leased: bool = False,
+    dry_run: bool = False,
+    inventory: Inventory | None = None,
+    view: Store | None = None,
 ) -> list[str]:
     """Remove staging, trash and uploads whose writer is dead, and return their paths.
 
@@ -34,13 +40,17 @@ def clean_leftovers(
     Args:
         leased: The caller holds the lease of the run, so no other save is alive, on whatever machine it was.
         inventory: What the caller has just listed.
+        view: The snapshot of `root` that it was listed in. Then old uploads are not looked for, which takes a request
+            of its own: those of dead saves go all the same.
     """
-    inventory = inventory or list_checkpoints(root)
+    given, view = view, view or snapshot(root)
+    inventory = inventory or list_checkpoints(root, view=view)
     if leased and not dry_run:
         settle_replacements(root, {item.path: item.name for item in inventory.committed})
     dead = [item.path for item in inventory.abandoned]
     dead += [item.path for item in inventory.in_progress if _is_dead(root, item, leased=leased)]
-    dead += _lone_owners(root) + _half_written(root, leased=leased)
+    items = view.list()
+    dead += _lone_owners(root, items) + _half_written(items, leased=leased)
     removed = []
     for path in dict.fromkeys(dead):
         try:
@@ -49,7 +59,7 @@ def clean_leftovers(
             removed.append(path)
         except OSError as error:
             logger.warning("%s/%s could not be removed: %s", root.url, path, error)
-    return removed + _old_uploads(root, dry_run=dry_run)
+    return removed if given is not None else removed + _old_uploads(root, dry_run=dry_run)
 
 
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
@@ -69,13 +79,13 @@ def _is_dead(root: Store, attempt: Attempt, *, leased: bool) -> bool:
     return bool(is_dead(root, owner_path(attempt.path), leased=leased))
 
 
-def _lone_owners(root: Store) -> list[str]:
+def _lone_owners(root: Store, items: list[FileInfo]) -> list[str]:
     """Return statements of dead writers whose directory is gone, or was never made."""
-    found = [leftover_of(item.path) for item in root.list()]
+    found = [leftover_of(item.path) for item in items]
     return [item.path for item in found if item is not None and item.kind == "owner" and is_abandoned(root, item)]
 
 
-def _half_written(root: Store, *, leased: bool) -> list[str]:
+def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
     """Return half-written files of the name `latest`, and probes of a store, that a kill left at the root."""
 
     def is_left(item: FileInfo) -> bool:
@@ -85,7 +95,7 @@ def _half_written(root: Store, *, leased: bool) -> list[str]:
         old = time.time() - item.mtime > staging.STARTING_S
         return old and bool(_HALF_HINT.fullmatch(item.path) or _PROBE.fullmatch(item.path))
 
-    return [item.path for item in root.list() if item.kind == "file" and is_left(item)]
+    return [item.path for item in items if item.kind == "file" and is_left(item)]
 
 
 def _remove(root: Store, path: str) -> None:

@@ -9,19 +9,21 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 from ckptkit.checkpoint.cleaning import clean_leftovers
 from ckptkit.checkpoint.coordinator import Coordinator, Outcome
-from ckptkit.checkpoint.inventory import Inventory, list_checkpoints
+from ckptkit.checkpoint.inventory import Committed, Inventory, in_order, list_checkpoints
 from ckptkit.checkpoint.lease import Lease, acquire_lease
 from ckptkit.checkpoint.pins import list_pins
 from ckptkit.checkpoint.publish import Place, check_files, place_of, write_hint
 from ckptkit.errors import CheckpointExistsError, CkptkitError, LeaseHeldError, NoSpaceError, SaveError, UsageError
 from ckptkit.formats.layout import RECORD_NAME, CommitRecord, FileRecord, checkpoint_name, step_name
 from ckptkit.storage.owner import this_process
+from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
@@ -126,6 +128,8 @@ class _Opening:
         self._own_lease: Lease | None = None
         self._has_turn = False
         self.place: Place | None = None
+        self.view = root
+        self.inventory = Inventory(root.url)
 
     def open(self, requests: Sequence[_Request]) -> _Start:
         first = requests[0]
@@ -135,14 +139,18 @@ class _Opening:
         else:
             self.lease = self._given if isinstance(self._given, Lease) else self._given()
         self._take_turn(self.lease)
-        self.lease.check()
+        # On an object store one listing serves all that is to be known at the start.
+        view = snapshot(self.root)
+        self.lease.check(view=view)
         # Invariant: no other attempt is under way here. What dead ones left goes first: it may be the space we need.
-        inventory = list_checkpoints(self.root)
+        inventory = list_checkpoints(self.root, view=view)
         half_replaced = any(item.path != item.name for item in inventory.committed)
-        if clean_leftovers(self.root, leased=True, inventory=inventory) or half_replaced:
-            inventory = list_checkpoints(self.root)
+        if clean_leftovers(self.root, leased=True, inventory=inventory, view=view) or half_replaced:
+            view = snapshot(self.root)
+            inventory = list_checkpoints(self.root, view=view)
+        self.view, self.inventory = view, inventory
         name = checkpoint_name(first.step, first.tag)
-        _check_free_name(self.root, inventory, name, overwrite=first.overwrite)
+        _check_free_name(self.root, view, inventory, name, overwrite=first.overwrite)
         _check_space(self.root, [request.planned_bytes for request in requests])
         # Invariant: a disk that is too small fails before a byte is written.
         start = _Start(new_nonce(), inventory.next_sequence, tuple(request.extra for request in requests))
@@ -186,7 +194,7 @@ def _check_equal(requests: Sequence[_Request]) -> None:
             )
 
 
-def _check_free_name(root: Store, inventory: Inventory, name: str, *, overwrite: bool) -> None:
+def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, *, overwrite: bool) -> None:
     found, place = inventory.find(name), f"{root.url}/{name}"
     if found is not None:
         if not overwrite:
@@ -199,7 +207,7 @@ def _check_free_name(root: Store, inventory: Inventory, name: str, *, overwrite:
             raise CheckpointExistsError(f"{place} is not overwritten: it is {held[0].reason}.")
         return
     skipped = next((item for item in inventory.skipped if item.path == name), None)
-    taken = root.info(name) if root.local_root is not None else root.info(f"{name}/{RECORD_NAME}")
+    taken = root.info(name) if root.local_root is not None else view.info(f"{name}/{RECORD_NAME}")
     if skipped is not None and taken is not None:
         raise CheckpointExistsError(f"{place} is in the way: {skipped.reason}. Move it away or delete it.")
     if taken is not None:
@@ -229,6 +237,8 @@ class SaveAttempt:
         save_id: 16 hex digits of this attempt alone.
         data: What lies between the record and the files: "", or the save id on an object store.
         messages: What each rank gave to `begin_save`, by rank.
+        after: On rank 0 and an object store, once it is committed: what this writer, which alone may write, knows to be
+            there.
     """
 
     def __init__(
@@ -252,6 +262,7 @@ class SaveAttempt:
         self._overwrite = overwrite
         self._opening = opening
         self._record: CommitRecord | None = None
+        self.after: Inventory | None = None
         self._started = time.monotonic()
 
     def abort(self, error: BaseException) -> NoReturn:
@@ -260,6 +271,8 @@ class SaveAttempt:
         Raises:
             RankFailedError: Always (a process that is alone raises its ckptkit error as it is).
         """
+        with contextlib.suppress(Exception):  # what this rank has on its way must not arrive after rank 0 deleted all
+            self._place.sync(())
         self._settle(Outcome.of_error(error), lambda reports: None)
         raise SaveError(f"saving {self.name} failed: {error}") from error  # settle has raised
 
@@ -331,7 +344,8 @@ class SaveAttempt:
             self._place.sync(path for path in summed if path not in files)
             files |= summed
         # 5. Invariant: what the record will name is there, whole, and nothing else is.
-        check_files(self._place, files)
+        with self._lease_checked():
+            check_files(self._place, files)
         record = CommitRecord(
             **{
                 "created": time.time(),
@@ -346,20 +360,36 @@ class SaveAttempt:
                 "files": files,
             }
         )
-        if self._opening.lease is not None:
-            self._opening.lease.check()
         self._place.look()
         # 6. and 7.: the commit. Invariant: a save that returns survives a power cut.
         data = record.to_json()
         self._place.publish(data, overwrite=self._overwrite)
         return CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
 
+    @contextlib.contextmanager
+    def _lease_checked(self) -> Iterator[None]:
+        """Check at the same time that the lease is still ours: each takes a request where the root is remote."""
+        lease = self._opening.lease
+        if lease is None or self.root.local_root is not None:
+            yield
+            if lease is not None:
+                lease.check()
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-lease") as pool:
+            checked = pool.submit(lease.check)
+            yield
+            checked.result()
+
     def _after_commit(self, record: CommitRecord, hints: Mapping[str, bytes]) -> None:
+        if self.root.local_root is None:
+            before = self._opening.inventory
+            others = [item for item in before.committed if item.name != record.name]
+            self.after = replace(before, committed=in_order([*others, Committed(record.name, record)]))
         if self.data:
             for path, data in hints.items():
                 with contextlib.suppress(OSError):
                     self.root.write(f"{self.name}/{path}", data, overwrite=True)
-        write_hint(self.root, self.name)
+        write_hint(self.root, self.name, view=self._opening.view)
         logger.debug(  # the manager has the line for people
             "saved %s/%s: %s in %.1f s",
             self.root.url,

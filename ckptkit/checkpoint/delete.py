@@ -15,6 +15,7 @@ from ckptkit.checkpoint.retention import Decision, RetentionPolicy, decide
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
 from ckptkit.formats.layout import RECORD_NAME, CommitRecord, find_record, record_path
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import drop, empty_trash
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
@@ -63,6 +64,7 @@ def rotate(
     protected: Mapping[str, str] | None = None,
     among: Callable[[CommitRecord], bool] | None = None,
     clean: bool = False,
+    seen: Inventory | None = None,
 ) -> Rotation:
     """Delete what `policy` does not keep. On one rank, after the new checkpoint is committed.
 
@@ -72,7 +74,14 @@ def rotate(
         protected: Names that must stay, with the reason, beside those pinned: the one resumed from.
         among: Which checkpoints the policy is about, where others lie beside them; None: all.
         clean: Also remove what dead saves left.
+        seen: What was there a while ago, by a writer that still has the lease: where nothing of that is to go, none of
+            it is looked at again.
     """
+    if seen is not None and not clean:
+        records = [item.record for item in seen.committed if among is None or among(item.record)]
+        early = decide(records, policy, protected=protected)
+        if all(decision.keep for decision in early):
+            return Rotation(tuple(early))
     inventory = list_checkpoints(root)
     if among is not None:
         inventory = replace(inventory, committed=tuple(item for item in inventory.committed if among(item.record)))
@@ -104,11 +113,12 @@ def delete_checkpoint(root: Store, name: str, *, reason: str) -> bool:
         if pins:
             logger.info("kept %s/%s: %s", root.url, name, pins[0].reason)
             return False
-        record = _own_record(root, name)
+        view = snapshot(root, name)
+        record = _own_record(view, name)
         if isinstance(root, LocalStore):
             _delete_local(root, name)
         else:
-            _delete_remote(root, record)
+            _delete_remote(root, view, record)
     logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
     return True
 
@@ -129,17 +139,18 @@ def _delete_local(root: LocalStore, name: str) -> None:
         empty_trash(root, trash, first=RECORD_NAME)
 
 
-def _delete_remote(root: Store, record: CommitRecord) -> None:
+def _delete_remote(root: Store, view: Store, record: CommitRecord) -> None:
     root.delete(
         [record_path(record.name)]
     )  # Invariant: no longer a checkpoint; what is left is an attempt without owner.
-    if record.data:
-        root.delete_tree(f"{record.name}/{record.data}")
-    else:
-        root.delete([f"{record.name}/{path}" for path in record.files])
     # Hints for other programs lie beside the record; other attempts to save this name have folders of their own.
-    hints = [item.path for item in root.list(record.name) if item.kind == "file" and not item.path.endswith(".owner")]
-    root.delete(hints)
+    hints = [item.path for item in view.list(record.name) if item.kind == "file" and not item.path.endswith(".owner")]
+    if record.data:
+        # Every upload of a save that was committed was completed: none is looked for.
+        files = [item.path for item in view.list(f"{record.name}/{record.data}", recursive=True)]
+    else:
+        files = [f"{record.name}/{path}" for path in record.files]
+    root.delete([*files, *hints])
 
 
 class BackgroundRotation:

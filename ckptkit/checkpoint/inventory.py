@@ -12,10 +12,21 @@ from ckptkit.checkpoint.lease import STATE_DIRECTORY
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UsageError
 from ckptkit.formats.layout import LATEST_HINT, CommitRecord, find_record, record_path, step_of_name
 from ckptkit.storage.owner import Owner
+from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, read_owner
 from ckptkit.storage.store import FileInfo, Store
 
-__all__ = ["Attempt", "Committed", "Inventory", "Skipped", "choose", "list_checkpoints", "rank_by", "resolve"]
+__all__ = [
+    "Attempt",
+    "Committed",
+    "Inventory",
+    "Skipped",
+    "choose",
+    "in_order",
+    "list_checkpoints",
+    "rank_by",
+    "resolve",
+]
 
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" is in no tag
@@ -105,40 +116,47 @@ def _first(pair: tuple[int, Skipped | None]) -> int:
     return pair[0]
 
 
-def list_checkpoints(root: Store) -> Inventory:
-    """Return what lies below `root`; names and dates decide nothing, records do. Imports no torch."""
-    found, names = _list_once(root)
+def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
+    """Return what lies below `root`; names and dates decide nothing, records do. Imports no torch.
+
+    Args:
+        view: A snapshot of `root`, taken just now.
+    """
+    found, names = _list_once(root, view or snapshot(root))
     # With one checkpoint, and a save that rotates it away between the names and the records, nothing would be found.
     for _ in range(_MAX_LISTINGS):
         if found.committed or not names:
             break
         before = names
-        found, names = _list_once(root)
+        found, names = _list_once(root, snapshot(root))
         if names == before:
             break
     return found
 
 
-def _list_once(root: Store) -> tuple[Inventory, list[str]]:
-    """Return what lies below `root`, and the directories that were looked into."""
+def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
+    """Return what lies below `root`, and the directories that were looked into.
+
+    What is there is looked up in `view`. What is gone is asked of the root itself: it may have come since.
+    """
     candidates: list[str] = []
     running: list[Attempt] = []
     abandoned: list[Attempt] = []
     foreign: list[str] = []
-    for item in root.list():
+    for item in view.list():
         ours = item.path.startswith(".") and item.path.endswith((".owner", ".part")) and item.kind == "file"
         if ours or item.path in (STATE_DIRECTORY, LATEST_HINT):
             continue
         kept = leftover_of(item.path)
         if kept is not None and item.kind == "directory":
-            stated = read_owner(root, owner_path(item.path))
+            stated = read_owner(view, owner_path(item.path))
             attempt = Attempt(item.path, kept.name, stated.owner if stated else None)
             (abandoned if is_abandoned(root, kept) else running).append(attempt)
         elif item.kind == "directory":
             candidates.append(item.path)
         else:
             foreign.append(item.path)  # a symlink, too: whatever it points to is not ours to judge
-    looks = _look_all(root, candidates)
+    looks = _look_all(root, view, candidates)
     committed, replaced = _order([look for look in looks if isinstance(look, Committed)])
     for look in looks:
         if isinstance(look, _Look):
@@ -161,17 +179,17 @@ class _Look:
     abandoned: list[Attempt]
 
 
-def _look_all(root: Store, names: Sequence[str]) -> list[Committed | Skipped | _Look | str]:
+def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed | Skipped | _Look | str]:
     if root.local_root is not None:
         return [_look(root, name) for name in names]
     with ThreadPoolExecutor(16, thread_name_prefix="ckptkit-ls") as pool:
-        return [look for looks in pool.map(lambda name: _look_at(root, name), names) for look in looks]
+        return [look for looks in pool.map(lambda name: _look_at(root, view, name), names) for look in looks]
 
 
-def _look_at(root: Store, name: str) -> list[Committed | Skipped | _Look | str]:
-    look = _look(root, name)
+def _look_at(root: Store, view: Store, name: str) -> list[Committed | Skipped | _Look | str]:
+    look = _look(view, name)
     known = look.record.data if isinstance(look, Committed) else ""
-    return [look, _look_inside(root, name, known)]
+    return [look, _look_inside(root, view, name, known)]
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
@@ -192,18 +210,19 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     return Skipped(path, f"its record says that it is {record.name}: a copy, or renamed; left alone")
 
 
-def _look_inside(root: Store, name: str, known: str) -> _Look:
+def _look_inside(root: Store, view: Store, name: str, known: str) -> _Look:
     """Return the attempts whose files lie under `name` on an object store, without or beside the committed one.
 
     Args:
         known: The folder that a record was seen to name: no more is asked about it.
     """
     looks = []
-    for path in _attempt_folders(root.list(name)):
+    for path in _attempt_folders(view.list(name)):
         if known and path == f"{name}/{known}":
             continue
-        stated = read_owner(root, owner_path(path))
-        looks.append((Attempt(path, name, stated.owner if stated else None), is_dead(root, owner_path(path))))
+        stated = read_owner(view, owner_path(path))
+        dead = is_dead(root if stated is None else view, owner_path(path))
+        looks.append((Attempt(path, name, stated.owner if stated else None), dead))
     found = _Look([], [])
     if looks:
         # The record last: a writer puts it before it takes back its statement, so what has neither is nobody's.
@@ -221,6 +240,11 @@ def _attempt_folders(items: list[FileInfo]) -> list[str]:
     """Return the folders that attempts have, or will have: a writer killed at once left its statement alone."""
     names = (i.path.removesuffix(".owner") for i in items if i.kind == "directory" or i.path.endswith(".owner"))
     return [path for path in dict.fromkeys(names) if _NONCE.fullmatch(path.rpartition("/")[2])]
+
+
+def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
+    """Return checkpoints, each of a name of its own, in the order of the run."""
+    return tuple(_order(list(found))[0])
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:

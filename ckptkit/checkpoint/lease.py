@@ -16,6 +16,7 @@ from typing import Any
 from ckptkit.errors import LeaseHeldError, SaveError
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
+from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
 
@@ -68,9 +69,13 @@ class Lease:
         thread.start()
         weakref.finalize(self, self._stop.set).atexit = False  # at exit `release` comes first
 
-    def check(self) -> None:
-        """Raise SaveError unless the lease is still ours: the root may be gone, or another job took over."""
-        top = _top(self.root) or self._put_back()
+    def check(self, *, view: Store | None = None) -> None:
+        """Raise SaveError unless the lease is still ours: the root may be gone, or another job took over.
+
+        Args:
+            view: A snapshot of the root, taken just now.
+        """
+        top = _top(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
         if top is None:
             raise SaveError(
                 f"{self.root.url} is no longer what it was when this job began to write: its lease is gone. Was the "
@@ -110,7 +115,7 @@ class Lease:
             _here.pop(self.nonce, None)
             state = replace(self._state, released=True)
             try:
-                top = _top(self.root)
+                top = _top(snapshot(self.root, STATE_DIRECTORY))
                 if top is not None and top.nonce == self.nonce and state.owner == this_process():  # not in a fork
                     self._write(state)
             except OSError as error:
@@ -156,11 +161,12 @@ def acquire_lease(root: Store, *, patience_s: float | None = None) -> Lease:
         LeaseHeldError: Its owner lives; the message names it.
     """
     for _ in range(100):
-        top = _top(root)
+        view = snapshot(root, STATE_DIRECTORY)
+        top = _top(view)
         if top is not None and not top.released:
             _refuse_if_alive(root, top, TTL_S if patience_s is None else patience_s)
         # A file that can't be read (a power cut: leases are not synced) is no lease, but its number is taken.
-        newest = max((generation for generation, _ in _generations(root)), default=0)
+        newest = max((generation for generation, _ in _generations(view)), default=0)
         if newest > (top.generation if top else 0) and _top(root) != top:
             continue  # another contender was faster
         state = _State(newest + 1, new_nonce(), this_process())
@@ -168,7 +174,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None) -> Lease:
             write_state(root, state.path, state.to_json())  # put-if-absent: one of many contenders wins
         except FileExistsError:
             continue
-        _clean(root, state)
+        _clean(root, view, state)
         logger.debug("took the lease of %s, generation %d", root.url, state.generation)
         return Lease(root, state)
     raise LeaseHeldError(f"{root.url}: the lease changes hands all the time. Many jobs want to write here.")
@@ -251,9 +257,9 @@ def _generations(root: Store) -> list[tuple[int, str]]:
     return found
 
 
-def _clean(root: Store, state: _State) -> None:
+def _clean(root: Store, view: Store, state: _State) -> None:
     """Delete what older generations left, and files that a kill left half-written."""
-    old = [path for generation, path in _generations(root) if generation < state.generation]
-    parts = [i.path for i in root.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
+    old = [path for generation, path in _generations(view) if generation < state.generation]
+    parts = [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
     with contextlib.suppress(OSError):
         root.delete(old + parts)

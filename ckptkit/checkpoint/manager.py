@@ -401,10 +401,11 @@ class CheckpointManager:
             return (), 0
 
     def _rotated(self) -> tuple[tuple[tuple[int, int], ...], int]:
+        seen = self._saver.seen
         if self.retention is None:
-            return (), len(list_checkpoints(self._root).committed)
+            return (), len((seen or list_checkpoints(self._root)).committed)
         protected = {self._loader.resumed_from: "the run was resumed from it"} if self._loader.resumed_from else {}
-        done = rotate(self._root, self.retention, protected=protected, among=self.rotates)
+        done = rotate(self._root, self.retention, protected=protected, among=self.rotates, seen=seen)
         gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
         return gone, len(done.decisions) - len(done.deleted)
 

@@ -18,6 +18,7 @@ from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, 
 from ckptkit.formats.layout import CommitRecord, find_record, read_record, record_path
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
+from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store, open_store
 
@@ -57,13 +58,14 @@ class Pin:
 
 def list_pins(root: Store) -> list[Pin]:
     """Return the pins that hold: those of people, and those of readers that live and were renewed in time."""
-    items = [item for item in root.list(_PINS) if item.kind == "file" and item.path.endswith(".json")]
+    view = snapshot(root, _PINS)
+    items = [item for item in view.list(_PINS) if item.kind == "file" and item.path.endswith(".json")]
     pins: list[Pin] = []
     now: float | None = None
     for item in items:
         body: Any = None
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
-            body = json.loads(root.read(item.path, 0, 65536))
+            body = json.loads(view.read(item.path, 0, 65536))
         if not isinstance(body, dict) or not isinstance(body.get("name"), str):
             # Better a checkpoint too many: a pin of a person that can't be read still says which by its name.
             match = _FOREVER.fullmatch(item.path.rpartition("/")[2])
@@ -100,7 +102,8 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
     body = json.dumps({"name": name, "why": why, "owner": this_process().to_json()}).encode()
     fresh = root.local_root is not None and root.info(STATE_DIRECTORY) is None
     try:
-        write_state(root, path, body)
+        # Nobody else has this name: on an object store no request has to ask whether it is free.
+        write_state(root, path, body, overwrite=root.local_root is None)
     except (OSError, UnsafePathError) as error:  # a link out of the root where pins are: not written through
         logger.warning("%s: %s is read without a pin: %s", root.url, name, error)
         yield _record_of(root, name)
@@ -179,11 +182,12 @@ def _wait_while_deleting(root: Store, name: str, patience_s: float = 30.0) -> No
 
 def _announced(root: Store, name: str) -> bool:
     path = f"{_DELETING}/{name}.json"
-    found = root.info(path)
+    view = snapshot(root, _DELETING)
+    found = view.info(path)
     if found is None:
         return False
     try:
-        owner = Owner.from_json(json.loads(root.read(path, 0, 4096)))
+        owner = Owner.from_json(json.loads(view.read(path, 0, 4096)))
     except (FileNotFoundError, ValueError, RecursionError):
         return False
     alive = owner.alive() if owner else False

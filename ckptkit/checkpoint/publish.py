@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from ckptkit.errors import CheckpointExistsError, SaveError
+from ckptkit.errors import CheckpointExistsError, CkptkitError, SaveError
 from ckptkit.formats.layout import (
     LATEST_HINT,
     RECORD_NAME,
@@ -22,7 +22,10 @@ from ckptkit.formats.layout import (
     step_of_name,
 )
 from ckptkit.storage import staging
+from ckptkit.storage.attempt import AttemptStore
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.store import Store
 
 __all__ = ["LocalPlace", "Place", "RemotePlace", "check_files", "place_of", "settle_replacements", "write_hint"]
@@ -184,25 +187,38 @@ class RemotePlace:
         self.root, self.name, self.save_id = root, name, save_id
         self.data = save_id
         self.path = f"{name}/{save_id}"
-        self._store = root.child(name).child(save_id)
+        self._store: Store = root.child(name).child(save_id)
+        if isinstance(root, RemoteStore):
+            self._store = AttemptStore.of(root, self.path)
         self._replaced: str | None = None
+        self._seen = False
+        self._published = False
 
     @property
     def store(self) -> Store:
         return self._store
 
     def open(self) -> None:
-        staging.write_owner(self.root, staging.owner_path(self.path), self.save_id, leased=True)
+        staging.write_owner(self.root, staging.owner_path(self.path), self.save_id, leased=True, shared=False)
+        self._seen = True
 
     def look(self) -> None:
-        _check_owner(self.root, staging.owner_path(self.path), self.save_id)
+        # Once: keys do not move as directories do, and rank 0 looks at all of them, the owner's too, before it commits.
+        if not self._seen:
+            _check_owner(self.root, staging.owner_path(self.path), self.save_id)
+            self._seen = True
 
     def sync(self, paths: Iterable[str]) -> None:
-        """Nothing is to be done: an object that is there is durable."""
+        # Small objects may still be on their way. One that is there is durable.
+        if isinstance(self._store, AttemptStore):
+            self._store.settle()
 
     def sizes(self) -> dict[str, int]:
         # One listing, which S3 and GCS give consistently, not a request per file.
-        return {item.path: item.size for item in self.store.list(recursive=True)}
+        view = snapshot(self.root, self.name)
+        _check_owner(view, staging.owner_path(self.path), self.save_id)
+        start = len(self.path) + 1
+        return {item.path[start:]: item.size for item in view.list(self.path, recursive=True)}
 
     def publish(self, record: bytes, *, overwrite: bool) -> None:
         # Invariant: every object that the record names is complete, under keys that nobody else writes.
@@ -218,26 +234,37 @@ class RemotePlace:
                 raise CheckpointExistsError(
                     f"{self.root.url}/{self.name} was committed by another writer first; nothing was published."
                 ) from error
+        self._published = True
         self._replaced = old.data if old is not None and old.data else None
 
     def close(self) -> None:
-        found = find_record(self.root, record_path(self.name))
-        if found is None or found.save_id != self.save_id:
+        with contextlib.suppress(OSError, CkptkitError):
+            self.sync(())  # what arrives after the deletion would stay
+        if not self._published and not self._is_record_ours():
             self.root.delete_tree(self.path)
         elif self._replaced and self._replaced != self.save_id:
             self.root.delete_tree(f"{self.name}/{self._replaced}")
         self.root.delete([staging.owner_path(self.path)])
 
+    def _is_record_ours(self) -> bool:
+        found = find_record(self.root, record_path(self.name))
+        return found is not None and found.save_id == self.save_id
 
-def write_hint(root: Store, name: str) -> None:
-    """Let the file `latest` name the newest checkpoint, for people; nothing here reads it. Never raises."""
+
+def write_hint(root: Store, name: str, *, view: Store | None = None) -> None:
+    """Let the file `latest` name the newest checkpoint, for people; nothing here reads it. Never raises.
+
+    Args:
+        view: A snapshot of `root`.
+    """
     with contextlib.suppress(OSError, ValueError):
         root = root.existing() if isinstance(root, LocalStore) else root
-        found = root.info(LATEST_HINT)
+        view = root if view is None or isinstance(root, LocalStore) else view
+        found = view.info(LATEST_HINT)
         if found is not None:
             if found.kind != "file" or found.size > 200:
                 return
-            stated = root.read(LATEST_HINT).decode().strip()
+            stated = view.read(LATEST_HINT).decode().strip()
             if step_of_name(stated) is None and find_record(root, record_path(stated)) is None:
                 return  # somebody else's file of that name
         root.write(LATEST_HINT, f"{name}\n".encode(), overwrite=True, sync=False)

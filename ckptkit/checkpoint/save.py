@@ -28,6 +28,7 @@ from ckptkit.formats.layout import MANIFEST_NAME, CommitRecord, FileRecord
 if TYPE_CHECKING:
     import torch
 
+    from ckptkit.checkpoint.inventory import Inventory
     from ckptkit.checkpoint.lease import Lease
     from ckptkit.storage.store import Store
 
@@ -116,6 +117,8 @@ class Saver:
         self._objective = objective
         self._sync = sync
         self._max_shard_bytes = max_shard_bytes
+        self.seen: Inventory | None = None
+        """What is known to be there after the last save, on rank 0, where looking again costs requests."""
         self._plans: dict[StateDictType, TensorPlan] = {}
         load_writers()
         self._transfers: Any = None
@@ -208,12 +211,14 @@ class Saver:
             "extra": self._extra,
         }
         with clock.phase("commit"):
-            return attempt.commit(
+            record = attempt.commit(
                 written.files,
                 fields,
                 payload=payload,
                 complete=lambda answers: self._index(prepared, attempt.store, attempt.save_id, answers),
             )
+        self.seen = attempt.after
+        return record
 
     def _proposed(self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock) -> _Proposal:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size

@@ -124,6 +124,9 @@ def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
     words = f"%(levelname)s {ranks}%(name)s: %(message)s" if verbose else f"Warning: {ranks}%(message)s"
     logging.basicConfig(level=logging.WARNING, format=words, stream=sys.stderr)
     logging.getLogger("ckptkit").setLevel(level)
+    logging.getLogger("stamina").setLevel(
+        level if verbose else logging.ERROR
+    )  # our own words say that it is tried again
 
 
 def print_json(document: Any) -> None:

@@ -37,6 +37,7 @@ ROW = np.dtype(
 
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # below this many bytes another file is not worth it
+_REMOTE_FILE = 32 << 20  # what one request may carry up
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 
@@ -95,7 +96,8 @@ def write_records(
     settle_device()
     started = time.perf_counter()
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
-    bins = _bins(lengths, min(workers or default_workers(store), 1 + sum(lengths) // _FILE))
+    most = 1 + sum(lengths) // (_REMOTE_FILE if store.local_root is None else _FILE)
+    bins = _bins(lengths, min(workers or default_workers(store), most))
     jobs = [_File(f"{prefix}{i}.distcp", rows, frames, tensors, records) for i, rows in enumerate(bins)]
     result = _empty(len(lengths), [job.path for job in jobs])
     _run([_Job(job, store, sync, result, i) for i, job in enumerate(jobs)])

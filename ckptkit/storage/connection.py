@@ -11,14 +11,15 @@ from typing import Any, TypeVar
 
 from ckptkit.errors import MissingExtraError, UsageError
 
-__all__ = ["PART_BYTES", "Connection"]
+__all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-PART_BYTES = 16 << 20  # one ranged read, or one part of an upload
+PART_BYTES = 16 << 20  # one ranged read
+UPLOAD_BYTES = 32 << 20  # one part of an upload; what is no larger goes up in one request
 _THREADS = 16  # requests in flight; what they read goes straight to where it is wanted
-_UPLOADS = 8  # parts on their way at once, by all writers of a process
+_UPLOADS = 6  # parts on their way at once, by all writers of a process
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -148,9 +149,28 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
         raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}") from error
     if protocol in ("s3", "s3a"):
         made.retries = 1
+        _without_asking_first(made)
     if protocol in ("gs", "gcs"):
         _without_inner_retries(made)
     return made
+
+
+def _without_asking_first(fs: Any) -> None:
+    """Let S3 get a body with its request, not after a round trip that asks whether it wants one."""
+    inner = fs.set_session
+    seen: Any = None
+
+    async def set_session(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        client = await inner(*args, **kwargs)
+        if client is not seen and hasattr(client, "meta"):
+            from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
+
+            client.meta.events.unregister("before-call.s3", add_expect_header)
+            seen = client
+        return client
+
+    fs.set_session = set_session
 
 
 def _prepare_gcs(settings: dict[str, Any]) -> None:

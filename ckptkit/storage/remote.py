@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 _MAX_GAP = 512 << 10  # a request costs about as long as reading this much
 _PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
+_S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE), storage_options={...}"
+_GCS = "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, storage_options={...}"
+_CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS}
 _KNOWN_BYTES = 4 << 20  # a larger file is not kept in memory
 _Infos = list[FileInfo]  # the class has a method called list
 _Job = tuple[str, int, int, list[ReadInto]]
@@ -88,11 +91,16 @@ class RemoteStore:
         try:
             return call_with_retries(function)
         except _PASSED_ON as error:
-            raise type(error)(error.errno or errno.EIO, f"{self._shown(path)}: {_text(error)}") from _harmless(error)
+            text = f"{self._shown(path)}: {_text(error)}"
+            if isinstance(error, PermissionError):
+                text += _hint(self.protocol)
+            raise type(error)(error.errno or errno.EIO, text) from _harmless(error)
         except StorageError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a file system raises becomes an error of ours
             text = f"{self._shown(path)}: {type(error).__name__}: {_text(error)}"
+            if "Credential" in type(error).__name__:
+                text += _hint(self.protocol)
             if is_transient(error):
                 text += (
                     f" (tried for {time.monotonic() - started:.0f} s; CKPTKIT_STORAGE_TIMEOUT, now {timeout_s():g}s, "
@@ -310,6 +318,12 @@ class RemoteStore:
         for upload in found:
             self._call(path, lambda upload=upload: self._api.abort(upload))  # type: ignore[misc]
         return len(found)
+
+
+def _hint(protocol: str) -> str:
+    """Say where credentials are given."""
+    known = _CREDENTIALS.get(protocol, "storage_options={...}")
+    return f". Give credentials by {known}, or --storage-option NAME=VALUE."
 
 
 def _api_of(protocol: str, connection: Connection) -> ObjectApi:

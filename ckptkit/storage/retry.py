@@ -22,6 +22,7 @@ T = TypeVar("T")
 ATTEMPTS = 8
 TIMEOUT_S = 40.0  # no try starts later than this; one try waits at most 15 s for an answer
 WAIT_MAX_S = 8.0
+_SAID_AT = 4  # failures in a row: less is nothing to speak of
 TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
 
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -115,13 +116,6 @@ def timeout_s() -> float:
         raise UsageError(f"{TIMEOUT_VARIABLE}={text!r} is no duration; write 90s or 5m.") from error
 
 
-def _worth_it(error: Exception) -> bool:
-    if not is_transient(error):
-        return False
-    logger.debug("trying again after %s", type(error).__name__)
-    return True
-
-
 def call_with_retries(function: Callable[[], T]) -> T:
     """Return what `function` returns, called again after transient errors with growing, jittered waits.
 
@@ -129,7 +123,18 @@ def call_with_retries(function: Callable[[], T]) -> T:
     """
     patience = timeout_s()
     attempts = ATTEMPTS if patience <= TIMEOUT_S else None
+    failures = 0
+
+    def worth_it(error: Exception) -> bool:
+        nonlocal failures
+        if not is_transient(error):
+            return False
+        failures += 1
+        say = logger.warning if failures == _SAID_AT else logger.debug
+        say("the storage does not answer (%s); trying again for up to %g s", type(error).__name__, patience)
+        return True
+
     caller = stamina.RetryingCaller(
         attempts=attempts, timeout=patience, wait_initial=0.1, wait_max=WAIT_MAX_S, wait_jitter=0.5
     )
-    return caller(_worth_it, function)
+    return caller(worth_it, function)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from ckptkit.storage.connection import PART_BYTES, Connection
+from ckptkit.storage.connection import UPLOAD_BYTES, Connection
 from ckptkit.storage.object_api import ObjectApi, Upload
 
 __all__ = ["PartWriter"]
@@ -60,7 +60,7 @@ class PartWriter:
             at += taken
 
     def _part_bytes(self) -> int:
-        return PART_BYTES if self._count < _MANY else _LARGE
+        return UPLOAD_BYTES if self._count < _MANY else _LARGE
 
     def finish(self, put: Callable[[bytes], object]) -> None:
         """Let the object appear; `put` writes one that is no larger than a part."""

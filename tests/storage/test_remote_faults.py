@@ -14,7 +14,6 @@ import pytest
 
 from ckptkit.errors import StorageError
 from ckptkit.storage import open_store
-from ckptkit.storage.connection import PART_BYTES
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import is_transient
 from ckptkit.storage.store import ReadInto
@@ -22,6 +21,12 @@ from tests.storage import servers
 from tests.storage.proxy import Proxy, every_third, proxy_of
 
 Options = dict[str, Any]
+PART = 5 << 20  # the least that S3 takes
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ def direct(store: RemoteStore, moto: Options) -> RemoteStore:
 def test_bytes_are_identical_where_every_third_request_fails(
     store: RemoteStore, via: Proxy, moto: Options, fate: str
 ) -> None:
-    data = os.urandom(2 * PART_BYTES + 12345)
+    data = os.urandom(2 * PART + 12345)
     via.clear()
     via.rule = every_third(fate)
     with store.writer("big") as out:
@@ -71,7 +76,7 @@ def test_bytes_are_identical_where_every_third_request_fails(
 
 
 def test_each_request_of_an_upload_may_fail_in_turn(store: RemoteStore, via: Proxy) -> None:
-    data = os.urandom(PART_BYTES + 100)
+    data = os.urandom(PART + 100)
     for turn in range(1, 6):
         via.clear()
         via.rule = lambda number, method, path, turn=turn: "lost" if number == turn else "pass"  # type: ignore[misc]
@@ -112,7 +117,7 @@ def test_a_server_that_fails_for_good_is_one_error_in_bounded_time(
 
 def test_a_failed_upload_leaves_neither_an_object_nor_parts(store: RemoteStore, via: Proxy) -> None:
     with pytest.raises(RuntimeError), store.writer("big") as out:
-        out.write(bytes(3 * PART_BYTES))
+        out.write(bytes(3 * PART))
         raise RuntimeError("on purpose")
     assert store.list(recursive=True) == []
     assert store.unfinished_uploads() == []
@@ -132,7 +137,7 @@ def test_a_writer_does_not_replace_a_large_object(store: RemoteStore) -> None:
     for content in (b"a", b"b"):
         try:
             with store.writer("big") as out:
-                out.write(content * (PART_BYTES + 5))
+                out.write(content * (PART + 5))
         except FileExistsError:
             assert content == b"b"
     assert store.read("big", 0, 1) == b"a"
@@ -155,7 +160,7 @@ def test_parts_are_sent_while_the_caller_goes_on_and_in_bounded_number(store: Re
     via.rule = rule
     with store.writer("big") as out:
         for _ in range(12):
-            out.write(bytes(PART_BYTES))
+            out.write(bytes(PART))
     assert 2 <= most[0] <= 8
 
 
@@ -263,7 +268,7 @@ def test_gcs_survives_every_third_request_failing() -> None:
         os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
         open_store("gs://bucket", storage_options=options).fs.mkdir("bucket")
         store = RemoteStore("gs://bucket/run", storage_options={**options, "endpoint_url": via.url})
-        data = os.urandom(2 * PART_BYTES + 777)
+        data = os.urandom(2 * PART + 777)
         via.rule = every_third("503")
         store.write("small", data[:10])
         assert store.read("small") == data[:10]
