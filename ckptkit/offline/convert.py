@@ -105,7 +105,7 @@ def convert(  # noqa: PLR0913 - one argument an option
     if memory < _MIN_MEMORY:
         raise UsageError(f"--max-memory {max_memory} is too little: give 16MB or more.")
     options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix)
-    source = open_pinned(src, storage_options=storage_options, options=options)
+    source = open_pinned(src, storage_options=storage_options, options=options, together=not dry_run)
     choice = _Choice(
         to, dtype, weights, base, key_map, strip_prefix, tuple(include), tuple(exclude), merge_adapter, untie,
         adapter_config, not dry_run,

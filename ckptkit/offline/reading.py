@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -88,17 +88,56 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def open_pinned(
-    url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    options: ReadOptions | None = None,
+    together: bool = False,
 ) -> Source:
     """Open the checkpoint that `url` names, pinned until the command of `reads_checkpoints` around it ends.
 
     Where it is deleted between the choice and the pin, the choice is made again.
+
+    Args:
+        together: Where several ranks write one result, all of them call this, and read what rank 0 has chosen:
+            "latest" may mean another one a moment later.
 
     Raises:
         CheckpointNotFoundError: There is nothing, or nothing that is a checkpoint.
         CkptkitError: What the reader of the format raises.
     """
     reading = _current.get()
+    if together and is_one_of_many():
+        return _opened_together(reading, url, storage_options, options)
+    return _opened(reading, url, storage_options, options)
+
+
+def _opened_together(
+    reading: _Reading, url: str, storage_options: Mapping[str, Any] | None, options: ReadOptions | None
+) -> Source:
+    from ckptkit.checkpoint.coordinator import Coordinator
+    from ckptkit.offline.team import process_group
+
+    reading.pins.enter_context(process_group())
+    coordinator = reading.pins.enter_context(closing(Coordinator()))
+    opened: list[Source] = []
+
+    def choose() -> str:
+        opened.append(_opened(reading, url, storage_options, options))
+        return opened[0].url
+
+    def follow() -> None:
+        if not opened:
+            opened.append(_opened(reading, chosen, storage_options, options))
+
+    chosen = coordinator.decide(choose, "choosing what to read")
+    coordinator.all_ok(follow, "opening what is read")
+    return opened[0]
+
+
+def _opened(
+    reading: _Reading, url: str, storage_options: Mapping[str, Any] | None, options: ReadOptions | None
+) -> Source:
     before = ""
     for _ in range(_MAX_TRIES):
         try:

@@ -83,7 +83,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
     target = TargetMesh.parse(mesh, world_size=world_size)
     split = None if tp_plan is None else TPPlan.of(tp_plan)
     memory = parse_size(max_memory)
-    source = open_pinned(src, storage_options=storage_options, options=ReadOptions(layout=layout))
+    source = open_pinned(src, storage_options=storage_options, options=ReadOptions(layout=layout), together=not dry_run)
     _check_files(source.store, source.catalog)
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=storage_options)
     identity = identity_of(source, dst, storage_options)

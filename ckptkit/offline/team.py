@@ -14,7 +14,7 @@ from ckptkit.offline.plan import Plan
 from ckptkit.offline.publish import OutputPlace, Session
 from ckptkit.storage.store import Store, open_store
 
-__all__ = ["share_out", "staged_together"]
+__all__ = ["process_group", "share_out", "staged_together"]
 
 T = TypeVar("T")
 _MEET_S = 120  # ranks that torchrun starts together are there within seconds
@@ -73,7 +73,7 @@ def staged_together(place: OutputPlace, plan: Plan) -> Iterator[Session]:
     Raises:
         RankFailedError: Some rank failed; nothing was published.
     """
-    with _process_group(), contextlib.closing(Coordinator()) as coordinator, contextlib.ExitStack() as stack:
+    with process_group(), contextlib.closing(Coordinator()) as coordinator, contextlib.ExitStack() as stack:
         staged: list[Store] = []
 
         def open_staging() -> str:
@@ -87,7 +87,12 @@ def staged_together(place: OutputPlace, plan: Plan) -> Iterator[Session]:
 
 
 @contextlib.contextmanager
-def _process_group() -> Iterator[None]:
+def process_group() -> Iterator[None]:
+    """Let there be a process group in the block: the one there is, or one of the ranks that torchrun started.
+
+    Raises:
+        RankFailedError: They did not meet.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import xxhash
 
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.open import open_checkpoint
+from ckptkit.checkpoint.pins import list_pins
 from ckptkit.formats.detect import open_source
+from ckptkit.offline import reading
+from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
+from ckptkit.storage.store import open_store
+from tests.checkpoint import killed
 
 
 def made(zoo: Path, tmp_path: Path, kind: str = "sharded", **options: Any) -> Path:
@@ -75,6 +83,34 @@ def test_ranks_of_torchrun_share_the_work_and_publish_once(ranks: Any, zoo: Path
     for path in alone.glob("__*"):
         assert (tmp_path / "shared" / path.name).read_bytes() == path.read_bytes()
     assert verify(target).ok
+
+
+def converts_what_rank_0_chose(run: str, target: str) -> list[str]:
+    """Convert and reshard the run while rank 1 takes another step for its latest."""
+    real = reading.resolve_url
+
+    def outdated(url: str, **options: Any) -> str:
+        return f"{run}/step_00000001" if url == run and dist.get_rank() else real(url, **options)
+
+    reading.resolve_url = outdated
+    try:
+        hf = convert(run, f"{target}/hf", max_shard_size=60)
+        dcp = reshard(run, f"{target}/step_00000002", world_size=2)
+    finally:
+        reading.resolve_url = real
+    return [hf.opened, dcp.opened]
+
+
+def test_ranks_of_torchrun_read_the_checkpoint_that_rank_0_has_chosen(ranks: Any, tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    with CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, killed.state(step))
+    found = ranks.run(converts_what_rank_0_chose, 2, run, str(tmp_path))
+    assert found == [[f"{run}/step_00000002"] * 2] * 2
+    assert (open_checkpoint(f"{tmp_path}/hf")["weight"].numpy() == killed.content(2, 0)).all()
+    assert (open_checkpoint(f"{tmp_path}/step_00000002")["model.weight"].numpy() == killed.content(2, 0)).all()
+    assert list_pins(open_store(run)) == []
 
 
 def test_an_object_store_takes_the_result(zoo: Path) -> None:
