@@ -19,7 +19,8 @@ _unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 
 
 class SaveHandle:
-    """A save under way. `result` waits for its commit and raises what went wrong; so does the manager's next call."""
+    """A save under way. `result` waits for its commit and raises what went wrong; so does the manager's next call, on
+    ranks that have not asked. Ask on all ranks or on none: they must go on, or stop, together."""
 
     def __init__(self, step: int, work: Callable[[], SaveReport]) -> None:
         self.step = step

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoint import save as save_module
 from ckptkit.checkpoint import staging_buffers
@@ -227,6 +229,13 @@ def test_buffers_grow_with_the_state_and_keep_every_dtype() -> None:
         assert torch.equal(view.view(torch.uint8), tensor.view(torch.uint8))
 
 
+def test_a_closed_manager_holds_no_buffers(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save_async(1, TrainState(model=nn.Linear(30, 30)))
+        assert manager._buffers.nbytes >= 31 * 30 * 4
+    assert manager._buffers.nbytes == 0
+
+
 def test_buffers_that_could_not_grow_serve_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = StagingBuffers()
     small = [torch.arange(3.0)]
@@ -276,6 +285,49 @@ def test_a_rank_that_fails_in_the_background_fails_all_and_the_next_save_works(r
     assert "rank 1" in texts[0][0]
     assert "No space left" in texts[0][0]
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+
+
+def sharded(*sizes: int, dtype: torch.dtype = torch.float32, dim: int = 0) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    made = nn.Module()
+    for i, size in enumerate(sizes):
+        full = (torch.arange(float(size * 8)).reshape(size, 8) + 100 * i).to(dtype)
+        placed = distribute_tensor(full, mesh, (Shard(dim),), src_data_rank=None)
+        made.register_parameter(f"w{i}", nn.Parameter(placed, requires_grad=False))
+    return made
+
+
+def structure_changes(url: str, mode: Any) -> list[bool]:
+    """Every save finds another structure while the one before is still written; training wipes it at once."""
+    made: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+        ((64, 32), {}),
+        ((64, 32), {"dtype": torch.bfloat16}),
+        ((64, 32), {"dtype": torch.bfloat16, "dim": 1}),
+        ((64, 32, 4096), {}),
+        ((16,), {}),
+        ((64, 32), {}),
+    ]
+    right = []
+    with CheckpointManager(url, async_mode=mode) as manager:
+        for step, (sizes, kind) in enumerate(made):
+            model = sharded(*sizes, **kind)
+            manager.save_async(step, TrainState(model=model))
+            for tensor in model.parameters():
+                tensor.zero_()
+        manager.wait()
+        for step, (sizes, kind) in enumerate(made):
+            model, expected = sharded(*sizes, **kind), sharded(*sizes, **kind)
+            for tensor in model.parameters():
+                tensor.zero_()
+            manager.load(TrainState(model=model), step)
+            pairs = zip(model.parameters(), expected.parameters(), strict=True)
+            right.append(all(jobs.whole(a) == jobs.whole(b) for a, b in pairs))
+    return right
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_structure_that_changes_from_save_to_save_is_staged_anew(ranks: Any, tmp_path: Path, mode: str) -> None:
+    assert ranks.run(structure_changes, 2, str(tmp_path), mode) == [[True] * 6] * 2
 
 
 def no_memory_on_one(url: str, kind: str) -> tuple[str, list[float]]:
