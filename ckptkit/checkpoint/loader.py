@@ -77,6 +77,11 @@ class Loader:
             raise UsageError(f"fallback={fallback!r}: it is 'error' or 'previous'.")
         found = self._load_chosen(which, state, options, fallback == "previous")
         if found is None:
+            other = self._coordinator.decide(lambda: self._adoptable(which, state), "looking for others' checkpoints")
+            if other:
+                if self._coordinator.is_main:
+                    _log.info("%s has no checkpoint of ckptkit yet; going on from %s", self._url, other)
+                return self._load_url(other, state, options)
             if self._coordinator.is_main:
                 _log.info("%s has no checkpoint yet", self._url)
             return None
@@ -86,6 +91,13 @@ class Loader:
         if options.optimizer == "deferred":
             report.deferred = DeferredOptimizer(state, options, lambda s, o: self._load_committed(path, s, o))
         return report
+
+    def _adoptable(self, which: str | int, state: TrainState) -> str:
+        if which != "latest":
+            return ""
+        from ckptkit.checkpoint.adopt import adoptable
+
+        return adoptable(self._url, self._root, state, storage_options=self._storage_options)
 
     def _choose(self, which: str | int, damaged: Collection[str] = ()) -> tuple[str, CommitRecord] | Skipped | None:
         return choose(self._root, which, damaged=damaged, best=self._best)
