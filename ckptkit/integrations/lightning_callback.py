@@ -60,6 +60,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         self._storage_options = storage_options
         self._made: LightningCheckpoints | None = None
         self._random: Mapping[str, Any] | None = None
+        self._saves_last = False
 
     def _policy(self) -> RetentionPolicy | None:
         if self.save_top_k < 1:
@@ -90,7 +91,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-            strategy.save_checkpoint(checkpoint, filepath, retention=self.retention, owner=self.state_key)
+            strategy.save_checkpoint(checkpoint, filepath, **self._ownership())
         else:
             self._save_any(trainer, filepath)
         strategy.barrier("ManagedCheckpoint")
@@ -113,14 +114,25 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         checkpoint["ckptkit_optimizers"] = len(optimizers)
         checkpoint["ckptkit_keys"] = list(names)
         path = trainer.strategy.broadcast(filepath)
-        self._own().save(path, checkpoint, state, metrics=metrics, retention=self.retention, owner=self.state_key)
+        self._own().save(path, checkpoint, state, metrics=metrics, **self._ownership())
+
+    def _ownership(self) -> dict[str, Any]:
+        """Whose checkpoint a save is, and what rotates. A copy called "last" counts for nothing but itself: it must not
+        take the place of the best or newest that Lightning knows by another name."""
+        if self._saves_last:
+            return {"retention": RetentionPolicy(max_num=1), "owner": f"{self.state_key}/last"}
+        return {"retention": self.retention, "owner": self.state_key}
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         """Let "last" be a link to what was just saved, which rotation keeps as the newest; a save only without one."""
         saved = self._last_checkpoint_saved
         fresh = bool(saved) and self._last_global_step_saved == trainer.global_step
         if not self.save_last or not fresh or "://" in saved:
-            super()._save_last_checkpoint(trainer, monitor_candidates)
+            self._saves_last = True
+            try:
+                super()._save_last_checkpoint(trainer, monitor_candidates)
+            finally:
+                self._saves_last = False
             return
         made = self._linked(saved, monitor_candidates) if trainer.is_global_zero else ("", "")
         self.last_model_path, problem = trainer.strategy.broadcast(made)

@@ -196,7 +196,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         """Save what Lightning collected; return once it survives a power cut. All ranks must call it.
 
         Args:
-            storage_options: For a `checkpoint_io`; else they are an argument of the strategy.
+            storage_options: For a `checkpoint_io`; else they are an argument of the strategy, and refused here.
             retention: What rotation keeps of the checkpoints of this `owner`.
 
         Raises:
@@ -210,6 +210,8 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
                 self._checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             self.barrier("save_checkpoint")
             return
+        if storage_options is not None:
+            raise UsageError("storage_options of a save: give them to FSDP2Strategy(storage_options=...) instead.")
         names = checkpoint.pop("state_dict", {})
         whole = checkpoint.pop("optimizer_states", None)
         if not checkpoint.pop(_LIVE, False):  # gathered on rank 0: the keys are what counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from ckptkit.checkpoint.state import StateDictType
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.blocks import checkpoint_blocks
 from ckptkit.fsdp.mesh import make_mesh, plan_for
-from ckptkit.fsdp.meta import materialize
+from ckptkit.fsdp.meta import materialize, uninitialized
 from ckptkit.fsdp.reset import reset_parameters
 from ckptkit.fsdp.wrap import shard
 from ckptkit.integrations import lightning_setup as arguments
@@ -184,6 +184,7 @@ class FSDP2Strategy(ShardedCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
+            _refuse_early(self.optimizers, self.model)
         self.setup_precision_plugin()
 
     def parallelize(self) -> None:
@@ -230,6 +231,7 @@ class FSDP2Strategy(ShardedCheckpoints):
             if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
                 materialize(root, "cpu" if self._offload else self.root_device)
                 reset_parameters(root, seed=int(os.environ.get("PL_GLOBAL_SEED", "42")))
+                _warn_of_garbage(root)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -263,6 +265,33 @@ def _taken(fn: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(offered)
     return {name: value for name, value in offered.items() if name in parameters}
+
+
+def _warn_of_garbage(root: nn.Module) -> None:
+    """Name the modules whose tensors were made on the meta device and that cannot fill them."""
+    owners: dict[str, list[str]] = {}
+    for name in sorted(uninitialized(root)):
+        owners.setdefault(type(root.get_submodule(name.rpartition(".")[0])).__name__, []).append(name)
+    if owners:
+        listed = "; ".join(
+            f"{cls} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" for cls, names in owners.items()
+        )
+        rank_zero_warn(
+            "these modules were made on the meta device and have no reset_parameters(): their values are whatever "
+            f"was in memory, until a checkpoint is loaded: {listed}."
+        )
+
+
+def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
+    """Refuse an optimizer that holds other parameters than the module has now: it would train nothing."""
+    live = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in live]
+        if lost:
+            raise UsageError(
+                f"{type(optimizer).__name__} holds {len(lost)} parameters that {type(module).__name__} has no more: it "
+                "was made before the model was sharded, and would train nothing. Make it in configure_optimizers()."
+            )
 
 
 def _refuse_averaging(trainer: Any) -> None:

@@ -1,0 +1,108 @@
+"""The tables of the documents name what is there: errors, tests, examples."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import ckptkit
+from ckptkit import errors
+
+ROOT = Path(__file__).parents[2]
+PARITY = "docs/parity-frameworks.md"
+ROWS = [f"N{i}" for i in range(1, 18)] + [f"NB{i}" for i in range(1, 13)]
+ROWS += [f"P{i}" for i in range(1, 21)] + [f"PB{i}" for i in range(1, 16)]
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of every table row of a page, headings and rules left out."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in cells if not set(row[0]) <= set("-: ")]
+
+
+def named_tests(cell: str) -> list[tuple[Path, str]]:
+    """The tests that a cell names in backticks: files, directories, `file::test`; a bare file is beside the last."""
+    found: list[tuple[Path, str]] = []
+    folder = ROOT
+    for words in re.findall(r"`([\w./:\[\]*-]+)`", cell):
+        place, _, name = words.partition("::")
+        if place.startswith(("tests/", "benchmarks/")):
+            path = ROOT / place
+        elif place.startswith("test_") and place.endswith(".py"):
+            path = folder / place
+        else:
+            continue
+        folder = path if path.is_dir() else path.parent
+        found.append((path, name))
+    return found
+
+
+def check_tests(cells: list[list[str]], column: int) -> None:
+    wrong = []
+    for row in cells:
+        named = named_tests(row[column])
+        if not named and "make demo" not in row[column]:
+            wrong.append(f"{row[0]}: names no test")
+        for path, name in named:
+            if not path.exists():
+                wrong.append(f"{row[0]}: no {path.relative_to(ROOT)}")
+            elif name and not re.search(rf"^def {re.escape(name)}\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+                wrong.append(f"{row[0]}: no {name} in {path.relative_to(ROOT)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_promise_names_tests_that_exist() -> None:
+    check_tests(rows("docs/promises.md")[1:], 1)
+
+
+def test_each_row_of_the_frameworks_names_tests_that_exist() -> None:
+    table = [row for row in rows(PARITY) if row[0] in ROWS]
+    assert [row[0] for row in table] == ROWS
+    check_tests(table, 2)
+
+
+def test_each_name_in_the_table_of_the_frameworks_is_public() -> None:
+    for row in rows(PARITY):
+        for words in re.findall(r"`(ckptkit\.[\w.]+)`", row[1]) if row[0] in ROWS else ():
+            module, _, name = words.rpartition(".")
+            assert name in importlib.import_module(module).__all__, words
+
+
+def test_the_table_of_errors_is_that_of_the_package() -> None:
+    found = {}
+    for row in rows("docs/errors.md")[1:]:
+        found[row[0].strip("`")] = ([cell.strip("` ") for cell in row[1].split(",")], int(row[2]))
+    classes = {name: getattr(errors, name) for name in errors.__all__ if name != "CkptkitError"}
+    assert found.keys() == classes.keys()
+    for name, (also, code) in found.items():
+        assert classes[name].exit_code == code, name
+        bases = {base.__name__ for base in classes[name].__mro__[1:]}
+        assert set(also) <= bases, name
+
+
+def test_no_error_is_defined_elsewhere() -> None:
+    """Import everything: an exception of ours outside of errors.py is one of its classes, made narrower."""
+    for info in pkgutil.walk_packages(ckptkit.__path__, "ckptkit."):
+        if not info.name.startswith(("ckptkit.integrations", "ckptkit.__main__")):
+            importlib.import_module(info.name)
+    every = [errors.CkptkitError]
+    for cls in every:
+        every += cls.__subclasses__()
+    ours = [cls for cls in every if cls.__module__.startswith("ckptkit") and cls.__module__ != "ckptkit.errors"]
+    text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    assert not [cls.__name__ for cls in ours if cls.__name__ not in text]
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_each_example_is_in_the_table_of_examples(script: str) -> None:
+    assert f"[`{script}`]({script})" in (ROOT / "examples/README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_examples_names_no_other() -> None:
+    named = re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples/README.md").read_text(encoding="utf-8"))
+    assert sorted(named) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
