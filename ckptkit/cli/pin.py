@@ -20,6 +20,8 @@ def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...])
     from ckptkit.checkpoint.pins import pin_forever
     from ckptkit.errors import CheckpointNotFoundError, UsageError
 
+    if not why.strip():
+        raise UsageError("--why is empty: whoever finds the pin must know why it is there.")
     options = with_storage_options(storage_options)
     try:
         name = pin_forever(resolve_checkpoint(url, storage_options=options), why, storage_options=options)

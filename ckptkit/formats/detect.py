@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ _MAX_STEPS = 64  # newest step directories that are looked into
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
 # Directories of a step that hold a model of their own: verl and SkyRL.
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
+_ASIDE = ("optim", "rng", "dataloader")  # directories that lie beside a model
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
@@ -139,7 +142,21 @@ def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Sourc
 def _refuse_empty(store: Store, url: str) -> None:
     if store.local_root is not None and os.path.isdir(store.local_root):
         raise CheckpointNotFoundError(f"{url} is an empty directory. Expected {_EXPECTED}.")
+    if store.local_root is not None:
+        raise CheckpointNotFoundError(f"{url} does not exist. {_nearest(store.local_root)}")
     raise CheckpointNotFoundError(f"{url} does not exist, or holds nothing. Expected {_EXPECTED}.")
+
+
+def _nearest(path: str) -> str:
+    """Say how far a path that does not exist does, and what was probably meant."""
+    missing, parent = path, os.path.dirname(path)
+    while not os.path.isdir(parent) and parent != os.path.dirname(parent):
+        missing, parent = parent, os.path.dirname(parent)
+    with contextlib.suppress(OSError):
+        near = difflib.get_close_matches(os.path.basename(missing), sorted(os.listdir(parent)), n=1)
+        if near:
+            return f"Did you mean {os.path.join(parent, near[0])}{path[len(missing) :]}?"
+    return "Its directory exists." if missing == path else f"Nor does {missing}; {parent} does."
 
 
 def _unknown(place: Place, url: str) -> CkptkitError:
@@ -250,7 +267,8 @@ def _only_child(place: Place, url: str, depth: int) -> _Found | None:
         return place, f"{url}/{files[0]}", single, f"{files[0]} is the newest of {len(files)} files in {url}."
     if len(place.directories) > _MAX_CHILDREN:
         return None
-    found = [(name, child) for name in place.directories if (child := _enter(place, url, name, depth))]
+    names = [name for name in place.directories if not name.startswith(_ASIDE)] or place.directories
+    found = [(name, child) for name in names if (child := _enter(place, url, name, depth))]
     if len(found) > 1 and depth == 0:
         names = ", ".join(name for name, _ in found[:8])
         raise CheckpointNotFoundError(f"{url} has {len(found)} checkpoints: {names}. Give the one you mean.")

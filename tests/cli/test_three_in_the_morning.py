@@ -132,6 +132,32 @@ def test_after_without_a_page_is_wrong_usage(root: Path) -> None:
     assert "--html" in result.stderr
 
 
+@pytest.mark.parametrize("verb", ["inspect", "verify", "convert"])
+def test_a_path_that_is_not_there_gets_a_guess(root: Path, tmp_path: Path, verb: str) -> None:
+    more = [tmp_path / "out"] if verb == "convert" else []
+    result = run(verb, tmp_path / "RUM" / "step_00000100", *more)
+    assert result.exit_code == 1
+    assert f"does not exist. Did you mean {tmp_path}/RUN/step_00000100?" in result.stderr
+
+
+def test_a_path_like_nothing_that_is_there_says_how_far_it_exists(tmp_path: Path) -> None:
+    result = run("inspect", tmp_path / "x" / "y")
+    assert result.exit_code == 1
+    assert f"does not exist. Nor does {tmp_path}/x; {tmp_path} does." in result.stderr
+
+
+def test_a_pin_has_a_reason(root: Path) -> None:
+    result = run("pin", root / "300", "--why", " ")
+    assert result.exit_code == 2
+    assert "why it is there" in result.stderr
+
+
+def test_files_without_room_for_a_tensor_are_not_asked_for(root: Path, tmp_path: Path) -> None:
+    result = run("convert", root, tmp_path / "out", "--max-shard-size", "0")
+    assert result.exit_code == 2
+    assert "5GB" in result.stderr
+
+
 # --- slips that would delete
 
 

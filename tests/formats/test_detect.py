@@ -128,6 +128,14 @@ def test_the_actor_is_taken_before_the_critic(tmp_path, zoo):
     assert "critic/" in source.note
 
 
+def test_an_optimizer_beside_the_weights_is_no_second_checkpoint(tmp_path, zoo):
+    """NeMo-RL's step: policy/weights/model and policy/optimizer/optim."""
+    policy = tmp_path / "step_10" / "policy"
+    shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "weights" / "model")
+    shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "optimizer" / "optim")
+    assert open_source(str(tmp_path / "step_10")).url.endswith("policy/weights/model")
+
+
 def test_an_output_directory_of_the_trainer_gives_its_newest_checkpoint(zoo):
     assert open_source(str(zoo / "hf_trainer_fsdp2_sharded_w2" / "out")).url.endswith("checkpoint-2")
 
@@ -184,7 +192,7 @@ def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path, se
         open_source(str(target))
     if setup in ("missing", "empty", "foreign"):
         assert isinstance(caught.value, CheckpointNotFoundError)
-        assert "Expected" in str(caught.value)
+        assert ("Expected" in str(caught.value)) == (setup != "missing")
 
 
 def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
