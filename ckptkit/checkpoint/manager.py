@@ -225,7 +225,8 @@ class CheckpointManager:
         """Restore `state` in place; return what was loaded, or None where the run has no checkpoint yet.
 
         All ranks must call it; rank 0 chooses. Any state-dict type, any world size and mesh (LOCAL: its own). Nothing
-        is touched unless everything fits and was read without error.
+        is touched unless everything fits and was read without error. Where the root holds nothing of ours, but another
+        system's run (Lightning's, verl's, ...), the newest checkpoint of that is loaded.
 
         Args:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint, of any format that
