@@ -170,7 +170,11 @@ def plan_sharded(
     Raises:
         SaveError: A tensor is a partial sum, or an object would not load without running code.
     """
-    values = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    # A tensor is told first: asking whether it follows a protocol takes as long as all else about it.
+    plain = (torch.Tensor, dict)
+    values = {
+        k: v.state_dict() if not isinstance(v, plain) and isinstance(v, Stateful) else v for k, v in state_dict.items()
+    }
     flat, paths = flatten_state_dict(values)
     structure = tuple(_shape_of(name, value) for name, value in flat.items())
     own = frozenset(private)
@@ -406,13 +410,15 @@ def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
 
 def _filled(plan: ShardedPlan) -> ShardedPlan:
     """Point the plan at the memory of its state, and encode its objects."""
-    for source in {s.source for s in plan.slices}:
-        if not is_dense(_local(plan.flat[source[0]], source[1])):
+    memory: dict[tuple[str, int], torch.Tensor] = {}
+    for name, index in dict.fromkeys(s.source for s in plan.slices):
+        memory[name, index] = local = _local(plan.flat[name], index)
+        if not is_dense(local):
             raise SaveError(
-                f"{source[0]}: its shards are {type(_local(plan.flat[source[0]], source[1])).__name__}, which are not "
-                "plain memory, so that no part of them could be loaded alone. Save their inner tensors instead."
+                f"{name}: its shards are {type(local).__name__}, which are not plain memory, so that no part of them "
+                "could be loaded alone. Save their inner tensors instead."
             )
-    tensors = [_cut(_local(plan.flat[s.source[0]], s.source[1]), s.narrow) for s in plan.slices]
+    tensors = [_cut(memory[s.source], s.narrow) for s in plan.slices]
     for piece, wanted in zip(tensors, plan.slices, strict=True):
         if tuple(piece.shape) != wanted.sizes:
             raise SaveError(
