@@ -26,7 +26,10 @@ _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<leaf>weight|bias))?"
 )
+_BASE_LAYER = re.compile(r"(?:\.token_adapter)?\.base_layer\.")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+# Rows of an embedding that were trained (trainable_token_indices).
+_TOKENS = re.compile(r"(?P<module>.+\.token_adapter)\.(?P<leaf>trainable_tokens_delta)(?:\.(?P<adapter>[^.]+))?")
 _ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
 # Variants whose merge is another formula. Those that only choose starting values are none of them.
 _REFUSED = (
@@ -54,7 +57,8 @@ class AdapterSplit:
     Attributes:
         base: The base model's, under its own names.
         pairs: By module.
-        others: Adapter tensors that are no pair: magnitudes of DoRA, biases of LoRA; by name in an adapter file.
+        others: Adapter tensors that are no pair: magnitudes of DoRA, biases of LoRA, trained tokens; by name in an
+            adapter file.
         saved: Modules trained whole (modules_to_save), by name in an adapter file.
         names: The adapters that are there: "default".
         dropped: Sources that go nowhere, with the reason.
@@ -89,10 +93,13 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
         elif match := _SAVED.fullmatch(plain):
             adapters.setdefault(match["adapter"])
             split.saved[f"{match['module']}.{match['rest']}"] = target
+        elif match := _TOKENS.fullmatch(plain):
+            adapters.setdefault(match["adapter"] or "default")
+            split.others[f"{match['module']}.{match['leaf']}"] = target
         elif (match := _ORIGINAL.fullmatch(plain)) and match["module"] in saved:
             split.dropped.update(dict.fromkeys(target.sources, "the original of a module that was trained whole"))
         else:
-            _add_base(split, plain.replace(".base_layer.", "."), target)
+            _add_base(split, _BASE_LAYER.sub(".", plain), target)
     if len(adapters) > 1:
         raise UnsupportedFormatError(
             f"the checkpoint holds several adapters: {', '.join(adapters)}. Choose one with --exclude '*.NAME.*' for "

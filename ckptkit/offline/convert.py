@@ -13,6 +13,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.copy import CopyReport, Progress, execute
 from ckptkit.offline.coverage import check_plan
 from ckptkit.offline.hf_files import check_headers
+from ckptkit.offline.masters import prove_masters
 from ckptkit.offline.plan import OutputFile, OutputTensor, Plan
 from ckptkit.offline.publish import open_target
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
@@ -146,6 +147,8 @@ def convert(  # noqa: PLR0913 - one argument an option
 
             return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers)
 
+        sources = {name for tensor in chosen.tensors for name in tensor.sources}
+        masters = session.one(lambda: prove_masters(source, sources)) if check else 0
         done = session.everyone(copied)
         if to == "hf":
             session.one(lambda: check_headers(plan, session.store))
@@ -160,7 +163,7 @@ def convert(  # noqa: PLR0913 - one argument an option
         nbytes_read=done.nbytes_read,
         checked=done.records,
         verified=verified,
-        proved=_proved(plan, chosen, to, done.records, verified),
+        proved=_proved(plan, chosen, to, (done.records, masters), verified),
         seconds=time.perf_counter() - started,
         peak_memory=peak_memory(),
     )
@@ -280,12 +283,15 @@ def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _proved(plan: Plan, chosen: _Chosen, to: Format, records: int, verified: int | None) -> tuple[str, ...]:
+def _proved(plan: Plan, chosen: _Chosen, to: Format, checked: tuple[int, int], verified: int | None) -> tuple[str, ...]:
     """What was checked and holds: each sentence stands for a check that would have raised."""
     count = len(chosen.tensors)
+    records, masters = checked
     facts = ["every element covered once"]
     if records:
         facts.append(f"{records} digests of the source checked")
+    if masters:
+        facts.append(f"{masters} fp32 masters, cast, equal to their weights")
     if chosen.compared:
         facts.append(f"names and shapes match {chosen.compared}")
     if to == "hf":

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.columns import distinct
-from ckptkit.catalog.entry import Catalog, Role
-from ckptkit.errors import CkptkitError, IncompleteCheckpointError, IntegrityError, UsageError
+from ckptkit.catalog.entry import Catalog
+from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UsageError
 from ckptkit.formats.layout import CommitRecord, check_tag, find_record, step_name, step_of_name
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.copy import CopyReport, Progress, execute
 from ckptkit.offline.coverage import check_plan
+from ckptkit.offline.masters import prove_masters
 from ckptkit.offline.plan import Plan
 from ckptkit.offline.publish import open_target
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
@@ -109,7 +110,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
 
             return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers)
 
-        masters = session.one(lambda: _check_masters(source)) if check else 0
+        masters = session.one(lambda: prove_masters(source)) if check else 0
         done = session.everyone(copied)
         if verify:
             verified = session.one(proved)
@@ -179,28 +180,6 @@ def _check_files(store: Store, catalog: Catalog) -> None:
             owner = f", which rank {', '.join(map(str, whose))} wrote," if whose else ""
             what = "is missing" if size < 0 else f"has {size} bytes, {end} are needed"
             raise IncompleteCheckpointError(f"{store.url}/{path}{owner} {what}. Nothing was written.")
-
-
-def _check_masters(source: Source) -> int:
-    """Prove the names that a reader gave to masters that were saved without: cast, each is its weight, bit for bit.
-
-    Raises:
-        IntegrityError: Some are not.
-    """
-    if source.catalog.info.format != "lightrft":
-        return 0
-    masters = [entry for entry in source.catalog.tensors.values() if entry.role is Role.MASTER]
-    if not masters:
-        return 0
-    from ckptkit.formats.master_check import check_masters
-
-    wrong = check_masters(source.store, source.catalog)
-    if wrong:
-        raise IntegrityError(
-            f"{source.url}: {len(wrong)} of {len(masters)} fp32 masters, cast, are not the weights that they belong to "
-            f"by their order: {', '.join(wrong[:4])}. Model and optimizer are of two saves, or the model was changed."
-        )
-    return len(masters)
 
 
 # --- what the result is

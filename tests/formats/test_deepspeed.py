@@ -118,7 +118,9 @@ def test_an_optimizer_file_that_is_a_copy_of_another_rank_is_named(tmp_path, nam
     folder = _copy(tmp_path, name)
     first, second = sorted(folder.glob("*_optim_states.pt"))[:2]
     shutil.copy(first, second)
-    with pytest.raises(CorruptCheckpointError, match=f"{second.name} holds the same weights and moments as {first.name}"):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"{second.name} holds the same weights and moments as {first.name}"
+    ):
         open_source(str(folder))
 
 

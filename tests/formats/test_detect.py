@@ -133,7 +133,7 @@ def test_an_optimizer_beside_the_weights_is_no_second_checkpoint(tmp_path, zoo):
     policy = tmp_path / "step_10" / "policy"
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "weights" / "model")
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "optimizer" / "optim")
-    assert open_source(str(tmp_path / "step_10")).url.endswith("policy/weights/model")
+    assert "/step_10/policy/weights" in open_source(str(tmp_path / "step_10")).url
 
 
 def test_an_output_directory_of_the_trainer_gives_its_newest_checkpoint(zoo):

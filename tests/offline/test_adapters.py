@@ -159,6 +159,17 @@ def test_dora_magnitudes_keep_their_name_in_an_adapter_and_are_not_merged() -> N
         merge_adapter(split, {"r": 2, "lora_alpha": 1})
 
 
+def test_trained_tokens_keep_their_name_in_an_adapter_and_are_not_merged() -> None:
+    more = {"e__token_adapter__base_layer__weight": (9, 4), "e__token_adapter__trainable_tokens_delta__default": (2, 4)}
+    split = split_adapter(lora(**more))
+    assert split is not None
+    made, _ = export_adapter(split, {})
+    assert "base_model.model.e.token_adapter.trainable_tokens_delta" in made
+    assert "e.weight" in split.base
+    with pytest.raises(UnsupportedFormatError, match="trainable_tokens_delta"):
+        merge_adapter(split, {"r": 2, "lora_alpha": 1})
+
+
 def test_modules_trained_whole_are_saved_beside_the_factors() -> None:
     more = {"head__original_module__weight": (3, 4), "head__modules_to_save__default__weight": (3, 4)}
     split = split_adapter(lora(**more))

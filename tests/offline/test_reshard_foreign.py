@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,16 @@ def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks: Any, z
         assert {key for key in moments if not _equal(source, moments[key], states[key])} == set()
 
 
-def test_masters_that_are_not_those_of_the_weights_are_refused(zoo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [partial(reshard, world_size=2), partial(convert, weights="master")])
+def test_masters_that_are_not_those_of_the_weights_are_refused(run: Any, zoo: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(zoo / "lightrft_mp_optim_w2" / "global_step7", tmp_path / "global_step7"))
     source = open_source(str(copy))
     part = next(iter(_by_fqn(source, Role.MASTER)["layers.0.norm.weight"].slices))
     damaged = bytearray((copy / part.path).read_bytes())
     damaged[part.start + 3] ^= 0x40
     (copy / part.path).write_bytes(damaged)
-    with pytest.raises(IntegrityError, match=r"layers\.0\.norm\.weight"):
-        reshard(str(copy), str(tmp_path / "new"), world_size=2)
+    with pytest.raises(IntegrityError, match=r"fp32 masters, cast, are not .* layers\.0\.norm\.weight"):
+        run(str(copy), str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
