@@ -79,7 +79,7 @@ def command(
 
     if push and options["to"] != "hf":
         raise UsageError(f"--push uploads a Hugging Face export; it does not go with --to {options['to']}.")
-    if_interrupted(f"{dst} was not made, or is as it was before. Run the same command again to start over.")
+    if_interrupted(f"{dst} was not made, or is as it was before. Run the same command again to go on.")
     with progress_bar("convert") as progress:
         report = convert(
             src,

@@ -39,7 +39,7 @@ def command(
     masters, schedulers. File r of DST holds just what rank r of the new job will ask for."""
     from ckptkit.offline.reshard import reshard
 
-    if_interrupted(f"{dst} was not made, or is as it was before. Run the same command again to start over.")
+    if_interrupted(f"{dst} was not made, or is as it was before. Run the same command again to go on.")
     with progress_bar("reshard") as progress:
         report = reshard(
             src,

@@ -105,6 +105,7 @@ def convert(  # noqa: PLR0913 - one argument an option
     memory = parse_size(max_memory)
     if memory < _MIN_MEMORY:
         raise UsageError(f"--max-memory {max_memory} is too little: give 16MB or more.")
+    shard_size = _shard_size(max_shard_size)
     options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix)
     source = open_pinned(src, storage_options=storage_options, options=options, together=not dry_run)
     choice = _Choice(
@@ -124,7 +125,7 @@ def convert(  # noqa: PLR0913 - one argument an option
         )
         plan = _planned(source, chosen, laid)
     else:
-        plan = _plan(source, chosen, to, target.file_name, parse_size(max_shard_size), world_size)
+        plan = _plan(source, chosen, to, target.file_name, shard_size, world_size)
     report = ConvertReport(
         src, dst, source.url, source.catalog.info.format, to, plan,
         tensors=len(chosen.tensors), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=dry_run,
@@ -139,13 +140,13 @@ def convert(  # noqa: PLR0913 - one argument an option
         def copied() -> CopyReport:
             return execute(
                 plan, source.store, session.store, workers=workers, max_memory=memory, check=check,
-                progress=progress, only=session.only,
+                progress=progress, only=session.only, journal=session.journal,
             )  # fmt: skip
 
         def proved() -> int:
             from ckptkit.offline.prove import prove_equal
 
-            return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers)
+            return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers, progress=progress)
 
         sources = {name for tensor in chosen.tensors for name in tensor.sources}
         masters = session.one(lambda: prove_masters(source, sources)) if check else 0
@@ -161,6 +162,7 @@ def convert(  # noqa: PLR0913 - one argument an option
     return replace(
         report,
         nbytes_read=done.nbytes_read,
+        notes=(*done.notes(), *report.notes),
         checked=done.records,
         verified=verified,
         proved=_proved(plan, chosen, to, (done.records, masters), verified),
@@ -185,6 +187,13 @@ class _Choice:
     untie: bool
     adapter_config: Mapping[str, Any] | None
     strict: bool
+
+
+def _shard_size(value: str | int) -> int:
+    size = parse_size(value)
+    if size < 1:
+        raise UsageError(f"--max-shard-size {value} leaves no room for a tensor: give a size such as 5GB.")
+    return size
 
 
 def _key_map(named: NameMap | str | None) -> NameMap | None:

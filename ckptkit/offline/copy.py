@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptkit.errors import NoSpaceError, UsageError
 from ckptkit.offline.boxes import BoxCopier
@@ -18,13 +20,17 @@ from ckptkit.offline.coverage import check_plan
 from ckptkit.offline.gather import Gatherer
 from ckptkit.offline.jobs import Work, prepare
 from ckptkit.offline.plan import Plan
-from ckptkit.offline.pool import Job, Pool, Stopped
+from ckptkit.offline.pool import Job, Pool, Stopped, Worker
+from ckptkit.offline.resume import fingerprint, held_bytes, take_over
 from ckptkit.offline.sinks import LocalSink
 from ckptkit.offline.sources import SourceReader
 from ckptkit.offline.streams import StreamCopier, direct_rows, spans, split, touched
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
+
+if TYPE_CHECKING:
+    from ckptkit.storage.journal import Journal
 
 __all__ = ["CopyReport", "Progress", "execute"]
 
@@ -45,12 +51,22 @@ class CopyReport:
         nbytes_read: Bytes of the source that were read, those that were only checked included.
         records: Digests of the source that were checked, and found right.
         seconds: Wall time.
+        steps: In how many steps it was done.
+        taken_over: How many of them an interrupted run had done.
     """
 
     nbytes: int
     nbytes_read: int
     records: int
     seconds: float
+    steps: int = 0
+    taken_over: int = 0
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what a person should know."""
+        if not self.taken_over:
+            return ()
+        return (f"went on where an interrupted run had stopped: {self.taken_over} of {self.steps} steps were done",)
 
 
 def execute(
@@ -63,6 +79,7 @@ def execute(
     check: bool = True,
     progress: Progress | None = None,
     only: Callable[[int], bool] | None = None,
+    journal: Journal | None = None,
 ) -> CopyReport:
     """Write the files of a plan below `destination`, which has none of them.
 
@@ -74,6 +91,8 @@ def execute(
         check: Check the digests that the source recorded, of all bytes that are read.
         progress: Called with (bytes done, bytes in all, what), from any thread, one call at a time.
         only: Which files, by index, this process writes; None for all.
+        journal: Of the destination, a local one: steps that it says are done are not done again. Whatever else lies
+            in the destination is deleted.
 
     Raises:
         IntegrityError: A digest differs; it names the file and the tensor.
@@ -84,7 +103,6 @@ def execute(
     check_plan(plan)
     if only is not None:
         plan = _restricted(plan, only)
-    _check_room(plan, destination)
     local = isinstance(destination, LocalStore)
     # Local copies keep a processor each: more of them only wait in turn for the lock of one output file.
     least = 2 if local and isinstance(source, LocalStore) else 4
@@ -94,14 +112,16 @@ def execute(
     )
     try:
         if isinstance(destination, LocalStore):
-            run.into_local(destination)
+            run.into_local(destination, journal)
         else:
+            _check_room(plan, destination)
             run.into_store(destination)
         run.check_rest()
     finally:
         run.close()
     proved = int(run.verifier.proved.sum()) if run.verifier is not None else 0
-    return CopyReport(plan.nbytes, run.nbytes_read, proved, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return CopyReport(plan.nbytes, run.nbytes_read, proved, seconds, run.steps, run.taken_over)
 
 
 def _restricted(plan: Plan, only: Callable[[int], bool]) -> Plan:
@@ -119,13 +139,22 @@ def _restricted(plan: Plan, only: Callable[[int], bool]) -> Plan:
     return Plan(plan.catalog, tuple(plan.files[index] for index in kept), tuple(placements), plan.last)
 
 
-def _check_room(plan: Plan, destination: Store) -> None:
-    free = destination.free_bytes()
-    if free is not None and free < plan.nbytes:
+def _check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
+    """Raise where there is no room for the files of a plan, of which `held` bytes are there already."""
+    free, wanted = destination.free_bytes(), max(0, plan.nbytes - held)
+    if free is not None and free < wanted:
         raise NoSpaceError(
-            f"{destination.url} has {format_size(free)} free, and {format_size(plan.nbytes)} are to be written. "
+            f"{destination.url} has {format_size(free)} free, and {format_size(wanted)} are to be written. "
             "Free some space or write elsewhere."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A part of the work that is done as a whole; `records` are the digests that are proved then."""
+
+    job: Job
+    records: npt.NDArray[np.int64]
 
 
 class _Execution:
@@ -157,6 +186,8 @@ class _Execution:
         self.gatherer = Gatherer(self.reader, self.work.maps, self.verifier, max_bytes=max_memory)
         self.pool = Pool(workers, self.chunk)
         self.nbytes_read = 0
+        self.steps = self.taken_over = 0
+        self._source = source
         self._progress = progress
         self._lock = threading.Lock()
 
@@ -179,17 +210,45 @@ class _Execution:
 
     # --- a local destination: any order
 
-    def into_local(self, store: LocalStore) -> None:
+    def into_local(self, store: LocalStore, journal: Journal | None) -> None:
+        before = self._take_over(store, journal)
+        _check_room(self.plan, store, held=held_bytes(store) if before else 0)
         sink = LocalSink(store, self.plan.files)
+        prepare_file = sink.take_over if before else sink.create
         try:
             files = range(len(self.plan.files))
-            self.pool.run([lambda _, index=index: sink.create(index) for index in files])  # type: ignore[misc]
-            self.pool.run(self._jobs(sink))
+            self.pool.run([lambda _, index=index: prepare_file(index) for index in files])  # type: ignore[misc]
+            steps = self._steps(sink)
+            self.steps, self.taken_over = len(steps), len(before)
+            self.pool.run([self._stated(i, steps[i], journal) for i in range(len(steps)) if i not in before])
+            for index in before:
+                self._prove(steps[index])
             self.pool.run([lambda _, index=index: sink.finish(index) for index in files])  # type: ignore[misc]
         finally:
             sink.close()
 
-    def _jobs(self, sink: LocalSink) -> list[Job]:
+    def _take_over(self, store: LocalStore, journal: Journal | None) -> frozenset[int]:
+        if journal is None:
+            return frozenset()
+        plan = fingerprint(self.plan, self.work, self._source, check=self.verifier is not None)
+        return take_over(store, self.plan.files, journal, plan)
+
+    def _prove(self, step: _Step) -> None:
+        """Take the digests of a step as right that an interrupted run had done: it compared them."""
+        if self.verifier is not None:
+            self.verifier.proved[step.records] = True
+
+    def _stated(self, index: int, step: _Step, journal: Journal | None) -> Job:
+        """The job of a step, which is stated in the journal once it is done."""
+
+        def run(worker: Worker) -> None:
+            step.job(worker)
+            if journal is not None:
+                journal.done(index)
+
+        return run
+
+    def _steps(self, sink: LocalSink) -> list[_Step]:
         """Boxes first, which take longest, then runs in the order of the disk."""
         work = self.work
         boxes = BoxCopier(
@@ -201,14 +260,16 @@ class _Execution:
         wanted = touched(streamed, work.records)
         direct_copier = StreamCopier(work, kernel, self.reader, sink, None, wanted=wanted, done=self.done)
         copier = StreamCopier(work, streamed, self.reader, sink, self.verifier, wanted=wanted, done=self.done)
-        placed: list[tuple[tuple[int, int], Job]] = [
-            ((int(kernel.origins[row]), int(kernel.starts[row])), partial(direct_copier.copy_direct, row))
+        none = np.zeros(0, np.int64)
+        placed: list[tuple[tuple[int, int], _Step]] = [
+            ((int(kernel.origins[row]), int(kernel.starts[row])), _Step(partial(direct_copier.copy_direct, row), none))
             for row in range(len(kernel))
         ]
         for job in spans(streamed, work.records, wanted):
-            placed.append(((job[0].origin, job[0].start), partial(copier.copy_spans, job)))
+            records = np.concatenate([wanted[slice(*span.records)] for span in job])
+            placed.append(((job[0].origin, job[0].start), _Step(partial(copier.copy_spans, job), records)))
         placed.sort(key=lambda item: item[0])
-        return [*jobs, *(job for _, job in placed)]
+        return [*(_Step(job, none) for job in jobs), *(step for _, step in placed)]
 
     def into_store(self, store: Store) -> None:
         from ckptkit.offline.sequential import SequentialCopier

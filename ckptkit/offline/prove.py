@@ -11,6 +11,7 @@ from ckptkit.catalog.targets import Target
 from ckptkit.errors import IntegrityError
 from ckptkit.offline.boxes import tile_numel
 from ckptkit.offline.casts import cast_into
+from ckptkit.offline.copy import Progress
 from ckptkit.offline.fingerprint import Fingerprint, fingerprint_of
 from ckptkit.offline.gather import Gatherer
 from ckptkit.offline.jobs import EntryMap, prepare
@@ -25,17 +26,22 @@ _CHUNK = 1 << 20
 _TILE = 4 << 20
 
 
-def prove_equal(plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int = 0) -> int:
+def prove_equal(
+    plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int = 0, progress: Progress | None = None
+) -> int:
     """Read `result`, and the source again, and compare; return how many tensors are equal: all of them.
 
     The source is fingerprinted slice by slice as its files hold it, the result box by box as it lies
     there, so a box that went to the wrong place is found as well as a wrong byte.
 
+    Args:
+        progress: Called with (bytes of the result read, bytes in all, the file) by one worker at a time.
+
     Raises:
         IntegrityError: Some tensors differ; it names them.
     """
     workers = workers or 4
-    prover = _Prover(plan, source, result, max_memory=max_memory, workers=workers)
+    prover = _Prover(plan, source, result, max_memory=max_memory, workers=workers, progress=progress)
     pool = Pool(workers, _CHUNK)
     try:
         pool.run([partial(prover.compare, index) for index in range(len(plan.placements))])
@@ -51,7 +57,16 @@ def prove_equal(plan: Plan, source: Store, result: Store, *, max_memory: int, wo
 
 
 class _Prover:
-    def __init__(self, plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        source: Store,
+        result: Store,
+        *,
+        max_memory: int,
+        workers: int,
+        progress: Progress | None,
+    ) -> None:
         work = prepare(plan, check=False, by_boxes=True)
         self._plan = plan
         self._maps: dict[str, EntryMap] = work.maps
@@ -61,6 +76,7 @@ class _Prover:
         self._tile_nbytes = max(_CHUNK, min(_TILE, max_memory // (4 * workers)))
         self._big_nbytes = max(self._tile_nbytes, max_memory // (4 * workers))
         self._lock = threading.Lock()
+        self._progress, self._done = progress, 0
         self.different: list[str] = []
 
     def close(self) -> None:
@@ -84,12 +100,20 @@ class _Prover:
             total, at = Fingerprint(), int(placement.starts[row])
             for tile in box.tiles(max(1, len(worker.buffer) // itemsize)):
                 data = worker.buffer[: tile.numel * itemsize]
-                self._result.read(int(placement.files[row]), at, data.data)
+                file = int(placement.files[row])
+                self._result.read(file, at, data.data)
+                self._report(len(data), file)
                 total += fingerprint_of(data, tile, tensor.shape, itemsize)
                 at += len(data)
             if known.setdefault(box, total) != total:
                 return None
         return sum(known.values(), Fingerprint())
+
+    def _report(self, nbytes: int, file: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += nbytes
+                self._progress(min(self._done, self._plan.nbytes), self._plan.nbytes, self._plan.files[file].path)
 
     # --- the source: slice by slice where the target is a copy of one entry, else as the plan's parts say
 

@@ -11,8 +11,17 @@ from typing import Any, Protocol, TypeVar
 
 from ckptkit.errors import CheckpointExistsError, UsageError
 from ckptkit.offline.plan import Plan
+from ckptkit.storage.journal import Journal, adopt, give_up, resumable
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.staging import clean_siblings, close_staging, new_nonce, open_staging, stage, staging_name
+from ckptkit.storage.staging import (
+    clean_siblings,
+    close_staging,
+    leftover_of,
+    new_nonce,
+    open_staging,
+    stage,
+    staging_name,
+)
 from ckptkit.storage.store import Store, open_store, split_url
 
 __all__ = ["OutputPlace", "Session", "is_one_of_many", "open_target"]
@@ -27,10 +36,12 @@ class Session(Protocol):
     Attributes:
         store: Where this process writes.
         only: Which files of the plan are its own, by index; None for all.
+        journal: Where steps that are done are stated, so that the next run can go on; None where none can.
     """
 
     store: Store
     only: Callable[[int], bool] | None
+    journal: Journal | None
 
     def everyone(self, fn: Callable[[], T]) -> T:
         """Run `fn` on every rank; raises on all where it failed on any."""
@@ -45,6 +56,8 @@ class _Alone:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.only: Callable[[int], bool] | None = None
+        staged = isinstance(store, LocalStore) and leftover_of(os.path.basename(store.url)) is not None
+        self.journal = Journal.beside(store) if staged and isinstance(store, LocalStore) else None
 
     def everyone(self, fn: Callable[[], T]) -> T:
         return fn()
@@ -77,19 +90,28 @@ class OutputPlace:
             with staged_together(self, plan) as session:
                 yield session
             return
-        with self.open(plan) as store:
-            yield _Alone(store)
+        with self.open(plan, resume=True) as store:
+            session = _Alone(store)
+            try:
+                yield session
+            finally:
+                if session.journal is not None:
+                    session.journal.close()
 
-    def open(self, plan: Plan) -> contextlib.AbstractContextManager[Store]:
-        """Return the staging store of this place, as a context that publishes; for one process."""
+    def open(self, plan: Plan, *, resume: bool = False) -> contextlib.AbstractContextManager[Store]:
+        """Return the staging store of this place, as a context that publishes; for one process.
+
+        `resume`: it may hold what an interrupted process left, and is left so in turn.
+        """
         if self.is_file:
-            return self._stage_file()
+            return self._stage_file(resume=resume)
         # A shard is never held back: stores keep what comes last in memory.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
-        return stage(self.url, overwrite=self.overwrite, last=small, storage_options=self.storage_options)
+        options = self.storage_options
+        return stage(self.url, overwrite=self.overwrite, last=small, storage_options=options, resume=resume)
 
     @contextlib.contextmanager
-    def _stage_file(self) -> Iterator[Store]:
+    def _stage_file(self, *, resume: bool) -> Iterator[Store]:
         store = open_store(self.url, storage_options=self.storage_options)
         found = store.info(self.file_name)
         if found is not None and not self.overwrite:
@@ -104,10 +126,13 @@ class OutputPlace:
             return
         nonce = new_nonce()
         staging = staging_name(self.file_name, nonce)
+        left = resumable(store, self.file_name) if resume else None
         if store.info("") is not None:
-            clean_siblings(store, self.file_name)
+            clean_siblings(store, self.file_name, but=left)
+        kept = False
         try:
-            inner = open_staging(store, self.file_name, nonce)
+            taken = adopt(store, left, self.file_name, nonce) if left is not None else None
+            inner = taken or open_staging(store, self.file_name, nonce)
             yield inner
             _sync_file(inner.path_of(self.file_name))
             if self.overwrite:
@@ -115,8 +140,12 @@ class OutputPlace:
             else:
                 store.rename(f"{staging}/{self.file_name}", self.file_name)
             store.sync_directory("")
+        except KeyboardInterrupt:
+            kept = resume and give_up(store, self.file_name, nonce)
+            raise
         finally:
-            close_staging(store, self.file_name, nonce)
+            if not kept:
+                close_staging(store, self.file_name, nonce)
 
 
 def is_one_of_many() -> bool:

@@ -102,13 +102,13 @@ def reshard(  # noqa: PLR0913 - one argument an option
         def copied() -> CopyReport:
             return execute(
                 plan, source.store, session.store, workers=workers, max_memory=memory, check=check,
-                progress=progress, only=session.only,
+                progress=progress, only=session.only, journal=session.journal,
             )  # fmt: skip
 
         def proved() -> int:
             from ckptkit.offline.prove import prove_equal
 
-            return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers)
+            return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers, progress=progress)
 
         masters = session.one(lambda: prove_masters(source)) if check else 0
         done = session.everyone(copied)
@@ -118,6 +118,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
     return replace(
         report,
         nbytes_read=done.nbytes_read,
+        notes=(*done.notes(), *report.notes),
         checked=done.records,
         verified=verified,
         proved=tuple(_facts(plan, done, masters, verified, record)),

@@ -47,6 +47,14 @@ class LocalSink:
             os.ftruncate(descriptor, file.nbytes)
         finally:
             os.close(descriptor)
+        self._begin(index)
+
+    def take_over(self, index: int) -> None:
+        """Go on with a file of its full size that an interrupted run left; its literals are written again."""
+        self._begin(index)
+
+    def _begin(self, index: int) -> None:
+        file = self._files[index]
         if _any(file.crcs):
             self._crcs[index] = []
         for literal in file.literals:

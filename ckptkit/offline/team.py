@@ -12,6 +12,7 @@ from ckptkit.checkpoint.coordinator import Coordinator, Outcome
 from ckptkit.errors import RankFailedError
 from ckptkit.offline.plan import Plan
 from ckptkit.offline.publish import OutputPlace, Session
+from ckptkit.storage.journal import Journal
 from ckptkit.storage.store import Store, open_store
 
 __all__ = ["process_group", "share_out", "staged_together"]
@@ -42,6 +43,7 @@ class _Together:
 
     def __init__(self, store: Store, coordinator: Coordinator, plan: Plan) -> None:
         self.store = store
+        self.journal: Journal | None = None  # ranks share a staging directory, and no journal
         self._coordinator = coordinator
         owners = share_out(plan, coordinator.world_size)
         self.only: Callable[[int], bool] | None = lambda index: owners[index] == coordinator.rank

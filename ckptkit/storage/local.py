@@ -136,6 +136,12 @@ class LocalStore:
             return
         self._scan(path, found, recursive=True)
 
+    def stat_file(self, path: str) -> os.stat_result:
+        """Return what the system knows of a file; where a link leads to one in the same place, of that."""
+        full = self.path_of(path)
+        with _errors(full):
+            return os.stat(self._resolved(full))
+
     def free_bytes(self) -> int | None:
         place = Path(self.url)
         while not place.exists() and place != place.parent:

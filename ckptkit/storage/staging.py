@@ -145,7 +145,7 @@ def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False, sh
 def read_owner(store: Store, path: str) -> Writer | None:
     """Return what the file at `path` states, None where there is none or it is damaged."""
     try:
-        body = json.loads(store.read(path, 0, 4096))
+        body = json.loads(store.read(path, 0, 4096).partition(b"\n")[0])  # a journal may follow
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     owner = Owner.from_json(body)
@@ -266,6 +266,8 @@ def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
     """Tell whether the writer that the file at `path` states is gone; None where it can't be known."""
     stated = read_owner(store, path)
     if stated is not None:
+        if leased and stated.leased and stated.owner == this_process():
+            return True  # a save of ours that failed, and could not clean up: saves take turns
         alive = stated.owner.alive()
         if alive is None:
             return True if leased and stated.leased else None
@@ -274,11 +276,13 @@ def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
     return found is None or time.time() - found.mtime > STARTING_S
 
 
-def clean_siblings(parent: LocalStore, name: str) -> None:
-    """Delete what dead writers of `name` left below `parent`; a living one keeps its own."""
+def clean_siblings(parent: LocalStore, name: str, *, but: Leftover | None = None) -> None:
+    """Delete what dead writers of `name` left below `parent`, but for one of them; a living one keeps its own."""
     for item in parent.list():
         kept = leftover_of(item.path)
-        if kept is not None and kept.name == _short(name) and is_abandoned(parent, kept):
+        if kept is None or kept.name != _short(name) or (but is not None and kept.nonce == but.nonce):
+            continue
+        if is_abandoned(parent, kept):
             remove_leftover(parent, kept)
 
 
@@ -316,6 +320,7 @@ def stage(
     overwrite: bool = False,
     last: Iterable[str] = (),
     storage_options: Mapping[str, Any] | None = None,
+    resume: bool = False,
 ) -> Iterator[Store]:
     """Yield a store to write a whole directory into; when the block ends well it is at `url`, durable.
 
@@ -326,13 +331,15 @@ def stage(
         overwrite: What is at `url` is replaced, in one step where the file system can, and deleted after.
         last: Names that must appear after all others where files appear one by one (object stores):
             a reader finds the directory by them.
+        resume: What a dead writer left with steps in its journal is taken over: the store may hold files. What is
+            interrupted by Ctrl-C is left with its steps for the next writer. Locally only.
 
     Raises:
         CheckpointExistsError: `url` is taken; nothing was written.
     """
     store = open_store(url, storage_options=storage_options)
     if isinstance(store, LocalStore):
-        with _stage_local(store, overwrite=overwrite) as staging:
+        with _stage_local(store, overwrite=overwrite, resume=resume) as staging:
             yield staging
         return
     from ckptkit.storage.staging_remote import stage_remote
@@ -342,22 +349,29 @@ def stage(
 
 
 @contextlib.contextmanager
-def _stage_local(target: LocalStore, *, overwrite: bool) -> Iterator[LocalStore]:
+def _stage_local(target: LocalStore, *, overwrite: bool, resume: bool) -> Iterator[LocalStore]:
     head, name = os.path.split(target.url)
     if not name:
         raise UsageError(f"{target.url} can't be replaced by a checkpoint; name a directory in it.")
+    from ckptkit.storage.journal import Journal, adopt, give_up, resumable
+
     parent = LocalStore(head)
-    clean_siblings(parent, name)  # first: it may finish what a dead writer had all but done
+    left = resumable(parent, name) if resume else None
+    clean_siblings(parent, name, but=left)  # first: it may finish what a dead writer had all but done
     _check_target(parent, name, overwrite=overwrite)
     nonce = new_nonce()
-    staging = open_staging(parent, name, nonce)
+    taken = adopt(parent, left, name, nonce) if left is not None else None
+    staging = taken or open_staging(parent, name, nonce)
     try:
         yield staging
         sync_tree(staging)
+        if resume:
+            Journal.beside(staging).end()  # from here on it may hold what was replaced
         _put_in_place(parent, nonce, name, overwrite=overwrite)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
-            close_staging(parent, name, nonce)
+            if not (resume and isinstance(error, KeyboardInterrupt) and give_up(parent, name, nonce)):
+                close_staging(parent, name, nonce)
         raise
     try:
         close_staging(parent, name, nonce)
