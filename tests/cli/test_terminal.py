@@ -1,0 +1,87 @@
+"""On a real terminal: a bar with bytes, rate and file; Ctrl-C, once and twice, from its keyboard."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+DCP = "dcp_fsdp2_uneven_w4/ckpt"
+OWN_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+BAR = """
+import time, click
+from ckptkit.cli import frame
+frame.PROGRESS_DELAY_S = 0.0
+with click.Context(click.Command("x")), frame.progress_bar("convert") as update:
+    for part in range(4):
+        update(part * 1_000_000, 3_000_000, "model-00001.safetensors")
+        time.sleep(0.15)  # tqdm draws ten times a second at most
+"""
+WAITING = """
+import threading, ckptkit.offline.convert as module
+from ckptkit.cli.main import main
+real = module.execute
+def execute(plan, source, destination, **options):
+    def progress(*_):
+        print("READY", flush=True)
+        threading.Event().wait(2)  # long enough for a key; the interrupt comes to the main thread
+    return real(plan, source, destination, **{**options, "progress": progress})
+module.execute = execute
+main(["convert", SOURCE, TARGET])
+"""
+
+
+def on_a_terminal(script: str, *, keys: bytes = b"") -> tuple[int, str]:
+    """Run a script on a terminal of 100 columns; type `keys` once it says READY. Return exit code and screen."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    command = [sys.executable, "-c", OWN_TERMINAL + script]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
+    os.close(theirs)
+    screen, deadline = b"", time.monotonic() + 120
+    try:
+        while time.monotonic() < deadline:
+            if not select.select([ours], [], [], 0.2)[0]:
+                continue
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # its last process has closed the terminal
+                break
+            if not data:
+                break
+            screen += data
+            if keys and b"READY" in screen:
+                os.write(ours, keys)
+                keys = b""
+    finally:
+        process.kill() if time.monotonic() >= deadline else process.wait(60)
+        os.close(ours)
+    return process.wait(), screen.decode(errors="replace")
+
+
+def test_a_terminal_shows_bytes_rate_and_file() -> None:
+    code, screen = on_a_terminal(BAR)
+    assert code == 0, screen
+    for words in ("convert:", "/3.00M", "B/s", "model-00001.safetensors"):
+        assert words in screen
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_a_conversion_says_what_is_left_and_how_to_go_on(zoo: Path, tmp_path: Path, presses: int) -> None:
+    names = f"SOURCE, TARGET = {str(zoo / DCP)!r}, {str(tmp_path / 'out')!r}\n"
+    code, screen = on_a_terminal(names + WAITING, keys=b"\x03" * presses)
+    assert code == 130, screen
+    assert "Interrupted." in screen
+    assert "same command again" in screen.replace("\r\n", " ")
+    assert "Traceback" not in screen
+    assert not (tmp_path / "out").exists()
