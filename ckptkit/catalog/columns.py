@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["distinct", "first_of_equal", "is_dense", "overlapping", "row_major"]
+__all__ = ["distinct", "first_of_equal", "is_dense", "overlapping", "row_major", "tiles_exactly"]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -63,12 +65,40 @@ def is_dense(sizes: Int64, strides: Int64) -> Bool:
     return dense
 
 
+def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
+    """Tell whether these non-empty boxes cover a shape, each element once. Linear, whatever their pattern.
+
+    How often elements are covered is a sum of steps, one at each corner of each box, up or down. It is 1 everywhere
+    just where all steps cancel but those of the corners of the whole. The steps are summed under a hash of their place
+    with a key of this process: that a wrong sum comes out right has a chance of 2**-64, which no file can better.
+    """
+    cut = np.flatnonzero(((offsets != 0) | (sizes != shape)).any(axis=0))
+    if not len(cut):
+        return len(sizes) == 1
+    low, high = offsets[:, cut].astype(np.uint64), (offsets + sizes)[:, cut].astype(np.uint64)
+    whole = shape[cut].astype(np.uint64)[None]
+    key = np.frombuffer(os.urandom(8 * len(cut) + 8), np.uint64)
+    total = np.zeros(1, np.uint64)
+    for corner in itertools.product((False, True), repeat=len(cut)):
+        signed = _steps(np.where(corner, high, low), key) - _steps(np.where(corner, whole, np.uint64(0)), key)
+        total = total + signed if sum(corner) % 2 else total - signed
+    return not total.any()
+
+
+def _steps(places: UInt64, key: UInt64) -> UInt64:
+    """Return the sum of the hashes of some places, [n, dims], as an array of one: arrays wrap without a warning."""
+    z = (places * (key[:-1] | np.uint64(1))).sum(axis=1, dtype=np.uint64) + key[-1:]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.atleast_1d((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64))
+
+
 def overlapping(offsets: Int64, sizes: Int64) -> bool:
     """Tell whether any two of these distinct, non-empty boxes share an element.
 
     A grid is told apart in O(n log n): sorted by one dimension whose intervals are all disjoint or
     equal, only boxes of equal interval are compared, recursively. Anything else is compared pair by
-    pair, sweeping over dimension 0.
+    pair, sweeping over dimension 0: for thousands of boxes, not for more.
     """
     n, ndim = sizes.shape
     if n < 2:

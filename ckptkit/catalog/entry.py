@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
-from ckptkit.catalog.columns import first_of_equal, overlapping
+from ckptkit.catalog.columns import first_of_equal, overlapping, tiles_exactly
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
@@ -32,6 +32,8 @@ __all__ = [
     "Catalog",
 ]
 
+_FEW_SLICES = 2048  # of a tensor: these are compared in pairs where they form no grid
+_MOST_CORNERS = 1 << 28
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
@@ -279,12 +281,22 @@ class TensorEntry:
         # Python's integers where a hostile shape could overflow 64 bits.
         exact = np.int64 if self.numel * max(1, len(rows)) < 2**63 else object
         covered = int(np.prod(sizes.astype(exact), axis=1).sum()) if len(rows) else 0
-        if covered > self.numel or overlapping(offsets, sizes):
+        if covered > self.numel or (covered == self.numel and not self._tiled(offsets, sizes)):
             raise CorruptCheckpointError(f"tensor {self.name!r}: its slices overlap in part.")
         if covered != self.numel:
             raise IncompleteCheckpointError(
                 f"tensor {self.name!r} of shape {list(self.shape)}: its slices hold {covered} of {self.numel} elements."
             )
+
+    def _tiled(self, offsets: Int64, sizes: Int64) -> bool:
+        """Whether slices that hold as many elements as the tensor has hold each of them."""
+        if len(sizes) <= _FEW_SLICES or self.numel == 0:
+            return not overlapping(offsets, sizes)
+        if len(sizes) << len(self.shape) > _MOST_CORNERS:
+            raise CorruptCheckpointError(
+                f"tensor {self.name!r}: {len(sizes)} slices in {len(self.shape)} dimensions, more than any job makes."
+            )
+        return tiles_exactly(offsets, sizes, np.asarray(self.shape, np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,8 +313,8 @@ def _add_items(m: Machine) -> None:
 
 
 def _put(m: Machine, index: int) -> None:
-    if index > len(m.data):
-        raise ValueError(f"memo index {index} is larger than the pickle")
+    if not 0 <= index <= len(m.data):
+        raise ValueError(f"memo index {index} is no place in a pickle of {len(m.data)} bytes")
     m.memo[index] = m.stack[-1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,16 +91,30 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
     if any(entry.path == templates for entry in entries):
         entries += store.list(templates)
     # A name that no system should be given is not carried on: it would fail, or fool somebody, where it is written.
-    files = [e.path for e in entries if e.kind in ("file", "symlink") and is_safe_name(e.path.rpartition("/")[2])]
+    found = [entry.path for entry in entries if entry.kind in ("file", "symlink")]
+    files = [path for path in found if is_safe_name(path.rpartition("/")[2])]
+    notes = _unsafe(found, files, directory)
     carried = tuple(path for path in files if _matches(path, directory, _CARRIED))
     code = tuple(path for path in files if _matches(path, directory, _CODE))
     config_path = f"{directory}/config.json" if directory else "config.json"
     if config_path not in carried:
-        return SideFiles(carried, code)
+        return SideFiles(carried, code, None, notes)
     config = read_json(store, config_path)
     if not isinstance(config, dict):
-        return SideFiles(carried, code, None, (f"{config_path} is no JSON object; it was not used.",))
-    return SideFiles(carried, code, config)
+        return SideFiles(carried, code, None, (f"{config_path} is no JSON object; it was not used.", *notes))
+    return SideFiles(carried, code, config, notes)
+
+
+def _unsafe(found: Sequence[str], safe: Sequence[str], directory: str) -> tuple[str, ...]:
+    """A note that names the side files whose names are those of no file everywhere."""
+    left = sorted(set(found) - set(safe))
+    names = [path for path in left if _matches(path, directory, (*_CARRIED, *_CODE))]
+    if not names:
+        return ()
+    more = f" and {len(names) - 3} more" * (len(names) > 3)
+    return (
+        f"not carried along, for their names are unsafe: {', '.join(f'{name!r:.80}' for name in names[:3])}{more}.",
+    )
 
 
 def is_side_file(path: str) -> bool:

@@ -151,6 +151,9 @@ def _pread(descriptor: int, path: str, start: int, view: memoryview) -> None:
         done += got
 
 
+_MAX_WINDOW = 128 << 20  # what zstd itself takes for granted; a frame may ask for gigabytes
+
+
 class _Compressed:
     """The bytes [start, stop) of a file as a stream, for the decompressor."""
 
@@ -182,7 +185,9 @@ class _Decoder:
         self._path = path
         self._error = zstandard.ZstdError
         source: Any = _Compressed(store, path, codec.start, codec.start + codec.nbytes)
-        self._stream = zstandard.ZstdDecompressor().stream_reader(source, read_size=_PIECE, read_across_frames=True)
+        self._stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
+            source, read_size=_PIECE, read_across_frames=True
+        )
         self.at = 0  # bytes of the record that were given out
 
     def read(self, start: int, view: memoryview) -> None:

@@ -20,6 +20,7 @@ from tests.fuzz.own_formats import OWN
 from tests.fuzz.running import Target, limit_address_space, run_input
 from tests.fuzz.torch_formats import TARGETS
 
+MAX_FINDINGS = 50  # of a target: then it is the target that is wrong
 ALL: dict[str, Target] = {**TARGETS, **OWN, **FOREIGN}
 
 
@@ -40,7 +41,11 @@ def main() -> int:
 def _fuzz(target: str, options: argparse.Namespace) -> int:
     stop, seed, findings = time.monotonic() + options.seconds, options.seed, 0
     with tempfile.TemporaryDirectory() as name:
-        while time.monotonic() < stop and (not options.count or seed < options.seed + options.count):
+        while (
+            time.monotonic() < stop
+            and findings < MAX_FINDINGS
+            and (not options.count or seed < options.seed + options.count)
+        ):
             warm = seed > options.seed  # the first input pays for what is imported
             try:
                 run_input(ALL[target], random.Random(f"{target} {seed}"), Path(name, "x"), memory=warm)
