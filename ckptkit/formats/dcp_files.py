@@ -37,7 +37,7 @@ ROW = np.dtype(
 
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # below this many bytes another file is not worth it
-_REMOTE_FILE = 32 << 20  # what one request may carry up
+_REMOTE_FILE = 64 << 20  # what one request may carry up
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 

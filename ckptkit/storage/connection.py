@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,11 +18,16 @@ __all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-PART_BYTES = 16 << 20  # one ranged read
-UPLOAD_BYTES = 32 << 20  # one part of an upload; what is no larger goes up in one request
+PART_BYTES = 16 << 20  # one ranged read, where there are few
+UPLOAD_BYTES = 36 << 20  # one part of an upload; what is no larger than two goes up in one request
 _THREADS = 16  # requests in flight; what they read goes straight to where it is wanted
-_UPLOADS = 6  # parts on their way at once, by all writers of a process
+_UPLOADS = 4  # parts on their way at once, by all writers of a process
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
+
+# What s3fs, gcsfs and HfFileSystem read when they connect.
+_ENVIRONMENT = ("AWS_", "GOOGLE_", "GCSFS_", "CLOUDSDK_", "STORAGE_EMULATOR", "HF_", "FSSPEC_", "HOME")
+_connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
 
 
 class Known:
@@ -72,6 +79,17 @@ class Connection:
         self._locks: dict[int, threading.Lock] = {}
         self._held: _OfProcess | None = None
         self.conditional: bool | None = None  # whether put-if-absent works here; None: not tried yet
+
+    @classmethod
+    def shared(cls, protocol: str, options: Mapping[str, Any]) -> Connection:
+        """Return the connection that others with these options use now, under the same environment; else a new one."""
+        given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
+        text = repr((protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
+        key = hashlib.sha256(text.encode(errors="surrogateescape")).digest()  # no secret is kept by it
+        found = _connections.get(key)
+        if found is None:  # no lock: two at once do no harm, and a fork could keep it
+            found = _connections[key] = cls(protocol, options)
+        return found
 
     def _mine(self) -> _OfProcess:
         held, pid = self._held, os.getpid()

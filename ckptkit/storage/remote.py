@@ -54,7 +54,7 @@ class RemoteStore:
         self.storage_options = dict(storage_options or {})
         self._place = f"{self.protocol}://{rest.rstrip('/')}"
         keep_secret([self.storage_options, self._place])
-        self._connection = Connection(self.protocol, self.storage_options)
+        self._connection = Connection.shared(self.protocol, self.storage_options)
         self._api = _api_of(self.protocol, self._connection)
         self.url = without_secrets(self._place)
 
@@ -187,12 +187,14 @@ class RemoteStore:
             if read.view.nbytes:
                 by_file.setdefault(read.path, []).append(read)
         jobs: list[_Job] = []
+        # Enough requests for all that may be in flight to share the work, and no more.
+        most = min(4 * PART_BYTES, max(PART_BYTES, sum(read.view.nbytes for read in reads) // 8))
         for path, items in by_file.items():
             ranges = [(item.start, item.start + item.view.nbytes) for item in items]
             for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=sys.maxsize):
                 members = sorted((items[i] for i in span.members), key=_start)
                 # Cut without regard to what is read into what: a view may get its bytes from two requests.
-                for start, stop in _cut(span.start, span.stop):
+                for start, stop in _cut(span.start, span.stop, most):
                     later = bisect_left(members, stop, key=_start)
                     jobs.append((path, start, stop, members[:later]))
                     members = [item for item in members[:later] if _stop(item) > stop] + members[later:]
@@ -356,9 +358,9 @@ def _path(item: FileInfo) -> str:
     return item.path
 
 
-def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into as few equal parts as are no larger than a request should be."""
-    count = -(-(stop - start) // PART_BYTES)
+def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut a range into as few equal parts as are no larger than `most`."""
+    count = -(-(stop - start) // most)
     for i in range(count):
         yield start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count
 

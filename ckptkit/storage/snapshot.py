@@ -58,9 +58,6 @@ class Snapshot:
 
     # --- looking
 
-    def _covers(self, path: str) -> bool:
-        return f"{path}/".startswith(self._below)
-
     def _file(self, path: str) -> FileInfo | None:
         at = bisect_left(self._names, path)
         return self._found[at] if at < len(self._names) and self._names[at] == path else None
@@ -73,31 +70,31 @@ class Snapshot:
         ]  # "0" is "/" + 1
 
     def info(self, path: str) -> FileInfo | None:
-        if not self._covers(path):
+        if not path.startswith(self._below):
             return self._store.info(path)
         checked_path(path, root_allowed=True)
         found = self._file(path)
         return FileInfo(path, "directory", 0, 0.0) if found is None and self._inside(path) else found
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
-        if not self._covers(path):
+        if not f"{path}/".startswith(self._below):
             return self._store.list(path, recursive=recursive)
         checked_path(path, root_allowed=True)
         start = len(path) + 1 if path else 0
-        found: dict[str, FileInfo] = {}
+        found: dict[tuple[str, bool], FileInfo] = {}  # there may be an object and a folder of one name
         for item in self._inside(path):
             head, separator, _ = item.path[start:].partition("/")
             if recursive or not separator:
-                found[item.path] = item
+                found[item.path, False] = item
             else:
                 folder = item.path[:start] + head
-                found.setdefault(folder, FileInfo(folder, "directory", 0, 0.0))
-        return sorted(found.values(), key=lambda item: item.path)
+                found.setdefault((folder, True), FileInfo(folder, "directory", 0, 0.0))
+        return [item for _, item in sorted(found.items())]
 
     # --- reading
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        if not self._covers(path):
+        if not path.startswith(self._below):
             return self._store.read(path, start, stop)
         checked_path(path)
         found = self._file(path)

@@ -26,7 +26,7 @@ _LARGE = 512 << 20
 class PartWriter:
     """Collects what is written into parts and sends them, several at once where the store takes any order.
 
-    Holds one part, and as many more as are on their way: `Connection.slots` bounds those of all writers of the
+    Holds two parts at most, and as many more as are on their way: `Connection.slots` bounds those of all writers of the
     process together. A failed part is raised by the next write, or by `finish`. Used by one thread.
 
     Args:
@@ -52,7 +52,7 @@ class PartWriter:
         at = 0
         while at < len(view):
             room = self._part_bytes() - self._held
-            if room == 0:  # only now is it known that this part is not the last
+            if room <= 0:  # only now is it known that this part is not the last
                 self._send(last=False)
                 continue
             taken = self._buffer.write(view[at : at + room])
@@ -60,6 +60,8 @@ class PartWriter:
             at += taken
 
     def _part_bytes(self) -> int:
+        if self._upload is None:
+            return 2 * UPLOAD_BYTES  # a request less than in two parts is two requests and a wait less
         return UPLOAD_BYTES if self._count < _MANY else _LARGE
 
     def finish(self, put: Callable[[bytes], object]) -> None:
@@ -96,11 +98,18 @@ class PartWriter:
             made: list[Upload] = []
             self._attempt(lambda: made.append(self._api.upload(self._name)))
             self._upload = made[0]
+        data = self._take()
+        if not last and len(data) > self._part_bytes():  # what could have been a small object
+            self._send_part(data[:UPLOAD_BYTES], last=False)
+            data = data[UPLOAD_BYTES:]
+        self._send_part(data, last=last)
+
+    def _send_part(self, data: bytes, *, last: bool) -> None:
+        assert self._upload is not None
         if self._upload.in_order:
             self._wait()
         self._raise_early()
         self._count += 1
-        data = self._take()
         slots = self._connection.slots
         slots.acquire()
         try:
