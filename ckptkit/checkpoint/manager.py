@@ -346,6 +346,7 @@ class CheckpointManager:
             metrics=dict(metrics or {}),
             client_state=client_state,
             overwrite=overwrite or checkpoint_name(step, tag) in self._loader.given_up,
+            resumed_from=self._loader.resumed_from,
         )
 
     def _staged(self, prepared: Prepared) -> Sequence[torch.Tensor]:

@@ -45,6 +45,7 @@ class SaveRequest:
         metrics: Measured values; `best` is found by them.
         client_state: The caller's own JSON, kept in the commit record.
         overwrite: Replace a committed checkpoint of the same name, once the new one is complete.
+        resumed_from: The checkpoint that the run went on from, for the record.
     """
 
     step: int
@@ -53,6 +54,7 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     client_state: Any = None
     overwrite: bool = False
+    resumed_from: str | None = None
 
 
 @dataclass(slots=True)
@@ -208,7 +210,7 @@ class Saver:
             "client_state": request.client_state,
             "objective": self._objective,
             "versions": _versions(),
-            "extra": self._extra,
+            "extra": {**self._extra, **({"resumed_from": request.resumed_from} if request.resumed_from else {})},
         }
         with clock.phase("commit"):
             record = attempt.commit(

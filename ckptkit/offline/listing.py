@@ -91,9 +91,9 @@ def list_run(
         raise CheckpointNotFoundError(_nothing(url, inventory, root))
     policy = effective_policy(policy, inventory, recorded=recorded)
     decisions = {d.name: d for d in plan_rotation(inventory, root, policy or RetentionPolicy())}
-    now = time.time()
+    now, origin = time.time(), inventory.latest.record.extra.get("resumed_from") if inventory.latest else None
     rows = [
-        *(_committed(item, decisions[item.name], now) for item in inventory.committed),
+        *(_committed(item, decisions[item.name], now, origin) for item in inventory.committed),
         *(_attempt(item, "in progress") for item in inventory.in_progress),
         *(_attempt(item, "abandoned") for item in inventory.abandoned),
         *(Listed(item.path, "skipped", why=item.reason) for item in inventory.skipped),
@@ -116,9 +116,11 @@ def policy_of(inventory: Inventory) -> RetentionPolicy | None:
         return None  # a newer ckptkit's policy: decide nothing by it
 
 
-def _committed(item: Committed, decision: Decision, now: float) -> Listed:
+def _committed(item: Committed, decision: Decision, now: float, origin: Any) -> Listed:
     record = item.record
     why = decision.reason + ("; of a branch that was rolled back" if item.superseded else "")
+    if not decision.keep and record.name == origin:
+        why += "; the last job was resumed from it and kept it; that job is over, and the next save or prune deletes it"
     return Listed(
         item.name,
         "committed",

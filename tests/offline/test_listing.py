@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.pins import pin_forever
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.offline.listing import list_run
 from ckptkit.offline.prune import prune
 from ckptkit.offline.reshard import reshard
+from tests.checkpoint.killed import state
 
 
 @pytest.fixture
@@ -54,6 +56,19 @@ def test_a_pin_keeps_and_is_shown(root: Path) -> None:
     row = list_run(str(root), policy=RetentionPolicy(max_num=1)).checkpoints[0]
     assert row.keep is True
     assert "paper" in row.why
+
+
+def test_what_the_last_job_was_resumed_from_is_said_to_be_free_once_that_job_is_over(tmp_path: Path) -> None:
+    keep = RetentionPolicy(max_num=1)
+    with CheckpointManager(tmp_path, retention=keep) as manager:
+        manager.save(1, state(1))
+    with CheckpointManager(tmp_path, retention=keep) as manager:
+        manager.load(state(0))
+        manager.save(2, state(2))
+        running = list_run(str(tmp_path)).checkpoints[0]
+    over = list_run(str(tmp_path)).checkpoints[0]
+    assert (running.name, running.keep, "being read" in running.why) == ("step_00000001", True, True)
+    assert (over.name, over.keep, "that job is over" in over.why) == ("step_00000001", False, True)
 
 
 def test_a_dry_run_says_what_the_real_one_then_does(root: Path) -> None:
