@@ -17,7 +17,7 @@ from ckptkit.formats import dcp, fsdp1_local
 from ckptkit.formats.merge import as_optimizer, file_objects, merged, open_part, renamed
 from ckptkit.formats.optimizer_files import read_optimizer
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.rank_files import is_tensor, join, missing_ranks, read_archives
+from ckptkit.formats.rank_files import is_tensor, join, missing_ranks, read_archives, refuse_bare_parts
 from ckptkit.formats.side_files import find_side_files, read_json
 from ckptkit.formats.verl import model_entries, parameters
 from ckptkit.storage import Store
@@ -100,6 +100,7 @@ def _open_one(
         if not isinstance(value, dict) or not any(is_tensor(item) for item in value.values()):
             raise CorruptCheckpointError(f"{name} holds no state dict of tensors.")
     joined = join(values, what=what)
+    refuse_bare_parts(joined, what=what)
     tensors = model_entries(joined)
     notes = [note for tensor in joined.values() for note in tensor.notes]
     info = CatalogInfo(

@@ -267,8 +267,8 @@ def _only_child(place: Place, url: str, depth: int) -> _Found | None:
         return place, f"{url}/{files[0]}", single, f"{files[0]} is the newest of {len(files)} files in {url}."
     if len(place.directories) > _MAX_CHILDREN:
         return None
-    names = [name for name in place.directories if not name.startswith(_ASIDE)] or place.directories
-    found = [(name, child) for name in names if (child := _enter(place, url, name, depth))]
+    likely = [name for name in place.directories if not name.startswith(_ASIDE)] or place.directories
+    found = [(name, child) for name in likely if (child := _enter(place, url, name, depth))]
     if len(found) > 1 and depth == 0:
         names = ", ".join(name for name, _ in found[:8])
         raise CheckpointNotFoundError(f"{url} has {len(found)} checkpoints: {names}. Give the one you mean.")

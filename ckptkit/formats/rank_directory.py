@@ -11,7 +11,7 @@ from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats import fsdp1_local
 from ckptkit.formats.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.rank_files import is_tensor, join, missing_ranks, read_archives
+from ckptkit.formats.rank_files import is_tensor, join, missing_ranks, read_archives, refuse_bare_parts
 from ckptkit.formats.side_files import file_names, find_side_files
 from ckptkit.formats.verl import model_entries, parameters
 from ckptkit.storage import Store
@@ -19,6 +19,7 @@ from ckptkit.storage import Store
 __all__ = ["is_rank_directory", "open_catalog"]
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
+_KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # where a metadata.pkl of torch_checkpointing lies beside
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
@@ -52,6 +53,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
             f"{template.format(rank=0)} holds no state dict of tensors, at its top or below a key."
         )
     joined = join(models, what=template)
+    refuse_bare_parts(joined, what=template)
     tensors = model_entries(joined)
     optimizer = _optimizer(values, models[0], tensors, template)
     side = find_side_files(store)
@@ -72,7 +74,7 @@ def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
     """Template -> rank -> file."""
     found: dict[str, dict[int, str]] = {}
     for name in files:
-        match = _RANK.fullmatch(name)
+        match = _RANK.fullmatch(name) or ("metadata.pkl" in files and _KEYED.fullmatch(name)) or None
         if match and len(match[2]) < 8:
             head, tail = (text.replace("{", "{{").replace("}", "}}") for text in (match[1], match[3]))
             found.setdefault(f"{head}{{rank}}{tail}", {})[int(match[2])] = name

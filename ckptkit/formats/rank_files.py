@@ -5,6 +5,7 @@ What a rank saved under a name is a DTensor, a ShardedTensor, or a plain tensor 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from ckptkit.formats._torch_zip import TorchArchive, read_archive
 from ckptkit.formats.shards import local_parts, mesh_coordinate, slices_of
 from ckptkit.storage import Store
 
-__all__ = ["Joined", "RankTensor", "is_tensor", "join", "missing_ranks", "read_archives"]
+__all__ = ["Joined", "RankTensor", "is_tensor", "join", "missing_ranks", "read_archives", "refuse_bare_parts"]
 
 RankTensor: TypeAlias = StoredTensor | DTensorRecord | ShardedTensorRecord
 Key = TypeVar("Key", bound=Hashable)
@@ -175,6 +176,19 @@ def _dtype(part: RankTensor) -> str:
 def _kind(part: Any) -> str:
     names = {StoredTensor: "plain tensor", DTensorRecord: "DTensor", ShardedTensorRecord: "ShardedTensor"}
     return names.get(type(part), type(part).__name__)
+
+
+def refuse_bare_parts(joined: Mapping[Any, Joined], *, what: str) -> None:
+    """Refuse a model whose tensors are plain in all ranks and different in each: parts that do not say of what.
+
+    Where some are the same, the model is a replica, and what differs are buffers of each rank.
+    """
+    large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
+    if large and all(tensor.notes for tensor in large):
+        raise UnsupportedFormatError(
+            f"{what.format(rank='*')}: every rank holds other plain tensors under the same names. They are parts, and "
+            "the files do not say how those fit together. Save DTensors, or torch DCP."
+        )
 
 
 def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:

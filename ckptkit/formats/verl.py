@@ -18,7 +18,7 @@ from ckptkit.formats.flat_optimizer import read_flat_optimizer
 from ckptkit.formats.optimizer_files import OptimizerState, is_state_dicts, read_optimizer
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.param_order import Param
-from ckptkit.formats.rank_files import Joined, is_tensor, join, missing_ranks, read_archives
+from ckptkit.formats.rank_files import Joined, is_tensor, join, missing_ranks, read_archives, refuse_bare_parts
 from ckptkit.formats.side_files import SideFiles, file_names, find_side_files, read_json
 from ckptkit.storage import Store
 
@@ -45,6 +45,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     missing_ranks(ranks, world_size, pattern)
     values = read_archives(store, [pattern.format(rank=rank) for rank in range(world_size)])
     joined = join(_state_dicts(values, pattern), what=pattern)
+    refuse_bare_parts(joined, what=pattern)
     tensors = model_entries(joined)
     notes = [note for tensor in joined.values() for note in tensor.notes]
     optimizer = _optimizer(store, files, world_size, parameters(values[0], tensors))

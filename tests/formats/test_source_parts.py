@@ -206,6 +206,26 @@ def test_rank_files_of_no_known_system_are_joined(tmp_path, zoo):
     assert source.catalog.by_role(Role.MODEL)["model.embed_tokens.weight"].shape == (128, 32)
 
 
+def test_rank_files_beside_a_metadata_pkl_are_joined(tmp_path, zoo):
+    actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
+    for rank in range(2):
+        shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / f"model_{rank}.pt")
+        shutil.copy(actor / f"optim_world_size_2_rank_{rank}.pt", tmp_path / f"optimizer_{rank}.pt")
+    (tmp_path / "metadata.pkl").write_bytes(b"\x80\x04}.")
+    assert open_source(str(tmp_path)).catalog.by_role(Role.MODEL)["model.embed_tokens.weight"].shape == (128, 32)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights_rank{}.pt", "model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_rank{}.bin"]
+)
+def test_plain_parts_that_do_not_say_of_what_are_refused(tmp_path, name):
+    torch = pytest.importorskip("torch")
+    for rank in range(2):
+        torch.save({"w": torch.ones(4, 2) * rank, "step": torch.tensor(1)}, tmp_path / name.format(rank))
+    with pytest.raises(UnsupportedFormatError, match="every rank holds other plain tensors"):
+        open_source(str(tmp_path))
+
+
 def test_a_model_beside_steps_wins_over_none_of_them(tmp_path):
     save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "checkpoint-1").mkdir()
