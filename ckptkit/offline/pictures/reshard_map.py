@@ -43,7 +43,7 @@ def _identity(entry: TensorEntry) -> tuple[str, ...]:
 
 
 def _top(slices: SliceArray) -> int:
-    return int(slices.ranks.max()) if slices.ranks is not None and len(slices) else 0
+    return max(0, int(slices.ranks.max())) if slices.ranks is not None and len(slices) else 0  # -1: not recorded
 
 
 def _group(slices: SliceArray, ranks: int, groups: int) -> npt.NDArray[np.int64]:

@@ -1,0 +1,177 @@
+"""Pages show names from strangers: an HTML parser finds no tag, attribute or script that we did not write."""
+
+from __future__ import annotations
+
+import json
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from click.testing import CliRunner
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.pins import pin_forever
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.cli.main import cli
+from ckptkit.shown import printable
+from tests.hostile.sources import header
+
+NAMES = [
+    "<script>alert(1)</script>", "</title></svg><script>alert(2)</script>", '" onmouseover="alert(3)', "' onload='alert(4)",
+    "<!--", "-->", "]]>", "<![CDATA[", "&lt;b&gt;", "&#60;b&#62;", "</style><style>*{background:url(//x)}", "javascript:alert(5)",
+    "a\u2028b\u2029c", "a\u202eb", "\x1b[31m", "a\nb", "<img src=x onerror=alert(6)>", "\uff1cscript\uff1e", "${alert(7)}", "{{7*7}}",
+    "<svg/onload=alert(8)>", "`x`", "\\u003cscript\\u003e", "<" * 300, "x" * 2000, "\x00", "\ufeff", "\U000e0001",
+]  # fmt: skip
+TAGS = set(
+    [
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "h1",
+        "h2",
+        "p",
+        "dl",
+        "dt",
+        "dd",
+        "div",
+        "section",
+        "footer",
+        "svg",
+        "rect",
+        "text",
+        "g",
+        "path",
+    ]
+)
+ATTRIBUTES = set(
+    [
+        "lang",
+        "charset",
+        "name",
+        "content",
+        "http-equiv",
+        "id",
+        "class",
+        "x",
+        "y",
+        "width",
+        "height",
+        "fill",
+        "viewbox",
+        "xmlns",
+        "role",
+        "font-family",
+        "text-anchor",
+        "transform",
+        "d",
+        "fill-opacity",
+    ]
+)
+
+
+class _Reader(HTMLParser):
+    """Every tag, attribute and text of a page; the texts of titles within pictures apart."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag != "meta":
+            self.open.append(tag)
+            self.texts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.texts:
+            self.texts[-1] += data
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(f"a comment: {data!r}")
+
+    def unknown_decl(self, data: str) -> None:
+        raise AssertionError(f"a declaration: {data!r}")
+
+
+def read(path: Path) -> _Reader:
+    """Parse a page strictly, and check that all of it is ours."""
+    page = path.read_text(encoding="utf-8")
+    reader = _Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    assert reader.tags <= TAGS, reader.tags - TAGS
+    assert reader.attributes <= ATTRIBUTES, reader.attributes - ATTRIBUTES
+    assert "default-src 'none'" in page
+    assert not {c for c in page if (ord(c) < 32 and c != "\n") or c in "\u2028\u2029\u202e\x7f"}
+    return reader
+
+
+def run(*arguments: str) -> None:
+    result = CliRunner().invoke(cli, list(arguments))
+    assert result.exit_code in (0, 1) and "bug in ckptkit" not in result.output, result.output
+
+
+def tensors(path: Path, value: int) -> None:
+    """Names that are hostile as they are, and as parts of the names of layers."""
+    names = [form for name in NAMES for form in (name, f"layers.{name}.weight", f"{name}.0.weight")]
+    entries = {n: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, n in enumerate(names)}
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(header(entries) + bytes([0, 0, value, 63]) * len(names))
+
+
+@pytest.mark.parametrize("kind", ["inspect", "diff"])
+def test_names_of_tensors_are_text_on_a_page(kind: str, tmp_path: Path) -> None:
+    tensors(tmp_path / "a", 0)
+    tensors(tmp_path / "b", 128)
+    a, b, page = str(tmp_path / "a"), str(tmp_path / "b"), tmp_path / "page.html"
+    run(*(("inspect", a, "--after", b) if kind == "inspect" else ("diff", a, b)), "--html", str(page))
+    shown = "\n".join(read(page).texts)
+    # The page breaks no line of its own into a name, but a title of several lines may.
+    missing = [name for name in NAMES if printable(name).replace("\x00", "") not in shown and "\n" not in name]
+    assert missing == []
+
+
+def test_a_harmless_name_is_shown_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    entry = {"model.embed.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    (tmp_path / "a" / "model.safetensors").write_bytes(header(entry) + bytes(4))
+    run("inspect", str(tmp_path / "a"), "--html", str(tmp_path / "page.html"))
+    assert any("model.embed.weight" in text for text in read(tmp_path / "page.html").texts)
+
+
+def test_names_reasons_and_paths_of_a_run_are_text_on_a_page(tmp_path: Path) -> None:
+    root = tmp_path / "<script>alert(1)<!--\u2028&amp; 'run\""
+    with CheckpointManager(root) as manager:
+        for step in (1, 2):
+            manager.save(step, TrainState(model=torch.nn.Linear(1, 1), step=step), metrics={"</script><b>": 1.0})
+    for why in NAMES:
+        pin_forever(str(root / "step_00000001"), why)
+    (root / "step_00000005").mkdir()
+    (root / "step_00000005" / "checkpoint.json").write_text(json.dumps({"x": "<script>"}))
+    for name in ("<img src=x>", "step_<b>"):
+        os.mkdir(root / name)
+    run("ls", str(root), "--all", "--html", str(tmp_path / "page.html"))
+    assert any("<script>alert(1)<!--" in text for text in read(tmp_path / "page.html").texts)
+
+
+def test_the_parser_of_these_tests_sees_an_attack(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<html><body><script>alert(1)</script></body></html> default-src 'none'")
+    with pytest.raises(AssertionError, match="script"):
+        read(page)
