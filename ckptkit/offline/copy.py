@@ -151,10 +151,15 @@ def _check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A part of the work that is done as a whole; `records` are the digests that are proved then."""
+    """A part of the work that is done as a whole; `records` are the digests that are proved then.
+
+    Attributes:
+        path: The file of the source that is read.
+    """
 
     job: Job
     records: npt.NDArray[np.int64]
+    path: str = ""
 
 
 class _Execution:
@@ -189,6 +194,7 @@ class _Execution:
         self.steps = self.taken_over = 0
         self._source = source
         self._progress = progress
+        self._path = ""  # of the file at work, for people
         self._lock = threading.Lock()
 
     def _describe(self, record: int) -> str:
@@ -203,7 +209,7 @@ class _Execution:
         with self._lock:
             self.nbytes_read += nbytes
             if self._progress is not None:
-                self._progress(min(self.nbytes_read, self.plan.nbytes), self.plan.nbytes, "")
+                self._progress(min(self.nbytes_read, self.plan.nbytes), self.plan.nbytes, self._path)
 
     def close(self) -> None:
         self.reader.close()
@@ -242,6 +248,7 @@ class _Execution:
         """The job of a step, which is stated in the journal once it is done."""
 
         def run(worker: Worker) -> None:
+            self._path = step.path
             step.job(worker)
             if journal is not None:
                 journal.done(index)
@@ -262,14 +269,25 @@ class _Execution:
         copier = StreamCopier(work, streamed, self.reader, sink, self.verifier, wanted=wanted, done=self.done)
         none = np.zeros(0, np.int64)
         placed: list[tuple[tuple[int, int], _Step]] = [
-            ((int(kernel.origins[row]), int(kernel.starts[row])), _Step(partial(direct_copier.copy_direct, row), none))
+            (
+                (int(kernel.origins[row]), int(kernel.starts[row])),
+                _Step(partial(direct_copier.copy_direct, row), none, self._path_of(kernel.origins[row])),
+            )
             for row in range(len(kernel))
         ]
         for job in spans(streamed, work.records, wanted):
             records = np.concatenate([wanted[slice(*span.records)] for span in job])
-            placed.append(((job[0].origin, job[0].start), _Step(partial(copier.copy_spans, job), records)))
+            placed.append(
+                (
+                    (job[0].origin, job[0].start),
+                    _Step(partial(copier.copy_spans, job), records, self._path_of(job[0].origin)),
+                )
+            )
         placed.sort(key=lambda item: item[0])
         return [*(_Step(job, none) for job in jobs), *(step for _, step in placed)]
+
+    def _path_of(self, origin: int) -> str:
+        return self.work.origins[int(origin)].path
 
     def into_store(self, store: Store) -> None:
         from ckptkit.offline.sequential import SequentialCopier

@@ -91,6 +91,7 @@ class _Prover:
         self._big_nbytes = max(self._tile_nbytes, max_memory // (4 * workers))
         self._lock = threading.Lock()
         self._progress, self._done = progress, 0
+        self._total = sum(int(p.sizes.prod(axis=1).sum()) * dtype_of(p.tensor.dtype).itemsize for p in plan.placements)
         self.different: list[str] = []
 
     def close(self) -> None:
@@ -176,7 +177,7 @@ class _Prover:
         if self._progress is not None:
             with self._lock:
                 self._done += nbytes
-                self._progress(min(self._done, self._plan.nbytes), self._plan.nbytes, self._plan.files[file].path)
+                self._progress(self._done, self._total, self._plan.files[file].path)
 
     # --- the source: slice by slice where the target is a copy of one entry, else as the plan's parts say
 

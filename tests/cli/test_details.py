@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from ckptkit.cli import frame
 from ckptkit.cli.main import cli
+from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from tests.test_package import HEAVY, modules_after, run_cli
 
@@ -176,6 +177,14 @@ def test_a_terminal_sees_bytes_rate_and_file(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_pipe_sees_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _with_bar(monkeypatch, io.StringIO()) == ""
+
+
+def test_progress_names_the_file_at_work(zoo: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    convert(str(zoo / DCP), str(tmp_path / "out"), verify=True, progress=lambda *call: seen.append(call))
+    named = {Path(name).suffix for _, _, name in seen}
+    assert named >= {".distcp", ".safetensors"}  # what is copied, and what is read again
+    assert seen[-1][0] == seen[-1][1]
 
 
 def test_quiet_silences_progress(monkeypatch: pytest.MonkeyPatch) -> None:
