@@ -1,0 +1,144 @@
+"""--verify: which proof a tensor gets, what it reads, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptkit.catalog.entry import SliceArray, TensorEntry
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import IntegrityError
+from ckptkit.formats.safetensors_parse import read_header
+from ckptkit.offline import prove
+from ckptkit.offline.convert import convert
+from ckptkit.offline.plan import Placement
+from ckptkit.offline.prove import prove_equal
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.slice_match import slice_runs
+from ckptkit.storage.local import LocalStore
+
+UNEVEN = Path(__file__).parents[1] / "zoo" / "dcp_fsdp2_uneven_w4" / "ckpt"
+FILE = "model.safetensors"
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    shutil.copytree(UNEVEN, tmp_path / "in")
+    convert(str(tmp_path / "in"), str(tmp_path / "out"))
+    return tmp_path
+
+
+def proved(folder: Path) -> int:
+    plan = convert(str(folder / "in"), str(folder / "again"), dry_run=True).plan
+    return prove_equal(plan, LocalStore(str(folder / "in")), LocalStore(str(folder / "out")), max_memory=10**8)
+
+
+def place(folder: Path, name: str) -> int:
+    """Where a tensor starts in the result."""
+    return read_header(LocalStore(str(folder / "out")), FILE).tensors[name].start
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def fingerprinted(monkeypatch) -> list[str]:
+    """Names of the tensors that were proved by fingerprints."""
+    names: list[str] = []
+    plain = prove._Prover._expected
+
+    def counted(self, tensor, worker):
+        names.append(tensor.name)
+        return plain(self, tensor, worker)
+
+    monkeypatch.setattr(prove._Prover, "_expected", counted)
+    return names
+
+
+def test_slices_with_digests_are_proved_without_reading_the_source(made, fingerprinted, monkeypatch):
+    monkeypatch.setattr(prove._Prover, "_has_bytes", None)
+    assert proved(made) == 18
+    assert all("scalar" in name or name in ("gain", "step_count") for name in fingerprinted)  # no dimensions
+
+
+def test_slices_without_digests_are_compared_byte_by_byte(made, tmp_path, fingerprinted):
+    report = reshard(str(made / "out"), str(tmp_path / "new"), world_size=3, check=False, verify=True)
+    assert report.verified == 18
+    assert not [name for name in fingerprinted if "weight" in name]
+
+
+def test_what_is_cut_by_columns_is_fingerprinted(made, tmp_path, fingerprinted):
+    reshard(str(made / "in"), str(tmp_path / "n"), world_size=2, mesh="tp=2", tp_plan={"*.up.weight": 1}, verify=True)
+    assert any(name.endswith("up.weight") for name in fingerprinted)
+    assert not any(name.endswith("down.weight") for name in fingerprinted)
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "gain"])
+def test_a_flipped_bit_of_the_result_is_found_and_its_tensor_named(made, name):
+    flip(made / "out" / FILE, place(made, name))
+    with pytest.raises(IntegrityError, match=f"1 of 18 tensors.*{name}"):
+        proved(made)
+
+
+def test_slices_in_each_others_places_are_found(made):
+    data = bytearray((made / "out" / FILE).read_bytes())
+    start, rows = place(made, "embed.weight"), 10 * 4 * 10  # ranks hold ten rows of ten numbers
+    data[start : start + 2 * rows] = data[start + rows : start + 2 * rows] + data[start : start + rows]
+    (made / "out" / FILE).write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"embed\.weight"):
+        proved(made)
+
+
+def test_a_result_that_is_equal_to_a_source_which_is_damaged_itself_is_equal(made):
+    slices = (
+        convert(str(made / "in"), str(made / "again"), dry_run=True).plan.catalog.tensors["model.head.weight"].slices
+    )
+    first = next(row for row in range(len(slices)) if not slices.offsets[row].any())
+    flip(made / "in" / slices.paths[int(slices.files[first])], int(slices.starts[first]))
+    flip(made / "out" / FILE, place(made, "head.weight"))
+    assert proved(made) == 18
+
+
+def entry_of(offsets: list[list[int]], sizes: list[list[int]], shape: tuple[int, ...]) -> TensorEntry:
+    count = len(offsets)
+    nbytes = np.prod(np.array(sizes, np.int64), axis=1) * 4
+    slices = SliceArray(
+        ["f"], np.zeros(count, np.int32), np.arange(count) * 1000, nbytes, np.array(offsets), np.array(sizes)
+    )
+    return TensorEntry("t", "float32", shape, slices)
+
+
+def placed(entry: TensorEntry, offsets: list[list[int]], sizes: list[list[int]]) -> Placement:
+    count = len(offsets)
+    starts = np.arange(count, dtype=np.int64) * 500
+    return Placement(Target.of(entry), np.arange(count, dtype=np.int32), starts, np.array(offsets), np.array(sizes))
+
+
+def test_runs_of_a_slice_that_several_files_share_come_in_its_order():
+    entry = entry_of([[0, 0], [3, 0]], [[3, 5], [3, 5]], (6, 5))
+    runs = slice_runs(entry, placed(entry, [[4, 0], [0, 0], [2, 0]], [[2, 5], [2, 5], [2, 5]]))
+    assert runs is not None
+    assert runs.bounds() == [(0, 2), (2, 4)]
+    assert runs.files.tolist() == [1, 2, 2, 0]
+    assert runs.inner.tolist() == [0, 40, 0, 20]
+    assert runs.starts.tolist() == [500, 1000, 1020, 0]
+    assert runs.nbytes.tolist() == [40, 20, 20, 40]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes"),
+    [
+        ([[0, 0], [0, 3]], [[6, 3], [6, 2]]),  # columns
+        ([[0, 0], [0, 0]], [[6, 5], [6, 5]]),  # replicas
+        ([[0, 0]], [[4, 5]]),  # a slice that is not all there
+    ],
+)
+def test_what_can_not_be_told_from_runs_is_left_to_fingerprints(offsets, sizes):
+    entry = entry_of([[0, 0], [3, 0]], [[3, 5], [3, 5]], (6, 5))
+    assert slice_runs(entry, placed(entry, offsets, sizes)) is None
