@@ -431,7 +431,9 @@ def _check_states(plan: OptimizerPlan, found: Mismatches) -> None:
         for name, entry in entries.items():
             shape = tuple(getattr(live.get(name), "shape", entry.shape))
             same_rank = len(entry.shape) == parameter.dim() and entry.numel > 1
-            if name not in live and same_rank and entry.numel != parameter.numel():
+            # Factored moments have one row, or one column, for all.
+            fits = all(size in (1, whole) for size, whole in zip(entry.shape, parameter.shape, strict=False))
+            if name not in live and same_rank and not fits:
                 shape = tuple(parameter.shape)
             if shape != entry.shape:
                 found.add(

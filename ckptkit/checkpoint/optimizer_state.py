@@ -170,7 +170,8 @@ def _capture_group(group: Mapping[str, Any], by_id: Mapping[int, str], what: str
 def new_state_tensor(
     parameter: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
 ) -> torch.Tensor:
-    """Return an uninitialised tensor for one state of a parameter, placed as the parameter is.
+    """Return an uninitialised tensor for one state of a parameter, placed as the parameter is: a state of another shape
+    in those dimensions that it shares with it.
 
     Args:
         name: The state's name; a single element stays on the CPU, where torch keeps its step counts.
@@ -180,8 +181,10 @@ def new_state_tensor(
     from torch.distributed.tensor import DTensor
 
     shape = tuple(shape)
+    single = torch.Size(shape).numel() == 1
+    if isinstance(parameter, DTensor) and shape != tuple(parameter.shape) and not single:
+        return _beside(parameter, dtype, shape)
     if shape != tuple(parameter.shape) or parameter.dim() == 0:
-        single = torch.Size(shape).numel() == 1
         device = parameter.device if on_device or not single else "cpu"
         return torch.empty(shape, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
@@ -196,6 +199,23 @@ def new_state_tensor(
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a sharded state of another shape than its parameter. A plain one would not have been saved."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate, Shard, empty
+
+    def follows(placement: Any) -> bool:
+        # Exactly Shard: where tensor parallelism cuts first, the parts are others.
+        dim = placement.dim if type(placement) is Shard else len(shape)
+        return bool(dim < min(len(shape), parameter.dim()) and shape[dim] == parameter.shape[dim])
+
+    mesh = parameter.device_mesh
+    placements = [placement if follows(placement) else Replicate() for placement in parameter.placements]
+    made = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    local = torch.empty_like(made.to_local(), device=parameter.to_local().device)  # offloaded: not where the mesh is
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=made.shape, stride=made.stride())
 
 
 @dataclass(frozen=True, slots=True)

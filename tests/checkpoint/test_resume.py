@@ -86,6 +86,28 @@ def test_every_mesh_resumes_bit_exactly(tmp_path: Path, kind: str, layout: str) 
     check(tmp_path, 4, kind, layout, "fp32", "adamw", background=False)
 
 
+def test_factored_moments_of_a_single_process_are_restored(tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(5, 3)
+        return model, torch.optim.Adafactor(model.parameters(), lr=0.1)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    train(model, optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=model, optimizer=optimizer))
+        train(model, optimizer)
+        other, resumed = made()
+        manager.load(TrainState(model=other, optimizer=resumed))
+    train(other, resumed)
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.bias, model.bias)
+
+
 class Noisy(torch.utils.data.Dataset):
     """Draws from the generator that training draws from."""
 
