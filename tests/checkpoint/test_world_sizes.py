@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state import PerRank, TrainState
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
-from tests.checkpoint import jobs
+from tests.checkpoint import jobs, odd
 
 # (world size, layout): uneven at 3 and 4 (14 rows, 6 rows, 2 rows, 1 row: empty shards), replicas, two dimensions.
 PLACES = [(1, "plain"), (1, "1d"), (2, "1d"), (3, "1d"), (4, "1d"), (4, "hsdp"), (2, "tp"), (4, "tp")]
@@ -252,3 +255,110 @@ def load_average(url: str) -> tuple[dict[str, Any], list[str]]:
 def test_an_average_of_sharded_weights_comes_back_sharded(ranks: Any, tmp_path: Path, kind: str) -> None:
     saved = ranks.run(save_average, 2, str(tmp_path), kind)[0]
     assert ranks.run(load_average, 3, str(tmp_path)) == [(saved, [])] * 3
+
+
+# --- a model with all that is odd about models
+
+
+def save_odd(url: str, kind: str, layout: str, optimizers: str) -> tuple[dict[str, Any], list[float]]:
+    model, made = odd.made(layout, optimizers, 0)
+    odd.train(model, made, range(2))
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(2, TrainState(model=model, optimizer=made))
+    return odd.numbers(model, made), odd.train(model, made, range(2, 4))
+
+
+def load_odd(url: str, layout: str, optimizers: str) -> tuple[dict[str, Any], list[float]]:
+    model, made = odd.made(layout, optimizers, 5)
+    odd.train(model, made, range(9, 10))
+    with CheckpointManager(url) as manager:
+        report = manager.load(TrainState(model=model, optimizer=made))
+    assert report is not None
+    assert not (report.missing or report.unexpected)
+    return odd.numbers(model, made), odd.train(model, made, range(2, 4))
+
+
+@pytest.mark.parametrize("optimizers", ["muon", "master"])
+@pytest.mark.parametrize(
+    ("kind", "source", "target"),
+    [
+        ("sharded", (4, "hsdp-tp"), (3, "1d")),
+        ("sharded", (1, "plain"), (4, "hsdp-tp")),
+        ("full", (3, "1d"), (4, "tp")),
+        ("full", (4, "tp"), (4, "replicated")),
+        ("local", (4, "hsdp"), (4, "hsdp")),
+        ("local", (4, "hsdp-tp"), (4, "hsdp-tp")),
+    ],
+)
+def test_an_odd_model_loads_everywhere(
+    ranks: Any, tmp_path: Path, kind: str, source: Any, target: Any, optimizers: str
+) -> None:
+    saved, losses = ranks.run(save_odd, source[0], str(tmp_path), kind, source[1], optimizers)[0]
+    for loaded, resumed in ranks.run(load_odd, target[0], str(tmp_path), target[1], optimizers):
+        assert [key for key in saved if saved[key] != loaded.get(key)] == []
+        assert set(saved) == set(loaded)
+        assert resumed == losses or source != target  # another mesh adds in another order
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps a moment for each row and one for each column, placed as the parameter is where they share a dimension."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                for name, dim in (("row", 1), ("column", 0)):
+                    moment = gradient.square().sum(dim, keepdim=True)
+                    if isinstance(moment, DTensor):
+                        whole = [Replicate() if p.is_partial() else p for p in moment.placements]
+                        moment = moment.redistribute(placements=whole)
+                    state[name] = moment + state.get(name, 0.0)
+                parameter.add_(gradient / (state["row"] * state["column"] + 1.0), alpha=-group["lr"])
+
+
+def factored(seed: int) -> tuple[torch.nn.Module, Factored]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(6, 5, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, Factored(model.parameters())
+
+
+def factored_steps(model: torch.nn.Module, optimizer: Factored, steps: range) -> None:
+    for index in steps:
+        model(torch.full((2, 6), float(index))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run_factored(url: str, kind: str) -> dict[str, Any]:
+    model, optimizer = factored(0)
+    factored_steps(model, optimizer, range(2))
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(2, TrainState(model=model, optimizer=optimizer))
+    found = {name: jobs.whole(value) for name, value in optimizer.state[model.weight].items()}
+    factored_steps(model, optimizer, range(2, 4))
+    return {**found, "after": jobs.whole(model.weight)}
+
+
+def resume_factored(url: str) -> dict[str, Any]:
+    model, optimizer = factored(3)
+    with CheckpointManager(url) as manager:
+        manager.load(TrainState(model=model, optimizer=optimizer))
+    found = {name: jobs.whole(value) for name, value in optimizer.state[model.weight].items()}
+    factored_steps(model, optimizer, range(2, 4))
+    return {**found, "after": jobs.whole(model.weight)}
+
+
+@pytest.mark.parametrize(("kind", "size"), [("sharded", 2), ("full", 2), ("local", 2), ("sharded", 3)])
+def test_states_of_another_shape_than_their_parameter_come_back_sharded(
+    ranks: Any, tmp_path: Path, kind: str, size: int
+) -> None:
+    saved = ranks.run(run_factored, 2, str(tmp_path), kind)[0]
+    for found in ranks.run(resume_factored, size, str(tmp_path)):
+        assert found["row"] == saved["row"]
+        assert found["column"] == saved["column"]
+        assert size != 2 or found["after"] == saved["after"]
