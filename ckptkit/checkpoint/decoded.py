@@ -10,7 +10,7 @@ from ckptkit.checkpoint.load_plan import LoadPlan, ObjectTarget, OptimizerPlan
 from ckptkit.checkpoint.rng import check_rng
 from ckptkit.checkpoint.state import canonical_modules
 from ckptkit.checkpoint.values import JSON, decode
-from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, LoadError
 
 __all__ = ["Decoded", "DecodedOptimizer", "decode_plan"]
 
@@ -49,7 +49,7 @@ def decode_plan(plan: LoadPlan, tensor: Tensors) -> Decoded:
         tensor: The tensor under a key; its elements may be read later.
 
     Raises:
-        CorruptCheckpointError: A tree is none that a save writes; names its key.
+        CorruptCheckpointError, LoadError: A tree is none that a save writes; names its key.
         CheckpointMismatchError: A value is nothing that the live object it is for could take.
     """
     objects = [[_named(target.key, tree, tensor) for tree in target.trees] for target in plan.objects]
@@ -77,7 +77,7 @@ def _optimizer(plan: OptimizerPlan, tensor: Tensors) -> DecodedOptimizer:
 def _named(key: str, tree: JSON, tensor: Tensors) -> Any:
     try:
         return decode(tree, tensor)
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, LoadError) as error:
         raise type(error)(f"{key}: {error}") from error
 
 

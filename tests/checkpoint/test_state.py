@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from typing import Any
 
 import pytest
@@ -46,6 +47,15 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> li
 )
 def test_every_spelling_of_a_state_dict_type_is_accepted(spelling: Any, wanted: StateDictType) -> None:
     assert StateDictType.parse(spelling) is wanted
+
+
+def test_sharded_is_the_default_everywhere() -> None:
+    from ckptkit.checkpoint.manager import CheckpointManager
+    from ckptkit.fsdp import FSDPConfig
+
+    default = inspect.signature(CheckpointManager).parameters["state_dict_type"].default
+    assert StateDictType.parse(default) is StateDictType.SHARDED
+    assert StateDictType.parse(FSDPConfig().state_dict_type) is StateDictType.SHARDED
 
 
 def test_an_unknown_state_dict_type_is_a_usage_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import enum
 import json
@@ -102,6 +103,15 @@ def test_sparse_and_quantized_tensors_come_back(size: int) -> None:
         back = through(quantized)
     assert back.is_quantized
     assert torch.equal(back.int_repr(), quantized.int_repr())
+
+
+def test_a_tensor_that_was_on_a_device_comes_back_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.serialization.location_tag", lambda _: "cuda:7")
+    monkeypatch.setattr("torch.serialization._get_restore_location", lambda _: lambda storage, _location: storage)
+    tree = encode(torch.eye(3).to_sparse(), "extra.x", {})
+    assert b"cuda:7" in base64.b64decode(tree["$torch_save"])
+    monkeypatch.undo()
+    assert torch.equal(decode(tree, {}.__getitem__).to_dense(), torch.eye(3))
 
 
 def test_a_tensor_without_values_is_refused_with_its_path() -> None:
