@@ -194,6 +194,11 @@ _RECORDS = (
     "builtins.int", "builtins.float", "builtins.str", "builtins.bool", "__builtin__.int", "__builtin__.float",
     "__builtin__.long", "__builtin__.str", "__builtin__.bool", "builtins.object", "__builtin__.object",
     "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
+    "typing.Any", "omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig",
+    *(f"omegaconf.base.{name}" for name in ("Metadata", "ContainerMetadata")),
+    *(f"omegaconf.nodes.{kind}Node" for kind in ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path")),
+    "lightning.fabric.utilities.data.AttributeDict", "lightning_fabric.utilities.data.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict", "lightning.pytorch.utilities.parsing.AttributeDict",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address",
 )  # fmt: skip

@@ -324,7 +324,8 @@ class _Plain:
             return made, 1
         args, a = self.of(value.args, depth)
         if value.fields:
-            fields, b = self._of_made(dict(value.fields), depth)
+            # A node of OmegaConf knows the one it hangs from, which would be a circle.
+            fields, b = self._of_made({k: v for k, v in value.fields.items() if k != "_parent"}, depth)
         else:
             state, b = self.of(value.state, depth)
             fields = {} if state is None else {"state": state}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,24 @@ def test_a_class_of_plain_numbers_under_its_old_name_is_read(tmp_path: Path) -> 
     """What protocol 2 calls int: the factory of a defaultdict beside the weights."""
     store = save(tmp_path, {"model": weights(), "counts": collections.defaultdict(int, {"a": 1})}, "x.pt")
     assert open_file(store, "x.pt").by_role(Role.MODEL).keys() == weights().keys()
+
+
+def test_settings_of_frameworks_beside_the_weights_are_no_obstacle(tmp_path: Path, monkeypatch: Any) -> None:
+    """Hyper-parameters of Lightning and Hydra: classes that hold plain values, nodes that know their parent."""
+    for name in ("omegaconf", "omegaconf.dictconfig", "omegaconf.nodes"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["omegaconf"].__path__ = []
+    config, node = (
+        type(name, (), {"__module__": f"omegaconf.{module}"})
+        for module, name in (("dictconfig", "DictConfig"), ("nodes", "AnyNode"))
+    )
+    sys.modules["omegaconf.dictconfig"].DictConfig = config  # type: ignore[attr-defined]
+    sys.modules["omegaconf.nodes"].AnyNode = node  # type: ignore[attr-defined]
+    settings, leaf = config(), node()
+    leaf.__dict__.update(_val=3, _parent=settings)
+    settings.__dict__.update(_content={"lr": leaf}, _parent=None)
+    store = save(tmp_path, {"state_dict": weights(), "hyper_parameters": settings}, "x.ckpt")
+    assert open_file(store, "x.ckpt").by_role(Role.MODEL).keys() == weights().keys()
 
 
 # --- shards with an index
