@@ -1,0 +1,112 @@
+"""On S3: `inspect` and `ls` read metadata alone, counted in bytes, and the names of checkpoints mean what they mean."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
+
+from ckptkit import CheckpointManager, RetentionPolicy, TrainState
+from ckptkit.cli.main import cli
+from ckptkit.offline.reshard import reshard
+from ckptkit.storage import open_store
+from tests.storage import proxy as proxies
+from tests.storage import servers
+
+DATA = 16 << 20  # bytes of tensors in each source, in pieces beside which a request costs nothing
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, Any]]:
+    with servers.moto() as options:
+        open_store("s3://looks", storage_options=options).fs.mkdir("looks")
+        yield dict(options)
+
+
+def _run(options: dict[str, Any], *args: str | Path) -> Result:
+    more = [word for key, value in options.items() for word in ("--storage-option", f"{key}={value}")]
+    return CliRunner().invoke(cli, [*map(str, args), *more])
+
+
+def _big(folder: Path) -> None:
+    tensors = {f"model.layers.{i}.w": np.full((1024, 1024), i, np.float32) for i in range(4)}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    assert sum(tensor.nbytes for tensor in tensors.values()) == DATA
+
+
+def sources(folder: Path) -> dict[str, Callable[[], object]]:
+    """What makes each kind of source below `folder`, under its name."""
+    base = folder / "safetensors"
+    import torch.distributed.checkpoint as torch_dcp
+
+    state = {f"layers.{i}.w": torch.full((1024, 1024), float(i)) for i in range(4)}
+    return {
+        "safetensors": lambda: _big(base),
+        "sharded": lambda: reshard(str(base), str(folder / "sharded" / "step_00000001"), world_size=3),
+        "torch": lambda: torch.save({"model": state}, folder / "torch.pt"),
+        "dcp": lambda: torch_dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["safetensors", "sharded", "torch", "dcp"])
+def test_inspect_reads_metadata_alone(
+    server: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    made = sources(tmp_path)
+    for name in dict.fromkeys(("safetensors", kind)):
+        made[name]()
+    place = next(path for path in (tmp_path / kind, tmp_path / f"{kind}.pt") if path.exists())
+    store = open_store("s3://looks", storage_options=server)
+    store.fs.put(str(place), f"looks/{place.name}", recursive=place.is_dir())
+    answered: list[int] = []
+    forward = proxies._Handler._forward
+
+    def counting(self: Any, body: bytes) -> Any:
+        answer = forward(self, body)
+        answered.append(len(answer[2]))
+        return answer
+
+    monkeypatch.setattr(proxies._Handler, "_forward", counting)
+    with proxies.proxy_of(server["endpoint_url"]) as proxy:
+        options = {**server, "endpoint_url": proxy.url}
+        result = _run(options, "inspect", f"s3://looks/{place.name}", "--json", "--tensors", "*")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert sum(tensor["nbytes"] for tensor in document["tensors"]) == DATA
+    assert sum(answered) < DATA // 20
+
+
+@pytest.fixture(scope="module")
+def run_root(server: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    model = torch.nn.Linear(8, 8)
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    root = "s3://looks/run"
+    policy = RetentionPolicy(max_num=5, keep_best=("loss", "min"))
+    with CheckpointManager(root, retention=policy, storage_options=server) as manager:
+        for step, loss in ((100, 1.0), (200, 2.0), (300, 3.0)):
+            manager.save(step, state, metrics={"loss": loss})
+    return root
+
+
+@pytest.mark.parametrize(("name", "step"), [("latest~1", 200), ("best", 100), ("300", 300)])
+def test_a_name_means_one_checkpoint_of_a_run_on_s3(
+    server: dict[str, Any], run_root: str, tmp_path: Path, name: str, step: int
+) -> None:
+    url = f"{run_root}/{name}".rstrip("/")
+    assert json.loads(_run(server, "inspect", url, "--json").stdout)["step"] == step
+    assert f"step_{step:08d}" in _run(server, "verify", url).output
+    assert f"step_{step:08d}" in _run(server, "diff", url, f"{run_root}/latest").output
+    assert f"step_{step:08d}" in _run(server, "convert", url, tmp_path / "out", "--dry-run").output
+    assert f"pinned step_{step:08d}" in _run(server, "pin", url, "--why", "x").output
+    assert _run(server, "unpin", url).exit_code == 0
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
