@@ -1,9 +1,11 @@
 """Saves and loads on a real S3 server, beside torch's FsspecWriter and FsspecReader in the same run.
 
     python benchmarks/remote/bench.py [--server rclone|moto] [--mb 256] [--tensors 200] [--rounds 3]
+                                      [--latency MS] [--rate MB/S]
 
-Prints one JSON line a round: seconds of both, ratios, requests (counted by a proxy in a run of its own) and the
-growth of memory while saving.
+The server, and the proxy that adds latency (each way) and bounds the rate of each connection, are processes of their
+own. Prints one JSON line a round: seconds of both and ratios; the best of all rounds; the requests, counted by another
+proxy in a run of its own; and how memory grew in a process that did nothing else.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import contextlib
 import json
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ from ckptkit.storage import open_store
 from tests.storage import servers
 from tests.storage.proxy import proxy_of
 
+Options = dict[str, Any]
+
 
 class Holder(torch.nn.Module):
     """Tensors of unequal sizes, as a model has them."""
@@ -44,53 +50,61 @@ class Holder(torch.nn.Module):
             self.register_parameter(f"p{i}", torch.nn.Parameter(torch.randn(each if i < big else small)))
 
 
-def rss() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+# --- servers
 
 
 @contextlib.contextmanager
-def peak(result: list[int]) -> Any:
-    """Append the growth of resident memory while the block ran."""
-    stop, start, top = threading.Event(), rss(), [rss()]
-
-    def watch() -> None:
-        while not stop.wait(0.01):
-            top[0] = max(top[0], rss())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
+def moto() -> Iterator[Options]:
+    """moto as a process of its own."""
+    port = servers.free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        yield
+        servers.wait_for(f"http://127.0.0.1:{port}", process, 60.0)
+        yield {"endpoint_url": f"http://127.0.0.1:{port}", "key": servers.KEY, "secret": servers.SECRET}
     finally:
-        stop.set()
-        thread.join()
-        result.append(max(top[0], rss()) - start)
+        process.kill()
+        process.wait()
 
 
-def timed(function: Any) -> float:
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
+@contextlib.contextmanager
+def far_away(options: Options, milliseconds: float, rate: float) -> Iterator[Options]:
+    """The same server behind latency, and with connections that carry `rate` MB a second at most."""
+    if not milliseconds and not rate:
+        yield options
+        return
+    port = options["endpoint_url"].rpartition(":")[2]
+    script = str(Path(__file__).with_name("latency.py"))
+    command = [sys.executable, script, port, str(milliseconds), str(rate or 1e6)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield {**options, "endpoint_url": f"http://127.0.0.1:{process.stdout.readline().strip()}"}
+    finally:
+        process.kill()
+        process.wait()
 
 
-def fsspec_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "skip_instance_cache": True}
+# --- contestants
 
 
-def theirs(url: str, options: dict[str, Any], model: Holder) -> tuple[Any, Any]:
+def theirs(url: str, options: Options, model: Holder) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return torch's save and load, each with a connection of its own."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
+    fresh = {**options, "skip_instance_cache": True}
+
     def save() -> None:
-        dcp.save({"model": model.state_dict()}, storage_writer=FsspecWriter(url, **fsspec_options(options)))
+        dcp.save({"model": model.state_dict()}, storage_writer=FsspecWriter(url, **fresh))
 
     def load() -> None:
-        dcp.load({"model": model.state_dict()}, storage_reader=FsspecReader(url, **fsspec_options(options)))
+        dcp.load({"model": model.state_dict()}, storage_reader=FsspecReader(url, **fresh))
 
     return save, load
 
 
-def ours(url: str, options: dict[str, Any], model: Holder) -> tuple[Any, Any]:
+def ours(url: str, options: Options, model: Holder) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return our save and load, each with a manager, a lease and a connection of its own."""
     state = TrainState(model=model)
 
     def save() -> None:
@@ -104,55 +118,128 @@ def ours(url: str, options: dict[str, Any], model: Holder) -> tuple[Any, Any]:
     return save, load
 
 
+# --- measuring
+
+
+def rss() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@contextlib.contextmanager
+def peak(result: list[float]) -> Iterator[None]:
+    """Append how many MB resident memory grew by while the block ran."""
+    stop, start, top = threading.Event(), rss(), [rss()]
+
+    def watch() -> None:
+        while not stop.wait(0.005):
+            top[0] = max(top[0], rss())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        result.append((max(top[0], rss()) - start) / 1e6)
+
+
+def timed(function: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def one_round(turn: int, options: Options, model: Holder) -> dict[str, float]:
+    their_save, their_load = theirs(f"s3://bench/torch{turn}", options, model)
+    our_save, our_load = ours(f"s3://bench/ours{turn}", options, model)
+    row = {"torch_save_s": timed(their_save), "save_s": timed(our_save)}
+    with CheckpointManager(f"s3://bench/ours{turn}", storage_options=options) as manager:
+        state = TrainState(model=model)
+        manager.save(2, state)
+        row["next_save_s"] = timed(lambda: manager.save(3, state) and None)
+    row |= {"torch_load_s": timed(their_load), "load_s": timed(our_load)}
+    return row
+
+
+def memory(options: Options, model: Holder) -> dict[str, float]:
+    """Return the growth of memory in a child process for each save and load: nothing is left from one before."""
+    import multiprocessing
+
+    found = {}
+    for name, make in (("torch", theirs), ("ckptkit", ours)):
+        for index, verb in enumerate(("save", "load")):
+            context = multiprocessing.get_context("fork")
+            answers = context.SimpleQueue()
+
+            def work(make: Any = make, index: int = index, name: str = name, answers: Any = answers) -> None:
+                grown: list[float] = []
+                with peak(grown):
+                    make(f"s3://bench/memory-{name}", options, model)[index]()
+                answers.put(grown[0])
+                os._exit(0)
+
+            child = context.Process(target=work)
+            child.start()
+            found[f"{name}_{verb}_growth_mb"] = answers.get()
+            child.join()
+    return found
+
+
+def requests(options: Options, model: Holder) -> dict[str, float]:
+    """Return how many requests each takes; "next" is a save of a manager that has saved before."""
+    counts: dict[str, float] = {}
+    with proxy_of(options["endpoint_url"]) as proxy:
+        via = {**options, "endpoint_url": proxy.url}
+        for name, make in (("torch", theirs), ("ckptkit", ours)):
+            for verb, function in zip(("save", "load"), make(f"s3://bench/counted-{name}", via, model), strict=True):
+                proxy.clear()
+                function()
+                counts[f"{name}_{verb}_requests"] = proxy.count
+        state = TrainState(model=model)
+        with CheckpointManager("s3://bench/counted-ckptkit", storage_options=via) as manager:
+            manager.save(2, state)
+            proxy.clear()
+            manager.save(3, state)
+            counts["ckptkit_next_save_requests"] = proxy.count
+    return counts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--server", choices=["rclone", "moto"], default="rclone")
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--latency", type=float, default=0.0, help="milliseconds, each way")
+    parser.add_argument("--rate", type=float, default=0.0, help="MB/s that one connection carries; 0: any")
+    parser.add_argument("--only-time", action="store_true")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = Holder(args.mb, args.tensors)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder, contextlib.ExitStack() as stack:
         (Path(folder) / "bench").mkdir()
-        started = servers.rclone(Path(folder)) if args.server == "rclone" else servers.moto()
-        options = dict(stack.enter_context(started))
+        near = dict(stack.enter_context(servers.rclone(Path(folder)) if args.server == "rclone" else moto()))
         if args.server == "moto":
-            open_store("s3://bench", storage_options=options).fs.mkdir("bench")
-        for turn in range(args.rounds):
-            print(json.dumps(one_round(turn, options, model)), flush=True)
-        print(json.dumps(requests(options, model)), flush=True)
+            open_store("s3://bench", storage_options=near).fs.mkdir("bench")
+        if not args.only_time:
+            show(memory(near, model))
+            show(requests(near, model))
+        options = stack.enter_context(far_away(near, args.latency, args.rate))
+        rows = [show(one_round(turn, options, model)) for turn in range(args.rounds)]
+    best = {name: min(row[name] for row in rows) for name in rows[0]}
+    ratios = {
+        "save_ratio": best["torch_save_s"] / best["save_s"],
+        "next_save_ratio": best["torch_save_s"] / best["next_save_s"],
+        "load_ratio": best["torch_load_s"] / best["load_s"],
+    }
+    show({"best_of": args.rounds, **best, **ratios})
 
 
-def one_round(turn: int, options: dict[str, Any], model: Holder) -> dict[str, Any]:
-    their_save, their_load = theirs(f"s3://bench/torch{turn}", options, model)
-    our_save, our_load = ours(f"s3://bench/ours{turn}", options, model)
-    growth: list[int] = []
-    row = {"torch_save_s": timed(their_save)}
-    with peak(growth):
-        row["save_s"] = timed(our_save)
-    row["torch_load_s"] = timed(their_load)
-    with peak(growth):
-        row["load_s"] = timed(our_load)
-    row["save_ratio"] = row["torch_save_s"] / row["save_s"]
-    row["load_ratio"] = row["torch_load_s"] / row["load_s"]
-    row["save_growth_mb"], row["load_growth_mb"] = (nbytes / 1e6 for nbytes in growth)
-    return {name: round(value, 3) for name, value in row.items()}
-
-
-def requests(options: dict[str, Any], model: Holder) -> dict[str, int]:
-    counts = {}
-    with proxy_of(options["endpoint_url"]) as proxy:
-        via = {**options, "endpoint_url": proxy.url}
-        for name, (save, load) in {
-            "torch": theirs("s3://bench/counted-torch", via, model),
-            "ckptkit": ours("s3://bench/counted-ours", via, model),
-        }.items():
-            for verb, function in (("save", save), ("load", load)):
-                proxy.clear()
-                function()
-                counts[f"{name}_{verb}_requests"] = proxy.count
-    return counts
+def show(row: dict[str, float]) -> dict[str, float]:
+    print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
+    return row
 
 
 if __name__ == "__main__":
