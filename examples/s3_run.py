@@ -24,7 +24,9 @@ def server() -> Iterator[None]:
         return
     from moto.server import ThreadedMotoServer
 
-    os.environ.update(AWS_ACCESS_KEY_ID="x" * 16, AWS_SECRET_ACCESS_KEY="y" * 16, AWS_DEFAULT_REGION="us-east-1")
+    os.environ.update(
+        AWS_ACCESS_KEY_ID="loopback-key", AWS_SECRET_ACCESS_KEY="loopback-secret", AWS_DEFAULT_REGION="us-east-1"
+    )
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     started = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     started.start()

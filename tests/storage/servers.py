@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 
-KEY, SECRET = "x" * 16, "y" * 16
+KEY, SECRET = "loopback-tests-key", "loopback-tests-secret"
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": KEY,
     "AWS_SECRET_ACCESS_KEY": SECRET,
