@@ -11,6 +11,8 @@ from safetensors.numpy import save_file
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.formats import fsdp1_local
+from ckptkit.formats._torch_records import ShardedTensorRecord, ShardRecord, Storage, StoredTensor
 from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.fsdp1_local import parse_layout
 from ckptkit.formats.lightning import module_prefix
@@ -146,6 +148,28 @@ def test_padding_between_parameters_is_skipped():
     body = {"fqns": ["a", "b"], "shapes": [[5, 6], [5]], "numels": [30, 2, 5], "pad_mask": [False, True, False]}
     layout = parse_layout({"block._flat_param": body}, "layout")
     assert layout["block._flat_param"].params == (("block.a", (5, 6), 0), ("block.b", (5,), 32))
+
+
+def test_a_hundred_ranks_may_pad_by_up_to_a_hundred_elements(tmp_path):
+    (tmp_path / "layout.json").write_text(json.dumps({"_flat_param": {"fqns": ["w"], "shapes": [[10, 3]]}}))
+    storage = Storage("rank", "0", 4, "float32")
+    piece = StoredTensor(storage, "float32", (1,), (1,))
+    ranks = [
+        {"_flat_param": ShardedTensorRecord((ShardRecord(piece, (rank,), (1,)),), (100,), ())} for rank in range(100)
+    ]
+    options = ReadOptions(layout=str(tmp_path / "layout.json"))
+    catalog = fsdp1_local.read(open_store(str(tmp_path)), ["rank"], ranks, {}, None, options)
+    assert catalog.tensors["w"].shape == (10, 3)
+    with pytest.raises(CorruptCheckpointError, match="of another model"):
+        fsdp1_local.read(open_store(str(tmp_path)), ["rank"], ranks[:20], {}, None, options)
+
+
+def test_a_layout_may_be_the_shapes_alone(local, tmp_path):
+    layout = parse_layout(json.loads(next(local.glob("*.json")).read_text()), "layout")
+    shapes = {name: shape for unit in layout.values() for name, shape, _ in unit.params}
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    source = open_source(str(local), options=ReadOptions(layout=str(tmp_path / "shapes.json")))
+    assert {name: entry.shape for name, entry in source.catalog.tensors.items()} == shapes
 
 
 def test_a_missing_rank_of_local_state_is_named(local, tmp_path):
