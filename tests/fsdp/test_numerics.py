@@ -76,6 +76,7 @@ def test_accumulation_equals_one_large_batch(ranks, every):
     [
         {"activation_checkpointing": True},
         {"forward_prefetch": True},
+        {"backward_prefetch": "BACKWARD_POST"},
         {"keep_last_block": True},
         {"reshard_after_forward": False},
         {"reshard_after_forward": 2},

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, CkptkitError, SaveError, UsageError
-from ckptkit.fsdp import FSDPConfig, FSDPStrategy
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy, MasterWeightOptimizer
 from ckptkit.fsdp.setup import accumulation_steps
 from ckptkit.fsdp.strategy import ModelOptimPair
 from tests.fsdp import models
@@ -529,6 +529,36 @@ def _nan_norm():
 
 def test_a_gradient_that_is_no_number_skips_the_step(ranks):
     assert ranks.run(_nan_norm, 2) == [(0, True), (1, True)]
+
+
+def test_only_an_optimizer_with_masters_is_an_mp_optimizer():
+    base = torch.optim.AdamW([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])
+    assert not FSDPStrategy().is_mp_optimizer(base)
+    assert FSDPStrategy().is_mp_optimizer(MasterWeightOptimizer(base))
+
+
+def _not_strict(folder):
+    strategy, model, _, _ = session({}, models.untied)
+    strategy.save_ckpt(model, folder, step=1)
+    saved = models.weights(model)
+    strategy = FSDPStrategy()
+    plain = models.made(models.untied, seed=5)
+    plain.more = nn.Linear(3, 3)
+    del plain.norm.bias
+    plain.norm.bias = None
+    other = strategy.prepare_model(plain)
+    with pytest.raises(CheckpointMismatchError, match="more"):
+        strategy.load_ckpt(other, folder)
+    strategy.load_ckpt(other, folder, load_module_strict=False)
+    report = strategy.last_load
+    assert report.missing == ["model.more.weight", "model.more.bias"]
+    assert report.unexpected == ["model.norm.bias"]
+    found = models.weights(other)
+    return all(torch.equal(found[name], saved[name]) for name in saved if name != "norm.bias")
+
+
+def test_without_strictness_what_fits_is_loaded(ranks, tmp_path):
+    assert ranks.run(_not_strict, 2, str(tmp_path)) == [True, True]
 
 
 # LightRFT's verbs, and the order of their arguments (strategy_base.py, fsdpv2.py).
