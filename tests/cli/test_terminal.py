@@ -27,16 +27,18 @@ with click.Context(click.Command("x")), frame.progress_bar("convert") as update:
         time.sleep(0.15)  # tqdm draws ten times a second at most
 """
 WAITING = """
-import threading, ckptkit.offline.convert as module
-from ckptkit.cli.main import main
-real = module.execute
-def execute(plan, source, destination, **options):
-    def progress(*_):
-        print("READY", flush=True)
-        threading.Event().wait(2)  # long enough for a key; the interrupt comes to the main thread
-    return real(plan, source, destination, **{**options, "progress": progress})
-module.execute = execute
-main(["convert", SOURCE, TARGET])
+import contextlib, threading
+import ckptkit.cli.convert, ckptkit.cli.main as commands
+handle, pressed = commands._InterruptOnce.__call__, threading.Event()
+def progress(*_):
+    print("READY", flush=True)
+    pressed.wait(90)
+def noticed(self, *arguments):
+    pressed.set()
+    handle(self, *arguments)
+ckptkit.cli.convert.progress_bar = lambda title: contextlib.nullcontext(progress)
+commands._InterruptOnce.__call__ = noticed
+commands.main(["convert", SOURCE, TARGET])
 """
 
 
