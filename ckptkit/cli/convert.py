@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_options_of_both, with_storage_options
 from ckptkit.cli.options import GroupedCommand, OneOf, grouped
 from ckptkit.cli.outcome import outcome_options, show_outcome
 from ckptkit.errors import UsageError
@@ -58,7 +58,7 @@ _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "do
 @_files("--world-size", type=click.IntRange(1), metavar="N", help="Ranks to write for (--to dcp, --to local).")
 @_files("--push", metavar="REPO", help="Upload the result to this Hugging Face repo.")
 @outcome_options
-@storage_option
+@storage_options_of_both
 @command_frame
 def command(
     src: str,

@@ -26,6 +26,7 @@ __all__ = [
     "print_json",
     "progress_bar",
     "storage_option",
+    "storage_options_of_both",
     "with_storage_options",
 ]
 
@@ -163,6 +164,20 @@ storage_option = grouped("Output")(
     metavar="K=V",
     help="Option of the fsspec file system, such as endpoint_url=http://...; may be given several times.",
 )
+
+
+def storage_options_of_both(function: F) -> F:
+    """Give a command --storage-option, and one like it for the source and the destination alone."""
+    for which, where in (("dst", "destination"), ("src", "source")):
+        function = grouped("Output")(
+            f"--{which}-storage-option",
+            f"{which}_storage_options",
+            multiple=True,
+            metavar="K=V",
+            help=f"The same, of the {where} alone.",
+            callback=lambda _context, _option, pairs: with_storage_options(pairs),
+        )(function)
+    return storage_option(function)
 
 
 def with_storage_options(pairs: tuple[str, ...]) -> Mapping[str, Any] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_options_of_both, with_storage_options
 from ckptkit.cli.options import GroupedCommand, OneOf, grouped
 from ckptkit.cli.outcome import outcome_options, show_outcome
 
@@ -30,7 +30,7 @@ _what = grouped("What")
 @click.option("--tp-plan", metavar="FILE", help="JSON of globs of parameters and the dimension tp cuts each along.")
 @click.option("--layout", metavar="URL", help="Layout of flat parameters, for FSDP1 LOCAL.")
 @outcome_options
-@storage_option
+@storage_options_of_both
 @command_frame
 def command(
     src: str, dst: str, *, world_size: int, type_: str, as_json: bool, storage_options: tuple[str, ...], **options: Any

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckptkit.errors import UsageError
 from ckptkit.formats.options import ReadOptions
-from ckptkit.offline.copy import CopyReport, Progress, execute
+from ckptkit.offline.carry_out import How, Outcome, carry_out
+from ckptkit.offline.copy import Progress
 from ckptkit.offline.coverage import check_plan
 from ckptkit.offline.hf_files import check_headers
-from ckptkit.offline.masters import prove_masters
 from ckptkit.offline.plan import OutputFile, OutputTensor, Plan
-from ckptkit.offline.publish import open_target
+from ckptkit.offline.publish import open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
-from ckptkit.offline.report import ConvertReport, peak_memory
+from ckptkit.offline.report import ConvertReport
 from ckptkit.units import parse_size
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def convert(  # noqa: PLR0913 - one argument an option
     dry_run: bool = False,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    src_storage_options: Mapping[str, Any] | None = None,
+    dst_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     layout: str | None = None,
     merge_adapter: bool = False,
@@ -92,6 +94,8 @@ def convert(  # noqa: PLR0913 - one argument an option
         check: Check the digests that the source recorded, while it is read.
         verify: Read the result again and compare it with the source, element for element.
         dry_run: Plan only; `ConvertReport.plan_lines()` shows it, and what would not fit (`ConvertReport.faults`).
+        storage_options: Of the file systems of the source, the destination and the base.
+        src_storage_options, dst_storage_options: Of one of them, over the common ones.
         adapter_config: PEFT's config of an adapter, where neither the source nor the base has one.
 
     Raises:
@@ -107,22 +111,19 @@ def convert(  # noqa: PLR0913 - one argument an option
         raise UsageError(f"--max-memory {max_memory} is too little: give 16MB or more.")
     shard_size = _shard_size(max_shard_size)
     options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix)
-    source = open_pinned(src, storage_options=storage_options, options=options, together=not dry_run)
+    there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
+    source = open_pinned(src, storage_options=there, options=options, together=not dry_run)
     choice = _Choice(
         to, dtype, weights, base, key_map, strip_prefix, tuple(include), tuple(exclude), merge_adapter, untie,
         adapter_config, not dry_run,
     )  # fmt: skip
     chosen = _choose(source, choice, storage_options)
-    target = open_target(
-        dst, source=source.url, single_file=to == "torch", overwrite=overwrite, storage_options=storage_options
-    )
+    target = open_target(dst, source=source.url, single_file=to == "torch", overwrite=overwrite, storage_options=here)
     sealing = None
     if to == "local":
         from ckptkit.offline.local_target import local_target
 
-        laid, sealing = local_target(
-            source, chosen.tensors, dst, world_size=world_size or 1, storage_options=storage_options
-        )
+        laid, sealing = local_target(source, chosen.tensors, dst, world_size=world_size or 1, storage_options=here)
         plan = _planned(source, chosen, laid)
     else:
         plan = _plan(source, chosen, to, target.file_name, shard_size, world_size)
@@ -134,41 +135,12 @@ def convert(  # noqa: PLR0913 - one argument an option
     if dry_run:
         check_plan(plan)
         return report
-    verified = None
-    with target.stage(plan) as session:
-
-        def copied() -> CopyReport:
-            return execute(
-                plan, source.store, session.store, workers=workers, max_memory=memory, check=check,
-                progress=progress, only=session.only, journal=session.journal,
-            )  # fmt: skip
-
-        def proved() -> int:
-            from ckptkit.offline.prove import prove_equal
-
-            return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers, progress=progress)
-
-        sources = {name for tensor in chosen.tensors for name in tensor.sources}
-        masters = session.one(lambda: prove_masters(source, sources)) if check else 0
-        done = session.everyone(copied)
-        if to == "hf":
-            session.one(lambda: check_headers(plan, session.store))
-        if verify:
-            verified = session.one(proved)
-        if sealing is not None:
-            from ckptkit.offline.seal import seal
-
-            session.one(partial(seal, plan, session.store, sealing, workers=workers))
-    return replace(
-        report,
-        nbytes_read=done.nbytes_read,
-        notes=(*done.notes(), *report.notes),
-        checked=done.records,
-        verified=verified,
-        proved=_proved(plan, chosen, to, (done.records, masters), verified),
-        seconds=time.perf_counter() - started,
-        peak_memory=peak_memory(),
-    )
+    outcome = carry_out(
+        plan, source, target, How(workers, memory, check, verify, progress),
+        masters_of={name for tensor in chosen.tensors for name in tensor.sources},
+        look=partial(check_headers, plan) if to == "hf" else None, sealing=sealing,
+    )  # fmt: skip
+    return outcome.told(report, proved=_proved(outcome, plan, chosen, to), started=started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,18 +256,23 @@ def _planned(source: Source, chosen: _Chosen, laid: Laid) -> Plan:
 def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
     notes = [*([source.note] if source.note else []), *source.catalog.info.notes, *plan.notes]
     if plan.leftovers:
-        reasons: dict[str, int] = {}
-        for _, reason in plan.leftovers:
-            reasons[reason] = reasons.get(reason, 0) + 1
-        counts = ", ".join(f"{count} ({reason})" for reason, count in reasons.items())
+        reasons: dict[str, list[str]] = {}
+        for name, reason in plan.leftovers:
+            reasons.setdefault(reason, []).append(name)
+        counts = ", ".join(f"{len(names)} ({reason}{_groups(names, reason)})" for reason, names in reasons.items())
         notes.append(f"tensors left out: {counts}")
     return tuple(dict.fromkeys(notes))
 
 
-def _proved(plan: Plan, chosen: _Chosen, to: Format, checked: tuple[int, int], verified: int | None) -> tuple[str, ...]:
+def _groups(names: Sequence[str], reason: str) -> str:
+    """The first parts of the names, where the reason does not say them already."""
+    found = [group for group in dict.fromkeys(name.partition(".")[0] for name in names) if group not in reason]
+    return ": " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""
+
+
+def _proved(outcome: Outcome, plan: Plan, chosen: _Chosen, to: Format) -> tuple[str, ...]:
     """What was checked and holds: each sentence stands for a check that would have raised."""
-    count = len(chosen.tensors)
-    records, masters = checked
+    count, records, masters, verified = len(chosen.tensors), outcome.copied.records, outcome.masters, outcome.verified
     facts = ["every element covered once"]
     if records:
         facts.append(f"{records} digests of the source checked")

@@ -164,7 +164,7 @@ class Plan:
         for placement in self.placements:
             tensor = placement.tensor
             yield (
-                f"{_sources(tensor)} -> {tensor.name}  {_dtypes(self.catalog, tensor)} {list(tensor.shape)} "
+                f"{_renamed(tensor)}  {_dtypes(self.catalog, tensor)} {list(tensor.shape)} "
                 f"{format_size(int(placement.nbytes().sum()))}  {_places(self, placement)}"
             )
         for file in self.files:
@@ -182,6 +182,12 @@ class Plan:
             "missing": list(self.missing),
             "notes": list(self.notes),
         }
+
+
+def _renamed(tensor: OutputTensor) -> str:
+    """What it is made of and its name; just that where it keeps its name."""
+    sources = _sources(tensor)
+    return sources if sources == tensor.name else f"{sources} -> {tensor.name}"
 
 
 def _sources(tensor: OutputTensor) -> str:

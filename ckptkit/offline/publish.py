@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ckptkit.errors import CheckpointExistsError, UsageError
 from ckptkit.offline.plan import Plan
@@ -24,7 +24,7 @@ from ckptkit.storage.staging import (
 )
 from ckptkit.storage.store import Store, open_store, split_url
 
-__all__ = ["OutputPlace", "Session", "is_one_of_many", "open_target"]
+__all__ = ["OutputPlace", "Session", "is_one_of_many", "open_target", "options_of_both"]
 
 T = TypeVar("T")
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
@@ -174,6 +174,14 @@ def _identity(url: str) -> str:
     if "\0" in path:
         return url  # no path at all: whoever opens it says so
     return os.path.realpath(path) if kind in ("file", "local") else f"{kind}://{path.strip('/')}"
+
+
+Options: TypeAlias = Mapping[str, Any]
+
+
+def options_of_both(both: Options | None, src: Options | None, dst: Options | None) -> list[Options | None]:
+    """Return the storage options of the source and of the destination: what is common, and over it each one's own."""
+    return [{**(both or {}), **own} if own else both for own in (src, dst)]
 
 
 def open_target(

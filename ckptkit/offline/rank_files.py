@@ -1,4 +1,4 @@
-"""Checkpoints cut by rank: DCP data files with their `.metadata`, and LOCAL files. Columns, a row a slice."""
+"""Checkpoints cut by rank: DCP data files with their `.metadata`. Columns, a row a slice."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.box import Box, chunk_box
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.entry import Catalog
-from ckptkit.errors import UsageError
 from ckptkit.formats.dcp_encode import RecordColumns, RecordFrame, encode_metadata, frame_tensor
-from ckptkit.formats.local_shards import LocalTensor, file_metadata, file_name
-from ckptkit.formats.safetensors_header import HeaderTensor, lay_out
 from ckptkit.offline.hf_files import in_disk_order
 from ckptkit.offline.plan import CrcField, Literal, OutputFile, OutputTensor, Placement
 
-__all__ = ["RankBoxes", "chunked", "dcp_files", "lay_out_dcp", "local_files"]
+__all__ = ["RankBoxes", "chunked", "dcp_files", "lay_out_dcp"]
 
 Int64 = npt.NDArray[np.int64]
 Laid = tuple[list[OutputFile], list[Placement], tuple[str, ...]]
@@ -252,42 +248,3 @@ def _changed(first: bytes, second: bytes) -> tuple[int, ...]:
         else:
             at += 1
     return tuple(places)
-
-
-# --- LOCAL
-
-
-def local_files(catalog: Catalog, tensors: Sequence[OutputTensor], *, world_size: int) -> Laid:
-    """Lay tensors out as one LOCAL file a rank: what FSDP2 holds on each of `world_size` ranks.
-
-    Tensors without dimensions are whole on every rank.
-    """
-    if world_size < 1:
-        raise UsageError(f"world size {world_size}: there must be a rank at least.")
-    mesh = {"shape": [world_size], "names": ["dp_shard"]}
-    ordered = in_disk_order(catalog, tensors)
-    columns: list[list[list[object]]] = [[[], [], []] for _ in ordered]
-    files = []
-    for rank in range(world_size):
-        parts = []
-        for tensor in ordered:
-            box = chunk_box(tensor.shape, 0, world_size, rank) if tensor.shape else Box.whole(tensor.shape)
-            placement = (0, ("S(0)",)) if tensor.shape else (0, ("R",))
-            key = f"{MODEL}.{tensor.name}"
-            parts.append(LocalTensor(key, key, tensor.dtype, tensor.shape, box, placement))
-        headers = [HeaderTensor(part.name, part.dtype, part.box.sizes) for part in parts]
-        layout = lay_out(headers, file_metadata(rank, world_size, [mesh], parts))
-        files.append(OutputFile(file_name(rank), layout.nbytes, (Literal(0, layout.header),)))
-        for rows, part, start in zip(columns, parts, layout.starts, strict=True):
-            if part.box.numel or not rank:
-                rows[0].append(rank)
-                rows[1].append(start)
-                rows[2].append((part.box.offsets, part.box.sizes))
-    placements = [_placement(tensor, *rows) for tensor, rows in zip(ordered, columns, strict=True)]
-    return files, placements, (file_name(0),)
-
-
-def _placement(tensor: OutputTensor, files: list[object], starts: list[object], boxes: list[object]) -> Placement:
-    n, ndim = len(files), len(tensor.shape)
-    table = np.array(boxes, np.int64).reshape(n, 2, ndim)
-    return Placement(tensor, np.array(files, np.int32), np.array(starts, np.int64), table[:, 0], table[:, 1])

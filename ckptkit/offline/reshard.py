@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.columns import distinct
@@ -12,15 +11,14 @@ from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UsageError
 from ckptkit.formats.layout import CommitRecord, check_tag, find_record, step_name, step_of_name
 from ckptkit.formats.options import ReadOptions
-from ckptkit.offline.copy import CopyReport, Progress, execute
+from ckptkit.offline.carry_out import How, Outcome, carry_out
+from ckptkit.offline.copy import Progress
 from ckptkit.offline.coverage import check_plan
-from ckptkit.offline.masters import prove_masters
 from ckptkit.offline.plan import Plan
-from ckptkit.offline.publish import open_target
+from ckptkit.offline.publish import open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
-from ckptkit.offline.report import ConvertReport, peak_memory
+from ckptkit.offline.report import ConvertReport
 from ckptkit.offline.reshard_plan import Identity, plan_reshard
-from ckptkit.offline.seal import seal
 from ckptkit.offline.target_mesh import TargetMesh
 from ckptkit.offline.tp_plan import TPPlan
 from ckptkit.units import parse_size
@@ -51,6 +49,8 @@ def reshard(  # noqa: PLR0913 - one argument an option
     dry_run: bool = False,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    src_storage_options: Mapping[str, Any] | None = None,
+    dst_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at `src` for `world_size` ranks to `dst`, a committed checkpoint that any job can load.
@@ -72,6 +72,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
             sources that were not tensor parallel. None derives it from the config of a llama-like model beside the
             source.
         layout: URL of a layout of flat parameters, for formats that need one (FSDP1 LOCAL).
+        src_storage_options, dst_storage_options: Of one of the two file systems, over the common `storage_options`.
 
     Raises:
         UsageError: The mesh does not fit the world size, `dst` states another step, or a tp plan is missing.
@@ -84,10 +85,11 @@ def reshard(  # noqa: PLR0913 - one argument an option
     target = TargetMesh.parse(mesh, world_size=world_size)
     split = None if tp_plan is None else TPPlan.of(tp_plan)
     memory = parse_size(max_memory)
-    source = open_pinned(src, storage_options=storage_options, options=ReadOptions(layout=layout), together=not dry_run)
+    there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
+    source = open_pinned(src, storage_options=there, options=ReadOptions(layout=layout), together=not dry_run)
     _check_files(source.store, source.catalog)
-    place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=storage_options)
-    identity = identity_of(source, dst, storage_options)
+    place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)
+    identity = identity_of(source, dst, here)
     plan, sealing = plan_reshard(source.store, source.catalog, target, type=type, identity=identity, tp_plan=split)
     report = ConvertReport(
         src, dst, source.url, source.catalog.info.format, f"ckptkit-{type}", plan,
@@ -96,47 +98,20 @@ def reshard(  # noqa: PLR0913 - one argument an option
     if dry_run:
         check_plan(plan)
         return report
-    verified = None
-    with place.stage(plan) as session:
-
-        def copied() -> CopyReport:
-            return execute(
-                plan, source.store, session.store, workers=workers, max_memory=memory, check=check,
-                progress=progress, only=session.only, journal=session.journal,
-            )  # fmt: skip
-
-        def proved() -> int:
-            from ckptkit.offline.prove import prove_equal
-
-            return prove_equal(plan, source.store, session.store, max_memory=memory, workers=workers, progress=progress)
-
-        masters = session.one(lambda: prove_masters(source)) if check else 0
-        done = session.everyone(copied)
-        if verify:
-            verified = session.one(proved)
-        record = session.one(lambda: seal(plan, session.store, sealing, workers=workers))
-    return replace(
-        report,
-        nbytes_read=done.nbytes_read,
-        notes=(*done.notes(), *report.notes),
-        checked=done.records,
-        verified=verified,
-        proved=tuple(_facts(plan, done, masters, verified, record)),
-        seconds=time.perf_counter() - started,
-        peak_memory=peak_memory(),
-    )
+    outcome = carry_out(plan, source, place, How(workers, memory, check, verify, progress), sealing=sealing)
+    return outcome.told(report, proved=_facts(plan, outcome), started=started)
 
 
-def _facts(plan: Plan, done: CopyReport, masters: int, verified: int | None, record: CommitRecord) -> list[str]:
+def _facts(plan: Plan, outcome: Outcome) -> list[str]:
     """What was checked and holds: each sentence stands for a check that would have raised."""
-    facts = ["every element covered once"]
-    if done.records:
-        facts.append(f"{done.records} digests of the source checked")
-    if masters:
-        facts.append(f"{masters} weights equal to their fp32 masters, cast")
-    if verified is not None:
-        facts.append(f"{verified}/{len(plan.placements)} tensors equal to the source")
-    return [*facts, f"committed as step {record.step} of {record.world_size} ranks"]
+    facts, record = ["every element covered once"], outcome.record
+    if outcome.copied.records:
+        facts.append(f"{outcome.copied.records} digests of the source checked")
+    if outcome.masters:
+        facts.append(f"{outcome.masters} weights equal to their fp32 masters, cast")
+    if outcome.verified is not None:
+        facts.append(f"{outcome.verified}/{len(plan.placements)} tensors equal to the source")
+    return [*facts, f"committed as step {record.step} of {record.world_size} ranks"] if record is not None else facts
 
 
 def _notes(source: Source, plan: Plan) -> tuple[str, ...]:

@@ -165,9 +165,9 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
         saved = sum(name.startswith(f"{kind}.") for name in trees)
         if saved and saved != world_size:
             option = "rng_on_resize" if kind == "rng" else "per_rank_on_resize"
-            found.append(
-                f"{kind}: the states of {saved} ranks are kept; at load, {option} decides for {world_size} ranks"
-            )
+            states = "the state of 1 rank is" if saved == 1 else f"the states of {saved} ranks are"
+            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+            found.append(f"{kind}: {states} kept; at load, {option} decides for {ranks}")
     return found
 
 

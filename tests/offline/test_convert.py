@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckptkit.catalog import builtin_maps
+from ckptkit.cli.convert import command
 from ckptkit.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -33,6 +35,7 @@ from ckptkit.formats import torch_encode
 from ckptkit.formats.dcp_encode import STREAMED
 from ckptkit.offline import hf_export
 from ckptkit.offline.convert import convert
+from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 
@@ -428,3 +431,40 @@ def test_damage_leaves_nothing_on_s3(bucket):
     import s3fs
 
     assert not s3fs.S3FileSystem(**options, use_listings_cache=False).exists("convert/bad")
+
+
+# --- what is said, and who is asked
+
+
+def test_each_side_has_its_own_storage_options_over_the_common_ones():
+    common, own = {"anon": True, "endpoint_url": "a"}, {"endpoint_url": "b"}
+    assert options_of_both(common, None, own) == [common, {"anon": True, "endpoint_url": "b"}]
+    assert options_of_both(None, own, None) == [own, None]
+
+
+def test_the_command_line_gives_each_side_its_own_storage_options(monkeypatch, tmp_path):
+    asked = {}
+
+    def refused(src, dst, **options):
+        asked.update(options)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("ckptkit.offline.convert.convert", refused)
+    both = ["--storage-option", "a=1", "--src-storage-option", "b=2", "--dst-storage-option", "c=x"]
+    CliRunner().invoke(command, [str(UNEVEN / "ckpt"), str(tmp_path / "out"), *both])
+    names = ("storage_options", "src_storage_options", "dst_storage_options")
+    assert [asked[name] for name in names] == [{"a": 1}, {"b": 2}, {"c": "x"}]
+
+
+def test_the_note_on_what_was_left_out_names_groups_that_its_reason_does_not_say(tmp_path):
+    report = convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), include=["layers.*"], dry_run=True)
+    note = next(note for note in report.notes if note.startswith("tensors left out"))
+    assert "42 (optimizer state, not among the model weights)" in note
+    assert ": model)" in note
+
+
+def test_a_tensor_that_keeps_its_name_is_printed_once(tmp_path):
+    report = reshard(str(UNEVEN / "ckpt"), str(tmp_path / "out"), world_size=2, dry_run=True)
+    line = next(line for line in report.plan_lines() if line.startswith("model.embed.weight"))
+    assert line.count("model.embed.weight") == 1
+    assert " -> " not in line
