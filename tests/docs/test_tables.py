@@ -60,6 +60,10 @@ def test_each_promise_names_tests_that_exist() -> None:
     check_tests(rows("docs/promises.md")[1:], 1)
 
 
+def test_each_fault_names_tests_that_exist() -> None:
+    check_tests(rows("docs/faults.md")[1:], 3)
+
+
 def test_each_row_of_the_frameworks_names_tests_that_exist() -> None:
     table = [row for row in rows(PARITY) if row[0] in ROWS]
     assert [row[0] for row in table] == ROWS
