@@ -200,7 +200,10 @@ def merge_adapter(
     for module, pair in split.pairs.items():
         weight = split.base.get(f"{module}.weight")
         if weight is None:
-            raise CheckpointMismatchError(f"the adapter changes {module!r}, but the checkpoint lacks its base weight.")
+            raise CheckpointMismatchError(
+                f"the adapter changes {module!r}, but the checkpoint lacks its base weight: --merge-adapter merges "
+                "what lies in one checkpoint. Export the adapter without it, and merge it into its base with PEFT."
+            )
         _check_shapes(pair, weight, bool(config.get("fan_in_fan_out")))
         pairs[weight.parts[0].source] = (pair, scaling(config, module))
     transposed = bool(config.get("fan_in_fan_out"))
