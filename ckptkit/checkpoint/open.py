@@ -14,13 +14,14 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorEntry
 from ckptkit.catalog.tiles import pieces, source_layout
 from ckptkit.checkpoint.values import decode, references
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, LoadError, UnsupportedFormatError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.layout import find_record
 from ckptkit.formats.objects import read_object
 from ckptkit.formats.options import ReadOptions
 from ckptkit.storage.store import ReadInto, Store
+from ckptkit.units import format_size
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +170,14 @@ class TensorView:
         itemsize = dtype_of(self.dtype).itemsize
         if not box.numel:
             return np.empty((*box.sizes, itemsize), np.uint8), rest
-        return _read_box(self.entry, self.store, box, itemsize), rest
+        try:
+            return _read_box(self.entry, self.store, box, itemsize), rest
+        except MemoryError as error:
+            size = format_size(box.numel * itemsize)
+            raise LoadError(
+                f"tensor {self.entry.name!r} of shape {list(self.shape)}: no memory for {size}. Read a part of "
+                "it, as in view[:1000], or convert the checkpoint, which needs little memory."
+            ) from error
 
 
 def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:

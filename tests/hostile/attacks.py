@@ -1,0 +1,544 @@
+"""Attacks one by one, each beside a control: a checkpoint that differs from it in the attack alone, and is accepted."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.hostile import sources
+from tests.hostile.harness import Place
+from tests.hostile.sources import header, safetensors
+
+__all__ = ["ATTACKS", "Attack"]
+
+Build = Callable[[Place], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """A hostile checkpoint and its control. `harmless`: accepted too, because nobody reads what is wrong in it."""
+
+    hostile: Build
+    control: Build
+    harmless: bool = False
+
+
+@functools.cache
+def _good(control: str) -> Build:
+    def build(place: Place) -> None:
+        sources.CONTROLS[control](place.src)
+
+    return build
+
+
+# --- pickles, written by hand
+
+
+def _text(value: str) -> bytes:
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def _glob(name: str) -> bytes:
+    module, _, attribute = name.rpartition(".")
+    return b"c" + module.encode() + b"\n" + attribute.encode() + b"\n"
+
+
+def _zip_of(pkl: bytes, members: Mapping[str, bytes] | None = None, *, storage: bytes = bytes(64)) -> bytes:
+    """An archive as torch.save lays it out, with this pickle in it."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as new:
+        content = {"data.pkl": pkl, "byteorder": b"little", "data/0": storage, "version": b"3\n", **(members or {})}
+        for name, data in content.items():
+            new.writestr(f"archive/{name}", data)
+    return out.getvalue()
+
+
+_STORAGE = b"(" + _text("storage") + b"ctorch\nFloatStorage\n" + _text("0") + _text("cpu") + b"K\x10tQ"
+
+
+def _tensor(
+    size: bytes = b"K\x10\x85", stride: bytes = b"K\x01\x85", offset: bytes = b"K\x00", storage: bytes = _STORAGE
+) -> bytes:
+    """A tensor of 16 floats, unless told otherwise."""
+    hooks = b"ccollections\nOrderedDict\n)R"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + size + stride + b"\x89" + hooks + b"tR"
+
+
+def _state(*, w: bytes | None = None, x: bytes = b"N") -> bytes:
+    """The pickle of {"w": a tensor, "x": ...}."""
+    return b"\x80\x02}(" + _text("w") + (w or _tensor()) + _text("x") + x + b"u."
+
+
+def _bin(data: Callable[[Path], bytes] | bytes) -> Build:
+    def build(place: Place) -> None:
+        made = data if isinstance(data, bytes) else data(place.marker)
+        (place.src / "pytorch_model.bin").write_bytes(made)
+
+    return build
+
+
+GOOD_ZIP = _bin(_zip_of(_state()))
+
+
+def _x(hostile: Callable[[bytes], bytes] | bytes, control: bytes | None = None, *, harmless: bool = False) -> Attack:
+    """An attack in the value beside the tensor; a function is given the argument of os.mkdir, pickled."""
+
+    def made(marker: Path) -> bytes:
+        return _zip_of(_state(x=hostile if isinstance(hostile, bytes) else hostile(_text(str(marker)))))
+
+    good = GOOD_ZIP if control is None else _bin(_zip_of(_state(x=control)))
+    return Attack(_bin(made), good, harmless)
+
+
+def _w(hostile: bytes) -> Attack:
+    """An attack in how the tensor is built."""
+    return Attack(_bin(_zip_of(_state(w=hostile))), GOOD_ZIP)
+
+
+def _frozen_laughs(levels: int) -> bytes:
+    """Frozen sets of frozen sets: to hash one is to hash 2**levels."""
+    body = b"(\x91\x94"
+    for i in range(levels):
+        body += b"(" + b"j" + struct.pack("<I", i) + b"j" + struct.pack("<I", i) + b"\x86\x91\x94"
+    return body
+
+
+_SELF = b"}\x94(" + _text("a") + b"h\x00u"
+PICKLES: dict[str, Attack] = {
+    "reduce": _x(lambda a: _glob("os.mkdir") + a + b"\x85R", b"ccollections\nOrderedDict\n)R"),
+    "inst": _x(lambda a: b"(" + a + b"ios\nmkdir\n", b"(icollections\nOrderedDict\n"),
+    "obj": _x(lambda a: b"(" + _glob("os.mkdir") + a + b"o", b"(" + _glob("collections.OrderedDict") + b"o"),
+    "newobj": _x(lambda a: _glob("os.mkdir") + a + b"\x85\x81", _glob("collections.OrderedDict") + b")\x81"),
+    "newobj_ex": _x(lambda a: _glob("os.mkdir") + a + b"\x85}\x92"),
+    "dotted": _x(lambda a: b"ctorch\nserialization.os.mkdir\n" + a + b"\x85R", b"ctorch\nfloat32\n"),
+    "stack_global": _x(lambda a: _text("os") + _text("mkdir") + b"\x93" + a + b"\x85R", _text("torch") + _text("int8") + b"\x93"),
+    "stack_global_number": _x(b"K\x01K\x02\x93"),
+    "getattr": _x(lambda a: b"c__builtin__\ngetattr\n" + _glob("torch.float32") + _text("__class__") + b"\x86R"),
+    "getattr_chain": _x(lambda a: b"c__builtin__\ngetattr\n" + _glob("collections.OrderedDict") + _text("__subclasses__") + b"\x86R)R"),
+    "setstate": _x(lambda a: b"ccollections\nOrderedDict\n)R}(" + _text("__setstate__") + _glob("os.mkdir") + b"ub", b"ccollections\nOrderedDict\n)R}b"),
+    "build_class": _x(lambda a: b"ccollections\nOrderedDict\n)R}(" + _text("__class__") + _glob("os.mkdir") + b"ub"),
+    "build_slots": _x(lambda a: b"ccollections\nOrderedDict\n)RN}(" + _text("__reduce__") + _glob("os.mkdir") + b"u\x86b"),
+    "ext1": _x(b"\x82\x01"),
+    "ext4": _x(b"\x84\xff\xff\xff\x7f"),
+    "persistent_text": _x(b"P../../../etc/passwd\n"),
+    "persistent_number": _x(b"K\x07Q"),
+    "persistent_path": _w(_tensor(storage=_STORAGE.replace(_text("0"), _text("../../../etc/passwd"), 1))),
+    "persistent_module": _w(_tensor(storage=b"(" + _text("module") + _glob("os.mkdir") + _text("x") + _text("y") + b"tQ")),
+    "persistent_type": _w(_tensor(storage=_STORAGE.replace(b"ctorch\nFloatStorage\n", _glob("os.mkdir")))),
+    "persistent_numel": _w(_tensor(storage=_STORAGE.replace(b"K\x10tQ", b"\x8a\x08" + (2**62).to_bytes(8, "little") + b"tQ"))),
+    "persistent_negative": _w(_tensor(storage=_STORAGE.replace(b"K\x10tQ", b"J\xff\xff\xff\xfftQ"))),
+    "memo_text": _x(b"Np99999999999999999999\n"),
+    "memo_negative": _x(b"Np-1\n"),
+    "memo_get": _x(b"g12345678\n"),
+    "memo_many": _x(b"".join(b"Nr" + struct.pack("<I", i * 4001 % 2**31) + b"0" for i in range(100_000)) + b"N", b"Nr\x05\x00\x00\x000N"),
+    "long_text": _x(b"L" + b"9" * 1_000_000 + b"L\n", b"L999L\n"),
+    "int_text": _x(b"I" + b"9" * 1_000_000 + b"\n", b"I1\n"),
+    "long4": _x(b"\x8b" + struct.pack("<i", 1_000_000) + b"\x7f" * 1_000_000, b"\x8a\x02\x01\x02"),
+    "long4_negative": _x(b"\x8b\xff\xff\xff\xff"),
+    "deep_tuple": _x(b")" + b"\x85" * 200_000, b")" + b"\x85" * 20),
+    "deep_dict": _x(b"}" * 300_000 + b"".join([b"\x94"]) + b"0" * 299_999),
+    "frozen_laughs": _x(_frozen_laughs(60)),
+    "self_dict": _x(_SELF, harmless=True),
+    "string_escapes": _x(b"S'\\x2e\\x2e/\\N{BULLET}'\n", b"S'ab'\n"),
+    "string_open": _x(b"S'abc\n"),
+    "unicode_raw": _x(b"V\\ud800\\U00110000\n", b"Vab\n"),
+    "frame_lies": _x(b"\x95" + b"\xff" * 8 + b"N", b"\x95" + (1).to_bytes(8, "little") + b"N"),
+    "next_buffer": _x(b"\x97"),
+    "setitems_on_list": _x(b"](K\x01K\x02u", b"](K\x01K\x02e"),
+    "append_to_dict": _x(b"}K\x01a", b"]K\x01a"),
+    "pop_mark": _x(b"1N"),
+    "no_stop": Attack(_bin(_zip_of(_state()[:-1])), GOOD_ZIP),
+    "protocol_255": Attack(_bin(_zip_of(b"\x80\xff" + _state()[2:])), GOOD_ZIP),
+    "size_negative": _w(_tensor(size=b"J\xff\xff\xff\xff\x85")),
+    "size_huge": _w(_tensor(size=b"\x8a\x08" + (2**62).to_bytes(8, "little") + b"\x85")),
+    "size_digits": _w(_tensor(size=b"\x8a\xff" + b"\x7f" * 255 + b"\x85")),
+    "size_float": _w(_tensor(size=b"G?\xf0\x00\x00\x00\x00\x00\x00\x85")),
+    "size_many": _w(_tensor(size=b"(" + b"K\x01" * 100_000 + b"t", stride=b"(" + b"K\x01" * 100_000 + b"t")),
+    "stride_negative": _w(_tensor(stride=b"J\xff\xff\xff\xff\x85")),
+    "stride_huge": _w(_tensor(stride=b"\x8a\x08" + (2**62).to_bytes(8, "little") + b"\x85")),
+    "offset_negative": _w(_tensor(offset=b"J\xff\xff\xff\xff")),
+    "offset_huge": _w(_tensor(offset=b"\x8a\x08" + (2**62).to_bytes(8, "little"))),
+    "wrapper_class": _w(
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(" + _glob("torch._utils._rebuild_wrapper_subclass") + _glob("os.mkdir")
+        + b"(" + _glob("os.mkdir") + _glob("torch.float32") + b"K\x10\x85K\x01\x85K\x00N" + _text("cpu") + b"\x89tNtR"
+    ),
+}  # fmt: skip
+
+
+# --- zip archives
+
+
+def _zip(change: Callable[[bytearray], bytes | None]) -> Attack:
+    """The bytes of a good archive, changed."""
+
+    def made() -> bytes:
+        data = bytearray(_zip_of(_state()))
+        return bytes(change(data) or data)
+
+    return Attack(_bin(made()), GOOD_ZIP)
+
+
+def _entry(data: bytes, name: str) -> int:
+    """Where the directory's entry of a member begins."""
+    at = data.rfind(f"archive/{name}".encode())
+    return at - 46
+
+
+def _local(data: bytes, name: str) -> int:
+    return data.find(f"archive/{name}".encode()) - 30
+
+
+def _set(data: bytearray, at: int, form: str, value: int) -> None:
+    struct.pack_into(form, data, at, value)
+
+
+def _duplicate() -> bytes:
+    import warnings
+
+    out = io.BytesIO(_zip_of(_state()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with zipfile.ZipFile(out, "a") as again:
+            again.writestr("archive/data.pkl", _state(x=b"K\x01"))
+    return out.getvalue()
+
+
+def _same_place(data: bytearray) -> None:
+    """Two members share their bytes: what one says is checked, the other is read."""
+    first = struct.unpack_from("<I", data, _entry(data, "byteorder") + 42)[0]
+    _set(data, _entry(data, "version") + 42, "<I", first)
+
+
+def _unseekable() -> bytes:
+    """As a stream writes it: sizes and checksums after the data."""
+
+    class Stream(io.RawIOBase):
+        def __init__(self) -> None:
+            self.data = bytearray()
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self.data += bytes(data)
+            return len(data)
+
+    out = Stream()
+    with zipfile.ZipFile(out, "w") as new:  # type: ignore[arg-type]
+        with zipfile.ZipFile(io.BytesIO(_zip_of(_state()))) as old:
+            for item in old.infolist():
+                new.writestr(item.filename, old.read(item))
+    return bytes(out.data)
+
+
+def _with_descriptor_lies(name: str) -> bytes:
+    data = bytearray(_unseekable())
+    for at in (_entry(data, name) + 20, _entry(data, name) + 24):
+        _set(data, at, "<I", 0xFFFFFFF0)
+    return bytes(data)
+
+
+def _renamed_members(change: Callable[[str], str]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(_zip_of(_state()))) as old, zipfile.ZipFile(out, "w") as new:
+        for item in old.infolist():
+            new.writestr(change(item.filename), old.read(item))
+    return out.getvalue()
+
+
+def _zip64(data: bytearray) -> bytes:
+    """A directory whose sizes stand in a zip64 field, and are enormous."""
+    at = _entry(data, "data/0")
+    name = b"archive/data/0"
+    extra = struct.pack("<HHQQ", 1, 16, 2**62, 2**62)
+    _set(data, at + 20, "<I", 0xFFFFFFFF)
+    _set(data, at + 24, "<I", 0xFFFFFFFF)
+    _set(data, at + 30, "<H", len(extra))
+    changed = bytes(data[: at + 46 + len(name)]) + extra + bytes(data[at + 46 + len(name) :])
+    end = bytearray(changed)
+    tail = end.rfind(b"PK\x05\x06")
+    _set(end, tail + 12, "<I", struct.unpack_from("<I", end, tail + 12)[0] + len(extra))
+    return bytes(end)
+
+
+ZIPS: dict[str, Attack] = {
+    "zip_duplicate": Attack(_bin(_duplicate()), GOOD_ZIP),
+    "zip_same_place": _zip(_same_place),
+    "zip_descriptor_lies": Attack(_bin(_with_descriptor_lies("data/0")), _bin(_unseekable())),
+    "zip_zip64_lies": _zip(_zip64),
+    "zip_local_name": _zip(lambda d: d.__setitem__(slice(_local(d, "data.pkl") + 30, _local(d, "data.pkl") + 46), b"archive/evil.pkl")),
+    "zip_local_extra": _zip(lambda d: _set(d, _local(d, "data/0") + 28, "<H", 60_000)),
+    "zip_local_method": _zip(lambda d: _set(d, _local(d, "data.pkl") + 8, "<H", 8)),
+    "zip_method": _zip(lambda d: _set(d, _entry(d, "data/0") + 10, "<H", 8)),
+    "zip_encrypted": _zip(lambda d: _set(d, _entry(d, "data.pkl") + 8, "<H", 1)),
+    "zip_offset": _zip(lambda d: _set(d, _entry(d, "data/0") + 42, "<I", 0xFFFFFFF0)),
+    "zip_offset_negative": _zip(lambda d: _set(d, d.rfind(b"PK\x05\x06") + 16, "<I", 0)),
+    "zip_count": _zip(lambda d: (_set(d, d.rfind(b"PK\x05\x06") + 8, "<H", 65_535), _set(d, d.rfind(b"PK\x05\x06") + 10, "<H", 65_535))[2:] or None),
+    "zip_short_storage": Attack(_bin(_zip_of(_state(), storage=bytes(8))), GOOD_ZIP),
+    "zip_no_storage": Attack(_bin(_renamed_members(lambda n: n.replace("data/0", "data/1"))), GOOD_ZIP),
+    "zip_crc": _zip(lambda d: _set(d, _entry(d, "data/0") + 16, "<I", 1)),
+    "zip_pickle_crc": _zip(lambda d: _set(d, _entry(d, "data.pkl") + 16, "<I", 1)),
+    "zip_big_endian": Attack(_bin(_zip_of(_state(), {"byteorder": b"big"})), GOOD_ZIP),
+    "zip_byteorder": Attack(_bin(_zip_of(_state(), {"byteorder": b"little" * 1000})), GOOD_ZIP),
+    "zip_absolute": Attack(_bin(_renamed_members(lambda n: "/etc/" + n)), GOOD_ZIP),
+    "zip_parent": Attack(_bin(_renamed_members(lambda n: "../../" + n)), GOOD_ZIP),
+    "zip_backslash": Attack(_bin(_renamed_members(lambda n: n.replace("/", "\\"))), GOOD_ZIP),
+    "zip_lookalike": Attack(_bin(_renamed_members(lambda n: n.replace("data.pkl", "d\u0430ta.pkl"))), GOOD_ZIP),
+    "zip_two_roots": Attack(_bin(_renamed_members(lambda n: n.replace("archive/data/0", "other/data/0"))), GOOD_ZIP),
+    "zip_two_pickles": Attack(_bin(_zip_of(_state(), {"../other/data.pkl": _state(x=b"K\x01")})), GOOD_ZIP),
+    "zip_in_front": Attack(_bin(b"x" * 100 + _zip_of(_state())), GOOD_ZIP),
+    "zip_behind": Attack(_bin(_zip_of(_state()) + b"x" * 70_000), GOOD_ZIP),
+    "zip_comment": Attack(_bin(_zip_of(_state())[:-2] + struct.pack("<H", 22) + b"PK\x05\x06" + bytes(18)), GOOD_ZIP),
+    "zip_torchscript": Attack(_bin(_zip_of(_state(), {"constants.pkl": b"\x80\x02.", "code/x.py": b"import os"})), GOOD_ZIP, harmless=True),
+}  # fmt: skip
+
+
+# --- tar archives
+
+
+def _tar(change: Callable[[dict[str, tarfile.TarInfo], dict[str, bytes]], None] | None) -> Build:
+    def build(place: Place) -> None:
+        from tests.formats.test_torch_legacy import old_tar
+
+        contents = old_tar()
+        infos = {}
+        for name, data in contents.items():
+            infos[name] = tarfile.TarInfo(name)
+            infos[name].size = len(data)
+        if change is not None:
+            change(infos, contents)
+        with tarfile.open(place.src / "pytorch_model.bin", "w", format=tarfile.PAX_FORMAT) as tar:
+            for name, info in infos.items():
+                tar.addfile(info, io.BytesIO(contents[name]))
+
+    return build
+
+
+GOOD_TAR = _tar(None)
+
+
+def _kind(name: str, kind: bytes, target: str = "") -> Attack:
+    def change(infos: dict[str, tarfile.TarInfo], _: dict[str, bytes]) -> None:
+        infos[name].type, infos[name].linkname, infos[name].size = kind, target, 0
+
+    return Attack(_tar(change), GOOD_TAR)
+
+
+def _named(name: str, new: str, **fields: Any) -> Attack:
+    def change(infos: dict[str, tarfile.TarInfo], _: dict[str, bytes]) -> None:
+        infos[name].name = new
+        for key, value in fields.items():
+            setattr(infos[name], key, value)
+
+    return Attack(_tar(change), GOOD_TAR)
+
+
+TARS: dict[str, Attack] = {
+    "tar_symlink": _kind("pickle", tarfile.SYMTYPE, "/etc/passwd"),
+    "tar_hardlink": _kind("storages", tarfile.LNKTYPE, "../../outside/secret.txt"),
+    "tar_fifo": _kind("tensors", tarfile.FIFOTYPE),
+    "tar_device": _kind("storages", tarfile.CHRTYPE),
+    "tar_sparse": _kind("storages", tarfile.GNUTYPE_SPARSE),
+    "tar_parent": _named("pickle", "../../pickle"),
+    "tar_absolute": _named("pickle", "/tmp/pickle"),
+    "tar_pax_size": _named("storages", "storages", pax_headers={"size": str(2**62)}),
+    "tar_pax_path": _named("tensors", "tensors", pax_headers={"path": "../../../tensors"}),
+}
+
+
+# --- safetensors and indexes
+
+
+def _hf(content: Callable[[], bytes] | bytes, name: str = "model.safetensors") -> Attack:
+    def build(place: Place) -> None:
+        sources.hf(place.src)
+        (place.src / "model.safetensors").unlink()
+        (place.src / name).write_bytes(content if isinstance(content, bytes) else content())
+
+    return Attack(build, _good("hf"))
+
+
+def _one(**fields: Any) -> dict[str, Any]:
+    return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}}
+
+
+def _index(change: Callable[[dict[str, Any]], Any], **names: str) -> Attack:
+    def build(place: Place) -> None:
+        sources.hf_sharded(place.src)
+        for old, new in names.items():
+            (place.src / f"model-0000{old[1]}-of-00002.safetensors").rename(place.src / new)
+        path = place.src / "model.safetensors.index.json"
+        body = json.loads(path.read_text())
+        made = change(body)
+        path.write_text(json.dumps(body if made is None else made))
+
+    return Attack(build, _good("hf_sharded"))
+
+
+def _map(**entries: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda body: body["weight_map"].update(entries)
+
+
+def _true_but_sparse(place: Place) -> None:
+    """A terabyte of a tensor, by shape and by size: none of it is on the disk."""
+    sources.hf(place.src)
+    entries = {"w": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}
+    with (place.src / "model.safetensors").open("wb") as file:
+        file.write(header(entries))
+        file.truncate(len(header(entries)) + 2**40)
+
+
+HF: dict[str, Attack] = {
+    "header_trailing": _hf(safetensors({"w": [2]}) + b"x"),
+    "header_bom": _hf(lambda: header("\ufeff" + json.dumps(_one())) + bytes(8)),
+    "header_metadata_number": _hf(lambda: header({"__metadata__": {"format": 7}, **_one()}) + bytes(8)),
+    "header_metadata_list": _hf(lambda: header({"__metadata__": [], **_one()}) + bytes(8)),
+    "header_infinity": _hf(lambda: header('{"w":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,8]}}') + bytes(8)),
+    "header_bool": _hf(lambda: header(_one(shape=[True, 2])) + bytes(8)),
+    "header_extra_key": _hf(lambda: header(_one(evil="x")) + bytes(8)),
+    "header_half_character": _hf(lambda: header('{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}') + bytes(8)),
+    "header_bad_utf8": _hf(b"\x0a\x00\x00\x00\x00\x00\x00\x00" + b'{"\xff\xfe":1}'),
+    "header_odd_f4": _hf(lambda: header(_one(dtype="F4", shape=[3], data_offsets=[0, 2])) + bytes(2)),
+    "header_reversed": _hf(lambda: header(_one(data_offsets=[8, 0])) + bytes(8)),
+    "header_zero": _hf(bytes(8)),
+    "true_but_sparse": Attack(_true_but_sparse, _good("hf")),
+    "index_trailing_dot": _index(_map(weight="model-00001-of-00002.safetensors.")),
+    "index_space": _index(_map(weight="model-00001-of-00002.safetensors ")),
+    "index_windows": _index(_map(weight="con.safetensors"), m1="con.safetensors"),
+    "index_stream": _index(_map(weight="model-00001-of-00002.safetensors:evil")),
+    "index_lookalike": _index(_map(weight="mod\u0435l-00001-of-00002.safetensors")),
+    "index_itself": _index(_map(weight="model.safetensors.index.json")),
+    "index_directory": _index(_map(weight=".")),
+    "index_percent": _index(_map(weight="%2e%2e%2foutside%2fsecret.txt")),
+    "index_wrong_file": _index(_map(weight="model-00002-of-00002.safetensors")),
+    "index_missing_tensor": _index(_map(ghost="model-00001-of-00002.safetensors")),
+    "index_many": _index(lambda body: body["weight_map"].update({f"g{i}": "model-00001-of-00002.safetensors" for i in range(50_000)})),
+    "index_metadata": Attack(
+        _index(lambda body: body.update(metadata={"total_size": 2**70, "x": [[]]})).hostile,
+        _good("hf_sharded"), harmless=True),
+}  # fmt: skip
+
+
+# --- systems that save a file a rank
+
+
+def _copy(control: str, change: Callable[[Path], Any], *, harmless: bool = False) -> Attack:
+    def build(place: Place) -> None:
+        sources.CONTROLS[control](place.src)
+        change(place.src)
+
+    return Attack(build, _good(control), harmless)
+
+
+def _first(folder: Path, pattern: str) -> Path:
+    return sorted(folder.rglob(pattern))[0]
+
+
+def _renames(pattern: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for path in sorted(folder.rglob(pattern)):
+            path.rename(path.with_name(path.name.replace(old, new)))
+
+    return change
+
+
+def _values(pattern: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        from tests.fuzz.foreign_formats import _Shims
+
+        path = _first(folder, pattern)
+        with _Shims():
+            value = torch.load(path, weights_only=False)  # a file of ours
+            change(value)
+            torch.save(value, path)
+
+    return damage
+
+
+def _fsdp_config(folder: Path) -> None:
+    _first(folder, "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 10**12}))
+
+
+def _rank_metadata(name: str) -> Build:
+    def build(place: Place) -> None:
+        sources.dcp(place.src)
+        (place.src / ".metadata").rename(place.src / name)
+
+    return build
+
+
+RANKS: dict[str, Attack] = {
+    "verl_world_size": _copy("verl", _renames("model_world_size_*", "size_2_", "size_99999999_")),
+    "verl_rank": _copy("verl", _renames("model_world_size_*_rank_1.pt", "rank_1", "rank_99999999999")),
+    "verl_config": _copy("verl", _fsdp_config),
+    "deepspeed_shapes": _copy("deepspeed", _values("*model_states.pt", lambda v: v["param_shapes"][0].update(x=torch.Size([2**40])))),
+    "deepspeed_shapes_kind": _copy("deepspeed", _values("*model_states.pt", lambda v: v.update(param_shapes=7))),
+    "deepspeed_count": _copy("deepspeed", _values("*optim_states.pt", lambda v: v["optimizer_state_dict"].update(partition_count=10**12))),
+    "deepspeed_stage": _copy("deepspeed", _values("*optim_states.pt", lambda v: v["optimizer_state_dict"].update(zero_stage="9")), harmless=True),
+    "deepspeed_shared": _copy("deepspeed3", _values("*model_states.pt", lambda v: v.update(shared_params={"a": "a", "b": "c"})), harmless=True),
+    "deepspeed_tag": _copy("deepspeed", lambda folder: _first(folder, "latest").write_text("../../outside"), harmless=True),
+    "deepspeed_rank": _copy("deepspeed", _renames("*pp_rank_1_mp*", "pp_rank_1_", "pp_rank_999999999999_")),
+    "rank_metadata_rank": Attack(_rank_metadata("__99999999999999999999.metadata"), _rank_metadata("__0.metadata"), harmless=True),
+    "rank_shards_count": _copy("rank_shards", _renames("shard-*", "-of-", "-of-9"), harmless=True),
+}  # fmt: skip
+
+
+# --- what lies beside the checkpoints of a run
+
+
+def _run(change: Callable[[Path, Place], Any], *, harmless: bool = True) -> Attack:
+    def build(place: Place) -> None:
+        sources.own(place.src)
+        (place.src / ".ckptkit" / "pins").mkdir(parents=True, exist_ok=True)
+        (place.src / ".ckptkit" / "deleting").mkdir(exist_ok=True)
+        change(place.src, place)
+
+    return Attack(build, _good("own"), harmless)
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def _many(folder: Path, count: int, text: str) -> None:
+    for i in range(count):
+        (folder / f"read-{i:016x}.json").write_text(text)
+
+
+NONCE = "0123456789abcdef"
+RUNS: dict[str, Attack] = {
+    "pin_fifo": _run(lambda run, _: os.mkfifo(run / ".ckptkit/pins/keep-step_00000001.json")),
+    "pin_sparse": _run(lambda run, _: _sparse(run / f".ckptkit/pins/read-{NONCE}.json")),
+    "pin_link": _run(lambda run, place: (run / ".ckptkit/pins/keep-step_00000001.json").symlink_to(place.outside / "secret.txt")),
+    "pin_names": _run(lambda run, _: (run / f".ckptkit/pins/read-{NONCE}.json").write_text('{"name": "../../outside", "why": "\\u001b[2J", "owner": null}')),
+    "pin_many": _run(lambda run, _: _many(run / ".ckptkit/pins", 3000, '{"name": "step_00000001", "owner": {"host": "x", "pid": 1}}')),
+    "pin_deep": _run(lambda run, _: (run / f".ckptkit/pins/read-{NONCE}.json").write_text("[" * 60_000)),
+    "lease_fifo": _run(lambda run, _: os.mkfifo(run / ".ckptkit/lease-00000009.json")),
+    "lease_sparse": _run(lambda run, _: _sparse(run / ".ckptkit/lease-00000009.json")),
+    "lease_generation": _run(lambda run, _: (run / ".ckptkit/lease-999999999999999999.json").write_text("{}")),
+    "lease_link": _run(lambda run, place: (run / ".ckptkit/lease-00000009.json").symlink_to(place.outside / "secret.txt")),
+    "lease_directory": _run(lambda run, _: (run / ".ckptkit/lease-00000009.json").mkdir()),
+    "state_is_a_file": _run(lambda run, _: (shutil.rmtree(run / ".ckptkit"), (run / ".ckptkit").write_text("x"))),
+    "deleting_fifo": _run(lambda run, _: os.mkfifo(run / ".ckptkit/deleting/step_00000002.json")),
+    "owner_fifo": _run(lambda run, _: ((run / f".tmp-step_00000003-{NONCE}").mkdir(), os.mkfifo(run / f".tmp-step_00000003-{NONCE}.owner"))),
+    "owner_sparse": _run(lambda run, _: ((run / f".tmp-step_00000003-{NONCE}").mkdir(), _sparse(run / f".tmp-step_00000003-{NONCE}.owner"))),
+    "step_file": _run(lambda run, _: (run / "step_00000009").write_text("x")),
+    "step_fifo": _run(lambda run, _: os.mkfifo(run / "step_00000009")),
+    "step_names": _run(lambda run, _: [(run / name).mkdir() for name in ("step_00000003 ", "step_\u0660\u0661", "STEP_00000004", "step_-1", "step_1e5", "step_" + "9" * 200)]),
+}  # fmt: skip
+
+ATTACKS: dict[str, Attack] = {**PICKLES, **ZIPS, **TARS, **HF, **RANKS, **RUNS}
