@@ -66,6 +66,9 @@ class Upload(Protocol):
 class ObjectApi(Protocol):
     """Requests by full name ("bucket/key"). No retries here: each method is tried again as a whole by its caller."""
 
+    read_bytes: int
+    """What one ranged read asks for where there are few."""
+
     def info(self, name: str) -> Entry:
         """Return what is at `name`. Raises FileNotFoundError."""
 
@@ -115,6 +118,8 @@ class ObjectApi(Protocol):
 
 class FsspecApi:
     """The plain interface of fsspec, for whatever it opens."""
+
+    read_bytes = PART_BYTES
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

@@ -188,7 +188,8 @@ class RemoteStore:
                 by_file.setdefault(read.path, []).append(read)
         jobs: list[_Job] = []
         # Enough requests for all that may be in flight to share the work, and no more.
-        most = min(4 * PART_BYTES, max(PART_BYTES, sum(read.view.nbytes for read in reads) // 8))
+        least = self._api.read_bytes
+        most = min(2 * least, max(least, sum(read.view.nbytes for read in reads) // 8))
         for path, items in by_file.items():
             ranges = [(item.start, item.start + item.view.nbytes) for item in items]
             for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=sys.maxsize):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckptkit.storage.connection import Connection
+from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.object_api import Entries, Entry, FsspecApi, Sink, UnfinishedUpload, Uploads
 
 __all__ = ["S3Api"]
@@ -19,6 +20,7 @@ _HEAD_BYTES = 16 << 20  # what a whole object is asked for first: nearly all are
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
 _PAGES = 16  # of a listing, a thousand keys each: more are slower than a request a folder
+_PIECE = 512 << 10  # of a body, given to the connection at once
 _CHUNK = 1 << 20  # of a body, taken from the connection at once
 
 
@@ -26,6 +28,8 @@ class S3Api(FsspecApi):
     """What s3fs does in more requests than needed is asked of its client directly; the session, the credentials
     and the translation of errors are s3fs's.
     """
+
+    read_bytes = 2 * PART_BYTES  # it goes to where it is wanted as it comes: nobody holds it
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
@@ -131,7 +135,7 @@ class S3Api(FsspecApi):
         if mark:
             condition["Metadata"] = {_MARK: mark}
         with _taken(name):
-            return str(self._call("put_object", Bucket=bucket, Key=key, Body=data, **condition).get("ETag", ""))
+            return str(self._call("put_object", Bucket=bucket, Key=key, Body=_Body(data), **condition).get("ETag", ""))
 
     def upload(self, name: str) -> S3Upload:
         bucket, key = self._split(name)
@@ -173,6 +177,21 @@ class S3Api(FsspecApi):
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
 
 
+class _Body(io.BytesIO):
+    """The bytes of a request, which nobody copies: the HTTP client takes the buffer to see how long it is, and reads
+    in pieces so small that they cost more than what is in them."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._data = data
+
+    def getbuffer(self) -> memoryview:
+        return memoryview(self._data)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(max(size, _PIECE) if size and size > 0 else size)
+
+
 class S3Upload:
     """A multipart upload; its parts may go in any order."""
 
@@ -186,7 +205,7 @@ class S3Upload:
         self._completing = False
 
     def part(self, number: int, data: bytes, *, last: bool) -> None:
-        answer = self._api._call("upload_part", PartNumber=number, Body=data, **self._where)
+        answer = self._api._call("upload_part", PartNumber=number, Body=_Body(data), **self._where)
         with self._lock:
             self._tags[number] = answer["ETag"]
 
