@@ -27,6 +27,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 # What s3fs, gcsfs and HfFileSystem read when they connect.
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "GCSFS_", "CLOUDSDK_", "STORAGE_EMULATOR", "HF_", "FSSPEC_", "HOME")
+_inherited: list[Any] = []  # what a fork has of its parent is never closed here: it would speak on its parent's sockets
 _connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
 
 
@@ -97,6 +98,7 @@ class Connection:
             return held
         with self._locks.setdefault(pid, threading.Lock()):
             if self._held is None or self._held.pid != pid:
+                _inherited.append(self._held)
                 self._held = _OfProcess(
                     pid,
                     _open_file_system(self.protocol, self.options),
