@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_options_of_both, with_storage_options
-from ckptkit.cli.options import GroupedCommand, OneOf, grouped
+from ckptkit.cli.options import GroupedCommand, OneOf, allow_pickle, grouped
 from ckptkit.cli.outcome import outcome_options, show_outcome
 from ckptkit.errors import UsageError
 
@@ -53,6 +53,7 @@ _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "do
 @_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, where the checkpoint has none.")
 @_names("--key-map", metavar="NAME_OR_FILE", help="A built-in map of names, or a file of rules (docs/key-maps.md).")
 @_names("--strip-prefix", metavar="P", help="Remove this in front of every name.")
+@allow_pickle("What")
 @_names("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
 @_files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="The most bytes of one file.")
 @_files("--world-size", type=click.IntRange(1), metavar="N", help="Ranks to write for (--to dcp, --to local).")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ckptkit.cli import options as shared
 from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
 from ckptkit.errors import UsageError
 from ckptkit.units import format_count, format_size
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 @click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Levels of the tree of modules.")
 @click.option("--html", "html", metavar="OUT.html", help="Write one self-contained page with the shard map.")
 @click.option("--after", metavar="URL", help="With --html: draw what a reshard to this checkpoint moves.")
+@shared.allow_pickle()
 @click.option("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @storage_option
@@ -31,6 +33,7 @@ def command(
     html: str | None,
     after: str | None,
     layout: str | None,
+    allow_pickle: bool,
     as_json: bool,
     storage_options: tuple[str, ...],
 ) -> None:
@@ -42,11 +45,12 @@ def command(
     if after and not html:
         raise UsageError("--after is drawn on a page: give --html OUT.html with it.")
     options = with_storage_options(storage_options)
-    report = inspect(url, tensors=tensors, depth=depth, storage_options=options, options=ReadOptions(layout=layout))
+    reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
+    report = inspect(url, tensors=tensors, depth=depth, storage_options=options, options=reading)
     if html:
         from ckptkit.offline.pictures.pages import write_inspect_page
 
-        write_inspect_page(url, html, other=after, storage_options=options, options=ReadOptions(layout=layout))
+        write_inspect_page(url, html, other=after, storage_options=options, options=reading)
         click.echo(f"wrote {html}", err=True)
     if as_json:
         print_json(report.to_json())

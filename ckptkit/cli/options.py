@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["GroupedCommand", "OneOf", "grouped"]
+__all__ = ["GroupedCommand", "OneOf", "allow_pickle", "grouped"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _LAST = "Output"
@@ -29,6 +29,28 @@ def grouped(group: str) -> Callable[..., Callable[[F], F]]:
         return click.option(*names, cls=_GroupedOption, group=group, **settings)
 
     return option
+
+
+def allow_pickle(group: str = "") -> Callable[[F], F]:
+    """Return the option --allow-pickle; who gives it is told in red what it means."""
+
+    def warn(_: click.Context, __: click.Parameter, given: bool) -> bool:
+        if given:
+            click.secho(
+                "Warning: --allow-pickle reads files whose pickles name classes unknown to ckptkit. It runs none "
+                "of them and leaves their values out, so what you get may be incomplete; whatever loads such a file "
+                "with torch.load(weights_only=False) runs its code.",
+                fg="red",
+                err=True,
+            )
+        return given
+
+    return grouped(group)(
+        "--allow-pickle",
+        is_flag=True,
+        callback=warn,
+        help="Read torch.save files that name unknown classes, without those; nothing of them is run.",
+    )
 
 
 class GroupedCommand(click.Command):

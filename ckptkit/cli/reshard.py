@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_options_of_both, with_storage_options
-from ckptkit.cli.options import GroupedCommand, OneOf, grouped
+from ckptkit.cli.options import GroupedCommand, OneOf, allow_pickle, grouped
 from ckptkit.cli.outcome import outcome_options, show_outcome
 
 _what = grouped("What")
@@ -28,6 +28,7 @@ _what = grouped("What")
     help="sharded (torch DCP) or local (one file a rank).",
 )
 @click.option("--tp-plan", metavar="FILE", help="JSON of globs of parameters and the dimension tp cuts each along.")
+@allow_pickle("What")
 @click.option("--layout", metavar="URL", help="Layout of flat parameters, for FSDP1 LOCAL.")
 @outcome_options
 @storage_options_of_both

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptkit.cli import options as shared
 from ckptkit.cli.frame import command_frame, print_json, progress_bar, storage_option, with_storage_options
 from ckptkit.errors import CorruptCheckpointError
 
@@ -18,12 +19,20 @@ if TYPE_CHECKING:
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Check files, sizes and coverage only; do not read the tensors.")
 @click.option("--workers", type=click.IntRange(0), default=0, help="Reads in flight. Default: by the machine.")
+@shared.allow_pickle()
 @click.option("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @storage_option
 @command_frame
 def command(
-    url: str, quick: bool, workers: int, layout: str | None, as_json: bool, storage_options: tuple[str, ...]
+    url: str,
+    *,
+    quick: bool,
+    workers: int,
+    layout: str | None,
+    allow_pickle: bool,
+    as_json: bool,
+    storage_options: tuple[str, ...],
 ) -> None:
     """Check that the checkpoint at URL is complete and undamaged. Exit code 1 where it is not."""
     from ckptkit.formats.options import ReadOptions
@@ -38,7 +47,7 @@ def command(
                 workers=workers,
                 storage_options=options,
                 progress=progress,
-                options=ReadOptions(layout=layout),
+                options=ReadOptions(layout=layout, allow_pickle=allow_pickle),
             )
         except CorruptCheckpointError as error:  # so bad that it can't be opened: that is an answer, not a failure
             report = _unreadable(url, str(error), quick=quick)

@@ -73,6 +73,7 @@ def convert(  # noqa: PLR0913 - one argument an option
     dst_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     layout: str | None = None,
+    allow_pickle: bool = False,
     merge_adapter: bool = False,
     untie: bool = False,
     adapter_config: Mapping[str, Any] | None = None,
@@ -91,6 +92,7 @@ def convert(  # noqa: PLR0913 - one argument an option
         base: Hugging Face directory or repo: config, tokenizer, and the names and shapes that are wanted.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         layout: URL of a layout of flat parameters, for formats that need one.
+        allow_pickle: Read torch.save files that name unknown classes, without them; nothing of them is run.
         check: Check the digests that the source recorded, while it is read.
         verify: Read the result again and compare it with the source, element for element.
         dry_run: Plan only; `ConvertReport.plan_lines()` shows it, and what would not fit (`ConvertReport.faults`).
@@ -110,7 +112,7 @@ def convert(  # noqa: PLR0913 - one argument an option
     if memory < _MIN_MEMORY:
         raise UsageError(f"--max-memory {max_memory} is too little: give 16MB or more.")
     shard_size = _shard_size(max_shard_size)
-    options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix)
+    options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     source = open_pinned(src, storage_options=there, options=options, together=not dry_run)
     choice = _Choice(

@@ -42,6 +42,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
     type: str = "sharded",
     tp_plan: str | Mapping[str, int | None] | None = None,
     layout: str | None = None,
+    allow_pickle: bool = False,
     workers: int = 0,
     max_memory: str | int = "512MB",
     check: bool = True,
@@ -72,6 +73,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
             sources that were not tensor parallel. None derives it from the config of a llama-like model beside the
             source.
         layout: URL of a layout of flat parameters, for formats that need one (FSDP1 LOCAL).
+        allow_pickle: Read torch.save files that name unknown classes, without them; nothing of them is run.
         src_storage_options, dst_storage_options: Of one of the two file systems, over the common `storage_options`.
 
     Raises:
@@ -86,7 +88,8 @@ def reshard(  # noqa: PLR0913 - one argument an option
     split = None if tp_plan is None else TPPlan.of(tp_plan)
     memory = parse_size(max_memory)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
-    source = open_pinned(src, storage_options=there, options=ReadOptions(layout=layout), together=not dry_run)
+    options = ReadOptions(layout=layout, allow_pickle=allow_pickle)
+    source = open_pinned(src, storage_options=there, options=options, together=not dry_run)
     _check_files(source.store, source.catalog)
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)
     identity = identity_of(source, dst, here)
