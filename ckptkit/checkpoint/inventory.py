@@ -369,4 +369,4 @@ def _not_found(inventory: Inventory, name: str) -> str:
         text += f". Skipped: {skipped}"
     if inventory.in_progress:
         text += f". Being saved: {inventory.in_progress[0].name} by {inventory.in_progress[0].owner}"
-    return text + "."
+    return text.rstrip(".") + "."  # a reason may be a sentence

@@ -264,7 +264,7 @@ def _only_child(place: Place, url: str, depth: int) -> _Found | None:
     files = [step.name for step in ordered(n for n in place.files if n.endswith(".ckpt"))]
     if files:
         single = _single_file(files[0])
-        return place, f"{url}/{files[0]}", single, f"{files[0]} is the newest of {len(files)} files in {url}."
+        return place, f"{url}/{files[0]}", single, f"{files[0]} is {_among(len(files))} in {url}."
     if len(place.directories) > _MAX_CHILDREN:
         return None
     likely = [name for name in place.directories if not name.startswith(_ASIDE)] or place.directories
@@ -276,6 +276,10 @@ def _only_child(place: Place, url: str, depth: int) -> _Found | None:
         return None
     name, (inner, inner_url, form, note) = found[0]
     return inner, inner_url, form, f"{name}/ is the only checkpoint in {url}. {note}".strip()
+
+
+def _among(count: int) -> str:
+    return "the only numbered file" if count == 1 else f"the newest of {count} files"
 
 
 def _single_file(name: str) -> Format:

@@ -208,4 +208,5 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
     gone = sorted(set(range(world_size)) - ranks)
     if gone:
         names = ", ".join(pattern.format(rank=rank) for rank in gone[:8]) + (", ..." if len(gone) > 8 else "")
-        raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks are missing: {names}.")
+        are = "is" if len(gone) == 1 else "are"
+        raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks {are} missing: {names}.")
