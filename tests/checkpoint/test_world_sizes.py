@@ -262,10 +262,10 @@ def test_an_average_of_sharded_weights_comes_back_sharded(ranks: Any, tmp_path: 
 
 def save_odd(url: str, kind: str, layout: str, optimizers: str) -> tuple[dict[str, Any], list[float]]:
     model, made = odd.made(layout, optimizers, 0)
-    odd.train(model, made, range(2))
+    odd.train(model, made, range(1))
     with CheckpointManager(url, state_dict_type=kind) as manager:
         manager.save(2, TrainState(model=model, optimizer=made))
-    return odd.numbers(model, made), odd.train(model, made, range(2, 4))
+    return odd.numbers(model, made), odd.train(model, made, range(2, 3))
 
 
 def load_odd(url: str, layout: str, optimizers: str) -> tuple[dict[str, Any], list[float]]:
@@ -275,26 +275,26 @@ def load_odd(url: str, layout: str, optimizers: str) -> tuple[dict[str, Any], li
         report = manager.load(TrainState(model=model, optimizer=made))
     assert report is not None
     assert not (report.missing or report.unexpected)
-    return odd.numbers(model, made), odd.train(model, made, range(2, 4))
+    return odd.numbers(model, made), odd.train(model, made, range(2, 3))
 
 
-@pytest.mark.parametrize("optimizers", ["muon", "master"])
 @pytest.mark.parametrize(
-    ("kind", "source", "target"),
+    ("kind", "source", "target", "optimizers"),
     [
-        ("sharded", (4, "hsdp-tp"), (3, "1d")),
-        ("sharded", (1, "plain"), (4, "hsdp-tp")),
-        ("full", (3, "1d"), (4, "tp")),
-        ("full", (4, "tp"), (4, "replicated")),
-        ("local", (4, "hsdp"), (4, "hsdp")),
-        ("local", (4, "hsdp-tp"), (4, "hsdp-tp")),
+        ("sharded", (4, "hsdp-tp"), (3, "1d"), "master"),
+        ("sharded", (1, "plain"), (4, "hsdp-tp"), "master"),
+        ("sharded", (3, "1d"), (4, "hsdp"), "muon"),  # over tensor parallelism a step of torch's Muon takes seconds
+        ("full", (4, "tp"), (4, "replicated"), "master"),
+        ("full", (3, "1d"), (4, "hsdp"), "muon"),
+        ("local", (4, "hsdp"), (4, "hsdp"), "muon"),
+        ("local", (4, "hsdp-tp"), (4, "hsdp-tp"), "master"),
     ],
 )
 def test_an_odd_model_loads_everywhere(
     ranks: Any, tmp_path: Path, kind: str, source: Any, target: Any, optimizers: str
 ) -> None:
-    saved, losses = ranks.run(save_odd, source[0], str(tmp_path), kind, source[1], optimizers)[0]
-    for loaded, resumed in ranks.run(load_odd, target[0], str(tmp_path), target[1], optimizers):
+    saved, losses = ranks.run(save_odd, source[0], str(tmp_path), kind, source[1], optimizers, timeout=300)[0]
+    for loaded, resumed in ranks.run(load_odd, target[0], str(tmp_path), target[1], optimizers, timeout=300):
         assert [key for key in saved if saved[key] != loaded.get(key)] == []
         assert set(saved) == set(loaded)
         assert resumed == losses or source != target  # another mesh adds in another order
