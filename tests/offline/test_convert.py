@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats import torch_encode
 from ckptkit.formats.dcp_encode import STREAMED
-from ckptkit.offline import hf_export
+from ckptkit.offline import hf_export, team
 from ckptkit.offline.convert import convert
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reshard import reshard
@@ -468,3 +469,16 @@ def test_a_tensor_that_keeps_its_name_is_printed_once(tmp_path):
     line = next(line for line in report.plan_lines() if line.startswith("model.embed.weight"))
     assert line.count("model.embed.weight") == 1
     assert " -> " not in line
+
+
+def test_a_rank_whose_fellows_never_come_gives_up_in_bounded_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(team, "_MEET_S", 1)
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    started = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**started, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankFailedError, match="the 2 ranks that torchrun started did not meet within 1 s"):
+        convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
