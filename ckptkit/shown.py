@@ -54,7 +54,11 @@ _ASSIGNED = re.compile(rf"(?i)((?<![\w-])(?:[\w-]*(?:{_NAMES})[\w-]*|token|sig|s
 _QUOTED = re.compile(rf"(?i)([\"'][\w-]*(?:{_NAMES})[\w-]*[\"']\s*[:=]\s*[\"'])(?!\*\*\*)[^\"']+")
 _BEARER = re.compile(r"(?i)\b(authorization:?\s+\w+\s+|bearer\s+|basic\s+(?=[a-z0-9+/=_-]{16}))[^\s\"',;)]+")
 # "container@account" says where the data are, "repo@revision" which; neither is a login.
-_PLACE_BEFORE_AT = frozenset(["abfs", "abfss", "wasb", "wasbs", "az", "adl", "hf", "git", "git+https", "git+ssh"])
+_PLACE_BEFORE_AT = frozenset(
+    ["file", "local", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "hf", "git", "git+https", "git+ssh"]
+)
+
+_LOCAL = frozenset(["file", "local"])
 
 _known: dict[str, None] = {}  # in the order of arrival
 
@@ -89,7 +93,7 @@ def _values(options: Any, *, secret: bool, depth: int = 0) -> Iterable[str]:
 
 def carries_credentials(url: str) -> bool:
     """Whether a URL has a login or a signed query in it. What it holds is kept secret from here on."""
-    if "://" not in url:
+    if "://" not in url or url.partition("://")[0].lower() in _LOCAL:
         return False
     keep_secret({"url": url})
     rest = url.partition("://")[2]
@@ -144,8 +148,8 @@ def _login(url: str) -> str:
     if not separator or at < 0:
         return ""
     head = rest[:at]
-    if ":" in head:
-        return head
+    if ":" in head.partition("/")[0]:  # further on it is part of a name: runs/2026-01-31T12:00/step@1
+        return "" if scheme.lower() in _LOCAL or head.startswith("arn:") else head
     return "" if "/" in head or scheme.lower() in _PLACE_BEFORE_AT else head
 
 
@@ -155,6 +159,8 @@ def _is_secret_name(name: str) -> bool:
 
 def _clean_url(match: re.Match[str]) -> str:
     scheme, rest = match[1], match[2]
+    if scheme.partition(":")[0].lower() in _LOCAL:
+        return match[0]
     login = _login(f"{scheme.partition(':')[0]}://{rest}")
     if login:
         rest = f"{MASK}{rest[len(login) :]}"

@@ -55,6 +55,8 @@ PLAIN_URLS = [
     "s3://bucket/run@v1/step_00000001", "abfs://container@account.dfs.core.windows.net/run", "hf://org/repo@main/x",
     "s3://bucket/x?versionId=3", "gs://bucket/token/secret", "memory://a/b", "file:///a/b@c",
     "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/run/x",
+    "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/run@v1", "s3://bucket/2026-01-31T12:00/step_00000001@0123456789abcdef",
+    "file:///data/run:1@x", "file://data/x@y", "file:///data/x?token=1",
 ]  # fmt: skip
 OPTIONS = {
     "key": "AKIAIOSFODNN7S3CRET",
