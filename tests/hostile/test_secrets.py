@@ -56,7 +56,7 @@ PLAIN_URLS = [
     "s3://bucket/x?versionId=3", "gs://bucket/token/secret", "memory://a/b", "file:///a/b@c",
     "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/run/x",
     "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/run@v1", "s3://bucket/2026-01-31T12:00/step_00000001@0123456789abcdef",
-    "file:///data/run:1@x", "file://data/x@y", "file:///data/x?token=1",
+    "file:///data/run:1@x", "file://data/x@y",
 ]  # fmt: skip
 OPTIONS = {
     "key": "AKIAIOSFODNN7S3CRET",
@@ -297,3 +297,7 @@ def test_a_command_is_given_a_url_with_a_login(name: str, tmp_path: Path, caplog
     for url in URLS:
         result = _run([*_commands(url, tmp_path)[name], "--debug"], tmp_path, caplog)
         assert result.exit_code in (1, 2)
+
+
+def test_the_path_of_a_file_is_no_query() -> None:
+    assert open_store("file:///data/x?token=1").url == "/data/x?token=1"
