@@ -147,8 +147,10 @@ class Loader:
         with ExitStack() as stack:
             # Rank 0 holds the pin for all: it leaves only once every rank has read.
             pin = pin_while_reading(self._root, path, why="resumed from" if resume else "load")
-            self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
-            report = restore(state, lambda: (open_catalog(store), store), options, coordinator=self._coordinator)
+            record = self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
+            report = restore(
+                state, lambda: (open_catalog(store, record=record), store), options, coordinator=self._coordinator
+            )
             if resume and self._coordinator.is_main:
                 self._hold.keep(stack.pop_all())  # `ckptkit prune` beside this job must not delete it either
         self._announce_load(report)

@@ -29,11 +29,19 @@ _MAX_INDEX_BYTES = 8 << 30
 _MAX_OBJECTS_BYTES = 256 << 20  # JSON costs up to twenty times its size in memory
 
 
-def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
+def open_catalog(
+    store: Store,
+    *,
+    options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
+    record: CommitRecord | None = None,
+) -> Catalog:
     """Return what the committed checkpoint at the store's root holds, SHARDED, FULL or LOCAL.
 
     Reads the record, the manifest and `objects.json`, each checked against its digest; no tensor bytes. Paths are
     relative to `store`, wherever the record says that the files lie.
+
+    Args:
+        record: The commit record, where it was read just now.
 
     Raises:
         CheckpointNotFoundError: There is no commit record: nothing was completed here.
@@ -42,7 +50,7 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
         CorruptCheckpointError: A file is not what it must be.
         UnsafePathError: The directory's name is that of a step, and its record says that it is another checkpoint.
     """
-    record = read_record(store)
+    record = record or read_record(store)
     notes = _check_name(store, record)
     place = data_store(store, record)
     prefix = f"{record.data}/" if record.data else ""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckptkit.storage.connection import PART_BYTES, Connection
+from ckptkit.storage.connection import UPLOAD_BYTES, Connection
 from ckptkit.storage.object_api import Entries, Entry, FsspecApi, Sink, UnfinishedUpload, Uploads
 
 __all__ = ["S3Api"]
@@ -29,7 +29,7 @@ class S3Api(FsspecApi):
     and the translation of errors are s3fs's.
     """
 
-    read_bytes = 2 * PART_BYTES  # it goes to where it is wanted as it comes: nobody holds it
+    read_bytes = UPLOAD_BYTES  # it goes to where it is wanted as it comes: nobody holds it
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
