@@ -11,11 +11,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.rng import capture_rng, restore_rng
 from ckptkit.checkpoint.state import TrainState, model_tensors
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.formats.detect import identify
+from ckptkit.formats.layout import RECORD_NAME
 from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
@@ -78,7 +80,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         theirs = type(strategy).load_checkpoint
 
         def load_checkpoint(checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
-            path = strategy.broadcast(str(checkpoint_path))
+            path = strategy.broadcast(str(checkpoint_path)).removesuffix(f"/{RECORD_NAME}")
             if strategy.broadcast(strategy.is_global_zero and self._is_ours(path)):
                 return self._load_any(trainer, path)
             return theirs(strategy, checkpoint_path, *arguments, **named)
@@ -164,6 +166,15 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         """Leave it to the policy, which has removed it with the save, or keeps it; it looks at one directory."""
         if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
             remove_checkpoint(filepath, storage_options=self._storage_options)
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """Return the candidates for `ckpt_path="last"`. Lightning takes the protocol off a URL, and asks for the date
+        of what it finds, which only a file has on an object store: the record stands for its checkpoint."""
+        root = str(self.dirpath or "").rstrip("/")
+        if "://" not in root:
+            return set(super()._find_last_checkpoints(trainer))
+        found = list_checkpoints(open_store(root, storage_options=self._storage_options)).committed
+        return {f"{root}/{item.path}/{RECORD_NAME}" for item in found if self.CHECKPOINT_NAME_LAST in item.name}
 
     # --- loading, under a strategy of Lightning's
 

@@ -22,7 +22,7 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state import PerRank, StateDictType, TrainState, model_tensors, same_memory
 from ckptkit.checkpoint.values import encode
 from ckptkit.errors import CheckpointExistsError, SaveError
-from ckptkit.formats.layout import CommitRecord
+from ckptkit.formats.layout import RECORD_NAME, CommitRecord
 from ckptkit.storage.store import open_store, split_url
 
 __all__ = ["LightningCheckpoints", "StateView", "inside_an_epoch", "lightning_extras", "remove_checkpoint", "set_epoch"]
@@ -163,7 +163,7 @@ class LightningCheckpoints:
 
     def _found(self, filepath: str | Path) -> tuple[str, str, str]:
         """Return directory and name of a checkpoint, behind links; and its URL where ckptkit did not save it."""
-        root, name = _split(filepath)
+        root, name = _split(str(filepath).removesuffix(f"/{RECORD_NAME}"))
         if split_url(root)[0] == "file" and "://" not in root:
             root, name = os.path.split(os.path.realpath(os.path.join(root, name)))
         ours = list_checkpoints(open_store(root, storage_options=self._storage_options)).find(name) is not None
@@ -171,7 +171,9 @@ class LightningCheckpoints:
 
     def close(self) -> None:
         """Give everything back."""
-        for manager in self._managers.values():
+        # The one that loaded is the first and goes last: it holds what the run was resumed from, which the rotations of
+        # the others would take where they are still under way.
+        for manager in reversed(self._managers.values()):
             manager.close()
         self._managers.clear()
         self._coordinator.close()

@@ -278,8 +278,9 @@ def remote(work: Path, facts: dict[str, Any], url: str, env: dict[str, str]) -> 
     with environment(env):
         straight = snapshot(*fit(work, FSDP2Strategy(), steps=4))
         fit(work, FSDP2Strategy(), callback(), steps=3)
-        save = callback()
-        module, trainer = fit(work, FSDP2Strategy(), save, steps=4, path="last")
+        save, first = callback(), Probe()
+        module, trainer = fit(work, FSDP2Strategy(), save, first, steps=4, path="last")
+        facts["remote_resumed_at"] = first.first["step"]
         facts["remote_equal"] = equal(straight, snapshot(module, trainer))
         facts["remote_best"] = (
             save.best_model_path,
