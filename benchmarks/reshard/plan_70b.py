@@ -31,9 +31,7 @@ def main() -> None:
             catalog = planned_catalog(plan, sealing)
             slices = sum(len(placement) for placement in plan.placements)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            print(
-                f"to {ranks:5d} ranks: {slices:7d} slices planned, proved in {seconds:5.2f} s, peak {peak:4.0f} MB"
-            )
+            print(f"to {ranks:5d} ranks: {slices:7d} slices planned, proved in {seconds:5.2f} s, peak {peak:4.0f} MB")
 
 
 if __name__ == "__main__":
