@@ -107,6 +107,16 @@ def test_each_example_is_in_the_table_of_examples(script: str) -> None:
     assert f"[`{script}`]({script})" in (ROOT / "examples/README.md").read_text(encoding="utf-8")
 
 
+def test_each_measured_figure_of_the_readme_is_in_a_benchmarks_page() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*/README.md"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("| 2 ranks, digests on") : text.index("## What it promises")]
+    cells = [line.split("|")[2:5] for line in table.splitlines() if line.startswith("| ")][1:]
+    figures = {number for row in cells for cell in row for number in re.findall(r"\d+\.\d+", cell)}
+    assert len(figures) > 10
+    assert not {number for number in figures if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", pages)}
+
+
 def test_the_table_of_examples_names_no_other() -> None:
     named = re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples/README.md").read_text(encoding="utf-8"))
     assert sorted(named) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
