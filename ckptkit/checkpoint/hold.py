@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import queue
 import threading
 import weakref
 from contextlib import ExitStack
+from typing import cast
 
 from ckptkit.checkpoint.lease import Lease, acquire_lease
 from ckptkit.errors import SaveError
@@ -13,8 +17,19 @@ from ckptkit.storage.store import Store
 
 __all__ = ["RunHold"]
 
+logger = logging.getLogger(__name__)
+
 _lock = threading.Lock()
 _shared: dict[tuple[int, str], _Shared] = {}  # by process (a fork has none of its parent's) and root
+
+
+_Held = tuple[list["_Shared"], list[ExitStack], int]
+# Garbage is collected at any line of any thread: in the one that serves the object store, which would wait for
+# itself, or inside `_lock`. So what nobody gave back is only noted there, which a SimpleQueue allows, and given
+# back by a thread of its own.
+_abandoned: queue.SimpleQueue[_Held] = queue.SimpleQueue()
+_reaper: tuple[int, threading.Thread] | None = None
+_ending = False
 
 
 class _Shared:
@@ -35,7 +50,7 @@ class RunHold:
         self._root = root
         self._pins: list[ExitStack] = []
         self._taken: list[_Shared] = []
-        self._end = weakref.finalize(self, _give_back, self._taken, self._pins, os.getpid())
+        self._end = weakref.finalize(self, _abandon, self._taken, self._pins, os.getpid())
 
     def lease(self) -> Lease:
         """Return the lease, taken at the first call.
@@ -44,18 +59,22 @@ class RunHold:
             LeaseHeldError: Another job writes there; the message names it.
         """
         if not self._taken:
+            _watch()
             self._taken.append(_take(self._root))
         return self._taken[0].lease
 
     def keep(self, pin: ExitStack) -> None:
         """Hold an entered pin from now on, in place of the one before."""
+        _watch()
         self._pins.append(pin)
         while len(self._pins) > 1:
             self._pins.pop(0).close()
 
     def release(self) -> None:
         """Give everything back. Can be repeated."""
-        self._end()
+        alive = self._end.detach()
+        if alive is not None:
+            _give_back(*alive[2])
 
 
 def _take(root: Store) -> _Shared:
@@ -71,6 +90,58 @@ def _take(root: Store) -> _Shared:
             shared = _shared[key] = _Shared(acquire_lease(root))
         shared.users += 1
         return shared
+
+
+def _abandon(taken: list[_Shared], pins: list[ExitStack], pid: int) -> None:
+    if _ending and threading.current_thread() is threading.main_thread():
+        _give_back(taken, pins, pid)
+    else:
+        _abandoned.put((taken, pins, pid))
+
+
+def _watch() -> None:
+    """Have a thread that gives back what is abandoned."""
+    global _reaper
+    with _lock:
+        if _reaper is None or _reaper[0] != os.getpid():
+            thread = threading.Thread(target=_reap, name="ckptkit-hold", daemon=True)
+            _reaper = (os.getpid(), thread)
+            thread.start()
+
+
+def _reap() -> None:
+    while True:
+        _give_back_or_say(_abandoned.get())
+
+
+def _give_back_or_say(held: _Held) -> None:
+    try:
+        _give_back(*held)
+    except Exception as error:  # noqa: BLE001 - nobody is there to catch it
+        logger.warning("what a manager held could not be given back: %s", error)
+
+
+def _end_of_process() -> None:
+    global _ending
+    _ending = True
+    while True:
+        try:
+            held = _abandoned.get_nowait()
+        except queue.Empty:
+            return
+        _give_back_or_say(held)
+
+
+def _forget() -> None:
+    """In a fork: what was held, and the lock that another thread may have had, are our parent's."""
+    global _lock
+    _lock = threading.Lock()
+    _shared.clear()
+
+
+weakref.finalize(_Shared(cast(Lease, None)), int)  # the finalizers' own end is registered before, and so comes after
+atexit.register(_end_of_process)
+os.register_at_fork(after_in_child=_forget)
 
 
 def _give_back(taken: list[_Shared], pins: list[ExitStack], pid: int) -> None:

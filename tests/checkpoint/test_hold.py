@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckptkit.checkpoint import hold
 from ckptkit.checkpoint import lease as lease_module
 from ckptkit.checkpoint.delete import rotate
 from ckptkit.checkpoint.inventory import list_checkpoints
@@ -286,3 +287,17 @@ def test_a_lease_is_still_refused_to_a_save_without_a_manager(tmp_path: Path) ->
         manager.save(1, state())
         with pytest.raises(LeaseHeldError, match="another manager has it open"):
             acquire_lease(open_store(str(tmp_path)))
+
+
+def test_a_manager_that_is_garbage_is_given_back_by_a_thread_that_may_wait(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state())
+    assert hold._shared
+    with hold._lock:  # as where garbage is collected in the middle of taking a lease, or in the object store's thread
+        del manager
+        gc.collect()
+        assert hold._shared
+    end = time.monotonic() + 30
+    while hold._shared and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not hold._shared
