@@ -31,12 +31,18 @@ def checked_path(path: str, *, root_allowed: bool = False) -> str:
         return path
     parts = path.split("/")
     bad = any(part in ("", ".", "..") for part in parts)
-    if bad or "\\" in path or any(ord(c) < 32 or ord(c) == 127 for c in path) or len(path) > 4096:
+    bad = bad or "\\" in path or any(ord(c) < 32 or ord(c) == 127 or _is_half(c) for c in path)
+    if bad or len(path) > 4096:
         raise UnsafePathError(
             f"path {path!r} is refused: it must be relative, with '/' between its parts, and may not have "
-            "'.', '..', a backslash or a control character."
+            "'.', '..', a backslash, a control character or half a character."
         )
     return path
+
+
+def _is_half(char: str) -> bool:
+    """Whether no file system takes it: a surrogate that stands for no byte of a name that is not UTF-8."""
+    return "\ud800" <= char <= "\udfff" and not "\udc80" <= char <= "\udcff"
 
 
 def is_safe_name(name: str) -> bool:

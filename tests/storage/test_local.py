@@ -36,6 +36,18 @@ def test_a_hub_cache_snapshot_reads_its_blobs(tmp_path: Path) -> None:
     assert LocalStore(snapshot).read("config.json") == b"abc"
 
 
+@pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a\\b", "a\x00b", "a\x1b", "a\ud800b", "\udfff", "x" * 5000])
+def test_a_path_that_leads_out_or_that_no_file_system_takes_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsafePathError, match="refused"):
+        LocalStore(str(tmp_path)).info(name)
+
+
+def test_a_name_that_is_no_utf8_is_one_like_others(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"a\xff")).write_bytes(b"1")
+    store = LocalStore(str(tmp_path))
+    assert store.read(store.list()[0].path) == b"1"
+
+
 def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UnsafePathError, match="FIFO"):
