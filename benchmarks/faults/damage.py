@@ -5,7 +5,8 @@ python -m benchmarks.faults.damage --rounds 3
 A bit flipped, a file truncated, emptied of its tail or of a page, missing, of another save, of another rank, and one
 that does not belong (the only damage that is none). SHARDED, FULL and LOCAL are loaded on two ranks after each. In
 what torch's own DCP writes `verify` alone can tell, by CRC-32, sizes and coverage; files of two saves that were mixed
-are sound there, one by one, and not found.
+are sound there, one by one, and not found. Hugging Face exports are those of `convert --sha256`; where the list of
+digests itself is missing, an export is one that has none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckptkit import convert
+from ckptkit.offline.checksums import SUMS_NAME
 from tests.checkpoint.test_damage import KINDS, damages, faults, flipped_unseen, loads, make_run, verified
 from tests.ranks import Pool, run_ranks
 
@@ -48,10 +51,31 @@ def vanilla(saved: Path, place: Path, seed: int) -> Iterator[tuple[str, bool]]:
             yield f"{name}: {what}", found
 
 
+def exports(saved: Path, place: Path, seed: int) -> Iterator[tuple[str, bool]]:
+    """Yield each damage done to the files of a Hugging Face export with digests, and whether `verify` found it."""
+    for step in (1, 2):
+        url = str(saved / "sharded" / f"step_{step:08d}")
+        convert(url, str(place / str(step)), sha256=True, max_shard_size="1KB", overwrite=True)
+    folder = place / "2"
+    if not verified(str(folder))[0]:
+        yield "the undamaged one is found bad", False
+    for what, name, do in list(damages(folder, place / "1", seed)):
+        if what == "stray" or (what, name) == ("missing", SUMS_NAME):
+            continue
+        sound = (folder / name).read_bytes()
+        do()
+        fine, texts = verified(str(folder))
+        yield (
+            f"{name}: {what}",
+            not fine and (name == SUMS_NAME or any(word in " ".join(texts) for word in (name, "no checkpoint"))),
+        )
+        (folder / name).write_bytes(sound)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kinds", default=",".join((*KINDS, "dcp")))
+    parser.add_argument("--kinds", default=",".join((*KINDS, "dcp", "hf")))
     options = parser.parse_args()
     bad: list[str] = []
     print("| kind | damages | not found, not named, or loaded as good |\n|---|---|---|")
@@ -67,6 +91,10 @@ def main() -> None:
                     wrong += [f"not found by verify: {what}" for what, found in seen if not found]
                     wrong += [f"flip not found: {flip}" for flip in flipped_unseen(saved / "dcp" / "2", 70, seed=seed)]
                     count += len(seen) + 70
+                elif kind == "hf":
+                    seen = list(exports(saved, Path(folder) / "exports", seed))
+                    wrong += [f"not found by verify: {what}" for what, found in seen if not found]
+                    count += len(seen)
                 else:
                     done, texts = ours(pool, saved, Path(folder) / f"{kind}-{seed}", kind, seed)
                     count, wrong = count + done, wrong + texts

@@ -55,7 +55,7 @@ class Digest:
     slice can be a part.
     """
 
-    algorithm: str  # "xxh3_64" or "crc32"
+    algorithm: str  # "xxh3_64" or "crc32"; "sha256" of whole files
     value: int
     start: int
     nbytes: int

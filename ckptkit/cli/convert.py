@@ -57,6 +57,7 @@ _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "do
 @_names("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
 @_files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="The most bytes of one file.")
 @_files("--world-size", type=click.IntRange(1), metavar="N", help="Ranks to write for (--to dcp, --to local).")
+@_files("--sha256", is_flag=True, help="Write SHA256SUMS beside the files (--to hf).")
 @_files("--push", metavar="REPO", help="Upload the result to this Hugging Face repo.")
 @outcome_options
 @storage_options_of_both

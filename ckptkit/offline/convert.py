@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptkit.catalog.names import NameMap
     from ckptkit.formats.detect import Source
     from ckptkit.offline.rank_files import Laid
+    from ckptkit.storage.store import Store
 
 __all__ = ["ConvertReport", "Format", "convert"]
 
@@ -77,6 +78,7 @@ def convert(  # noqa: PLR0913 - one argument an option
     merge_adapter: bool = False,
     untie: bool = False,
     adapter_config: Mapping[str, Any] | None = None,
+    sha256: bool = False,
 ) -> ConvertReport:
     """Convert the checkpoint at `src` and publish the result at `dst`, whole or not at all.
 
@@ -99,6 +101,7 @@ def convert(  # noqa: PLR0913 - one argument an option
         storage_options: Of the file systems of the source, the destination and the base.
         src_storage_options, dst_storage_options: Of one of them, over the common ones.
         adapter_config: PEFT's config of an adapter, where neither the source nor the base has one.
+        sha256: Write SHA256SUMS beside the files of a Hugging Face export; `verify` and `sha256sum -c` check it.
 
     Raises:
         UsageError: Options that do not fit together.
@@ -112,6 +115,8 @@ def convert(  # noqa: PLR0913 - one argument an option
     if memory < _MIN_MEMORY:
         raise UsageError(f"--max-memory {max_memory} is too little: give 16MB or more.")
     shard_size = _shard_size(max_shard_size)
+    if sha256 and to != "hf":
+        raise UsageError(f"--sha256 is of Hugging Face exports; it does not go with --to {to}.")
     options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     source = open_pinned(src, storage_options=there, options=options, together=not dry_run)
@@ -140,9 +145,17 @@ def convert(  # noqa: PLR0913 - one argument an option
     outcome = carry_out(
         plan, source, target, How(workers, memory, check, verify, progress),
         masters_of={name for tensor in chosen.tensors for name in tensor.sources},
-        look=partial(check_headers, plan) if to == "hf" else None, sealing=sealing,
+        look=partial(_look, plan, sha256) if to == "hf" else None, sealing=sealing,
     )  # fmt: skip
     return outcome.told(report, proved=_proved(outcome, plan, chosen, to), started=started)
+
+
+def _look(plan: Plan, sha256: bool, store: Store) -> None:
+    check_headers(plan, store)
+    if sha256:
+        from ckptkit.offline.checksums import write_checksums
+
+        write_checksums(store, [file.path for file in plan.files])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
 
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats._torch_zip import file_size
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME
 from ckptkit.formats.options import ReadOptions
+from ckptkit.offline.checksums import SUMS_NAME, read_checksums
 from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size, parse_size
@@ -133,14 +136,17 @@ def verify(
     """
     source = open_pinned(url, storage_options=storage_options, options=options)
     store, catalog = source.store, source.catalog
-    problems = [*_file_problems(store, catalog), *_coverage_problems(catalog)]
+    sums, wrong = _sums(store, catalog)
+    problems = [*_file_problems(store, catalog), *_coverage_problems(catalog), *wrong]
     checks: list[_Check] = []
     unproved: dict[str, int] = {}
     if not quick:
-        checks, unproved = _plan(catalog)
+        checks, unproved = _plan(catalog, sums)
         gone = {p.path for p in problems if not p.tensor}
         checks = [check for check in checks if check.path not in gone]
-        problems += _compare(store, checks, workers, parse_size(max_memory), progress)
+        for found in _compare(store, checks, workers, parse_size(max_memory), progress):
+            names = _tensors_of(catalog, found.path) if found.path in sums and not found.tensor else ""
+            problems.append(replace(found, message=f"{found.message} It holds {names}.") if names else found)
     if problems:
         check_still_there(source)
     return VerifyReport(
@@ -176,6 +182,11 @@ def _file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
 
 
 def _lost(catalog: Catalog, path: str, size: int) -> str:
+    names = _tensors_of(catalog, path, size)
+    return f", and with it {names}" if names else ""
+
+
+def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
     """The tensors of which bytes lie in the file beyond `size`, in words."""
     names = []
     for entry in catalog.tensors.values():
@@ -183,10 +194,8 @@ def _lost(catalog: Catalog, path: str, size: int) -> str:
         mine = (slices.files == slices.paths.index(path)) if path in slices.paths else None
         if mine is not None and bool((mine & (slices.starts + slices.nbytes > size)).any()):
             names.append(entry.name)
-    if not names:
-        return ""
     more = f", ... ({len(names)} tensors)" if len(names) > 4 else ""
-    return f", and with it {', '.join(names[:4])}{more}"
+    return f"{', '.join(names[:4])}{more}"
 
 
 def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
@@ -197,7 +206,29 @@ def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
             yield Problem("", entry.name, str(error))
 
 
-def _plan(catalog: Catalog) -> tuple[list[_Check], dict[str, int]]:
+def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:
+    """The sha256 of whole files that a SHA256SUMS records, and what is wrong with it. Our own record says it all."""
+    if "digests" in catalog.info.extra:
+        return {}, []
+    try:
+        named = read_checksums(store)
+    except CkptkitError as error:
+        return {}, [Problem(SUMS_NAME, "", str(error))]
+    sums, problems = {}, []
+    for path, value in named.items():
+        try:
+            sums[path] = Digest("sha256", int(value, 16), 0, file_size(store, path))
+        except (CkptkitError, OSError) as error:
+            problems.append(Problem(path, "", f"{path}, which {SUMS_NAME} names, can't be read: {error}"))
+    for path in catalog.info.files if named else ():
+        if path not in named and path != SUMS_NAME:
+            problems.append(
+                Problem(path, "", f"{path}: {SUMS_NAME} does not name it: one of the two is not the other's.")
+            )
+    return sums, problems
+
+
+def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], dict[str, int]]:
     """The digests to compare, each once, in the order of the bytes on disk; and by file, the bytes without any."""
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
@@ -212,10 +243,12 @@ def _plan(catalog: Catalog) -> tuple[list[_Check], dict[str, int]]:
     for path, value in whole_files.items():
         if catalog.info.files.get(path, -1) >= 0:
             add("", path, Digest("xxh3_64", int(value, 16), 0, catalog.info.files[path]), None)
+    for path, whole in sums.items():
+        add("", path, whole, None)
     for name, path, nbytes, digest, codec in _recorded(catalog):
         if digest is not None:
             add(name, path, digest, codec)
-        elif path not in whole_files:
+        elif path not in whole_files and path not in sums:
             unproved[path] = unproved.get(path, 0) + nbytes
     checks = [_Check(key[0], *codecs[key], tuple(dict.fromkeys(found[key]))) for key in sorted(found)]
     return checks, unproved
@@ -257,11 +290,12 @@ def _check(store: Store, check: _Check) -> Problem | None:
         return Problem(check.path, tensor, f"{check.path}: {what} can't be read: {error}")
     if value == digest.value:
         return None
+    width = 64 if digest.algorithm == "sha256" else 1
     return Problem(
         check.path,
         tensor,
         f"{check.path}: {what}: bytes [{digest.start}, {digest.start + digest.nbytes}) have "
-        f"{digest.algorithm} {value:x}, but {digest.value:x} was recorded when they were written.",
+        f"{digest.algorithm} {value:0{width}x}, but {digest.value:0{width}x} was recorded when they were written.",
     )
 
 
@@ -286,6 +320,11 @@ def _hash(algorithm: str, chunks: Iterable[memoryview]) -> int:
         for chunk in chunks:
             value = zlib.crc32(chunk, value)
         return value
+    if algorithm == "sha256":
+        secure = hashlib.sha256()
+        for chunk in chunks:
+            secure.update(chunk)
+        return int(secure.hexdigest(), 16)
     state = xxhash.xxh3_64()
     for chunk in chunks:
         state.update(chunk)
