@@ -108,6 +108,10 @@ def parse_layout(content: Any, where: str) -> dict[str, FlatParam]:
         fqns, shapes = (body.get("fqns"), body.get("shapes")) if isinstance(body, dict) else (None, None)
         if not isinstance(fqns, list) or not isinstance(shapes, list) or len(fqns) != len(shapes):
             raise UsageError(f"{where}: unit {unit!r} must have 'fqns' and as many 'shapes'.")
+        if not all(isinstance(shape, list) and len(shape) <= 64 and _are_sizes(shape) for shape in shapes):
+            raise UsageError(f"{where}: unit {unit!r}: each of 'shapes' must be a list of sizes, such as [128, 64].")
+        if not all(isinstance(fqn, str) for fqn in fqns):
+            raise UsageError(f"{where}: unit {unit!r}: each of 'fqns' must be a name.")
         starts = _starts(body, [math.prod(shape) for shape in shapes], where)
         params = [
             (_prefix(unit) + fqn, tuple(shape), start) for fqn, shape, start in zip(fqns, shapes, starts, strict=True)
@@ -116,9 +120,15 @@ def parse_layout(content: Any, where: str) -> dict[str, FlatParam]:
     return found
 
 
+def _are_sizes(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 for value in values)
+
+
 def _starts(body: Mapping[str, Any], numels: Sequence[int], where: str) -> list[int]:
     mask = body.get("pad_mask") or [False] * len(numels)
     recorded = body.get("numels") or list(numels)
+    if not isinstance(mask, list) or not isinstance(recorded, list) or not _are_sizes(recorded):
+        raise UsageError(f"{where}: 'numels' must be a list of sizes, 'pad_mask' one of true and false.")
     if len(mask) != len(recorded) or [n for n, pad in zip(recorded, mask, strict=True) if not pad] != list(numels):
         raise UsageError(f"{where}: 'numels' and 'pad_mask' do not fit the shapes.")
     starts, position = [], 0
@@ -261,7 +271,7 @@ def _is_shapes(content: Any) -> bool:
 
 
 def _given_shapes(content: Any, url: str) -> dict[str, tuple[int, ...]]:
-    if not _is_shapes(content) or not all(type(n) is int and n >= 0 for shape in content.values() for n in shape):
+    if not _is_shapes(content) or not all(len(shape) <= 64 and _are_sizes(shape) for shape in content.values()):
         raise UsageError(f"{url}: shapes are a JSON object: parameter name -> list of sizes, in module order.")
     return {name: tuple(shape) for name, shape in content.items()}
 

@@ -137,7 +137,21 @@ def test_a_layout_of_another_model_is_refused(local, tmp_path):
         open_source(str(local), options=ReadOptions(layout=str(tmp_path / "layout.json")))
 
 
-@pytest.mark.parametrize("content", ["[]", '{"_flat_param": {"fqns": ["a"], "shapes": []}}', "{", '{"x": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        '{"_flat_param": {"fqns": ["a"], "shapes": []}}',
+        "{",
+        '{"x": 1}',
+        '{"_flat_param": {"fqns": ["a"], "shapes": [[1000000000, "abcdefgh"]]}}',  # a text repeated a billion times
+        '{"_flat_param": {"fqns": ["a"], "shapes": ["ab"]}}',
+        '{"_flat_param": {"fqns": [1], "shapes": [[1]]}}',
+        '{"_flat_param": {"fqns": ["a"], "shapes": [[1]], "numels": ["a"], "pad_mask": [false]}}',
+        '{"_flat_param": {"fqns": ["a"], "shapes": [[1.5]]}}',
+        '{"a": [9223372036854775808]}',
+    ],
+)
 def test_what_is_no_layout_is_a_usage_error(local, tmp_path, content):
     (tmp_path / "layout.json").write_text(content)
     with pytest.raises(UsageError, match=r"layout\.json"):
