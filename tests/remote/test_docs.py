@@ -22,7 +22,7 @@ ENDPOINT = "http://127.0.0.1:9000"
 def test_the_page_runs(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**servers.CREDENTIALS, "AWS_ENDPOINT_URL": s3["endpoint_url"]}.items():
         monkeypatch.setenv(name, value)
-    open_store("s3://bucket").fs.mkdir("bucket")  # type: ignore[attr-defined]
+    open_store("s3://bucket").fs.makedirs("bucket", exist_ok=True)  # type: ignore[attr-defined]
     state = state_of(3)
     with CheckpointManager("s3://bucket/run") as manager:
         for step in (100, 200, 300):

@@ -62,8 +62,9 @@ def _rclone(folder: Path) -> Iterator[Place]:
 @contextmanager
 def _with_bucket(scheme: str, server: AbstractContextManager[Mapping[str, Any]]) -> Iterator[Place]:
     with server as options:
-        open_store(f"{scheme}://bucket", storage_options=options).fs.mkdir("bucket")
-        yield Place(f"{scheme}://bucket/run", dict(options))
+        # All moto servers of a process share what they hold: a bucket that no other test makes.
+        open_store(f"{scheme}://servers", storage_options=options).fs.mkdir("servers")
+        yield Place(f"{scheme}://servers/run", dict(options))
 
 
 @pytest.fixture(params=["moto", "rclone", "gcs"])
