@@ -21,6 +21,7 @@ PAST = [
     ("configs", 2026),  # half characters in a config
     ("rank_files", 3176),  # parameter groups that are a flag
     ("rank_files", 6520),  # a step that no float takes
+    ("layouts", 1003663),  # a text among the sizes, repeated as often as another of them says
 ]
 
 
