@@ -27,14 +27,16 @@ with click.Context(click.Command("x")), frame.progress_bar("convert") as update:
         time.sleep(0.15)  # tqdm draws ten times a second at most
 """
 WAITING = """
-import contextlib, threading
+import contextlib, time
 import ckptkit.cli.convert, ckptkit.cli.main as commands
-handle, pressed = commands._InterruptOnce.__call__, threading.Event()
+handle, pressed = commands._InterruptOnce.__call__, []
 def progress(*_):
     print("READY", flush=True)
-    pressed.wait(90)
+    end = time.monotonic() + 90
+    while not pressed and time.monotonic() < end:
+        time.sleep(0.01)
 def noticed(self, *arguments):
-    pressed.set()
+    pressed.append(1)  # no lock: a second signal may come within this line
     handle(self, *arguments)
 ckptkit.cli.convert.progress_bar = lambda title: contextlib.nullcontext(progress)
 commands._InterruptOnce.__call__ = noticed
