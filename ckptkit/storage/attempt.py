@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.store import FileInfo, ReadInto
-from ckptkit.storage.upload import PartWriter
 
 __all__ = ["AttemptStore"]
 
@@ -43,16 +41,8 @@ class AttemptStore(RemoteStore):
 
     # --- writing
 
-    @contextlib.contextmanager
-    def writer(self, path: str, *, sync: bool = True) -> Iterator[PartWriter]:
-        full = self._full(path)
-        writer = PartWriter(self._connection, self._api, full, lambda job: self._call(path, job))
-        try:
-            yield writer
-            writer.finish(lambda data: self._later(lambda: self._put(path, full, data)))
-        except BaseException:
-            writer.abort()
-            raise
+    def _finish(self, path: str, full: str, data: bytes) -> None:
+        self._later(lambda: self._put(path, full, data))
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         if overwrite:  # after what it replaces

@@ -220,10 +220,14 @@ class RemoteStore:
         writer = PartWriter(self._connection, self._api, full, lambda job: self._call(path, job))
         try:
             yield writer
-            writer.finish(lambda data: self._put(path, full, data))
+            writer.finish(lambda data: self._finish(path, full, data))
         except BaseException:
             writer.abort()
             raise
+
+    def _finish(self, path: str, full: str, data: bytes) -> None:
+        """Put what was small enough for one request."""
+        self._put(path, full, data)
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)

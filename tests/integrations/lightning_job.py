@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -356,11 +357,24 @@ class FirstState(Callback):
             self.state = snapshot(module, trainer)
 
 
-def run(work: str, *parts: str) -> dict[str, Any]:
-    """Run the parts by name, one after the other, on this rank."""
+def raised(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run_parts(functions: dict[str, Any], work: str, parts: Sequence[Any]) -> dict[str, Any]:
+    """Run the parts, each a name or (name, arguments), one after the other, on this rank."""
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # Lightning goes by it: somebody else has started the ranks
     warnings.filterwarnings("ignore")
     facts: dict[str, Any] = {}
     for part in parts:
-        globals()[part](Path(work), facts)
+        name, *arguments = [part] if isinstance(part, str) else part
+        functions[name](Path(work), facts, *arguments)
     return facts
+
+
+def run(work: str, *parts: str) -> dict[str, Any]:
+    return run_parts(globals(), work, parts)

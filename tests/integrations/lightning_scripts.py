@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,19 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ckptkit import CheckpointManager, TrainState, open_checkpoint
 from ckptkit.integrations.lightning import CkptkitCheckpointIO, FSDP2Strategy, ManagedCheckpoint
-from tests.integrations.lightning_job import FirstState, Lit, Net, Probe, equal, fit, loader, snapshot, trainer_of
+from tests.integrations.lightning_job import (
+    FirstState,
+    Lit,
+    Net,
+    Probe,
+    equal,
+    fit,
+    loader,
+    raised,
+    run_parts,
+    snapshot,
+    trainer_of,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -32,14 +43,6 @@ def same_everywhere(module: Any) -> bool:
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine.detach())
     return all(torch.equal(part, parts[0]) for part in parts)
-
-
-def raised(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def fit_twice(work: Path, facts: dict[str, Any]) -> None:
@@ -444,11 +447,5 @@ def epochs(work: Path, facts: dict[str, Any]) -> None:
         facts[f"epochs_{step}"] = equal(straight, snapshot(*fit(work, FSDP2Strategy(), steps=7, path=path)))
 
 
-def run(work: str, *parts: str) -> dict[str, Any]:
-    """Run the parts by name, one after the other, on this rank."""
-    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # Lightning goes by it: somebody else has started the ranks
-    warnings.filterwarnings("ignore")
-    facts: dict[str, Any] = {}
-    for part in parts:
-        globals()[part](Path(work), facts)
-    return facts
+def run(work: str, *parts: Any) -> dict[str, Any]:
+    return run_parts(globals(), work, parts)

@@ -21,19 +21,22 @@ from ckptkit import open_checkpoint
 from ckptkit.formats.layout import read_record
 from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint, fsdp2_strategy_parallelize
 from ckptkit.storage import open_store
-from tests.integrations.lightning_job import Lit, Net, Probe, equal, fit, loader, snapshot, trainer_of
+from tests.integrations.lightning_job import (
+    Lit,
+    Net,
+    Probe,
+    equal,
+    fit,
+    loader,
+    raised,
+    run_parts,
+    snapshot,
+    trainer_of,
+)
 
 
 def save_at(folder: Path, step: int = 2) -> ManagedCheckpoint:
     return ManagedCheckpoint(dirpath=folder, every_n_train_steps=step, save_top_k=-1, filename="{step}")
-
-
-def raised(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def resumes(work: Path, name: str, made: Any, **options: Any) -> tuple[bool, Any]:
@@ -317,12 +320,5 @@ def more(work: Path, facts: dict[str, Any]) -> None:
 
 
 def run(work: str, *parts: Any) -> dict[str, Any]:
-    """Run the parts, each a name or (name, arguments), one after the other, on this rank."""
-    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
-    warnings.filterwarnings("ignore")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    facts: dict[str, Any] = {}
-    for part in parts:
-        name, *arguments = [part] if isinstance(part, str) else part
-        globals()[name](Path(work), facts, *arguments)
-    return facts
+    return run_parts(globals(), work, parts)
