@@ -41,6 +41,8 @@ class Pool:
         self._workers = workers
         self._chunk = chunk
         self.stopped = threading.Event()
+        self._running = 0
+        self._change = threading.Condition()
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Do all jobs. Raises what the first failed job raised, once every thread has stopped."""
@@ -48,32 +50,39 @@ class Pool:
         for job in jobs:
             waiting.put(job)
         failures: list[BaseException] = []
-        threads = [
-            threading.Thread(target=self._work, args=(waiting, failures), name=f"ckptkit-copy-{i}", daemon=True)
-            for i in range(min(self._workers, len(jobs)))
-        ]
-        for thread in threads:
-            thread.start()
+        # Not Thread.join: up to Python 3.12, one that a signal interrupts takes the thread for ended ever after; what
+        # cleans up would then delete files, or end the process, under threads that still write.
         try:
-            for thread in threads:
-                thread.join()
+            for i in range(min(self._workers, len(jobs))):
+                name = f"ckptkit-copy-{i}"
+                threading.Thread(target=self._work, args=(waiting, failures), name=name, daemon=True).start()
+            with self._change:
+                self._change.wait_for(lambda: not self._running and (waiting.empty() or self.stopped.is_set()))
         except BaseException:
-            self.stopped.set()
-            for thread in threads:
-                thread.join()
+            with self._change:
+                self.stopped.set()  # who has not begun yet never will
+                self._change.wait_for(lambda: not self._running)
             raise
         if failures:
             raise failures[0]
 
     def _work(self, waiting: queue.SimpleQueue[Job], failures: list[BaseException]) -> None:
-        worker = Worker(self._chunk)
-        while not self.stopped.is_set():
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
+        with self._change:
+            if self.stopped.is_set():
                 return
-            try:
+            self._running += 1
+        try:
+            worker = Worker(self._chunk)
+            while not self.stopped.is_set():
+                try:
+                    job = waiting.get_nowait()
+                except queue.Empty:
+                    return
                 job(worker)
-            except BaseException as error:  # noqa: BLE001 - a thread's boundary: raised by `run`
-                failures.append(error)
-                self.stopped.set()
+        except BaseException as error:  # noqa: BLE001 - a thread's boundary: raised by `run`
+            failures.append(error)
+            self.stopped.set()
+        finally:
+            with self._change:
+                self._running -= 1
+                self._change.notify_all()

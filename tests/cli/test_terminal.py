@@ -1,4 +1,4 @@
-"""On a real terminal: a bar with bytes, rate and file; Ctrl-C from its keyboard."""
+"""On a real terminal: a bar with bytes, rate and file; Ctrl-C, once and twice, from its keyboard."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import sys
 import termios
 import time
 from pathlib import Path
+
+import pytest
 
 DCP = "dcp_fsdp2_uneven_w4/ckpt"
 OWN_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
@@ -78,9 +80,10 @@ def test_a_terminal_shows_bytes_rate_and_file() -> None:
         assert words in screen
 
 
-def test_ctrl_c_ends_a_conversion_says_what_is_left_and_how_to_go_on(zoo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_a_conversion_says_what_is_left_and_how_to_go_on(zoo: Path, tmp_path: Path, presses: int) -> None:
     names = f"SOURCE, TARGET = {str(zoo / DCP)!r}, {str(tmp_path / 'out')!r}\n"
-    code, screen = on_a_terminal(names + WAITING, keys=b"\x03")
+    code, screen = on_a_terminal(names + WAITING, keys=b"\x03" * presses)
     assert code == 130, screen
     assert "Interrupted." in screen
     assert "same command again" in screen.replace("\r\n", " ")
