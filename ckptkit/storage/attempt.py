@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from ckptkit.storage.content import Content
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.store import FileInfo, ReadInto
 
@@ -16,7 +17,8 @@ class AttemptStore(RemoteStore):
     """The folder of an attempt on an object store.
 
     A small file is on its way when `write` or the block of a `writer` returns. `settle` waits, and raises what went
-    wrong: until then nothing may be said of what was written. Reading settles first.
+    wrong: until then nothing may be said of what was written, and what was lent to a writer stays lent. Reading
+    settles first.
     """
 
     @classmethod
@@ -41,27 +43,19 @@ class AttemptStore(RemoteStore):
 
     # --- writing
 
-    def _finish(self, path: str, full: str, data: bytes) -> None:
-        self._later(lambda: self._put(path, full, data))
+    def _finish(self, path: str, full: str, content: Content) -> None:
+        self._later(lambda: self._put(path, full, content), content)
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         if overwrite:  # after what it replaces
             self.settle()
             super().write(path, data, overwrite=True)
             return
-        full, body = self._full(path), bytes(data)
-        self._later(lambda: self._put(path, full, body))
+        full, content = self._full(path), Content.of(bytes(data))
+        self._later(lambda: self._put(path, full, content), content)
 
-    def _later(self, put: Callable[[], object]) -> None:
-        slots = self._connection.slots  # also what waits here is memory
-        slots.acquire()
-        try:
-            future = self._connection.submit(put)
-        except BaseException:
-            slots.release()
-            raise
-        future.add_done_callback(lambda _: slots.release())
-        self._underway.add(future)
+    def _later(self, put: Callable[[], object], content: Content) -> None:
+        self._underway.add(self._connection.upload(put, self._api.held(content)))
 
     # --- reading
 

@@ -21,7 +21,8 @@ R = TypeVar("R")
 PART_BYTES = 16 << 20  # one ranged read, where there are few
 UPLOAD_BYTES = 36 << 20  # one part of an upload; what is no larger than two goes up in one request
 _THREADS = 16  # requests in flight; what they read goes straight to where it is wanted
-_UPLOADS = 4  # parts on their way at once, by all writers of a process
+_UPLOADS = 8  # on their way up at once, by all writers of a process
+_HELD_BYTES = 144 << 20  # of those, what is held for them alone: four parts, or two files of one request each
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -58,12 +59,37 @@ class Known:
                 self._nbytes -= len(self._held.pop(next(iter(self._held)))[1])
 
 
+class Budget:
+    """Bounds what is on its way up: how many requests, and how much memory is held for them alone."""
+
+    def __init__(self, most: int = _UPLOADS, most_bytes: int = _HELD_BYTES) -> None:
+        self._free, self._free_bytes = most, most_bytes
+        self._most = most
+        self._changed = threading.Condition()
+
+    def acquire(self, nbytes: int) -> None:
+        """Wait until one more request may go that holds `nbytes`; one that is too large goes alone."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._free == self._most or (self._free > 0 and (not nbytes or nbytes <= self._free_bytes))
+            )
+            self._free -= 1
+            self._free_bytes -= nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Give back what was acquired."""
+        with self._changed:
+            self._free += 1
+            self._free_bytes += nbytes
+            self._changed.notify_all()
+
+
 @dataclass(frozen=True, slots=True)
 class _OfProcess:
     pid: int
     fs: Any
     pool: ThreadPoolExecutor
-    slots: threading.BoundedSemaphore
+    budget: Budget
     known: Known
 
 
@@ -103,7 +129,7 @@ class Connection:
                     pid,
                     _open_file_system(self.protocol, self.options),
                     ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-remote"),
-                    threading.BoundedSemaphore(_UPLOADS),
+                    Budget(),
                     Known(),
                 )
             return self._held
@@ -114,9 +140,9 @@ class Connection:
         return self._mine().fs
 
     @property
-    def slots(self) -> threading.BoundedSemaphore:
-        """Taken for each part that is on its way: what bounds the memory of uploads."""
-        return self._mine().slots
+    def budget(self) -> Budget:
+        """Asked for each part that is on its way: what bounds the memory of uploads."""
+        return self._mine().budget
 
     @property
     def known(self) -> Known:
@@ -126,6 +152,18 @@ class Connection:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` in a thread of the pool. It must not wait for another one there."""
         return self._mine().pool.submit(function)
+
+    def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
+        """Run `function`, which holds `nbytes` until it ends, in a thread of the pool, once the budget allows it."""
+        budget = self.budget
+        budget.acquire(nbytes)
+        try:
+            future = self.submit(function)
+        except BaseException:
+            budget.release(nbytes)
+            raise
+        future.add_done_callback(lambda _: budget.release(nbytes))
+        return future
 
     def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Return `function` of each item, several at once; the first failure is raised once all have ended."""
@@ -169,14 +207,15 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
         raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}") from error
     if protocol in ("s3", "s3a"):
         made.retries = 1
-        _without_asking_first(made)
+        _send_bodies_as_they_are(made)
     if protocol in ("gs", "gcs"):
         _without_inner_retries(made)
     return made
 
 
-def _without_asking_first(fs: Any) -> None:
-    """Let S3 get a body with its request, not after a round trip that asks whether it wants one."""
+def _send_bodies_as_they_are(fs: Any) -> None:
+    """Let S3 get a body with its request, not after a round trip that asks whether it wants one; and let the CRC-32
+    that we give vouch for it, where TLS does for the rest: no other digest of it, and no frames around its pieces."""
     inner = fs.set_session
     seen: Any = None
 
@@ -187,10 +226,19 @@ def _without_asking_first(fs: Any) -> None:
             from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
             client.meta.events.unregister("before-call.s3", add_expect_header)
+            client.meta.events.register("before-call.s3", _vouch_by_crc)
             seen = client
         return client
 
     fs.set_session = set_session
+
+
+def _vouch_by_crc(params: Any, context: Any, **_: Any) -> None:
+    """Tell botocore of the CRC-32 that is given: else it signs by SHA-256 of the body also over TLS."""
+    name = "x-amz-checksum-crc32"
+    if name in params["headers"] and not context.get("checksum", {}).get("request_algorithm"):
+        algorithm = {"algorithm": "crc32", "in": "header", "name": name}
+        context["checksum"] = {**context.get("checksum", {}), "request_algorithm": algorithm}
 
 
 def _prepare_gcs(settings: dict[str, Any]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from ckptkit.storage.content import Body, Content
 from ckptkit.storage.object_api import Entries, Entry, FsspecApi
 
 __all__ = ["GcsApi"]
@@ -54,17 +54,21 @@ class GcsApi(FsspecApi):
             more["pageToken"] = page["nextPageToken"]
         return None
 
-    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> str:
+    def held(self, content: Content) -> int:
+        return content.copied
+
+    def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
         bucket, key, _ = self.fs.split_path(name)
         place = f"{self.fs._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
         condition = {"ifGenerationMatch": "0"} if if_absent else {}
         about = json.dumps({"name": key, "metadata": {"ckptkit-put": mark} if mark else {}}).encode()
         # A form of two parts, as a file object: gcsfs's own put hands over bytes, which blocks the event loop.
-        form = b"".join((_FORM_START, about, _FORM_NEXT, data, _FORM_END))
+        content = Content.of(data)
+        form = Content([_FORM_START, about, _FORM_NEXT, *content.pieces, _FORM_END], copied=0, owners=[content])
         headers = {"Content-Type": f"multipart/related; boundary={_BOUNDARY}"}
         with _denied():
             _, answer = self.fs.call(
-                "POST", place, headers=headers, data=io.BytesIO(form), uploadType="multipart", **condition
+                "POST", place, headers=headers, data=Body(form), uploadType="multipart", **condition
             )
         return str(json.loads(answer).get("generation", "")) if answer else ""
 
@@ -108,16 +112,16 @@ class GcsUpload:
         self._nbytes = 0
         self._published: int | None = None
 
-    def part(self, number: int, data: bytes, *, last: bool) -> None:
+    def part(self, number: int, content: Content, *, last: bool) -> None:
         start = self._starts[number]
-        stop = start + len(data)
+        stop = start + content.nbytes
         headers = {
             "Content-Range": f"bytes {start}-{stop - 1}/{stop if last else '*'}",
             "Content-Type": "application/octet-stream",
-            "Content-Length": str(len(data)),
+            "Content-Length": str(content.nbytes),
         }
         with _denied():
-            answer, body = self._api.fs.call("POST", self._place, headers=headers, data=io.BytesIO(data))
+            answer, body = self._api.fs.call("POST", self._place, headers=headers, data=Body(content))
         if last and body:
             self._published = int(json.loads(body).get("size", -1))
         kept = answer.get("Range")

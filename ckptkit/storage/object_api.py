@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.connection import PART_BYTES, Connection
+from ckptkit.storage.content import Content
 
 __all__ = [
     "Entries",
@@ -53,7 +54,7 @@ class Upload(Protocol):
 
     in_order: bool  # whether a part may start only when the one before has ended
 
-    def part(self, number: int, data: bytes, *, last: bool) -> None:
+    def part(self, number: int, content: Content, *, last: bool) -> None:
         """Send part `number`, from 1. May be called again after a failure."""
 
     def complete(self) -> None:
@@ -68,6 +69,12 @@ class ObjectApi(Protocol):
 
     read_bytes: int
     """What one ranged read asks for where there are few."""
+
+    checked: bool
+    """Whether a CRC-32 goes with what is put."""
+
+    def held(self, content: Content) -> int:
+        """Return how much memory one request needs for itself to send this."""
 
     def info(self, name: str) -> Entry:
         """Return what is at `name`. Raises FileNotFoundError."""
@@ -87,7 +94,7 @@ class ObjectApi(Protocol):
     def get_whole(self, name: str) -> tuple[bytes, int]:
         """Return the first bytes of an object, and how many it has in all."""
 
-    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> str:
+    def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
         """Write an object in one request, and return its tag, "" where that is not told.
 
         `if_absent`: raises FileExistsError, where the store can. `mark` goes with it where the store has a place
@@ -97,7 +104,7 @@ class ObjectApi(Protocol):
     def exists(self, name: str) -> bool:
         """Tell whether there is an object, not a folder, at `name`."""
 
-    def is_mine(self, name: str, data: bytes, *, mark: str, tries: int) -> bool:
+    def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
         """Tell whether what is there is what try `tries`, which was refused, or one before it has put."""
 
     def upload(self, name: str) -> Upload:
@@ -120,6 +127,10 @@ class FsspecApi:
     """The plain interface of fsspec, for whatever it opens."""
 
     read_bytes = PART_BYTES
+    checked = False
+
+    def held(self, content: Content) -> int:
+        return content.nbytes  # it goes as one, whatever it was lent as
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -169,10 +180,12 @@ class FsspecApi:
         data = bytes(self.fs.cat_file(name))
         return data, len(data)
 
-    def is_mine(self, name: str, data: bytes, *, mark: str, tries: int) -> bool:
+    def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
+        data = Content.of(data).joined()
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
 
-    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> str:
+    def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
+        data = Content.of(data).joined()
         if not if_absent:
             self.fs.pipe_file(name, data)
             return ""
@@ -224,9 +237,9 @@ class _FileUpload:
             self._broken = f"{type(error).__name__}: {error}"
             raise
 
-    def part(self, number: int, data: bytes, *, last: bool) -> None:
+    def part(self, number: int, content: Content, *, last: bool) -> None:
         with self._once():
-            self._handle.write(data)
+            self._handle.write(content.joined())
 
     def complete(self) -> None:
         with self._once():

@@ -18,6 +18,7 @@ from ckptkit.errors import IncompleteCheckpointError, StorageError
 from ckptkit.shown import keep_secret, without_secrets
 from ckptkit.storage.coalesce import Scatter, coalesce
 from ckptkit.storage.connection import PART_BYTES, Connection
+from ckptkit.storage.content import Content
 from ckptkit.storage.object_api import Entry, FsspecApi, NotConditionalError, ObjectApi, Uploads
 from ckptkit.storage.paths import checked_path
 from ckptkit.storage.retry import call_with_retries, is_transient, timeout_s
@@ -220,14 +221,14 @@ class RemoteStore:
         writer = PartWriter(self._connection, self._api, full, lambda job: self._call(path, job))
         try:
             yield writer
-            writer.finish(lambda data: self._finish(path, full, data))
+            writer.finish(lambda content: self._finish(path, full, content))
         except BaseException:
             writer.abort()
             raise
 
-    def _finish(self, path: str, full: str, data: bytes) -> None:
+    def _finish(self, path: str, full: str, content: Content) -> None:
         """Put what was small enough for one request."""
-        self._put(path, full, data)
+        self._put(path, full, content)
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
@@ -242,7 +243,7 @@ class RemoteStore:
         if len(data) <= _KNOWN_BYTES:
             self._connection.known.put(full, _plain(tag), data)
 
-    def _put(self, path: str, full: str, data: bytes) -> str:
+    def _put(self, path: str, full: str, data: bytes | Content) -> str:
         """Put if absent, where the store can; else put. Returns the tag, "" where it is not told."""
         tries, mark = 0, secrets.token_hex(8)
 

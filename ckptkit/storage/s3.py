@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from ckptkit.storage.connection import UPLOAD_BYTES, Connection
+from ckptkit.storage.content import Body, Content
 from ckptkit.storage.object_api import Entries, Entry, FsspecApi, Sink, UnfinishedUpload, Uploads
 
 __all__ = ["S3Api"]
@@ -20,7 +20,6 @@ _HEAD_BYTES = 16 << 20  # what a whole object is asked for first: nearly all are
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
 _PAGES = 16  # of a listing, a thousand keys each: more are slower than a request a folder
-_PIECE = 512 << 10  # of a body, given to the connection at once
 _CHUNK = 1 << 20  # of a body, taken from the connection at once
 
 
@@ -30,6 +29,10 @@ class S3Api(FsspecApi):
     """
 
     read_bytes = UPLOAD_BYTES  # it goes to where it is wanted as it comes: nobody holds it
+    checked = True
+
+    def held(self, content: Content) -> int:
+        return content.copied
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
@@ -122,20 +125,28 @@ class S3Api(FsspecApi):
             raise ConnectionError(f"the answer has {got} of {expected} bytes")
         return max(0, min(got, high) - low), int(stated) if stated.isdigit() else got
 
-    def is_mine(self, name: str, data: bytes, *, mark: str, tries: int) -> bool:
+    def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
         # Also at the first try: the HTTP client below sends a PUT again by itself when a kept connection breaks.
         bucket, key = self._split(name)
         with contextlib.suppress(FileNotFoundError):
             return bool(mark) and self._call("head_object", Bucket=bucket, Key=key)["Metadata"].get(_MARK) == mark
         return False
 
-    def put(self, name: str, data: bytes, *, if_absent: bool, mark: str = "") -> str:
+    def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
         bucket, key = self._split(name)
-        condition: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+        more: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         if mark:
-            condition["Metadata"] = {_MARK: mark}
+            more["Metadata"] = {_MARK: mark}
+        more |= self._body(Content.of(data))
         with _taken(name):
-            return str(self._call("put_object", Bucket=bucket, Key=key, Body=_Body(data), **condition).get("ETag", ""))
+            return str(self._call("put_object", Bucket=bucket, Key=key, **more).get("ETag", ""))
+
+    def _body(self, content: Content) -> dict[str, Any]:
+        """Return what carries a body. With the CRC-32 of the bytes as they were given, the store refuses what changed
+        on the way; the client, which would go over all of them in the thread of all connections, takes no other."""
+        crc = content.crc32_base64()
+        wanted = getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_required"
+        return {"Body": Body(content), **({"ChecksumCRC32": crc} if crc and wanted else {})}
 
     def upload(self, name: str) -> S3Upload:
         bucket, key = self._split(name)
@@ -177,21 +188,6 @@ class S3Api(FsspecApi):
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
 
 
-class _Body(io.BytesIO):
-    """The bytes of a request, which nobody copies: the HTTP client takes the buffer to see how long it is, and reads
-    in pieces so small that they cost more than what is in them."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self._data = data
-
-    def getbuffer(self) -> memoryview:
-        return memoryview(self._data)
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        return super().read(max(size, _PIECE) if size and size > 0 else size)
-
-
 class S3Upload:
     """A multipart upload; its parts may go in any order."""
 
@@ -204,8 +200,8 @@ class S3Upload:
         self._lock = threading.Lock()
         self._completing = False
 
-    def part(self, number: int, data: bytes, *, last: bool) -> None:
-        answer = self._api._call("upload_part", PartNumber=number, Body=_Body(data), **self._where)
+    def part(self, number: int, content: Content, *, last: bool) -> None:
+        answer = self._api._call("upload_part", PartNumber=number, **self._api._body(content), **self._where)
         with self._lock:
             self._tags[number] = answer["ETag"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckptkit.storage.connection import UPLOAD_BYTES, Connection
+from ckptkit.storage.content import Collected, Content, crc32
 from ckptkit.storage.object_api import ObjectApi, Upload
 
 __all__ = ["PartWriter"]
@@ -26,8 +26,9 @@ _LARGE = 512 << 20
 class PartWriter:
     """Collects what is written into parts and sends them, several at once where the store takes any order.
 
-    Holds two parts at most, and as many more as are on their way: `Connection.slots` bounds those of all writers of the
-    process together. A failed part is raised by the next write, or by `finish`. Used by one thread.
+    What is written is copied: two parts are held at most, and `Connection.budget` bounds what all writers of the
+    process have on its way. What is lent is held by its owner. A failed part is raised by the next write, or by
+    `finish`. Used by one thread.
 
     Args:
         attempt: Calls a function with retries, and turns what fails into the errors of a Store.
@@ -40,8 +41,8 @@ class PartWriter:
         self._api = api
         self._name = name
         self._attempt = attempt
-        self._buffer = io.BytesIO()  # gives what was collected as bytes without another copy
-        self._held = 0
+        self._parts = [self._collected()]  # not sent; two at most, where both may yet become one request
+        self._crc32 = 0  # of those two together
         self._upload: Upload | None = None
         self._sent: list[Future[None]] = []
         self._count = 0
@@ -51,23 +52,49 @@ class PartWriter:
         view = memoryview(data).cast("B")
         at = 0
         while at < len(view):
-            room = self._part_bytes() - self._held
-            if room <= 0:  # only now is it known that this part is not the last
-                self._send(last=False)
-                continue
-            taken = self._buffer.write(view[at : at + room])
-            self._held += taken
-            at += taken
+            piece = view[at : at + self._room()]
+            self._parts[-1].copy(piece)
+            self._note(piece)
+            at += len(piece)
 
-    def _part_bytes(self) -> int:
-        if self._upload is None:
-            return 2 * UPLOAD_BYTES  # a request less than in two parts is two requests and a wait less
-        return UPLOAD_BYTES if self._count < _MANY else _LARGE
+    def lend(self, data: memoryview, start: int, stop: int, *, owner: object) -> None:
+        """Append the bytes [start, stop) of `data` without a copy.
 
-    def finish(self, put: Callable[[bytes], object]) -> None:
-        """Let the object appear; `put` writes one that is no larger than a part."""
+        They must stay as they are until the block of the writer has ended and, where the store has `settle`, that has
+        returned. `owner` keeps the memory alive until then.
+        """
+        while start < stop:
+            end = min(stop, start + self._room())
+            self._parts[-1].lend(data, start, end, owner)
+            self._note(data[start:end])
+            start = end
+
+    def _collected(self) -> Collected:
+        return Collected(checked=self._api.checked)
+
+    def _note(self, piece: memoryview) -> None:
+        if len(self._parts) > 1 and self._api.checked:  # of the first part alone it is the part's
+            self._crc32 = crc32(piece, self._crc32)
+
+    def _room(self) -> int:
+        """Return how much goes into the last part; one that is full is sent once it is known not to be the last."""
+        most = UPLOAD_BYTES if self._count < _MANY else _LARGE
+        room = most - self._parts[-1].nbytes
+        if room > 0:
+            return room
+        if self._upload is None and len(self._parts) == 1:
+            # A request less than in two parts is two requests and a wait less.
+            self._crc32 = self._parts[0].crc32
+        else:
+            self._send(last=False)
+        self._parts.append(self._collected())
+        return most
+
+    def finish(self, put: Callable[[Content], object]) -> None:
+        """Let the object appear; `put` writes one that is no larger than two parts."""
         if self._upload is None:
-            put(self._take())
+            after = self._parts[0] if len(self._parts) > 1 else None
+            put(self._parts[-1].content(after=after, crc32=self._crc32))
             return
         self._send(last=True)
         self._wait()
@@ -85,41 +112,26 @@ class PartWriter:
                 self._attempt(self._upload.abort)
             except Exception as error:  # noqa: BLE001 - the caller has an error already
                 logger.warning("an unfinished upload was left behind; ckptkit prune removes it: %s", error)
-        self._take()
-
-    def _take(self) -> bytes:
-        """Return what was collected, and begin anew."""
-        data = self._buffer.getvalue()
-        self._buffer, self._held = io.BytesIO(), 0
-        return data
+        self._parts = [self._collected()]
 
     def _send(self, *, last: bool) -> None:
+        """Send all that was collected, in parts."""
         if self._upload is None:
             made: list[Upload] = []
             self._attempt(lambda: made.append(self._api.upload(self._name)))
             self._upload = made[0]
-        data = self._take()
-        if not last and len(data) > self._part_bytes():  # what could have been a small object
-            self._send_part(data[:UPLOAD_BYTES], last=False)
-            data = data[UPLOAD_BYTES:]
-        self._send_part(data, last=last)
+        parts, self._parts = self._parts, []
+        for i, part in enumerate(parts):
+            self._send_part(part.content(), last=last and i == len(parts) - 1)
 
-    def _send_part(self, data: bytes, *, last: bool) -> None:
+    def _send_part(self, content: Content, *, last: bool) -> None:
         assert self._upload is not None
         if self._upload.in_order:
             self._wait()
         self._raise_early()
         self._count += 1
-        slots = self._connection.slots
-        slots.acquire()
-        try:
-            job = partial(self._upload.part, self._count, data, last=last)
-            future: Future[None] = self._connection.submit(lambda: self._part(job))
-        except BaseException:
-            slots.release()
-            raise
-        future.add_done_callback(lambda _: slots.release())
-        self._sent.append(future)
+        job = partial(self._upload.part, self._count, content, last=last)
+        self._sent.append(self._connection.upload(lambda: self._part(job), self._api.held(content)))
 
     def _part(self, job: Callable[[], None]) -> None:
         self._attempt(job)

@@ -1,0 +1,188 @@
+"""What one request carries up: pieces of memory in a row, which nobody joins or copies."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from types import TracebackType
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # a wheel for every platform is not promised
+    from zlib import crc32
+
+__all__ = ["Body", "Collected", "Content", "crc32"]
+
+_PIECE = 512 << 10  # given to the connection at once; what is smaller costs more than what is in it
+
+
+class Content:
+    """The bytes of an object or of a part of one.
+
+    Attributes:
+        nbytes: All of them.
+        copied: How many of them exist for this request alone: what it costs in memory.
+        crc32: Of all of them, taken when they were given; None where nobody asked.
+    """
+
+    __slots__ = ("_owners", "copied", "crc32", "nbytes", "pieces")
+
+    def __init__(
+        self,
+        pieces: Sequence[bytes | memoryview],
+        *,
+        copied: int,
+        crc32: int | None = None,
+        owners: Sequence[object] = (),
+    ) -> None:
+        self.pieces = pieces
+        self.nbytes = sum(len(piece) for piece in pieces)
+        self.copied = copied
+        self.crc32 = crc32
+        self._owners = owners
+
+    @classmethod
+    def of(cls, data: bytes | Content) -> Content:
+        return data if isinstance(data, Content) else cls([data], copied=len(data))
+
+    def joined(self) -> bytes:
+        """Return them as one; a copy, unless they are."""
+        if len(self.pieces) == 1 and isinstance(self.pieces[0], bytes):
+            return self.pieces[0]
+        return b"".join(self.pieces)
+
+    def crc32_base64(self) -> str | None:
+        """Return the CRC-32 as HTTP headers have it."""
+        return None if self.crc32 is None else base64.b64encode(self.crc32.to_bytes(4, "big")).decode()
+
+
+class Collected:
+    """Bytes that come in pieces, copied or lent, on their way to be one request."""
+
+    def __init__(self, *, checked: bool) -> None:
+        self.nbytes = 0
+        self.crc32 = 0
+        self._checked = checked
+        self._copied = 0
+        self._pieces: list[bytes | memoryview] = []
+        self._owners: list[object] = []
+        self._buffer = io.BytesIO()  # gives what was collected as bytes without another copy
+        self._lent: tuple[memoryview, int, int] | None = None  # the last piece, as long as it may grow
+
+    def copy(self, data: memoryview) -> None:
+        """Append `data`; it may be changed afterwards."""
+        self._settle_lent()
+        self._copied += self._buffer.write(data)
+        self._count(data)
+
+    def lend(self, source: memoryview, start: int, stop: int, owner: object) -> None:
+        """Append a part of `source` without a copy: nobody may change it before it was sent."""
+        self._settle_buffer()
+        if self._lent is not None and self._lent[0] is source and self._lent[2] == start:
+            self._lent = (source, self._lent[1], stop)
+        else:
+            self._settle_lent()
+            self._lent = (source, start, stop)
+            self._owners.append(owner)
+        self._count(source[start:stop])
+
+    def _count(self, data: memoryview) -> None:
+        self.nbytes += len(data)
+        if self._checked:
+            self.crc32 = crc32(data, self.crc32)
+
+    def _settle_lent(self) -> None:
+        if self._lent is not None:
+            source, start, stop = self._lent
+            self._pieces.append(source[start:stop])
+            self._lent = None
+
+    def _settle_buffer(self) -> None:
+        if self._buffer.tell():
+            self._pieces.append(self._buffer.getvalue())
+            self._buffer = io.BytesIO()
+
+    def content(self, *, after: Collected | None = None, crc32: int | None = None) -> Content:
+        """Return all of it, behind what `after` has.
+
+        Args:
+            crc32: Of both together; its own alone is known.
+        """
+        before = [] if after is None else [after]
+        for one in (*before, self):
+            one._settle_lent()
+            one._settle_buffer()
+        crc = self.crc32 if after is None else crc32
+        return Content(
+            [piece for one in (*before, self) for piece in one._pieces],
+            copied=sum(one._copied for one in (*before, self)),
+            crc32=crc if self._checked else None,
+            owners=[owner for one in (*before, self) for owner in one._owners],
+        )
+
+
+class Body(io.BytesIO):
+    """A content as a file, for HTTP clients that copy everything but a BytesIO."""
+
+    def __init__(self, content: Content) -> None:
+        super().__init__()
+        self._content = content
+        self._at = 0  # of all
+        self._piece = 0
+        self._inside = 0  # of the piece
+
+    def getbuffer(self) -> memoryview:
+        # Asked for how long it is, and given back at once.
+        return _Length(self._content.nbytes)  # type: ignore[return-value]
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._content.nbytes}[whence]
+        self._at = self._inside = max(0, min(self._content.nbytes, base + position))
+        self._piece = 0
+        pieces = self._content.pieces
+        while self._piece < len(pieces) and self._inside >= len(pieces[self._piece]):
+            self._inside -= len(pieces[self._piece])
+            self._piece += 1
+        return self._at
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return the next bytes, as many as cost little to give, not as few as were asked for."""
+        if size is None or size < 0:
+            size = self._content.nbytes
+        wanted, found = max(size, _PIECE), list[memoryview]()
+        while wanted > 0 and self._piece < len(self._content.pieces):
+            piece = memoryview(self._content.pieces[self._piece])[self._inside : self._inside + wanted]
+            found.append(piece)
+            wanted -= len(piece)
+            self._at += len(piece)
+            self._inside += len(piece)
+            if self._inside >= len(self._content.pieces[self._piece]):
+                self._piece, self._inside = self._piece + 1, 0
+            if len(found) == 1 and len(piece) >= _PIECE // 2:
+                return piece  # type: ignore[return-value]  # whatever takes bytes here takes a view of them
+        return b"".join(found)
+
+
+class _Length:
+    """What a buffer is asked for."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __enter__(self) -> _Length:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
