@@ -65,6 +65,15 @@ class HostBytes:
             for start in range(0, len(stage), PIECE):
                 yield stage[start : start + PIECE]
 
+    def at_rest(self, tensor: torch.Tensor | memoryview) -> memoryview | None:
+        """Return the row-major bytes of a tensor where they lie, None where they don't: on a device, or in another
+        order. Whoever uses them must keep the tensor alive."""
+        if isinstance(tensor, memoryview):
+            return tensor
+        found = row_major(tensor)
+        is_itself = found.device.type == "cpu" and found.data_ptr() == tensor.data_ptr()
+        return host_view(found) if is_itself else None
+
     def whole(self, tensor: torch.Tensor | memoryview) -> memoryview:
         """Return all bytes of a small tensor, valid until the next call."""
         if isinstance(tensor, memoryview):

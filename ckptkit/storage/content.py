@@ -52,9 +52,14 @@ class Content:
             return self.pieces[0]
         return b"".join(self.pieces)
 
-    def crc32_base64(self) -> str | None:
+    def crc32_base64(self) -> str:
         """Return the CRC-32 as HTTP headers have it."""
-        return None if self.crc32 is None else base64.b64encode(self.crc32.to_bytes(4, "big")).decode()
+        found = self.crc32
+        if found is None:
+            found = 0
+            for piece in self.pieces:
+                found = crc32(piece, found)
+        return base64.b64encode(found.to_bytes(4, "big")).decode()
 
 
 class Collected:

@@ -144,9 +144,9 @@ class S3Api(FsspecApi):
     def _body(self, content: Content) -> dict[str, Any]:
         """Return what carries a body. With the CRC-32 of the bytes as they were given, the store refuses what changed
         on the way; the client, which would go over all of them in the thread of all connections, takes no other."""
-        crc = content.crc32_base64()
-        wanted = getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_required"
-        return {"Body": Body(content), **({"ChecksumCRC32": crc} if crc and wanted else {})}
+        if getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) == "when_required":
+            return {"Body": Body(content)}
+        return {"Body": Body(content), "ChecksumCRC32": content.crc32_base64()}
 
     def upload(self, name: str) -> S3Upload:
         bucket, key = self._split(name)
