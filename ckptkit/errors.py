@@ -74,7 +74,13 @@ class UnsupportedFormatError(CkptkitError, ValueError):
 
 
 class CorruptCheckpointError(CkptkitError, ValueError):
-    """A file of the checkpoint is not what its format says it must be."""
+    """A file of the checkpoint is not what its format says it must be.
+
+    Attributes:
+        checkpoint: The URL of the checkpoint that the file is a part of; "" where it is not known.
+    """
+
+    checkpoint = ""
 
 
 class IncompleteCheckpointError(CorruptCheckpointError):

@@ -7,16 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from ckptkit.storage.store import Store, open_store, split_url
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint.inventory import Inventory
 
-__all__ = ["resolve_checkpoint", "resolve_url"]
+__all__ = ["NAMED_CHECKPOINT", "resolve_checkpoint", "resolve_url"]
 
 _HALF_PROTOCOL = re.compile(r"(s3|gs|gcs|az|abfs|hf|http|https|memory):/([^/].*)")
-_NAMED = re.compile(r"(latest(~[0-9]{1,6})?|best(:[^/]{1,128})?|[0-9]{1,18})")
+NAMED_CHECKPOINT = re.compile(r"(latest(~[0-9]{1,6})?|best(:[^/]{1,128})?|[0-9]{1,18})")
 
 
 def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
@@ -25,12 +25,13 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
     Raises:
         CheckpointNotFoundError: The run has no such checkpoint; lists those it has.
+        CorruptCheckpointError: It is the latest, and its record can't be read: it is not passed over in silence.
     """
     half = _HALF_PROTOCOL.fullmatch(url)
     if half and not os.path.exists(url):
         raise UsageError(f"{url} has one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
     head, separator, name = url.rstrip("/").rpartition("/")
-    if not _NAMED.fullmatch(name) or head.endswith(":/"):
+    if not NAMED_CHECKPOINT.fullmatch(name) or head.endswith(":/"):
         if split_url(url)[0] == "file" and head and not os.path.lexists(url):
             _refuse_unknown(head, name)
         return url
@@ -48,7 +49,13 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
         return url
     chosen = resolve(inventory, name)
     protocol, _ = split_url(url)
-    return f"{root.url if protocol == 'file' else head}/{chosen.path}"
+    place = root.url if protocol == "file" else head
+    lost = inventory.newest_damaged if name == "latest" else None
+    if lost is not None:
+        error = CorruptCheckpointError(f"{url} is {lost.path}, which can't be opened: {lost.reason}")
+        error.checkpoint = f"{place}/{lost.path}"
+        raise error
+    return f"{place}/{chosen.path}"
 
 
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -21,6 +22,7 @@ __all__ = [
     "Committed",
     "Inventory",
     "Skipped",
+    "check_metric",
     "choose",
     "in_order",
     "list_checkpoints",
@@ -344,11 +346,25 @@ def _objective(
     if stated is not None and metric in (None, stated[0]):
         return stated[0], mode or stated[1]
     if metric is not None and mode is not None:
+        check_metric(inventory, metric)
         return metric, mode
+    if metric is not None:
+        check_metric(inventory, metric)
+        raise UsageError(f"{inventory.url}: is the best by {metric!r} the lowest? Write 'best:{metric}:min' or ':max'.")
     raise UsageError(
         f"{inventory.url}: 'best' of what? No checkpoint says which metric counts. Write 'best:METRIC:min' or "
         "'best:METRIC:max'."
     )
+
+
+def check_metric(inventory: Inventory, metric: str) -> None:
+    """Raise where no checkpoint has the metric: what is there says more than "not found"."""
+    known = sorted({name for item in inventory.committed for name in item.record.metrics})
+    if inventory.committed and metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known) or 'none'}."
+        wanted = "It is written best:METRIC:min or best:METRIC:max." if ":" in metric else ""
+        raise UsageError(f"no checkpoint of {inventory.url} has the metric {metric!r}. {hint} {wanted}".rstrip())
 
 
 def rank_by(records: Sequence[CommitRecord], metric: str, mode: str) -> list[CommitRecord]:

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_options_of_both, with_storage_options
-from ckptkit.cli.options import GroupedCommand, OneOf, allow_pickle, grouped
-from ckptkit.cli.outcome import outcome_options, show_outcome
+from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
+from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome
 from ckptkit.errors import UsageError
 
 _what, _names, _model, _files = grouped("What"), grouped("Names"), grouped("Model"), grouped("Files")
@@ -56,7 +56,7 @@ _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "do
 @allow_pickle("What")
 @_names("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
 @_files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="The most bytes of one file.")
-@_files("--world-size", type=click.IntRange(1), metavar="N", help="Ranks to write for (--to dcp, --to local).")
+@_files("--world-size", type=Count(1), metavar="N", help="Ranks to write for (--to dcp, --to local).")
 @_files("--sha256", is_flag=True, help="Write SHA256SUMS beside the files (--to hf).")
 @_files("--push", metavar="REPO", help="Upload the result to this Hugging Face repo.")
 @outcome_options
@@ -81,7 +81,7 @@ def command(
 
     if push and options["to"] != "hf":
         raise UsageError(f"--push uploads a Hugging Face export; it does not go with --to {options['to']}.")
-    if_interrupted(f"{dst} was not made, or is as it was before. Run the same command again to go on.")
+    explain_interrupts(dst, overwrite=options["overwrite"])
     with progress_bar("convert") as progress:
         report = convert(
             src,

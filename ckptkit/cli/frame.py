@@ -17,7 +17,7 @@ from typing import Any, TextIO, TypeVar, cast
 import click
 
 from ckptkit.cli.options import grouped
-from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, UsageError
 from ckptkit.shown import keep_secret, printable, without_known_secrets, without_secrets
 
 __all__ = [
@@ -57,20 +57,20 @@ def command_frame(function: F) -> F:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
         except KeyboardInterrupt:
-            meta = click.get_current_context().meta
-            _say("Interrupted. " + meta.get("ckptkit.interrupted", "Nothing was changed."))
+            words = click.get_current_context().meta.get("ckptkit.interrupted", "Nothing was changed.")
+            _say(f"Interrupted. {words() if callable(words) else words}")
             raise SystemExit(INTERRUPTED) from None
         except Exception as error:  # noqa: BLE001 - the boundary of the process: reported, with a way to see more
             if debug:
                 click.echo(printable(without_secrets(traceback.format_exc())), err=True, nl=False)
-            _say(_message(error))
+            _say(_message(error) + _older(error))
             raise SystemExit(error.exit_code if isinstance(error, CkptkitError) else 1) from None
 
     return framed  # type: ignore[return-value]
 
 
-def if_interrupted(words: str) -> None:
-    """Set what Ctrl-C says from here on: what is left, and how to go on."""
+def if_interrupted(words: str | Callable[[], str]) -> None:
+    """Set what Ctrl-C says from here on: what is left, and how to go on. A function is asked when it is pressed."""
     click.get_current_context().meta["ckptkit.interrupted"] = words
 
 
@@ -83,6 +83,24 @@ def _message(error: Exception) -> str:
         place = f"{error.filename}: " if error.filename else ""
         return f"Error: {place}{error.strerror or error}."
     return f"Error: {type(error).__name__}: {error}. This is a bug in ckptkit; --debug shows where it happened."
+
+
+def _older(error: Exception) -> str:
+    """Where a checkpoint of a run is damaged, the one to fall back to."""
+    if not isinstance(error, CorruptCheckpointError) or not error.checkpoint:
+        return ""
+    from ckptkit.offline.earlier import earlier_checkpoint
+
+    given = click.get_current_context().params
+    options = {
+        key: value
+        for pairs in (given.get("storage_options"), given.get("src_storage_options"))
+        for key, value in (
+            pairs.items() if isinstance(pairs, Mapping) else (with_storage_options(pairs or ()) or {}).items()
+        )
+    }
+    older = earlier_checkpoint(error.checkpoint, storage_options=options)
+    return f"\nThe one before it: {older}" if older else ""
 
 
 class _Printable:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 @click.command("inspect")
 @click.argument("url")
 @click.option("--tensors", metavar="GLOB", help="List the tensors that match, with every slice and its owner.")
-@click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Levels of the tree of modules.")
+@click.option(
+    "--depth", type=shared.Count(0), metavar="N", default=2, show_default=True, help="Levels of the tree of modules."
+)
 @click.option("--html", "html", metavar="OUT.html", help="Write one self-contained page with the shard map.")
 @click.option("--after", metavar="URL", help="With --html: draw what a reshard to this checkpoint moves.")
 @shared.allow_pickle()

@@ -28,6 +28,7 @@ _COMMANDS = {
     "unpin": "Let rotation decide on a pinned checkpoint again.",
     "push": "Upload an export to a Hugging Face repo.",
 }
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _SAME_PRESS_S = 5.0  # seconds
 _PLACE = re.compile("FILE|URL|DIR|html")  # in the metavar of an option
 
@@ -53,6 +54,13 @@ class _Commands(click.Group):
             hint = f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(_COMMANDS)}."
             raise click.UsageError(f"No such command '{args[0]}'.{hint}", ctx)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # before a command began, or after its end: what it did it has said
+            click.echo("Interrupted.", err=True)
+            raise SystemExit(_INTERRUPTED) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -83,9 +91,13 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version)
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
+)
 def cli() -> None:
     """Checkpoints of PyTorch training: convert, reshard, check, compare, keep.
+
+    After a crash: `ckptkit ls RUN` shows what there is, `ckptkit verify RUN` whether the newest is whole.
 
     A URL is a path, or anything fsspec opens (s3://, gs://). A folder of steps stands for its newest
     committed checkpoint. Exit codes: 0 done, 1 the checkpoint is bad or does not fit, 2 wrong usage,
@@ -110,8 +122,15 @@ class _InterruptOnce:
 
 def main(args: list[str] | None = None) -> Any:
     """Run the command line."""
-    if threading.current_thread() is threading.main_thread() and (
+    ours = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):
+    )
+    if ours:
         signal.signal(signal.SIGINT, _InterruptOnce())
-    return cli.main(args=args, prog_name="ckptkit")
+    try:
+        return cli.main(args=args, prog_name="ckptkit")
+    except SystemExit as end:
+        if ours and end.code == _INTERRUPTED:
+            # All is said and cleaned. While Python ends, one more press would kill it, with another exit code.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise

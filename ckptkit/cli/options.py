@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["GroupedCommand", "OneOf", "allow_pickle", "grouped"]
+__all__ = ["Count", "GroupedCommand", "OneOf", "allow_pickle", "grouped"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _LAST = "Output"
@@ -67,6 +67,12 @@ class GroupedCommand(click.Command):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+
+class Count(click.IntRange):
+    """A whole number from `min` on; what is none is called by that name."""
+
+    name = "whole number"
 
 
 class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]

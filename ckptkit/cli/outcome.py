@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ckptkit.cli.frame import print_json
-from ckptkit.cli.options import grouped
+from ckptkit.cli.frame import if_interrupted, print_json
+from ckptkit.cli.options import Count, grouped
+from ckptkit.units import format_size
 
 if TYPE_CHECKING:
     from ckptkit.offline.report import ConvertReport
 
-__all__ = ["outcome_options", "show_outcome"]
+__all__ = ["explain_interrupts", "outcome_options", "show_outcome"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,7 +26,7 @@ _OPTIONS = [
     _safety("--verify", is_flag=True, help="Read the result again and prove it equal to the source."),
     _safety("--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the source's digests."),
     _safety("--overwrite", is_flag=True, help="Replace DST, once the new one is complete."),
-    _resource("--workers", type=click.IntRange(0), default=0, metavar="N", help="Copies in flight. By the machine."),
+    _resource("--workers", type=Count(0), default=0, metavar="N", help="Copies in flight. By the machine."),
     _resource("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Tensor bytes held at once."),
     _output("--json", "as_json", is_flag=True, help="Print one JSON document."),
 ]
@@ -36,6 +37,34 @@ def outcome_options(function: F) -> F:
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
+
+
+def explain_interrupts(dst: str, *, overwrite: bool) -> None:
+    """Have Ctrl-C say what there is of DST, what lies beside it, and how to go on."""
+    if_interrupted(lambda: _interrupted(dst, overwrite=overwrite))
+
+
+def _interrupted(dst: str, *, overwrite: bool) -> str:
+    from ckptkit.offline.resume import left_beside
+    from ckptkit.storage.store import split_url
+
+    if split_url(dst)[0] != "file":
+        replaced = "; what --overwrite was to replace may be gone" * overwrite
+        return f"{dst} was not made{replaced}. Run the same command again to start anew."
+    if not overwrite and (os.path.isfile(dst) or (os.path.isdir(dst) and os.listdir(dst))):
+        return f"{dst} is complete, or is as it was before."
+    untouched = f"{dst} is as it was before" if overwrite and os.path.exists(dst) else f"{dst} was not made"
+    try:
+        left = left_beside(dst)
+    except OSError:
+        left = None
+    if left is None:
+        return f"{untouched}. Run the same command again to start anew."
+    path, nbytes = left
+    return (
+        f"{untouched}. What was done is kept in {path} ({format_size(nbytes)}): run the same command again to go on "
+        "from there, or delete it."
+    )
 
 
 def show_outcome(report: ConvertReport, *, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
+from ckptkit.cli.frame import command_frame, if_interrupted, print_json, storage_option, with_storage_options
 from ckptkit.cli.retention import policy_from, policy_options
 from ckptkit.units import format_size
 
@@ -37,6 +37,10 @@ def command(
 
     policy = policy_from(max_num, max_mem, keep_every, keep_best)
     options = with_storage_options(storage_options)
+    if not dry_run:
+        if_interrupted(
+            f"What it had deleted is gone, the rest is whole. The same command again goes on; ckptkit ls {root}"
+        )
     report = prune(root, policy=policy, recorded=recorded, dry_run=dry_run, storage_options=options)
     if as_json:
         print_json(report.to_json())

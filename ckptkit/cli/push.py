@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli.frame import command_frame, print_json
+from ckptkit.cli.frame import command_frame, if_interrupted, print_json
 
 
 @click.command("push")
@@ -18,6 +18,7 @@ def command(folder: str, repo: str, private: bool | None, revision: str | None, 
     """Upload the export in FOLDER to the Hugging Face model repo REPO, in one commit."""
     from ckptkit.integrations.hub import push_folder
 
+    if_interrupted(f"{repo} got all of {folder} in one commit, or nothing. The same command again goes on.")
     url = push_folder(folder, repo, private=private, revision=revision)
     if as_json:
         print_json({"schema": "ckptkit.push/1", "repo": repo, "url": url})

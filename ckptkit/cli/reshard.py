@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_options_of_both, with_storage_options
-from ckptkit.cli.options import GroupedCommand, OneOf, allow_pickle, grouped
-from ckptkit.cli.outcome import outcome_options, show_outcome
+from ckptkit.cli.frame import command_frame, progress_bar, storage_options_of_both, with_storage_options
+from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
+from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome
 
 _what = grouped("What")
 
@@ -16,7 +16,7 @@ _what = grouped("What")
 @click.command("reshard", cls=GroupedCommand)
 @click.argument("src")
 @click.argument("dst")
-@_what("--world-size", type=click.IntRange(1), required=True, metavar="N", help="Ranks of the new job.")
+@_what("--world-size", type=Count(1), required=True, metavar="N", help="Ranks of the new job.")
 @_what("--mesh", metavar="NAME=N,...", help="Mesh of the new job, such as replicate=2,shard=4,tp=2.")
 @_what(
     "--type",
@@ -27,9 +27,9 @@ _what = grouped("What")
     metavar="TYPE",
     help="sharded (torch DCP) or local (one file a rank).",
 )
-@click.option("--tp-plan", metavar="FILE", help="JSON of globs of parameters and the dimension tp cuts each along.")
+@_what("--tp-plan", metavar="FILE", help="JSON of globs of parameters and the dimension tp cuts each along.")
 @allow_pickle("What")
-@click.option("--layout", metavar="URL", help="Layout of flat parameters, for FSDP1 LOCAL.")
+@_what("--layout", metavar="FILE", help="Layout of flat parameters, for FSDP1 LOCAL.")
 @outcome_options
 @storage_options_of_both
 @command_frame
@@ -40,7 +40,7 @@ def command(
     masters, schedulers. File r of DST holds just what rank r of the new job will ask for."""
     from ckptkit.offline.reshard import reshard
 
-    if_interrupted(f"{dst} was not made, or is as it was before. Run the same command again to go on.")
+    explain_interrupts(dst, overwrite=options["overwrite"])
     with progress_bar("reshard") as progress:
         report = reshard(
             src,

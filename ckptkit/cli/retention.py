@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ckptkit.cli.options import Count
+
 if TYPE_CHECKING:
     from ckptkit.checkpoint.retention import RetentionPolicy
 
@@ -15,9 +17,11 @@ __all__ = ["policy_from", "policy_options"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = [
-    click.option("--max-num", type=int, metavar="N", help="Keep the N newest."),
+    click.option("--max-num", type=Count(1), metavar="N", help="Keep the N newest."),
     click.option("--max-mem", metavar="SIZE", help="Keep the total below SIZE, as 1TB (10^12) or 1TiB (2^40)."),
-    click.option("--keep-every", type=int, metavar="N", help="Keep each checkpoint whose step is a multiple of N."),
+    click.option(
+        "--keep-every", type=Count(1), metavar="N", help="Keep each checkpoint whose step is a multiple of N."
+    ),
     click.option("--keep-best", metavar="METRIC:min|max[:N]", help="Keep the N best by a metric, as val_loss:min:2."),
     click.option(
         "--forget-recorded",

@@ -25,7 +25,8 @@ def command(url: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
         root, name = split_checkpoint_url(address, storage_options=options)
         if root.info(name) is None and not root.list(name):
             raise CheckpointNotFoundError(f"{address} does not exist, and nothing is pinned under that name.")
+    shown = address.rstrip("/").rpartition("/")[2]
     if as_json:
-        print_json({"schema": "ckptkit.pin/1", "name": address.rpartition("/")[2], "pinned": False, "was": was_pinned})
+        print_json({"schema": "ckptkit.pin/1", "name": shown, "pinned": False, "was": was_pinned})
     else:
-        click.echo(f"unpinned {address}" if was_pinned else f"{address} was not pinned")
+        click.echo(f"unpinned {shown}" if was_pinned else f"{shown} was not pinned")

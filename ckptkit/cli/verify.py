@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,16 +10,19 @@ import click
 
 from ckptkit.cli import options as shared
 from ckptkit.cli.frame import command_frame, print_json, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.options import Count
 from ckptkit.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
-    from ckptkit.offline.verify import VerifyReport
+    from ckptkit.offline.verify import Problem, VerifyReport
+
+SHOWN_OF_A_FILE = 10  # problems; a disk that fails makes one of each of ten thousand tensors
 
 
 @click.command("verify")
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Check files, sizes and coverage only; do not read the tensors.")
-@click.option("--workers", type=click.IntRange(0), default=0, help="Reads in flight. Default: by the machine.")
+@click.option("--workers", type=Count(0), default=0, metavar="N", help="Reads in flight. Default: by the machine.")
 @shared.allow_pickle()
 @click.option("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -50,7 +54,7 @@ def command(
                 options=ReadOptions(layout=layout, allow_pickle=allow_pickle),
             )
         except CorruptCheckpointError as error:  # so bad that it can't be opened: that is an answer, not a failure
-            report = _unreadable(url, str(error), quick=quick)
+            report = _unreadable(error.checkpoint or url, str(error), quick=quick)
     if as_json:
         print_json(report.to_json())
     else:
@@ -70,22 +74,21 @@ def _unreadable(url: str, message: str, *, quick: bool) -> VerifyReport:
 
 def _lines(report: VerifyReport) -> list[str]:
     lines = [f"  {report.note}"] if report.note else []
-    lines += [f"bad: {problem.message}" for problem in report.problems]
+    of_file: dict[str, list[Problem]] = {}
+    for problem in report.problems:
+        of_file.setdefault(problem.path, []).append(problem)
+    for path, problems in of_file.items():
+        lines += [f"bad: {problem.message}" for problem in problems[:SHOWN_OF_A_FILE]]
+        more = [problem.tensor for problem in problems[SHOWN_OF_A_FILE:]]
+        if more:
+            named = ", ".join(more[:3]) + ", ..." * (len(more) > 3)
+            lines.append(f"bad: {path}: {len(more)} more of it ({named}); --json lists all")
     return [*lines, report.summary()]
 
 
 def _what_to_try(report: VerifyReport, options: Mapping[str, Any] | None) -> list[str]:
-    """The checkpoint before this one, where there is one: what a person asks next."""
-    from ckptkit.checkpoint.inventory import list_checkpoints
-    from ckptkit.checkpoint.pins import split_checkpoint_url
-    from ckptkit.errors import CkptkitError
+    """The checkpoint before this one, where there is one."""
+    from ckptkit.offline.earlier import earlier_checkpoint
 
-    try:
-        root, name = split_checkpoint_url(report.url, storage_options=options)
-        committed = [item.name for item in list_checkpoints(root).committed]
-    except (CkptkitError, OSError):
-        return []
-    older = committed[: committed.index(name)] if name in committed else committed
-    if not older:
-        return []
-    return [f"try the one before it: ckptkit verify {report.url.rstrip('/').rpartition('/')[0]}/{older[-1]}"]
+    older = earlier_checkpoint(report.url, storage_options=options)
+    return [f"try the one before it: ckptkit verify {shlex.quote(older)}"] if older else []

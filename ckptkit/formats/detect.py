@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UnsafePathError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UnsafePathError
 from ckptkit.formats.format_list import RECORD, UNNAMED, Format, Place, format_of, open_torch, reader
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.steps import ordered, parse_step
 from ckptkit.storage import Store, open_store
 from ckptkit.storage.store import split_url
 
-__all__ = ["Source", "identify", "open_source"]
+__all__ = ["Source", "identify", "nearest", "open_source"]
 
 _MAX_DEPTH = 3
 _MAX_CHILDREN = 32  # directories without a step in their name that are looked into
@@ -89,9 +89,12 @@ def open_source(
     try:
         catalog = form.open(place.store, options)
     except CkptkitError as error:
-        if not note:
+        told = type(error)(f"{error} This is {url}: {note}") if note else error
+        if isinstance(told, CorruptCheckpointError):
+            told.checkpoint = url
+        if told is error:
             raise
-        raise type(error)(f"{error} This is {url}: {note}") from error
+        raise told from error
     return Source(place.store, _with_step(catalog, url), url, note)
 
 
@@ -143,12 +146,12 @@ def _refuse_empty(store: Store, url: str) -> None:
     if store.local_root is not None and os.path.isdir(store.local_root):
         raise CheckpointNotFoundError(f"{url} is an empty directory. Expected {_EXPECTED}.")
     if store.local_root is not None:
-        raise CheckpointNotFoundError(f"{url} does not exist. {_nearest(store.local_root)}")
+        raise CheckpointNotFoundError(f"{url} does not exist. {nearest(store.local_root)}")
     raise CheckpointNotFoundError(f"{url} does not exist, or holds nothing. Expected {_EXPECTED}.")
 
 
-def _nearest(path: str) -> str:
-    """Say how far a path that does not exist does, and what was probably meant."""
+def nearest(path: str) -> str:
+    """Return how far a path that does not exist does, and what was probably meant."""
     missing, parent = path, os.path.dirname(path)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         missing, parent = parent, os.path.dirname(parent)

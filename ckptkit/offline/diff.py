@@ -99,7 +99,12 @@ class DiffReport:
     def summary(self) -> str:
         """Return one line."""
         if self.equal:
-            return f"equal: {self.same} tensors, names, shapes, dtypes and bits"
+            told = (
+                f" ({self.by_digest} of them told by recorded digests: verify reads the bytes)"
+                if self.by_digest
+                else ""
+            )
+            return f"equal: {self.same} tensors, names, shapes, dtypes and bits{told}"
         found = {
             "in value": len(self.different),
             "only in A": len(self.only_a),
@@ -110,14 +115,16 @@ class DiffReport:
         return f"different: {', '.join(f'{n} {what}' for what, n in found.items() if n)}; equal: {self.same}"
 
     def layers(self) -> dict[str, LayerDiff]:
-        """Return what differs below each layer, the most changed first; what is in no layer stands for itself."""
-        from ckptkit.offline.pictures.heat_map import split_layer
+        """Return what differs below each layer, in weights and in each state of the optimizer by itself: the model
+        first, and the most changed first. What is in no layer stands for itself."""
+        from ckptkit.offline.pictures.heat_map import layer_of
 
-        found: dict[str, list[TensorDiff]] = {}
+        found: dict[tuple[int, str], list[TensorDiff]] = {}
         for item in self.different:
-            found.setdefault(split_layer(item.name)[0] or item.name, []).append(item)
-        layers = {name: _together(items) for name, items in found.items()}
-        return dict(sorted(layers.items(), key=lambda pair: -_order(pair[1].max_rel)))
+            found.setdefault(layer_of(item.name), []).append(item)
+        layers = {key: _together(items) for key, items in found.items()}
+        ordered = sorted(layers.items(), key=lambda pair: (pair[0][0], -_order(pair[1].max_rel)))
+        return {name: layer for (_, name), layer in ordered}
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values (schema "ckptkit.diff/1"); what is not finite is a string."""

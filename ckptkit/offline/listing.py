@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.checkpoint.address import NAMED_CHECKPOINT
 from ckptkit.checkpoint.delete import plan_rotation
-from ckptkit.checkpoint.inventory import Attempt, Committed, Inventory, list_checkpoints
+from ckptkit.checkpoint.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy
-from ckptkit.errors import CheckpointNotFoundError, UsageError
-from ckptkit.formats.layout import LATEST_HINT, RECORD_NAME
+from ckptkit.errors import CheckpointNotFoundError
+from ckptkit.formats.layout import LATEST_HINT, RECORD_NAME, step_of_name
 from ckptkit.storage.store import Store, open_store
 
-__all__ = ["Listed", "Listing", "effective_policy", "list_run", "policy_of"]
+__all__ = ["Listed", "Listing", "effective_policy", "list_run", "nothing_of_ours", "policy_of"]
 
 SCHEMA = "ckptkit.ls/1"
 
@@ -88,7 +88,7 @@ def list_run(
     root = open_store(url, storage_options=storage_options)
     inventory = list_checkpoints(root)
     if not (inventory.committed or inventory.in_progress or inventory.abandoned or inventory.skipped):
-        raise CheckpointNotFoundError(_nothing(url, inventory, root))
+        raise CheckpointNotFoundError(nothing_of_ours(url, inventory, root))
     policy = effective_policy(policy, inventory, recorded=recorded)
     decisions = {d.name: d for d in plan_rotation(inventory, root, policy or RetentionPolicy())}
     now, origin = time.time(), inventory.latest.record.extra.get("resumed_from") if inventory.latest else None
@@ -139,7 +139,7 @@ def _committed(item: Committed, decision: Decision, now: float, origin: Any) -> 
 def _attempt(item: Attempt, state: str) -> Listed:
     owner = f"by {item.owner}" if item.owner is not None else "by an unknown process"
     why = f"being written {owner}" if state == "in progress" else f"left {owner}; the next save, or prune, removes it"
-    return Listed(item.name, state, why=why)
+    return Listed(item.name, state, step_of_name(item.name), why=why)
 
 
 def effective_policy(
@@ -153,7 +153,8 @@ def effective_policy(
     own = policy_of(inventory)
     if given is None:
         return own
-    _check_metric(given, inventory)
+    if given.keep_best is not None:  # a slip of the pen must not delete the best
+        check_metric(inventory, given.keep_best[0])
     if own is None or not recorded:
         return given
     return replace(
@@ -163,27 +164,21 @@ def effective_policy(
     )
 
 
-def _check_metric(policy: RetentionPolicy, inventory: Inventory) -> None:
-    """Raise where `keep_best` names a metric that no checkpoint has: a slip of the pen must not delete the best."""
-    if policy.keep_best is None or not inventory.committed:
-        return
-    metric = policy.keep_best[0]
-    known = sorted({name for item in inventory.committed for name in item.record.metrics})
-    if metric not in known:
-        near = difflib.get_close_matches(metric, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known) or 'none'}."
-        raise UsageError(f"no checkpoint of {inventory.url} has the metric {metric!r}.{hint}")
-
-
-def _nothing(url: str, inventory: Inventory, root: Store) -> str:
+def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
+    """Return what is at `url` in the place of a run, and which command to give for it."""
     found = root.info("")
+    above, _, name = url.rstrip("/").rpartition("/")
+    if found is None and above and NAMED_CHECKPOINT.fullmatch(name):
+        return f"{url} names one checkpoint; ls lists all of the run: ckptkit ls {above}"
     if found is None:
-        return (
-            f"{url}: there is no such directory. Give the root of a run, the directory that holds step_... directories."
-        )
+        from ckptkit.formats.detect import nearest  # here: it imports numpy, which takes longer than listing a run
+
+        path = root.local_root
+        near = nearest(path) if path is not None else ""
+        return f"{url}: there is no such directory. {near} The root of a run is what holds step_... directories."
     look = f"To look at another system's checkpoint: ckptkit inspect {url}"
-    if found.kind != "directory" and url.rstrip("/").rpartition("/")[2] == LATEST_HINT:
-        return f"{url} names one checkpoint; ls lists all of the run: ckptkit ls {url.rstrip('/').rpartition('/')[0]}"
+    if found.kind != "directory" and name == LATEST_HINT:
+        return f"{url} names one checkpoint; ls lists all of the run: ckptkit ls {above}"
     if found.kind != "directory":
         return f"{url} is a file, not the root of a run. {look}"
     if root.info(RECORD_NAME) is not None:

@@ -10,7 +10,7 @@ from ckptkit.checkpoint.delete import plan_rotation, rotate
 from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy
 from ckptkit.errors import CheckpointNotFoundError, UsageError
-from ckptkit.offline.listing import effective_policy
+from ckptkit.offline.listing import effective_policy, nothing_of_ours
 from ckptkit.storage.store import open_store
 
 __all__ = ["PruneReport", "prune"]
@@ -69,16 +69,18 @@ def prune(
         recorded: What that one keeps in any case (`keep_every`, `keep_best`) stays too, where `policy` is silent.
 
     Raises:
-        UsageError: No policy was given, and none was recorded; or it keeps the best by a metric that none has.
+        UsageError: No policy was given, none was recorded, and dead saves left nothing; or it keeps the best by a
+            metric that no checkpoint has.
         CheckpointNotFoundError: There is no checkpoint of ours below `url`.
     """
     root = open_store(url, storage_options=storage_options)
     inventory = list_checkpoints(root)
     if not (inventory.committed or inventory.abandoned):
-        raise CheckpointNotFoundError(f"{url} holds no checkpoint of ckptkit; nothing was deleted.")
+        raise CheckpointNotFoundError(f"{nothing_of_ours(url, inventory, root)} Nothing was deleted.")
     policy = effective_policy(policy, inventory, recorded=recorded)
-    if policy is None:
+    if policy is None and not inventory.abandoned:
         raise UsageError(f"{url} records no retention policy. Say what to keep, as with --max-num 3 or --max-mem 1TB.")
+    policy = policy or RetentionPolicy()  # keeps all: what dead saves left goes
     if dry_run:
         decisions = plan_rotation(inventory, root, policy)
         left = tuple(item.path for item in inventory.abandoned)

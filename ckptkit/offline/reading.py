@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from ckptkit.checkpoint.address import resolve_url
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePathError,
+    UnsafePickleError,
+)
 from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.layout import CommitRecord, find_record
 from ckptkit.formats.options import ReadOptions
@@ -28,11 +35,12 @@ _VANISHED = (FileNotFoundError, CorruptCheckpointError)
 
 @dataclass(slots=True)
 class _Reading:
-    """What the command called `why` reads: the pins, and of our own checkpoints the sources, each with the URL that
-    it was asked for by."""
+    """What the command called `why` reads: the pins, the sources, and those of our own checkpoints with the URL that
+    each was asked for by."""
 
     why: str
     pins: ExitStack = field(default_factory=ExitStack)
+    sources: list[Source] = field(default_factory=list)
     ours: list[tuple[str, Source]] = field(default_factory=list)
 
 
@@ -79,12 +87,37 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         except _VANISHED as error:
             gone = next((pair for pair in reading.ours if not _is_there(pair[1])), None)
             if gone is None:
-                raise
+                placed = _placed(error, reading.sources)
+                if placed is error:
+                    raise
+                raise placed from error
             asked, source = gone
             told = CheckpointNotFoundError(f"{source.url} was deleted or replaced while it was read: {error}")
             raise _GoneError(told, source.url.rstrip("/") != asked.rstrip("/")) from error
         finally:
             _current.reset(token)
+
+
+def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
+    """The error with the checkpoint in which the damage is, and with what shows all of it."""
+    if isinstance(error, CorruptCheckpointError):
+        if error.checkpoint or isinstance(error, (UnsafePathError, UnsafePickleError)):
+            return error  # it can't be opened; or it was made like that
+        path = str(error).partition(":")[0]
+        told: CorruptCheckpointError = type(error)(str(error))
+        where = [source for source in sources if path in source.catalog.info.files]
+    elif isinstance(error, FileNotFoundError) and not isinstance(error, CkptkitError):
+        words = f"{error.filename or ''}: {error}"
+        where = [source for source in sources if f"{source.store.local_root or source.url}/" in words]
+        told = IncompleteCheckpointError(f"{error.filename or str(error)}: the file is missing.")
+    else:
+        return error
+    if not where:
+        return error
+    urls = list(dict.fromkeys(source.url for source in where))
+    told.checkpoint = urls[0] if len(urls) == 1 else ""
+    told.args = (f"{told} It is a part of {' or of '.join(urls)}. To see all that is bad: ckptkit verify {urls[0]}",)
+    return told
 
 
 def open_pinned(
@@ -145,6 +178,7 @@ def _opened(
                 resolve_url(url, storage_options=storage_options), storage_options=storage_options, options=options
             )
             if not source.catalog.info.format.startswith("ckptkit-"):
+                reading.sources.append(source)
                 return source  # foreign: nobody of ours deletes it
             from ckptkit.checkpoint.pins import pin_url
 
@@ -152,8 +186,10 @@ def _opened(
             with ExitStack() as stack:
                 record = stack.enter_context(pin)
                 if record is None:  # of no run
+                    reading.sources.append(source)
                     return source
                 if _is_of(source, record):
+                    reading.sources.append(source)
                     reading.pins.push(stack.pop_all())
                     reading.ours.append((url, source))
                     return source
@@ -184,5 +220,5 @@ def _is_there(source: Source) -> bool:
 def _is_of(source: Source, record: CommitRecord) -> bool:
     """Whether the catalog was read from what the record committed."""
     prefix = f"{record.data}/" if record.data else ""
-    committed = {prefix + path: item.xxh3_64 for path, item in record.files.items()}
+    committed = {prefix + path: item.digest for path, item in record.files.items()}
     return source.catalog.info.extra.get("digests") == committed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,14 @@ import xxhash
 from ckptkit.offline.jobs import Work
 from ckptkit.offline.plan import ComputedTensor, OutputFile, OutputTensor, Plan
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.store import Store
+from ckptkit.storage.staging import leftover_of, staging_name
+from ckptkit.storage.store import Store, split_url
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.storage.journal import Journal
 
-__all__ = ["fingerprint", "held_bytes", "take_over"]
+__all__ = ["fingerprint", "held_bytes", "left_beside", "take_over"]
 
 
 def fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
@@ -87,3 +89,18 @@ def take_over(store: LocalStore, files: tuple[OutputFile, ...], journal: Journal
 def held_bytes(store: LocalStore) -> int:
     """Return the bytes of the disk that the files in a staging directory hold already."""
     return sum(store.stat_file(item.path).st_blocks * 512 for item in store.list(recursive=True))
+
+
+def left_beside(url: str) -> tuple[str, int] | None:
+    """Return the staging directory that an interrupted process left beside its target, for the next to go on from, and
+    the bytes that it holds; None where there is none. Only on a local disk is anything left."""
+    protocol, rest = split_url(url)
+    if protocol != "file":
+        return None
+    head, name = os.path.split(os.path.abspath(os.path.expanduser(rest)))
+    parent = LocalStore(head)
+    for item in parent.list():
+        kept = leftover_of(item.path)
+        if kept is not None and item.kind == "directory" and item.path == staging_name(name, kept.nonce):
+            return f"{head}/{item.path}", held_bytes(parent.child(item.path))
+    return None

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
 
-__all__ = ["heat_map", "split_layer"]
+__all__ = ["heat_map", "layer_of", "split_layer"]
 
 WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # to the right, the last column's slanted name
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
-_OTHER = "not the network"
+_OTHER, _ASIDE = "not the network", ("rng.", "extra.")
 _PREFIXED = re.compile(r"(?P<part>optimizer|master): (?P<fqn>\S+)(?: (?P<state>\S+))?$")
 _LAYER = re.compile(r"^(.*?)(\d+)\.(.*)$")
 
@@ -21,6 +21,17 @@ def split_layer(fqn: str) -> tuple[str, str]:
     """Return (layer, module): "model.layers.3.mlp.w" -> ("model.layers.3", "mlp.w"); ("", fqn) outside of layers."""
     match = _LAYER.match(fqn)
     return (f"{match[1]}{match[2]}", match[3]) if match else ("", fqn)
+
+
+def layer_of(name: str) -> tuple[int, str]:
+    """Return what a tensor of a diff counts for, and whether that is of the model (0), of an optimizer (1), or of
+    neither (2): ("optimizer: model.layers.3 exp_avg"). One that is in no layer counts for itself."""
+    match = _PREFIXED.match(name)
+    if match is None:
+        other = name.startswith(_ASIDE)
+        return 2 * other, name if other else split_layer(name)[0] or name
+    layer = split_layer(match["fqn"])[0]
+    return 1, f"{match['part']}: {layer} {match['state'] or ''}".rstrip() if layer else name
 
 
 def heat_map(changes: Mapping[str, float]) -> Panel:
@@ -57,7 +68,7 @@ def _section(name: str) -> tuple[str, str]:
     """Return which part of the grid a name belongs to, and its FQN."""
     match = _PREFIXED.match(name)
     if match is None:
-        return (_OTHER if name.startswith(("rng.", "extra.")) else "model"), name
+        return (_OTHER if name.startswith(_ASIDE) else "model"), name
     if match["state"]:
         return f"optimizer: {match['state']}", match["fqn"]
     return match["part"], match["fqn"]
