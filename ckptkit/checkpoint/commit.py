@@ -400,5 +400,7 @@ class SaveAttempt:
 
 
 def _file_record(path: str, item: WrittenFile) -> FileRecord:
+    if isinstance(item, FileRecord):
+        return item
     digest = item.xxh3_64
     return FileRecord(int(item.nbytes), digest if isinstance(digest, str) else f"{digest:016x}")

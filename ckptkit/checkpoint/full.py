@@ -153,7 +153,7 @@ class FullTensors:
                 failure = error
             _Transfer(self, memory, streams, pool, failure).run()
         for path, stream in streams.items():
-            part.files[path] = FileRecord(stream.written.nbytes, stream.written.xxh3_64)
+            part.files[path] = stream.written.record
         for file in self.files:
             if file.writer == self.rank:
                 written = streams[file.path].written.tensors

@@ -82,7 +82,7 @@ class LocalTensors:
                     out.write(item.name, host_bytes(piece))
         written = out.written
         report_phases(report, [written], time.perf_counter() - started)
-        files = {path: FileRecord(written.nbytes, written.xxh3_64)}
+        files = {path: written.record}
         rows = [
             SliceRow(t.key, t.dtype, t.shape, t.box, path, *written.tensors[t.name], placement=t.placement)
             for t in flat

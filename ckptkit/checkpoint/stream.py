@@ -14,6 +14,8 @@ import xxhash
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.dcp_bytes import PIECE
+from ckptkit.formats.layout import FileRecord
+from ckptkit.formats.outline import LEAST
 from ckptkit.storage.store import BlobWriter, Store
 
 __all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream", "report_phases"]
@@ -34,7 +36,7 @@ class FileTensor:
 
 @dataclass(slots=True)
 class WrittenFile:
-    """What a finished file holds: its size and digest, and for each tensor (start, nbytes, xxh3_64).
+    """What a finished file holds: its size and its outline's digest, and for each tensor (start, nbytes, xxh3_64).
 
     Attributes:
         seconds: Spent on it so far in the phases "digest" and "sync" (until it was durable and had its name).
@@ -45,6 +47,11 @@ class WrittenFile:
     xxh3_64: str = ""
     tensors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"digest": 0.0, "sync": 0.0})
+
+    @property
+    def record(self) -> FileRecord:
+        """What the commit record says of the file."""
+        return FileRecord(self.nbytes, self.xxh3_64, outlined=True)
 
 
 def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -85,7 +92,7 @@ class SafetensorsStream:
         head, self._starts = encode_header(tensors, metadata)
         self._writer = writer
         self._left = list(reversed(tensors))
-        self._hash = xxhash.xxh3_64(head)
+        self._outline = xxhash.xxh3_64(head)
         self.written = WrittenFile(path, len(head))
         self._writer.write(head)
 
@@ -93,27 +100,31 @@ class SafetensorsStream:
         """Append one tensor; `pieces` are its row-major bytes."""
         tensor = self._left.pop()
         start, digest, nbytes, clock = self._starts[name], xxhash.xxh3_64(), 0, time.perf_counter
+        large = tensor.nbytes >= LEAST
         for piece in _cut(pieces):
             before = clock()
             digest.update(piece)
-            self._hash.update(piece)
+            if not large:
+                self._outline.update(piece)
             self.written.seconds["digest"] += clock() - before
             self._writer.write(piece)
             nbytes += len(piece)
         self.written.nbytes += nbytes
         if tensor.name != name or nbytes != tensor.nbytes:
             raise ValueError(f"{self.written.path}: got {nbytes} bytes of {name!r}, expected {tensor}")
+        if large:
+            self._outline.update(digest.intdigest().to_bytes(8, "little"))
         self.written.tensors[name] = (start, nbytes, digest.intdigest())
 
     def finish(self) -> None:
         """Check that every tensor was written, and set the file's digest."""
         if self._left:
             raise ValueError(f"{self.written.path}: {len(self._left)} tensors were not written")
-        self.written.xxh3_64 = self._hash.hexdigest()
+        self.written.xxh3_64 = self._outline.hexdigest()
 
 
 def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Cut pieces so that both digests and the write find the bytes in the cache."""
+    """Cut pieces so that the digest and the write find the bytes in the cache."""
     for piece in pieces:
         for start in range(0, len(piece), PIECE):
             yield piece[start : start + PIECE]

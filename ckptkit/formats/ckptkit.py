@@ -14,6 +14,7 @@ from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, In
 from ckptkit.formats.layout import MANIFEST_NAME, CommitRecord, FileRecord, data_store, read_record, step_of_name
 from ckptkit.formats.manifest import Manifest
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.outline import spare_fields, spares_of
 from ckptkit.formats.side_files import is_side_file
 from ckptkit.formats.strict_json import parse
 from ckptkit.storage.staging import leftover_of
@@ -145,8 +146,8 @@ def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int 
             "were committed. It was replaced or truncated."
         )
     digest = xxhash.xxh3_64_hexdigest(data)
-    if digest != expected.xxh3_64:
-        raise IntegrityError(f"{store.url}/{path}: its xxh3_64 is {digest}, {expected.xxh3_64} was committed.")
+    if digest != expected.digest:
+        raise IntegrityError(f"{store.url}/{path}: its xxh3_64 is {digest}, {expected.digest} was committed.")
     return data
 
 
@@ -176,6 +177,7 @@ def _role(name: str) -> Role:
 def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
     mesh = record.mesh
     version = record.versions.get("ckptkit", "")
+    digests = {prefix + path: item.digest for path, item in record.files.items()}
     carried = tuple(prefix + path for path in record.files if is_side_file(path))
     return replace(
         info,
@@ -186,5 +188,5 @@ def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
         world_size=record.world_size,
         mesh=info.mesh if mesh is None else MeshInfo(tuple(mesh["shape"]), tuple(mesh["names"])),
         files={prefix + path: item.nbytes for path, item in record.files.items()},
-        extra={**info.extra, "digests": {prefix + path: item.xxh3_64 for path, item in record.files.items()}},
+        extra={**info.extra, "digests": digests, **spare_fields(spares_of(info.extra, prefix))},
     )

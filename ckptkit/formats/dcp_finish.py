@@ -28,6 +28,7 @@ from ckptkit.formats.dcp_encode import RecordColumns, encode_metadata, payload_n
 from ckptkit.formats.dcp_roles import RoleTable
 from ckptkit.formats.layout import MANIFEST_NAME, FileRecord
 from ckptkit.formats.manifest import DIGEST, Manifest
+from ckptkit.formats.outline import LEAST, spare_fields
 from ckptkit.storage.store import Store
 
 __all__ = ["Place", "write_finish"]
@@ -35,12 +36,14 @@ __all__ = ["Place", "write_finish"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an item was written: the record, its payload (-1 where it is no plain tensor) and their digest."""
+    """Where an item was written: the record, its payload (-1, and 0 bytes, where it is no plain tensor) and their
+    digest."""
 
     path: str
     offset: int
     length: int
     payload: int
+    nbytes: int
     digest: int
     file: FileRecord
 
@@ -164,7 +167,17 @@ def _manifest(metadata: Metadata, places: dict[Any, Place], files: dict[str, Fil
                 name, place.path, place.offset, place.length, digest=digest, role=role.role, key=key
             )
     meta = metadata.storage_meta
-    extra = {"digests": {path: item.xxh3_64 for path, item in files.items()}, "save_id": meta.save_id if meta else ""}
+    sliced = {id(place) for name in tensors for _, _, place in rows[name]}
+    spares = [
+        (place.path, place.payload, place.nbytes, place.digest)
+        for place in places.values()
+        if place.nbytes >= LEAST and id(place) not in sliced
+    ]
+    extra = {
+        "digests": {path: item.digest for path, item in files.items()},
+        "save_id": meta.save_id if meta else "",
+        **spare_fields(spares),
+    }
     info = CatalogInfo(
         "dcp",
         producer="ckptkit",

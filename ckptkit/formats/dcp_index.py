@@ -20,6 +20,7 @@ from ckptkit.formats.dcp_encode import RecordColumns, encode_metadata, payload_n
 from ckptkit.formats.dcp_files import ROW
 from ckptkit.formats.layout import FileRecord
 from ckptkit.formats.manifest import DIGEST, MESHES, Manifest, Objects, Slices, Tensors
+from ckptkit.formats.outline import LEAST, Spare, spare_fields
 from ckptkit.formats.own_roles import role_of
 
 __all__ = ["Index", "Part"]
@@ -90,6 +91,7 @@ class Index:
         self._columns: dict[str, npt.NDArray[Any]] = {}
         self._offsets: Int64 = np.zeros(0, np.int64)
         self._sizes: Int64 = np.zeros(0, np.int64)
+        self._spares: list[Spare] = []
         self._unproved: set[str] = set()  # names of tensors that are not plainly cut along one dimension
 
     @classmethod
@@ -199,12 +201,20 @@ class Index:
             keep[rows] = mask
         if keep.all():
             return
+        self._spares = self._places(np.flatnonzero(~keep))
         widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)[self._tensor]
         elements = np.repeat(keep, widths)
         self._offsets, self._sizes = self._offsets[elements], self._sizes[elements]
         self._tensor = self._tensor[keep]
         self._columns = {name: column[keep] for name, column in self._columns.items()}
         self._stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
+
+    def _places(self, rows: Int64) -> list[Spare]:
+        """Where these rows' bytes lie, as far as outlines hold their digests."""
+        columns, nbytes = self._columns, self._nbytes()
+        places = zip(*(column[rows].tolist() for column in (columns["file"], columns["payload"], nbytes)), strict=True)
+        found = zip(places, columns["digest"][rows].tolist(), strict=True)
+        return [(self.paths[file], start, size, digest) for (file, start, size), digest in found if size >= LEAST]
 
     def _warn_of_different(self, key: _Key, rows: slice, boxes: Int64) -> None:
         digests: dict[tuple[int, ...], int] = {}
@@ -317,27 +327,31 @@ class Index:
             [key.path for key in keys],
             np.array(chosen, np.int32),
         )
-        itemsizes = np.array([payload_nbytes(key.dtype, (1,)) for key in keys], np.int64)
         columns = self._columns
         slices = Slices(
             columns["file"].astype(np.int32),
             columns["payload"],
-            self._numels() * (itemsizes[self._tensor] if keys else 1),
+            self._nbytes(),
             self._offsets,
             self._sizes,
             columns["rank"].astype(np.int32),
             columns["digest"].astype(np.uint64),
         )
-        fields = {"digests": {path: item.xxh3_64 for path, item in files.items()}, "save_id": save_id}
+        fields = {"digests": {path: item.digest for path, item in files.items()}, "save_id": save_id}
         info = CatalogInfo(
             "ckptkit-sharded",
             producer="ckptkit",
             world_size=self.world_size,
             mesh=self._info_mesh(),
             files={path: item.nbytes for path, item in files.items()},
-            extra={**extra, **fields, **({MESHES: self.meshes} if self.meshes else {})},
+            extra={**extra, **fields, **({MESHES: self.meshes} if self.meshes else {}), **spare_fields(self._spares)},
         )
         return Manifest(self.paths, tensors, slices, Objects(self._object_entries()), info, list(distinct))
+
+    def _nbytes(self) -> Int64:
+        """Bytes of each slice."""
+        itemsizes = np.array([payload_nbytes(key.dtype, (1,)) for key in self._keys.values()], np.int64)
+        return self._numels() * (itemsizes[self._tensor] if len(itemsizes) else 1)
 
     def _numels(self) -> Int64:
         """Elements of each slice."""

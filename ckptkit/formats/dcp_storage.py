@@ -180,6 +180,7 @@ class DCPWriter(StorageWriter):
                 int(written.starts[row]),
                 int(written.lengths[row]),
                 int(written.payloads[row]) if row < len(tensors) else -1,
+                frames[row].nbytes if row < len(tensors) else 0,
                 int(written.digests[row]),
                 written.files[path],
             )

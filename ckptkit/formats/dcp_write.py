@@ -33,7 +33,7 @@ class WrittenPart:
     """What one rank wrote.
 
     Attributes:
-        files: Size and xxh3_64 of each of its files.
+        files: Size and digest of each of its files.
         nbytes: Bytes of all its files.
     """
 
@@ -76,7 +76,7 @@ class WrittenPart:
             "table": plan.digest.hex(),
             "private": [key.fields() for key in private],
             "objects": [path for _, path in plan.objects],
-            "files": {path: [item.nbytes, item.xxh3_64] for path, item in self.files.items()},
+            "files": {path: [item.nbytes, item.xxh3_64, item.outlined] for path, item in self.files.items()},
         }
         return pack(arrays, header)
 

@@ -23,6 +23,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.formats._record_fields import Fields, parse_json
+from ckptkit.formats.outline import PREFIX
 from ckptkit.storage.paths import checked_path, is_safe_name
 from ckptkit.storage.store import Store
 
@@ -101,10 +102,24 @@ def checkpoint_name(step: int, tag: str | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint: bytes, and the xxh3_64 of all of them as 16 hex digits."""
+    """One file of a checkpoint: bytes, and the xxh3_64 of all of them, or of its outline, as 16 hex digits.
+
+    Attributes:
+        outlined: The digest is that of the file's outline: see `outline`.
+    """
 
     nbytes: int
     xxh3_64: str
+    outlined: bool = False
+
+    @property
+    def digest(self) -> str:
+        """The digest as one text, which says what it is of."""
+        return f"{PREFIX}{self.xxh3_64}" if self.outlined else self.xxh3_64
+
+    def to_json(self) -> dict[str, int | str]:
+        """Return what the commit record says of the file."""
+        return {"nbytes": self.nbytes, "outline" if self.outlined else "xxh3_64": self.xxh3_64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +198,7 @@ class CommitRecord:
             "writer": dict(self.writer),
             "versions": dict(self.versions),
             "extra": dict(self.extra),
-            "files": {
-                path: {"nbytes": item.nbytes, "xxh3_64": item.xxh3_64} for path, item in sorted(self.files.items())
-            },
+            "files": {path: item.to_json() for path, item in sorted(self.files.items())},
         }
         _check_keys(self.client_state, "client_state")
         _check_keys(self.extra, "extra")
@@ -288,7 +301,9 @@ def _files(fields: Fields) -> Mapping[str, FileRecord]:
         except UnsafePathError as error:
             raise UnsafePathError(f"{fields.file}: {error}") from error
         entry = Fields(item, f"{fields.file}: files[{path!r}]")
-        files[path] = FileRecord(entry.whole("nbytes", 2**62), entry.text("xxh3_64", _DIGEST.pattern))
+        outlined = "outline" in entry.body and "xxh3_64" not in entry.body
+        digest = entry.text("outline" if outlined else "xxh3_64", _DIGEST.pattern)
+        files[path] = FileRecord(entry.whole("nbytes", 2**62), digest, outlined)
     return files
 
 

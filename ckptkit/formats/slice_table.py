@@ -50,7 +50,7 @@ class TablePart:
             [r.key, r.dtype, r.shape, r.box.offsets, r.box.sizes, r.path, r.start, r.nbytes, r.digest, r.placement]
             for r in self.rows
         ]
-        files = {path: [item.nbytes, item.xxh3_64] for path, item in self.files.items()}
+        files = {path: [item.nbytes, item.xxh3_64, item.outlined] for path, item in self.files.items()}
         body = {"rank": self.rank, "rows": rows, "meshes": self.meshes, "files": files}
         return json.dumps(body, separators=(",", ":")).encode()
 

@@ -106,7 +106,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, workers: int = 0) -> CommitRec
     """
     digests, files = _hash_files(plan, store, workers)
     known = planned_catalog(plan, what, digests)
-    extra = {**what.extra, "digests": {path: item.xxh3_64 for path, item in files.items()}}
+    extra = {**what.extra, "digests": {path: item.digest for path, item in files.items()}}
     info = CatalogInfo(
         known.info.format,
         known.info.producer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from ckptkit.formats._torch_zip import file_size
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.outline import PREFIX, Part, outline, parts_of, spares_of
 from ckptkit.offline.checksums import SUMS_NAME, read_checksums
 from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints
 from ckptkit.storage.store import Store
@@ -103,12 +104,22 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """One digest to compare: of these bytes of this file (of the decoded record, where there is a codec)."""
+    """One digest to compare: of these bytes of this file (of the decoded record, where there is a codec).
+
+    Attributes:
+        parts: Where the digest is of the file's outline: what stands as a digest in it, and is a check of its own.
+    """
 
     path: str
     digest: Digest
     codec: Codec | None
     names: tuple[str, ...]
+    parts: Sequence[Part] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read."""
+        return self.digest.nbytes - sum(length for _, length, _ in self.parts)
 
 
 @reads_checkpoints
@@ -158,7 +169,7 @@ def verify(
         files=len(catalog.info.files),
         tensors=len(catalog.tensors),
         digests=len(checks),
-        checked_bytes=sum(check.digest.nbytes for check in checks),
+        checked_bytes=sum(check.nbytes for check in checks),
         unproved_bytes=sum(unproved.values()),
         unproved_files=tuple(unproved),
         algorithms=tuple(sorted({check.digest.algorithm for check in checks})),
@@ -242,7 +253,9 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], d
 
     for path, value in whole_files.items():
         if catalog.info.files.get(path, -1) >= 0:
-            add("", path, Digest("xxh3_64", int(value, 16), 0, catalog.info.files[path]), None)
+            add("", path, Digest("xxh3_64", int(value.removeprefix(PREFIX), 16), 0, catalog.info.files[path]), None)
+    for path, start, nbytes, copied in spares_of(catalog.info.extra):
+        add("", path, Digest("xxh3_64", copied, start, nbytes), None)
     for path, whole in sums.items():
         add("", path, whole, None)
     for name, path, nbytes, digest, codec in _recorded(catalog):
@@ -251,7 +264,27 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], d
         elif path not in whole_files and path not in sums:
             unproved[path] = unproved.get(path, 0) + nbytes
     checks = [_Check(key[0], *codecs[key], tuple(dict.fromkeys(found[key]))) for key in sorted(found)]
-    return checks, unproved
+    parts = _parts(catalog, {path for path, value in whole_files.items() if value.startswith(PREFIX)})
+    return [replace(c, parts=parts_of(parts.get(c.path, ()))) if _is_whole(c) else c for c in checks], unproved
+
+
+def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
+    """By file, the digests that stand in its outline: as they were recorded, for each is compared with its bytes by a
+    check of its own. So each byte is read once."""
+    parts: dict[str, list[Part]] = {path: [] for path in outlined}
+    for path, *spare in spares_of(catalog.info.extra):
+        if path in parts:
+            parts[path].append((spare[0], spare[1], spare[2]))
+    for entry in catalog.tensors.values():
+        for part in entry.slices:
+            if part.path in parts and part.digest is not None:
+                parts[part.path].append((part.digest.start, part.digest.nbytes, part.digest.value))
+    return parts
+
+
+def _is_whole(check: _Check) -> bool:
+    """Whether it is of the file, not of what lies in it: no data file starts with a payload."""
+    return check.digest.start == 0 and check.codec is None and check.names == ("",)
 
 
 def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, Codec | None]]:
@@ -266,7 +299,7 @@ def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, 
 def _compare(
     store: Store, checks: list[_Check], workers: int, max_memory: int, progress: Progress | None
 ) -> Iterable[Problem]:
-    total = sum(check.digest.nbytes for check in checks)
+    total = sum(check.nbytes for check in checks)
     done = 0
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
     problems: list[Problem] = []
@@ -274,7 +307,7 @@ def _compare(
         for check, problem in zip(checks, pool.map(lambda c: _check(store, c), checks), strict=True):
             if problem is not None:
                 problems.append(problem)
-            done += check.digest.nbytes
+            done += check.nbytes
             if progress is not None:
                 progress(done, total, check.path)
     return problems
@@ -282,7 +315,8 @@ def _compare(
 
 def _check(store: Store, check: _Check) -> Problem | None:
     tensor = ", ".join(name for name in check.names if name)
-    what = f"tensor {tensor!r}" if tensor else "the whole file"
+    what = f"tensor {tensor!r}" if tensor else "the whole file" if _is_whole(check) else "a copy that no tensor uses"
+    what = "what lies around the tensors" if check.parts else what
     digest = check.digest
     try:
         value = _hash(digest.algorithm, _chunks(store, check))
@@ -299,7 +333,7 @@ def _check(store: Store, check: _Check) -> Problem | None:
     )
 
 
-def _chunks(store: Store, check: _Check) -> Iterator[memoryview]:
+def _chunks(store: Store, check: _Check) -> Iterator[memoryview | bytes]:
     start, stop = check.digest.start, check.digest.start + check.digest.nbytes
     if check.codec is not None:
         from ckptkit.formats.objects import decode_record
@@ -307,14 +341,18 @@ def _chunks(store: Store, check: _Check) -> Iterator[memoryview]:
         yield memoryview(decode_record(store, check.path, check.codec))[start:stop]
         return
     buffer = memoryview(bytearray(min(_CHUNK, stop - start)))
-    while start < stop:
-        view = buffer[: min(len(buffer), stop - start)]
-        store.read_into(check.path, start, view)
-        yield view
-        start += len(view)
+
+    def read(start: int, stop: int) -> Iterator[memoryview]:
+        while start < stop:
+            view = buffer[: min(len(buffer), stop - start)]
+            store.read_into(check.path, start, view)
+            yield view
+            start += len(view)
+
+    yield from outline(stop, check.parts, read) if check.parts else read(start, stop)
 
 
-def _hash(algorithm: str, chunks: Iterable[memoryview]) -> int:
+def _hash(algorithm: str, chunks: Iterable[memoryview | bytes]) -> int:
     if algorithm == "crc32":
         value = 0
         for chunk in chunks:

@@ -72,6 +72,30 @@ def read_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     return found
 
 
+def outlines(checkpoint: Path) -> dict[str, tuple[bytes, str]]:
+    """Return of each file what its digest is of, and the digest that the record has."""
+    record = json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))
+    root = checkpoint / record["data"]
+    columns, metadata = read_safetensors(root / record["manifest"])
+    paths = texts(columns, "paths")
+    parts: dict[str, list[tuple[int, int, int]]] = {path: [] for path in record["files"]}
+    for path, start, nbytes, digest in json.loads(metadata["ckptkit"])["info"]["extra"].get("spares", []):
+        parts[path].append((start, nbytes, int(digest, 16)))
+    for row, file in enumerate(columns["slice.file"].tolist()):
+        names = ("slice.start", "slice.nbytes", "slice.xxh3_64")
+        start, nbytes, digest = (int(columns[name][row]) for name in names)
+        parts[paths[file]].append((start, nbytes, digest))
+    found = {}
+    for path, item in record["files"].items():
+        data, whole, at = (root / path).read_bytes(), b"", 0
+        for start, nbytes, digest in sorted(parts[path]) if "outline" in item else ():
+            if nbytes >= 65536:
+                whole += data[at:start] + digest.to_bytes(8, "little")
+                at = start + nbytes
+        found[path] = (whole + data[at:], item.get("outline") or item["xxh3_64"])
+    return found
+
+
 def read_objects(checkpoint: Path) -> dict[str, Any]:
     """Return what is no tensor, by key; a tensor that is referred to as its key."""
     record = json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))

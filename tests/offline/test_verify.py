@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xxhash
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.layout import FileRecord, read_record
+from ckptkit.formats.outline import LEAST, SPARES
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
+from ckptkit.storage.local import LocalStore
+from tests.docs.test_format import save_large
 
 
 @pytest.fixture
@@ -83,3 +90,54 @@ def test_verify_changes_nothing(ours: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in ours.rglob("*")}
     verify(str(ours))
     assert {path: path.stat().st_mtime_ns for path in ours.rglob("*")} == before
+
+
+@pytest.fixture
+def saved(ranks: Any, tmp_path: Path) -> Path:
+    """A checkpoint whose files have outlines, with a part that is there twice."""
+    ranks.run(save_large, 4, str(tmp_path), "sharded")
+    return tmp_path / "step_00000003"
+
+
+def test_what_an_outline_is_of_is_read_once(saved: Path) -> None:
+    report = verify(str(saved))
+    assert report.ok
+    files = sum(path.stat().st_size for path in saved.iterdir() if path.name != "checkpoint.json")
+    slices = [part.nbytes for entry in open_source(str(saved)).catalog.tensors.values() for part in entry.slices]
+    assert report.checked_bytes == files + sum(nbytes for nbytes in slices if nbytes < LEAST)
+
+
+def test_one_flipped_bit_is_found_wherever_it_lies(saved: Path) -> None:
+    catalog = open_source(str(saved)).catalog
+    slices = {path: [(0, 0)] for path in catalog.info.files}
+    for entry in catalog.tensors.values():
+        for part in entry.slices:
+            slices[part.path].append((part.start, part.start + part.nbytes))
+    (spare, start, nbytes, _), *_ = catalog.info.extra[SPARES]
+    places = {(spare, start + nbytes // 2): "a copy that no tensor uses"}
+    for path, found in slices.items():
+        if path.endswith(".distcp") and max(b - a for a, b in found) >= LEAST:
+            places[path, max(found)[0] + 5] = "tensor "
+            places[path, max(found)[1] + 1] = "around the tensors"
+    for (path, at), words in places.items():
+        before = (saved / path).read_bytes()
+        (saved / path).write_bytes(before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])
+        messages = [problem.message for problem in verify(str(saved)).problems]
+        (saved / path).write_bytes(before)
+        assert any(words in message for message in messages), (path, at, messages)
+
+
+def test_digests_of_whole_files_from_before_there_were_outlines_are_compared(saved: Path) -> None:
+    record = read_record(LocalStore(saved))
+    plain = {
+        path: FileRecord(item.nbytes, xxhash.xxh3_64_hexdigest((saved / path).read_bytes()))
+        for path, item in record.files.items()
+    }
+    (saved / "checkpoint.json").write_bytes(replace(record, files=plain).to_json())
+    assert b"outline" not in (saved / "checkpoint.json").read_bytes()
+    assert verify(str(saved)).ok
+    file = next(saved.glob("__0_*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert [problem.path for problem in verify(str(saved)).problems] == [file.name]

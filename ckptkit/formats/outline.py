@@ -1,0 +1,67 @@
+"""The outline of a file: its bytes, with 8 bytes of digest in the place of each large slice.
+
+A file's own digest is that of its outline, so that whoever writes reads each byte once: the slices' digests are needed
+anyway. Together with them it covers every byte of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ckptkit.errors import CorruptCheckpointError
+
+__all__ = ["LEAST", "PREFIX", "SPARES", "Part", "Spare", "outline", "parts_of", "spare_fields", "spares_of"]
+
+LEAST = 64 << 10
+"""Bytes from which on a slice is replaced by its digest."""
+PREFIX = "outline:"
+"""Before the 16 hex digits, where a text may stand for either digest of a file."""
+SPARES = "spares"
+"""In the manifest's `info.extra`: large records that are no slices (replicas that were left out), of which an outline
+holds the digest all the same: [path, start, bytes, 16 hex digits]."""
+Spare = tuple[str, int, int, int]
+Part = tuple[int, int, int]
+"""(start, bytes, xxh3_64) of a slice or a spare."""
+_Bytes = memoryview | bytes
+
+
+def parts_of(found: Iterable[Part]) -> list[Part]:
+    """Return which of a file's slices and spares stand as digests in its outline, in the order of the file."""
+    parts: list[Part] = []
+    at = 0
+    for start, nbytes, digest in sorted(set(found)):
+        if nbytes >= LEAST and start >= at:  # tied tensors may share their bytes
+            parts.append((start, nbytes, digest))
+            at = start + nbytes
+    return parts
+
+
+def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Iterable[_Bytes]]) -> Iterator[_Bytes]:
+    """Yield the outline of a file of `nbytes`, piece by piece; `read` gives the bytes [start, stop) of the file."""
+    at = 0
+    for start, length, digest in parts:
+        yield from read(at, start)
+        yield digest.to_bytes(8, "little")
+        at = start + length
+    yield from read(at, nbytes)
+
+
+def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
+    """Return what `info.extra` says of large records that are no slices; nothing where there are none."""
+    rows = [[path, start, nbytes, f"{digest:016x}"] for path, start, nbytes, digest in spares]
+    return {SPARES: rows} if rows else {}
+
+
+def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
+    """Return the large records that are no slices, their paths below `prefix`. Raises CorruptCheckpointError."""
+    found: list[Spare] = []
+    try:
+        for path, start, nbytes, digest in extra.get(SPARES, ()):
+            value = int(digest, 16)
+            if min(start, nbytes, value) < 0 or value >= 1 << 64:
+                raise ValueError(digest)
+            found.append((prefix + path, start, nbytes, value))
+    except (TypeError, ValueError) as error:
+        raise CorruptCheckpointError(f"the manifest's {SPARES!r} are no list of records: {error}.") from error
+    return found
