@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import heapq
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +39,8 @@ ROW = np.dtype(
 
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # below this many bytes another file is not worth it
-_REMOTE_FILE = 64 << 20  # what one request may carry up
+_REMOTE_FILE = 48 << 20  # as _FILE, where each is a request, and a connection carries so much a second
+_ONE_REQUEST = 72 << 20  # a larger one goes in parts while it is written
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 
@@ -64,9 +67,14 @@ class Written:
 
 
 def default_workers(store: Store) -> int:
-    """Return how many files a rank writes at once: its share of the cores, at most 4; 4 where latency rules."""
+    """Return how many files a rank writes at once: its share of the cores, at most 4; 8 where connections are slow."""
     if store.local_root is None:
-        return 4
+        return 8
+    return _cores()
+
+
+def _cores() -> int:
+    """Return how many cores this rank may keep busy."""
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return max(1, min(4, (os.cpu_count() or 1) // ranks_here))
 
@@ -100,7 +108,8 @@ def write_records(
     bins = _bins(lengths, min(workers or default_workers(store), most))
     jobs = [_File(f"{prefix}{i}.distcp", rows, frames, tensors, records) for i, rows in enumerate(bins)]
     result = _empty(len(lengths), [job.path for job in jobs])
-    _run([_Job(job, store, sync, result, i) for i, job in enumerate(jobs)])
+    turn = threading.BoundedSemaphore(_cores())
+    _run([_Job(job, store, sync, result, i, turn) for i, job in enumerate(jobs)])
     if sync and isinstance(store, LocalStore) and jobs:
         store.sync_directory()
     if report is not None:
@@ -167,13 +176,23 @@ class _File:
 class _Job:
     """Writes one file."""
 
-    def __init__(self, file: _File, store: Store, sync: bool, result: Written, index: int) -> None:
+    def __init__(
+        self,
+        file: _File,
+        store: Store,
+        sync: bool,
+        result: Written,
+        index: int,
+        turn: AbstractContextManager[object],
+    ) -> None:
         self.file = file
         self.store = store
         self.sync = sync
         self.result = result
         self.index = index
+        self._turn = turn
         self._write: Callable[[Any], None] = lambda data: None
+        self._lend: Callable[..., None] | None = None  # for memory that may go up as it lies there
         self._outline = xxhash.xxh3_64()
         self._pending = bytearray()
         self._at = 0
@@ -185,15 +204,25 @@ class _Job:
         source = HostBytes()
         with self._opened() as write:
             self._write = write
-            for row in self.file.rows:
-                self._record(row, source)
-            self._flush()
+            with self._turn if self._is_one_request() else contextlib.nullcontext():
+                for row in self.file.rows:
+                    self._record(row, source)
+                self._flush()
         self.result.files[self.file.path] = FileRecord(self._at, self._outline.hexdigest(), outlined=True)
+
+    def _is_one_request(self) -> bool:
+        """Whether nothing is on its way before all is digested: then the first files go up while the others wait."""
+        frames, records = self.file.frames, self.file.records
+        lengths = (
+            frames[row].length if row < len(frames) else len(records[row - len(frames)]) for row in self.file.rows
+        )
+        return not isinstance(self.store, LocalStore) and sum(lengths) <= _ONE_REQUEST
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Callable[[Any], None]]:
         if not isinstance(self.store, LocalStore):
             with self.store.writer(self.file.path, sync=self.sync) as writer:
+                self._lend = getattr(writer, "lend", None)
                 yield writer.write
             return
         # Not reserved beforehand: the space was checked, appending is laid out well, and reserving costs 3 % on tmpfs.
@@ -240,12 +269,19 @@ class _Job:
         self._flush()
         state, crc, clock = xxhash.xxh3_64(), 0, time.perf_counter
         spent = 0.0
+        lend = self._lend
+        whole = source.at_rest(tensor) if lend is not None else None
+        at = 0
         for piece in source.pieces(tensor):
             before = clock()
             state.update(piece)
             crc = crc32(piece, crc)
             spent += clock() - before
-            self._write(piece)
+            if lend is None or whole is None:
+                self._write(piece)
+            else:
+                lend(whole, at, at + len(piece), owner=tensor)
+            at += len(piece)
         self._at += frame.nbytes
         self.file.times["digest"] += spent
         digest = state.intdigest()
