@@ -1,9 +1,12 @@
 """Planning 1,024 ranks x 1,000 tensors without the data: seconds and peak memory, stage by stage.
 
-    python benchmarks/convert/plan_million.py [--ranks 1024] [--tensors 1000] [--to-ranks 24]
+    python benchmarks/convert/plan_million.py [--ranks 1024] [--tensors 1000] [--to-ranks 24] [--vanilla]
 
 The manifest is written to a temporary file first, then a fresh process reads it, proves coverage, plans the
 Hugging Face export and prepares the copy; then it plans a DCP checkpoint for other ranks.
+
+`--vanilla`: a `.metadata` that torch's own classes pickle is read instead, beside data files of the right sizes that
+hold nothing, and then by torch's own reader, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -41,16 +44,77 @@ def write(path: Path, ranks: int, tensors: int) -> None:
     path.write_bytes(Manifest.of(Catalog(entries, {}, CatalogInfo("ckptkit-sharded"))).to_bytes())
 
 
-def read(path: Path, to_ranks: int) -> None:
-    started = time.perf_counter()
+def write_vanilla(folder: Path, ranks: int, tensors: int) -> None:
+    """Write the `.metadata` that torch.distributed.checkpoint would, and data files without data."""
+    import pickle
 
-    def lap(what: str) -> None:
-        nonlocal started
+    import torch
+    from torch.distributed.checkpoint import metadata as md
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    rows, columns, length = 8, 1024, 8 * 1024 * 2 + 1344
+    state: dict[str, md.STORAGE_TYPES] = {}
+    storage: dict[md.MetadataIndex, _StorageInfo] = {}
+    planner: dict[str, tuple[str, ...]] = {}
+    sizes = torch.Size([rows, columns])
+    for i in range(tensors):
+        fqn = f"layers.{i}.weight"
+        chunks = [md.ChunkStorageMetadata(torch.Size([rank * rows, 0]), sizes) for rank in range(ranks)]
+        properties = md.TensorProperties(dtype=torch.bfloat16)
+        shape = torch.Size([ranks * rows, columns])
+        state[f"model.{fqn}"] = md.TensorStorageMetadata(properties, shape, chunks)
+        planner[f"model.{fqn}"] = ("model", fqn)
+        for rank, chunk in enumerate(chunks):
+            index = md.MetadataIndex(f"model.{fqn}", chunk.offsets, rank)
+            storage[index] = _StorageInfo(f"__{rank}_0.distcp", i * length, length)
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(md.Metadata(state, planner, storage, md.StorageMeta(), "1.0.0"), file)
+    for rank in range(ranks):
+        with (folder / f"__{rank}_0.distcp").open("wb") as file:
+            file.truncate(tensors * length)
+
+
+class Laps:
+    """Prints the time since the last lap, and the peak memory so far."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __call__(self, what: str) -> None:
         now = time.perf_counter()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"  {what:36s} {now - started:6.2f} s  peak {peak:5.0f} MB", flush=True)
-        started = time.perf_counter()
+        print(f"  {what:36s} {now - self._started:6.2f} s  peak {peak:5.0f} MB", flush=True)
+        self._started = time.perf_counter()
 
+
+def read_vanilla(folder: Path) -> None:
+    lap = Laps()
+    from ckptkit.formats.dcp import open_catalog
+    from ckptkit.storage.store import open_store
+
+    lap("imports")
+    open_catalog(open_store(str(folder)))
+    lap("read .metadata, coverage included")
+
+
+def unpickle(folder: Path) -> None:
+    from ckptkit.formats._pickle_bulk import load_metadata
+
+    lap = Laps()
+    load_metadata((folder / ".metadata").read_bytes(), file=".metadata")
+    lap("of that, to unpickle it")
+
+
+def read_with_torch(folder: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    lap = Laps()
+    FileSystemReader(str(folder)).read_metadata()
+    lap("torch: read_metadata, its import apart")
+
+
+def read(path: Path, to_ranks: int) -> None:
+    lap = Laps()
     from ckptkit.catalog.targets import Target
     from ckptkit.formats.manifest import read_manifest
     from ckptkit.offline.coverage import check_plan
@@ -82,17 +146,35 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--to-ranks", type=int, default=24)
-    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--vanilla", action="store_true", help="from torch's .metadata instead of our manifest")
+    parser.add_argument("--run", nargs=2, metavar=("STEP", "PATH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.read:
-        read(options.read, options.to_ranks)
+    if options.run:
+        step, path = options.run[0], Path(options.run[1])
+        steps = {
+            "read": lambda: read(path, options.to_ranks),
+            "write-vanilla": lambda: write_vanilla(path, options.ranks, options.tensors),
+            "read-vanilla": lambda: read_vanilla(path),
+            "unpickle": lambda: unpickle(path),
+            "torch": lambda: read_with_torch(path),
+        }
+        steps[step]()
+        return
+    arguments = [sys.executable, __file__, "--to-ranks", str(options.to_ranks)]
+    arguments += ["--ranks", str(options.ranks), "--tensors", str(options.tensors)]
+    if options.vanilla:
+        with tempfile.TemporaryDirectory() as folder:
+            for step in ("write-vanilla", "read-vanilla", "unpickle", "torch"):
+                subprocess.run([*arguments, "--run", step, folder], check=True)
+                if step == "write-vanilla":
+                    size = (Path(folder) / ".metadata").stat().st_size
+                    print(f"{options.ranks * options.tensors} slices, .metadata {size / 1e6:.0f} MB", flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "manifest.safetensors"
         write(path, options.ranks, options.tensors)
         print(f"{options.ranks * options.tensors} slices, manifest {path.stat().st_size / 1e6:.0f} MB", flush=True)
-        arguments = [sys.executable, __file__, "--read", str(path), "--to-ranks", str(options.to_ranks)]
-        subprocess.run(arguments, check=True)
+        subprocess.run([*arguments, "--run", "read", str(path)], check=True)
 
 
 if __name__ == "__main__":
