@@ -1,9 +1,13 @@
 """Cut the power of a real file system while checkpoints are saved and rotated, replay its journal, check what is left.
 
-python -m benchmarks.faults.power_cut --cuts 100 --filesystem ext4     (root only; a loop-mounted image)
+python -m benchmarks.faults.power_cut --cuts 100 --filesystem xfs --job save --ranks 2       (root only)
 
-The shutdown ioctl without flushing the log (what xfstests' godown does) stops all I/O at once: what was not
-made durable is gone, as after a power cut. A save that had returned must be there, whole.
+The file system lies in a loop-mounted image. The shutdown ioctl without flushing the log (what xfstests' godown does)
+stops all I/O at once: what was not made durable is gone, as after a power cut. btrfs has no such call: there the image
+is copied as the device has it at that moment, and the copy goes on. A save that had returned must be there, whole.
+
+`--job bytes` saves through the commit alone, `save` and `async` through a `CheckpointManager`. With `--every` cuts come
+before every n-th file operation of rank 0, else at random instants. `--no-fsync` is the control that must go wrong.
 """
 
 from __future__ import annotations
@@ -20,16 +24,38 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from ckptkit.checkpoint.delete import rotate
+from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.offline.verify import verify
 from ckptkit.storage import staging
 from ckptkit.storage.store import open_store
+from tests.checkpoint import crash, killed
 from tests.checkpoint.saving import check, leftovers, save
 
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN: _IOR('X', 125, __u32)
 _NO_LOG_FLUSH = 2
+_PIECE = 40_000  # bytes of one of the tensors that make a state as large as asked
+_READY = b"ready\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What runs until the power is cut; `nth`: it cuts the power itself before that operation of rank 0."""
+
+    kind: str
+    ranks: int
+    keep: int
+    nbytes: int
+    syncs: bool
+    nth: int = 0
 
 
 def sh(*command: str) -> bool:
@@ -37,9 +63,9 @@ def sh(*command: str) -> bool:
 
 
 @contextlib.contextmanager
-def mounted(image: Path, place: Path) -> Iterator[None]:
+def mounted(image: Path, place: Path, options: str) -> Iterator[None]:
     """Mount the image; its journal is replayed by the kernel here."""
-    if not sh("mount", "-o", "loop", str(image), str(place)):
+    if not sh("mount", "-o", ",".join(filter(None, ("loop", options))), str(image), str(place)):
         raise OSError(f"{image} can't be mounted after the cut: the file system itself is damaged")
     try:
         yield
@@ -54,89 +80,226 @@ def mounted(image: Path, place: Path) -> Iterator[None]:
 def make(image: Path, filesystem: str) -> bool:
     with open(image, "wb") as file:
         file.truncate(320 << 20)
-    options = ["-q", "-F"] if filesystem == "ext4" else ["-q", "-f"]
+    force = "-F" if filesystem == "ext4" else "-f"
     return (
         os.geteuid() == 0
         and shutil.which(f"mkfs.{filesystem}") is not None
-        and sh(f"mkfs.{filesystem}", *options, str(image))
+        and sh(f"mkfs.{filesystem}", "-q", force, str(image))
     )
 
 
-def run(root: str, keep: int, nbytes: int, said: int) -> None:
-    """Go on from what is there, and save until the storage is gone."""
-    step = max(check(root), default=0)
-    while True:
-        step += 1
-        save(root, step, nbytes=nbytes)
-        os.write(said, b"%d\n" % step)
-        rotate(open_store(root), RetentionPolicy(max_num=keep))
-
-
-def cut(place: Path, keep: int, nbytes: int, seconds: float, syncs: bool) -> list[int]:
-    """Let a job save for `seconds`, cut the power, and return the steps whose saves had returned."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        if not syncs:
-            os.fsync = lambda fd: None  # the negative control: without fsync this must go wrong
-        try:
-            run(str(place / "run"), keep, nbytes, writer)
-        finally:
-            os._exit(0)
-    os.close(writer)
-    time.sleep(seconds)
+def cut_power(image: Path, place: Path, filesystem: str) -> None:
+    """Leave to the next mount what the device has now."""
+    if filesystem == "btrfs":
+        shutil.copy(image, image.with_suffix(".cut"))
+        return
     fd = os.open(place, os.O_RDONLY)
-    os.kill(pid, signal.SIGSTOP)  # what it had said by now had returned by now
     fcntl.ioctl(fd, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
     os.close(fd)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    with open(reader, "rb") as said:
-        return [int(line) for line in said.read().split()]
+
+
+# --- the job
+
+
+def state(step: int, nbytes: int, mesh: Any = None) -> Any:
+    """What `killed.state` has, and as much again in small tensors as was asked for."""
+    made = killed.state(step, 0, mesh)
+    for number in range(-(-nbytes // _PIECE)):
+        value = torch.full((_PIECE // 4,), float(step))
+        made.model.register_parameter(f"more{number}", torch.nn.Parameter(value))
+    return made
+
+
+def run(root: str, job: Job, rank: int, said: int, cut: Any) -> None:
+    """Go on from what is there, and save until the storage is gone."""
+    if job.kind == "bytes":
+        step = max(check(root), default=0)
+        _arm(job, rank, said, cut)
+        while True:
+            step += 1
+            save(root, step, nbytes=job.nbytes)
+            os.write(said, b"%d\n" % step)
+            rotate(open_store(root), RetentionPolicy(max_num=job.keep))
+    mesh = None
+    if job.ranks > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (job.ranks,))
+    with CheckpointManager(root, retention=RetentionPolicy(max_num=job.keep), timeout_s=20) as manager:
+        step = manager.latest() or 0
+        _arm(job, rank, said, cut)
+        while True:
+            step += 1
+            if job.kind == "save":
+                manager.save(step, state(step, job.nbytes, mesh))
+            else:
+                manager.save_async(step, state(step, job.nbytes, mesh)).result()
+            if rank == 0:
+                os.write(said, b"%d\n" % step)
+
+
+def _arm(job: Job, rank: int, said: int, cut: Any) -> None:
+    left, write = job.nth, os.write
+
+    def before(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            cut()
+            os.killpg(0, signal.SIGKILL)
+
+    if rank == 0:
+        write(said, _READY)
+        if job.nth:
+            crash.watch(before, lambda name, args: None)
+
+
+def start(place: Path, job: Job, rendezvous: Path, cut: Any) -> tuple[list[int], Any]:
+    """Fork the ranks of a job, in a process group of their own; return them and what they say."""
+    reader, writer = os.pipe()
+    rendezvous.unlink(missing_ok=True)
+    pids: list[int] = []
+    for rank in range(job.ranks):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setpgid(0, pids[0] if pids else 0)
+                os.close(reader)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                if job.ranks > 1:
+                    where = f"file://{rendezvous}"
+                    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=job.ranks)
+                if not job.syncs:
+                    os.fsync = os.fdatasync = lambda fd: None
+                run(str(place / "run"), job, rank, writer, cut)
+            finally:
+                os._exit(0)
+        pids.append(pid)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pids[0])
+    os.close(writer)
+    return pids, open(reader, "rb")
+
+
+def stop(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def power_cut(place: Path, job: Job, folder: Path, seconds: float, cut: Any) -> list[int]:
+    """Let a job save for `seconds`, or until it cuts the power, and return the steps whose saves had returned."""
+    pids, said = start(place, job, folder / "rendezvous", cut)
+    lines = [said.readline()]
+    if lines[0] == _READY and not job.nth:
+        time.sleep(seconds)
+    if job.nth:
+        lines += said.readlines()  # until all ranks are dead
+    else:
+        stop(pids, signal.SIGSTOP)  # what it had said by now had returned by now
+        cut()
+    stop(pids, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    lines += said.readlines()
+    said.close()
+    if lines[0] != _READY:
+        raise AssertionError("the job ended before it began")
+    return [int(line) for line in lines[1:]]
+
+
+# --- what is left of it
+
+
+def listed(root: Path, job: Job) -> list[int]:
+    """Return the steps that are there; raise AssertionError unless each is, byte by byte, what was saved."""
+    if job.kind == "bytes":
+        return check(root)
+    steps = killed.check_run(root, [])
+    for step in steps:
+        assert verify(f"{root}/step_{step:08d}").ok, f"step {step} is damaged"
+        loaded = state(0, job.nbytes)
+        with CheckpointManager(root) as manager:
+            manager.load(loaded, step)
+        killed.same_as_saved(loaded, step)
+        more = [v for name, v in loaded.model.named_parameters() if name.startswith("more")]
+        assert all(bool((value == step).all()) for value in more), f"step {step} has other numbers"
+    return steps
+
+
+def next_job(root: Path, job: Job, step: int) -> list[str]:
+    """Let a fresh job save on, and return what is left over of the dead ones."""
+    if job.kind == "bytes":
+        save(root, step)
+    else:
+        with CheckpointManager(root) as manager:
+            manager.save(step, state(step, job.nbytes))
+    return leftovers(root)
+
+
+def campaign(options: argparse.Namespace, folder: Path) -> tuple[int, int, list[str]]:
+    """Cut the power again and again, each job going on from the wreck; return cuts, returned saves, what is bad."""
+    image, place = folder / "image", folder / "mount"
+    place.mkdir()
+    if not make(image, options.filesystem):
+        raise SystemExit(f"skipped: no {options.filesystem} image can be made here (root and mkfs are needed)")
+    chance, bad, returned, saved, cuts = random.Random(options.seed), [], 0, 0, 0
+    job = Job(options.job, options.ranks, options.keep, options.nbytes, not options.no_fsync)
+    end = time.monotonic() + options.seconds
+
+    def cut() -> None:
+        cut_power(image, place, options.filesystem)
+
+    while cuts < options.cuts and time.monotonic() < end:
+        nth = 1 + options.seed + cuts * options.every if options.every else 0
+        now = Job(job.kind, job.ranks, job.keep, job.nbytes, job.syncs, nth)
+        with mounted(image, place, options.mount):
+            steps = power_cut(place, now, folder, chance.uniform(0.0, options.span), cut)
+        if options.filesystem == "btrfs":
+            image.with_suffix(".cut").replace(image)
+        cuts, saved, returned = cuts + 1, saved + len(steps), max([returned, *steps])
+        with mounted(image, place, options.mount):
+            root, newest = place / "run", 0
+            try:
+                there = listed(root, job)
+                newest = max(there, default=0)
+                if newest < returned:
+                    bad.append(f"cut {cuts}: step {returned} had returned, {there} is listed")
+            except Exception as error:
+                bad.append(f"cut {cuts}: {type(error).__name__}: {error}")
+                sh("rm", "-rf", str(root))
+            if cuts % 10 == 0 or cuts == options.cuts:
+                newest += 1
+                bad += [f"left over after cut {cuts}: {name}" for name in next_job(root, job, newest)]
+            returned = newest
+    return cuts, saved, bad
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cuts", type=int, default=100)
-    parser.add_argument("--filesystem", choices=["ext4", "xfs"], default="ext4")
+    parser.add_argument("--filesystem", choices=["ext4", "xfs", "btrfs"], default="ext4")
+    parser.add_argument("--mount", default="", help="mount options: data=journal")
+    parser.add_argument("--job", choices=["bytes", "save", "async"], default="bytes")
+    parser.add_argument("--ranks", type=int, default=1, help="of --job save and async")
     parser.add_argument("--keep", type=int, default=1)
     parser.add_argument("--nbytes", type=int, default=300_000)
+    parser.add_argument("--span", type=float, default=0.3, help="the most seconds that a job runs")
+    parser.add_argument("--every", type=int, default=0, help="cut before operation seed + 1, then every so many later")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no cut after so many")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", help="where the image lies")
     parser.add_argument("--no-fsync", action="store_true", help="the negative control")
     options = parser.parse_args()
     staging.STARTING_S = -1.0
-    chance = random.Random(options.seed)
-    bad: list[str] = []
-    returned = saved = 0
-    with tempfile.TemporaryDirectory() as folder:
-        image, place = Path(folder) / "image", Path(folder) / "mount"
-        place.mkdir()
-        if not make(image, options.filesystem):
-            print(f"skipped: a {options.filesystem} image can't be made and mounted here (root and mkfs are needed)")
-            return
-        for number in range(options.cuts):
-            with mounted(image, place):
-                steps = cut(place, options.keep, options.nbytes, chance.uniform(0.02, 0.5), not options.no_fsync)
-            saved += len(steps)
-            returned = max([returned, *steps])
-            with mounted(image, place):
-                try:
-                    listed = check(place / "run")
-                    if returned and (not listed or listed[-1] < returned):
-                        bad.append(f"cut {number}: step {returned} had returned, {listed} is listed")
-                        returned = max(listed, default=0)
-                except AssertionError as error:
-                    bad.append(f"cut {number}: {error}")
-                    sh("rm", "-rf", str(place / "run"))
-                    returned = 0
-        with mounted(image, place):
-            save(place / "run", returned + 1000)
-            bad += [f"left over: {name}" for name in leftovers(place / "run")]
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        cuts, saved, bad = campaign(options, Path(folder))
     print(
-        f"{options.filesystem} keep={options.keep} nbytes={options.nbytes} fsync={not options.no_fsync}: "
-        f"{options.cuts} cuts, {saved} saves returned, {len(bad)} bad"
+        f"{options.filesystem} {options.mount} job={options.job} ranks={options.ranks} keep={options.keep} "
+        f"nbytes={options.nbytes} every={options.every} seed={options.seed} fsync={not options.no_fsync}: "
+        f"{cuts} cuts, {saved} saves returned, {len(bad)} bad",
+        flush=True,
     )
     print("\n".join(bad[:20]))
     raise SystemExit(bool(bad))

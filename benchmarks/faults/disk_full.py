@@ -1,0 +1,60 @@
+"""Fill small file systems, and let single writing threads find them full, while two ranks save; print a table.
+
+python -m benchmarks.faults.disk_full --sizes 15        (root only: a tmpfs and a loop-mounted ext4)
+
+For each number of bytes that are left, and each number of writing threads: all ranks raise the same error with "No
+space left on device" and the rank, or all return; the one before is loaded; the space is given back; and the next save,
+with space, works. A row "worker" lets one of rank 1's threads fail at each kind of operation on its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.checkpoint.full_disk import FILESYSTEMS, NEED, Outcome, agreed, disk, fail_worker, fill_up, sizes
+from tests.ranks import Pool
+
+POINTS = (("open", 1), ("write", 1), ("fsync", 1), ("close", 1))
+
+
+def row(what: str, workers: int, results: Sequence[Sequence[Outcome]]) -> list[str]:
+    """Print what the ranks saw; return what is wrong with it."""
+    outcomes = results[0]
+    wrong = agreed(results)
+    slowest = max((outcome.seconds for rank in results for outcome in rank if outcome.error), default=0.0)
+    failed = sum(outcome.error is not None for outcome in outcomes)
+    print(f"| {what} | {workers} | {len(outcomes)} | {failed} | {len(wrong)} | {slowest:.2f} |", flush=True)
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", type=int, default=15)
+    parser.add_argument("--filesystems", default=",".join(FILESYSTEMS))
+    parser.add_argument("--workers", default="1,2,4")
+    options = parser.parse_args()
+    pool, wrong = Pool(2), []
+    print("| full | threads | saves | failed | bad | slowest error, s |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for number, filesystem in enumerate(options.filesystems.split(",")):
+            for workers in map(int, options.workers.split(",")):
+                with disk(Path(folder) / f"{number}-{workers}", filesystem) as place:
+                    for known in (False, True):
+                        lefts = sizes(options.sizes, NEED)
+                        results = pool.run(fill_up, 2, str(place), workers, lefts, known, timeout=200)
+                        name = f"{filesystem}, {'known before' if known else 'found while writing'}"
+                        wrong += row(name, workers, results)
+        for workers in map(int, options.workers.split(",")):
+            with disk(Path(folder) / f"worker-{workers}", "ext4") as place:
+                results = pool.run(fail_worker, 2, str(place), workers, POINTS, timeout=200)
+            wrong += row("one worker: open, write, fsync, close", workers, results)
+    pool.close()
+    print("\n".join(wrong))
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Saves to real file systems that are full at some point, by several writing threads on two ranks, and what is left.
+
+Used by `test_full_disk.py` (the short form) and `benchmarks.faults.disk_full` (the long one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckptkit.checkpoint import commit
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.errors import CkptkitError
+from ckptkit.formats import dcp_files
+from ckptkit.offline.verify import verify
+from tests.checkpoint import killed
+from tests.checkpoint.saving import leftovers
+
+FILESYSTEMS = ("tmpfs", "ext4")
+DISK_KIB = 12 << 10
+_PIECES, _PIECE = 8, 30_000  # tensors, and the bytes that each rank has of one
+_SLACK = 16 << 10  # directories that once grew stay as large
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank saw of a save.
+
+    Attributes:
+        error: Type, text and the ranks that it names; empty where the save returned.
+        seconds: How long it took to raise.
+        wrong: What does not hold.
+    """
+
+    error: tuple[str, str, tuple[int, ...]] | None
+    seconds: float
+    wrong: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def disk(place: Path, filesystem: str, kib: int = DISK_KIB) -> Iterator[Path]:
+    """Yield a mounted file system of `kib` KiB; skips where none can be mounted."""
+    place.mkdir()
+    image = place.with_suffix(".image")
+    if os.geteuid():
+        pytest.skip("a small file system can only be mounted by root")
+    if filesystem == "ext4":
+        with open(image, "wb") as file:
+            file.truncate(kib << 10)
+        _sh("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
+        _sh("mount", "-o", "loop", str(image), str(place))
+    else:
+        _sh("mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(place))
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+        image.unlink(missing_ok=True)
+
+
+def _sh(*command: str) -> None:
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip(f"there is no {command[0]} here")
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+
+
+def free(place: Path) -> int:
+    room = os.statvfs(place)
+    return room.f_bfree * room.f_frsize
+
+
+def state(step: int) -> Any:
+    """What `killed.state` has, and tensors large enough for several files, all shared out."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    made: Any = killed.state(step, 0, mesh)
+    for number in range(_PIECES):
+        mine = torch.full((_PIECE // 4,), float(step + dist.get_rank()))
+        whole = torch.nn.Parameter(DTensor.from_local(mine, mesh, [Shard(0)]))
+        made.model.register_parameter(f"piece{number}", whole)
+    return made
+
+
+def same(step: int, loaded: Any) -> None:
+    """Raise AssertionError unless this rank has, whole, what was saved at `step`."""
+    killed.same_as_saved(loaded, step)
+    for number in range(_PIECES):
+        mine = getattr(loaded.model, f"piece{number}").to_local()
+        assert bool((mine == step + dist.get_rank()).all()), step
+
+
+@contextlib.contextmanager
+def _threads(workers: int, *, known: bool) -> Iterator[None]:
+    """Let each rank write `workers` files at once; `known`: what is free is looked at first, as always."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_files, "default_workers", lambda store: workers)
+        patch.setattr(dcp_files, "_FILE", 1)
+        if not known:
+            patch.setattr(commit, "_check_space", lambda *args: None)  # the space went after it was asked for
+        yield
+
+
+def fill_up(place: str, workers: int, lefts: Sequence[int], known: bool = False) -> list[Outcome]:
+    """Save where only so many bytes are left, for each of `lefts`: on all ranks, one after the other."""
+    found = []
+    with _threads(workers, known=known), CheckpointManager(f"{place}/run-{known}", timeout_s=30) as manager:
+        manager.save(1, state(1))
+        for number, left in enumerate(lefts):
+            ballast = Path(place) / "ballast"
+            if dist.get_rank() == 0:
+                _fill(ballast, left)
+            dist.barrier()
+            found.append(_try(manager, Path(place), 3 * number + 2))
+            if dist.get_rank() == 0:
+                ballast.unlink()
+            dist.barrier()
+            found[-1] = _next(manager, found[-1], 3 * number + 3)
+    return found
+
+
+def _fill(ballast: Path, left: int) -> None:
+    """Fill the disk but for `left` bytes, or as far as it can be filled."""
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while (room := free(ballast.parent) - left) >= 4096:
+            file.write(bytes(min(room, 1 << 20) & ~4095))
+            os.fsync(file.fileno())
+
+
+def _try(manager: CheckpointManager, place: Path, step: int) -> Outcome:
+    steps, room = [record.step for record in manager.list()], free(place)
+    dist.barrier()
+    error, started = None, time.monotonic()
+    try:
+        manager.save(step, state(step))
+    except (CkptkitError, OSError) as caught:
+        error = (type(caught).__name__, str(caught), tuple(sorted(getattr(caught, "causes", ()))))
+    seconds = time.monotonic() - started
+    wrong = []
+    dist.barrier()
+    if [record.step for record in manager.list()] != steps + [step] * (error is None):
+        wrong.append(f"{error} left {[record.step for record in manager.list()]} after {steps}")
+    if error is not None:
+        if error[0] not in ("RankFailedError", "NoSpaceError") or "No space left on device" not in error[1]:
+            wrong.append(f"not said: {error}")
+        if error[0] == "RankFailedError" and not (error[2] and f"on rank {error[2][0]}" in error[1]):
+            wrong.append(f"no rank is named: {error}")
+        if leftovers(manager.url):
+            wrong.append(f"left over: {leftovers(manager.url)}")
+        if free(place) < room - _SLACK:
+            wrong.append(f"{room - free(place)} bytes were not given back")
+    dist.barrier()
+    return Outcome(error, seconds, (*wrong, *_loads(manager, step if error is None else steps[-1])))
+
+
+def _loads(manager: CheckpointManager, step: int) -> list[str]:
+    loaded = state(0)
+    try:
+        manager.load(loaded)
+        same(step, loaded)
+    except (CkptkitError, OSError, AssertionError) as error:
+        return [f"step {step} is not loaded: {error}"]
+    return []
+
+
+def _next(manager: CheckpointManager, found: Outcome, step: int) -> Outcome:
+    """Save again, now that there is room; keep that one alone."""
+    wrong = list(found.wrong)
+    try:
+        manager.save(step, state(step))
+    except (CkptkitError, OSError) as error:
+        return Outcome(found.error, found.seconds, (*wrong, f"the next save fails: {error}"))
+    dist.barrier()
+    if dist.get_rank() == 0 and not verify(f"{manager.url}/step_{step:08d}").ok:
+        wrong.append(f"the next save, of step {step}, is damaged")
+    wrong += _loads(manager, step)
+    for record in manager.list():
+        if record.step != step:
+            manager.delete(record.step)
+    return Outcome(found.error, found.seconds, tuple(wrong))
+
+
+@contextlib.contextmanager
+def _full_at(armed: list[tuple[str, int]], file: str) -> Iterator[None]:
+    """Let the operation that `armed` names, its first or a later one on a file of that name, find the disk full."""
+
+    def checked(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else os.fspath(args[0])
+            if armed and armed[0][0] == name and path.endswith(file):
+                _, left = armed.pop()
+                if left == 1:
+                    if name == "close":
+                        real(*args)  # a descriptor is gone even where closing it reports an error
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                armed.append((name, left - 1))
+            return real(*args, **kwargs)
+
+        return operation
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "write", "fsync", "close"):
+            patch.setattr(os, name, checked(name, getattr(os, name)))
+        yield
+
+
+def fail_worker(place: str, workers: int, points: Sequence[tuple[str, int]]) -> list[Outcome]:
+    """Save while one of rank 1's writing threads, its last, finds the disk full at an operation on its file."""
+    armed: list[tuple[str, int]] = []
+    found = []
+    with (
+        _full_at(armed, f"__1_{workers - 1}.distcp"),
+        _threads(workers, known=True),
+        CheckpointManager(Path(place) / "run", timeout_s=30) as manager,
+    ):
+        manager.save(1, state(1))
+        for number, point in enumerate(points):
+            armed[:] = [point] if dist.get_rank() == 1 else []
+            outcome = _try(manager, Path(place), 3 * number + 2)
+            wrong = list(outcome.wrong)
+            if outcome.error is None or outcome.error[2] != (1,):
+                wrong.append(f"{point}: rank 1 is not named: {outcome.error}")
+            if armed:
+                wrong.append(f"{point} never came")
+            armed.clear()
+            found.append(_next(manager, Outcome(outcome.error, outcome.seconds, tuple(wrong)), 3 * number + 3))
+    return found
+
+
+def sizes(count: int, need: int) -> list[int]:
+    """Spread over what a save needs, from nothing to just enough; the last is far more."""
+    return [need * i // (count - 2) for i in range(count - 1)] + [3 * need]
+
+
+def agreed(results: Sequence[Sequence[Outcome]]) -> list[str]:
+    """Return what is wrong with what the ranks saw, one list of outcomes a rank."""
+    wrong = [text for rank in results for outcome in rank for text in outcome.wrong]
+    for outcomes in zip(*results, strict=True):
+        if len({outcome.error for outcome in outcomes}) != 1:
+            wrong.append(f"the ranks do not say the same: {[outcome.error for outcome in outcomes]}")
+    return wrong
+
+
+NEED = 2 * _PIECES * _PIECE + (64 << 10)
+"""Bytes that a save of two ranks needs, about."""
