@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -303,14 +303,23 @@ class SaveAttempt:
                 and the space is given back.
         """
 
+        hinted: list[Future[None]] = []
+
         def publish(reports: list[Any]) -> CommitRecord:
             self._record = self._publish(reports, record_fields, complete)
+            if self.root.local_root is None:  # while the place is closed: each takes a request
+                hinted.append(pool.submit(self._write_hints, hints or {}))
             return self._record.without_files()
 
-        slim: CommitRecord = self._settle(Outcome.of(lambda: (self._durable(files), payload)), publish)
+        with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-hints") as pool:
+            slim: CommitRecord = self._settle(Outcome.of(lambda: (self._durable(files), payload)), publish)
         record = self._record or slim
         if self.coordinator.is_main:
-            self._after_commit(record, hints or {})
+            for future in hinted:
+                future.result()
+            if not hinted:
+                self._write_hints(hints or {})
+            self._after_commit(record)
         return record
 
     def _settle(self, outcome: Outcome, publish: Callable[[list[Any]], Any]) -> Any:
@@ -380,16 +389,18 @@ class SaveAttempt:
             yield
             checked.result()
 
-    def _after_commit(self, record: CommitRecord, hints: Mapping[str, bytes]) -> None:
-        if self.root.local_root is None:
-            before = self._opening.inventory
-            others = [item for item in before.committed if item.name != record.name]
-            self.after = replace(before, committed=in_order([*others, Committed(record.name, record)]))
+    def _write_hints(self, hints: Mapping[str, bytes]) -> None:
         if self.data:
             for path, data in hints.items():
                 with contextlib.suppress(OSError):
                     self.root.write(f"{self.name}/{path}", data, overwrite=True)
         write_hint(self.root, self.name, view=self._opening.view)
+
+    def _after_commit(self, record: CommitRecord) -> None:
+        if self.root.local_root is None:
+            before = self._opening.inventory
+            others = [item for item in before.committed if item.name != record.name]
+            self.after = replace(before, committed=in_order([*others, Committed(record.name, record)]))
         logger.debug(  # the manager has the line for people
             "saved %s/%s: %s in %.1f s",
             self.root.url,
