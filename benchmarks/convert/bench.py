@@ -1,10 +1,14 @@
-"""Convert against cp, torch and accelerate, on the same bytes in one run; prints ratios.
+"""Convert against cp and the converters of torch, accelerate and verl, on the same bytes in one run; prints ratios.
 
-    python benchmarks/convert/bench.py --size 2GB --ranks 4 --where /dev/shm [--peers] [--repeat 5]
+    python -m benchmarks.convert.bench --size 2GB --ranks 4 --where /dev/shm [--peers] [--verl PYTHON] [--repeat 5]
 
 Every command is a fresh process, start of Python included. The source is a DCP checkpoint of `--ranks` ranks
 (zip records with CRC-32), bf16, shaped like a llama (or `--small`: many small tensors). Peak memory is the
 kernel's ru_maxrss of that process. Everything is deleted at the end.
+
+`--verl` names the Python of an environment that has verl: the same weights are written as verl's rank files too, which
+its merger and `convert` then read. `--only-memory`: zeros in holes, and no other command, for models that are larger
+than the place for two copies.
 """
 
 from __future__ import annotations
@@ -19,43 +23,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.convert.sources import make_model, make_verl
 from ckptkit.units import parse_size
 
 RUN = "from ckptkit import convert; convert({src!r}, {dst!r}, {options})"
 TORCH = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as f; f({src!r}, {dst!r})"
+VERL = ["-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", "{src}", "--target_dir", "{dst}"]
+PEERS = ("dcp_to_torch_save", "accelerate merge", "verl merger")
 MERGE = "from accelerate.utils import merge_fsdp_weights as f; f({src!r}, {dst!r}, safe_serialization=True)"
-
-
-def make_model(folder: Path, nbytes: int, dtype: str, small: bool) -> None:
-    """Write one safetensors file of random weights, in the shapes of a llama."""
-    import numpy as np
-
-    from ckptkit.formats.safetensors_header import HeaderTensor, lay_out
-
-    itemsize = 2 if dtype == "bfloat16" else 4
-    hidden = 512 if small else 4096
-    shapes: list[tuple[str, tuple[int, ...]]] = []
-    size = layer = 0
-    while size < nbytes:
-        for name, shape in (
-            ("self_attn.q_proj.weight", (hidden, hidden)),
-            ("self_attn.k_proj.weight", (hidden // 4, hidden)),
-            ("mlp.up_proj.weight", (hidden * 3, hidden)),
-            ("input_layernorm.weight", (hidden,)),
-            ("post_attention_layernorm.weight", (hidden,)),
-        ):
-            shapes.append((f"model.layers.{layer}.{name}", shape if not small else tuple(n // 8 for n in shape)))
-            size += int(np.prod(shapes[-1][1])) * itemsize
-        layer += 1
-    layout = lay_out([HeaderTensor(name, dtype, shape) for name, shape in shapes], {"format": "pt"})
-    folder.mkdir(parents=True)
-    values = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32) * 0.02
-    block = values.tobytes() if itemsize == 4 else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(layout.header)
-        left = layout.nbytes - len(layout.header)
-        while left:
-            left -= file.write(block[: min(left, len(block))])
 
 
 def environment() -> dict[str, str]:
@@ -90,12 +65,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--small", action="store_true", help="many small tensors")
     parser.add_argument("--peers", action="store_true", help="run torch's and accelerate's converters too")
+    parser.add_argument("--verl", metavar="PYTHON", help="of an environment that has verl: run its merger too")
+    parser.add_argument("--only", metavar="NAME", action="append", help="of these commands, beside cp")
+    parser.add_argument("--only-memory", action="store_true", help="convert once, from a source of zeros")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--make", nargs="+", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.make and len(options.make) == 2:
+        make_verl(*options.make, options.ranks)
+        return
     if options.make:
-        make_model(options.make, parse_size(options.size), options.dtype, options.small)
+        size = parse_size(options.size)
+        make_model(options.make[0], size, options.dtype, small=options.small, empty=options.only_memory)
         return
     root = Path(options.where) / f"ckptkit-bench-{os.getpid()}"
     try:
@@ -106,18 +88,27 @@ def main() -> None:
         print(json.dumps(results, indent=2))
 
 
-def measure(root: Path, options: argparse.Namespace) -> dict[str, object]:
-    model, source, out = root / "hf", root / "pytorch_model_fsdp_0", root / "out"
+def make_sources(root: Path, options: argparse.Namespace) -> tuple[Path, Path | None]:
+    """Write the DCP source, and verl's where it is asked for; return both."""
     # In processes of their own: what this process holds would count as their children's peak.
-    make = [sys.executable, __file__, "--size", options.size, "--dtype", options.dtype, "--make", str(model)]
-    subprocess.run([*make, *(["--small"] if options.small else [])], check=True)
+    model, source, verl = root / "hf", root / "pytorch_model_fsdp_0", root / "global_step_1" / "actor"
+    make = [sys.executable, "-m", "benchmarks.convert.bench", "--size", options.size, "--dtype", options.dtype]
+    flags = [name for name, on in (("--small", options.small), ("--only-memory", options.only_memory)) if on]
+    subprocess.run([*make, *flags, "--make", str(model)], check=True)
     to_dcp = RUN.format(src=str(model), dst=str(source), options=f"to='dcp', world_size={options.ranks}")
     subprocess.run([sys.executable, "-c", to_dcp], check=True, env=environment())
+    if options.verl:
+        subprocess.run([*make, "--ranks", str(options.ranks), "--make", str(model), str(verl)], check=True)
+    if options.only_memory:
+        for path in source.iterdir():
+            subprocess.run(["fallocate", "--dig-holes", str(path)], check=True)
     shutil.rmtree(model)
-    total = sum(file.stat().st_size for file in source.iterdir())
+    return source, verl if options.verl else None
 
-    def ours(extra: str = "") -> list[str]:
-        return [sys.executable, "-c", RUN.format(src=str(source), dst=str(out), options=extra)]
+
+def commands_of(source: Path, verl: Path | None, out: Path, options: argparse.Namespace) -> dict[str, list[str]]:
+    def ours(extra: str = "", of: Path = source) -> list[str]:
+        return [sys.executable, "-c", RUN.format(src=str(of), dst=str(out), options=extra)]
 
     other = "float32" if options.dtype == "bfloat16" else "bfloat16"
     commands = {
@@ -129,26 +120,40 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, object]:
         f"convert --to dcp ({options.ranks + 2})": ours(f"to='dcp', world_size={options.ranks + 2}"),
         f"convert --dtype {other}": ours(f"dtype={other!r}"),
     }
+    if verl is not None:
+        commands["convert, from verl"] = ours(of=verl)
+        commands["verl merger"] = [options.verl, *(part.format(src=verl, dst=out) for part in VERL)]
     if options.peers:
         into = f"import os; os.makedirs({str(out)!r}, exist_ok=True); "
         file = f"{out}/model.pt"
         commands["dcp_to_torch_save"] = [sys.executable, "-c", into + TORCH.format(src=str(source), dst=file)]
         commands["accelerate merge"] = [sys.executable, "-c", into + MERGE.format(src=str(source), dst=str(out))]
+    if options.only_memory:
+        return {"convert --no-check": commands["convert --no-check"], "convert": commands["convert"]}
+    wanted = {"cp -r", *(options.only or commands)}
+    return {name: command for name, command in commands.items() if name in wanted}
+
+
+def measure(root: Path, options: argparse.Namespace) -> dict[str, object]:
+    source, verl = make_sources(root, options)
+    out = root / "out"
+    total = sum(file.stat().st_size for file in source.iterdir())
+    commands = commands_of(source, verl, out, options)
     # Turn by turn, so that a noisy machine is noisy to all; the best of each counts.
     on_disk = not options.where.startswith("/dev/shm")
     best = {name: (float("inf"), float("inf"), 0) for name in commands}
     for turn in range(options.repeat):
         for name, command in commands.items():
-            if turn >= 2 and name in ("dcp_to_torch_save", "accelerate merge"):
+            if turn >= 2 and name in PEERS:
                 continue
             wall, cpu, peak = timed(command, clean=out, sync=on_disk and name == "cp -r")
             before = best[name]
             best[name] = (min(before[0], wall), min(before[1], cpu), max(before[2], peak))
-    cp = best["cp -r"]
     kind = "small tensors" if options.small else "llama shapes"
     print(f"{total / 1e9:.2f} GB {options.dtype}, {kind}, {options.ranks} ranks, {options.where}")
+    cp = best.get("cp -r")
     for name, (wall, cpu, peak) in best.items():
-        ratio = f"{wall / cp[0]:5.2f} x cp  cpu {cpu:5.2f} s = {cpu / cp[1]:5.2f} x"
+        ratio = f"{wall / cp[0]:5.2f} x cp  cpu {cpu:5.2f} s = {cpu / cp[1]:5.2f} x" if cp else ""
         print(f"  {name:24s} {wall:6.2f} s  {ratio}  peak {peak / 1e6:6.0f} MB", flush=True)
     measured = {name: dict(zip(("wall_s", "cpu_s", "peak"), value, strict=True)) for name, value in best.items()}
     return {"bytes": total, "ranks": options.ranks, "where": options.where, "best": measured}
