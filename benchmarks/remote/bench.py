@@ -1,7 +1,10 @@
 """Saves and loads on a real S3 server, beside torch's FsspecWriter and FsspecReader in the same run.
 
-    python benchmarks/remote/bench.py [--server rclone|moto] [--mb 256] [--tensors 200] [--rounds 3]
+    python benchmarks/remote/bench.py [--server rclone|moto] [--mb 256] [--tensors 200] [--rounds 3] [--no-etags]
                                       [--latency MS] [--rate MB/S]
+
+`--no-etags`: rclone makes up no ETags. By itself it reads a file whole for each listing that shows it; stores that keep
+what they computed when it was put do not.
 
 The server, and the proxy that adds latency (each way) and bounds the rate of each connection, are processes of their
 own. Prints one JSON line a round: seconds of both and ratios; the best of all rounds; the requests, counted by another
@@ -65,6 +68,17 @@ def moto() -> Iterator[Options]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def serve(folder: Path, server: str, *, etags: bool = True) -> Iterator[Options]:
+    """Start a server, with a bucket."""
+    (folder / "bench").mkdir()
+    started = servers.rclone(folder, *([] if etags else ["--etag-hash="])) if server == "rclone" else moto()
+    with started as options:
+        if server == "moto":
+            open_store("s3://bench", storage_options=options).fs.mkdir("bench")
+        yield dict(options)
 
 
 @contextlib.contextmanager
@@ -206,35 +220,77 @@ def requests(options: Options, model: Holder) -> dict[str, float]:
     return counts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def floor(options: Options, megabytes: int) -> dict[str, float]:
+    """Return the seconds of plain puts of as many bytes, six at once, signed beforehand: a client that does no work."""
+    import http.client
+    from concurrent.futures import ThreadPoolExecutor
+    from urllib.parse import urlsplit
+
+    import botocore.session
+    from botocore.config import Config
+
+    client = botocore.session.get_session().create_client(
+        "s3",
+        region_name="us-east-1",
+        endpoint_url=options["endpoint_url"],
+        aws_access_key_id=options["key"],
+        aws_secret_access_key=options["secret"],
+        config=Config(signature_version="s3v4"),
+    )
+    body = os.urandom((megabytes << 20) // 6)
+
+    def put(number: int) -> None:
+        where = {"Bucket": "bench", "Key": f"floor/{number}"}
+        url = urlsplit(client.generate_presigned_url("put_object", Params=where))
+        connection = http.client.HTTPConnection(str(url.hostname), url.port)
+        connection.request("PUT", f"{url.path}?{url.query}", body=body)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(answer.read())
+        connection.close()
+
+    with ThreadPoolExecutor(6) as pool:
+        return {"floor_s": timed(lambda: list(pool.map(put, range(6))) and None)}
+
+
+def ratios_of(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the best of all rounds, and what ours is of theirs."""
+    best = {name: min(row[name] for row in rows) for name in rows[0]}
+    return {
+        "best_of": len(rows),
+        **best,
+        "save_ratio": best["torch_save_s"] / best["save_s"],
+        "next_save_ratio": best["torch_save_s"] / best["next_save_s"],
+        "load_ratio": best["torch_load_s"] / best["load_s"],
+    }
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the server, of the way to it, and of what is saved."""
     parser.add_argument("--server", choices=["rclone", "moto"], default="rclone")
+    parser.add_argument("--no-etags", dest="etags", action="store_false")
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.0, help="milliseconds, each way")
     parser.add_argument("--rate", type=float, default=0.0, help="MB/s that one connection carries; 0: any")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add_server_options(parser)
     parser.add_argument("--only-time", action="store_true")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = Holder(args.mb, args.tensors)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder, contextlib.ExitStack() as stack:
-        (Path(folder) / "bench").mkdir()
-        near = dict(stack.enter_context(servers.rclone(Path(folder)) if args.server == "rclone" else moto()))
-        if args.server == "moto":
-            open_store("s3://bench", storage_options=near).fs.mkdir("bench")
+        near = stack.enter_context(serve(Path(folder), args.server, etags=args.etags))
         if not args.only_time:
             show(memory(near, model))
             show(requests(near, model))
         options = stack.enter_context(far_away(near, args.latency, args.rate))
-        rows = [show(one_round(turn, options, model)) for turn in range(args.rounds)]
-    best = {name: min(row[name] for row in rows) for name in rows[0]}
-    ratios = {
-        "save_ratio": best["torch_save_s"] / best["save_s"],
-        "next_save_ratio": best["torch_save_s"] / best["next_save_s"],
-        "load_ratio": best["torch_load_s"] / best["load_s"],
-    }
-    show({"best_of": args.rounds, **best, **ratios})
+        rows = [show(one_round(turn, options, model) | floor(options, args.mb)) for turn in range(args.rounds)]
+    show(ratios_of(rows))
 
 
 def show(row: dict[str, float]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.remote.bench import moto
+from benchmarks.remote.bench import serve
 from ckptkit.checkpoint import cleaning
 from ckptkit.checkpoint.cleaning import clean_leftovers
 from ckptkit.checkpoint.delete import rotate
@@ -30,7 +30,6 @@ from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.storage import open_store, staging, upload
 from tests.checkpoint.saving import check, fork, save
-from tests.storage import servers
 
 SMALL, LARGE = 200_000, 12 << 20  # one put; three parts
 KEEP = 2
@@ -64,11 +63,8 @@ def main() -> None:
     rng = random.Random(args.seed)
     found = {"kills": 0, "checkpoints_seen": 0, "killed_in_a_save": 0, "damaged": 0, "acked_lost": 0, "left_over": 0}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder, contextlib.ExitStack() as stack:
-        (Path(folder) / "bench").mkdir()
-        options = dict(stack.enter_context(servers.rclone(Path(folder)) if args.server == "rclone" else moto()))
+        options = stack.enter_context(serve(Path(folder), args.server))
         url = "s3://bench/run"
-        if args.server == "moto":
-            open_store("s3://bench", storage_options=options).fs.mkdir("bench")
         step = 1
         started = time.monotonic()
         for _ in range(args.n):

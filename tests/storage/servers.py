@@ -79,13 +79,23 @@ def moto() -> Iterator[Mapping[str, Any]]:
 
 
 @contextmanager
-def rclone(folder: Path) -> Iterator[Mapping[str, Any]]:
+def rclone(folder: Path, *flags: str) -> Iterator[Mapping[str, Any]]:
     """S3 with real signatures over the files of `folder`; no conditional writes."""
     binary = shutil.which("rclone", path=str(Path(sys.executable).parent))
     if binary is None:
         raise RuntimeError("rclone is not in this environment; the extra 'test' installs it")
     port = free_port()
-    command = [binary, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", str(folder)]
+    command = [
+        binary,
+        "serve",
+        "s3",
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        f"{KEY},{SECRET}",
+        *flags,
+        str(folder),
+    ]
     environment = {**os.environ, "RCLONE_CONFIG": os.devnull}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

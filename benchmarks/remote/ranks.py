@@ -1,0 +1,87 @@
+"""Saves and loads of several ranks on a real S3 server, beside torch's FsspecWriter and FsspecReader in the same run.
+
+    python benchmarks/remote/ranks.py [--ranks 2] [--server rclone|moto] [--mb 256] [--tensors 200] [--rounds 3]
+                                      [--latency MS] [--rate MB/S] [--no-etags]
+
+Each tensor is sharded over all ranks. The clock of rank 0 counts, from a barrier to a barrier. Prints one JSON line a
+round, and the best of all rounds with the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from benchmarks.remote.bench import add_server_options, far_away, ratios_of, serve, show
+from tests.ranks import run_ranks
+
+Row = dict[str, float]
+
+
+def work(options: dict[str, Any], megabytes: int, count: int, rounds: int) -> list[Row]:
+    """Run on every rank."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from ckptkit.checkpoint.manager import CheckpointManager
+    from ckptkit.checkpoint.state import TrainState
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    big = max(1, count // 10)
+    each = (megabytes * (1 << 20) // 4 - (count - big) * 4096) // big
+    torch.manual_seed(0)
+    tensors = {
+        f"p{i}": distribute_tensor(torch.randn(each if i < big else 4096), mesh, [Shard(0)]) for i in range(count)
+    }
+    fresh = {**options, "skip_instance_cache": True}
+
+    def timed(function: Callable[[], Any]) -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        function()
+        dist.barrier()
+        return time.perf_counter() - started
+
+    def once(turn: int) -> Row:
+        url, state = f"s3://bench/ranks{turn}", TrainState(extra={"t": tensors})
+        theirs, sharded = f"s3://bench/torch-ranks{turn}", {"t": tensors}
+        row = {"torch_save_s": timed(lambda: dcp.save(sharded, storage_writer=FsspecWriter(theirs, **fresh)))}
+        manager = CheckpointManager(url, storage_options=options)
+        row["save_s"] = timed(lambda: manager.save(1, state))
+        row["next_save_s"] = timed(lambda: manager.save(2, state))
+        row["torch_load_s"] = timed(lambda: dcp.load(sharded, storage_reader=FsspecReader(theirs, **fresh)))
+        row["load_s"] = timed(lambda: manager.load(state))
+        manager.close()
+        return row
+
+    return [once(turn) for turn in range(rounds)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add_server_options(parser)
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        near = stack.enter_context(serve(Path(folder), args.server, etags=args.etags))
+        options = stack.enter_context(far_away(near, args.latency, args.rate))
+        found = run_ranks(work, args.ranks, options, args.mb, args.tensors, args.rounds)
+        rows = [show(row) for row in found[0]]
+    show({"ranks": args.ranks, **ratios_of(rows)})
+
+
+if __name__ == "__main__":
+    main()
