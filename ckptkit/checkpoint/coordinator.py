@@ -161,7 +161,8 @@ class Coordinator:
 
         Args:
             then: Rank 0 runs it once every rank is well. Its failure is everybody's failure; a ckptkit
-                error is raised as it is by every rank. What it returns is sent to all: keep it small.
+                error without an errno is raised as it is by every rank. What it returns is sent to all: keep it
+                small.
 
         Raises:
             RankFailedError: As for `all_ok`.
@@ -237,7 +238,9 @@ class Coordinator:
             return Outcome(), values, own
         done = Outcome.of(lambda: then(values))
         if done.error is not None:
-            return done if done.kind else _verdict(what, {0: done}), None, done
+            # What rank 0 decided is said as it is; what happened to it, as what happens to any rank.
+            happened = not done.kind or (isinstance(done.cause, OSError) and done.cause.errno is not None)
+            return _verdict(what, {0: done}) if happened else done, None, done
         return done, done.value, own
 
     def _collect(self, own: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.coordinator import Coordinator
-from ckptkit.errors import CheckpointExistsError, NoSpaceError, RankFailedError, UsageError
+from ckptkit.checkpoint.coordinator import Coordinator, Outcome
+from ckptkit.errors import CheckpointExistsError, NoSpaceError, RankFailedError, StorageError, UsageError
 from tests.ranks import RankError, run_ranks
 
 # --- one process
@@ -116,6 +116,26 @@ def _main_refuses() -> Any:
 
 def test_what_rank_0_refuses_has_its_own_class_on_every_rank(ranks: Any) -> None:
     assert ranks.run(_main_refuses, 3) == [("CheckpointExistsError", "step 7 exists")] * 3
+
+
+def _main_publishes_onto(error: Exception) -> Any:
+    c = Coordinator(timeout_s=20)
+
+    def publish(values: list[Any]) -> None:
+        raise error
+
+    return _error(lambda: c.settle(Outcome(), "saving step 7", then=publish))[:3]
+
+
+@pytest.mark.parametrize("kind", [StorageError, NoSpaceError])
+def test_what_happens_to_rank_0_while_it_publishes_names_it_and_what_it_decides_does_not(ranks: Any, kind: Any) -> None:
+    failed = ranks.run(_main_publishes_onto, 2, kind(28, "index: No space left on device"))
+    text = "[Errno 28] index: No space left on device"
+    assert failed == [("RankFailedError", f"saving step 7 failed on rank 0: {text}", {0: text})] * 2
+    assert (
+        ranks.run(_main_publishes_onto, 2, kind("too large: refused"))
+        == [(kind.__name__, "too large: refused", None)] * 2
+    )
 
 
 def _disagree() -> Any:
