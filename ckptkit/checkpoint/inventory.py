@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ckptkit.checkpoint.lease import STATE_DIRECTORY
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
 from ckptkit.formats.layout import LATEST_HINT, CommitRecord, find_record, record_path, step_of_name
 from ckptkit.storage.owner import Owner
 from ckptkit.storage.snapshot import snapshot
@@ -73,7 +73,7 @@ class Skipped:
     """A directory that looks like a checkpoint of ours and is none.
 
     Attributes:
-        damaged: It has a commit record that can't be read: a checkpoint that was saved, and is lost.
+        damaged: It may have been saved: it has a commit record, which can't be read, or is of another checkpoint.
     """
 
     path: str
@@ -99,7 +99,7 @@ class Inventory:
 
     @property
     def newest_damaged(self) -> Skipped | None:
-        """A checkpoint beyond the latest one whose record is damaged: its name alone says that it was newer."""
+        """What lies beyond the latest one and can't be told from a checkpoint that is lost: its name says so alone."""
         last = -1 if self.latest is None else self.latest.step
         found = [(step_of_name(item.path), item) for item in self.skipped if item.damaged]
         return max(((s, item) for s, item in found if s is not None and s > last), default=(0, None), key=_first)[1]
@@ -199,9 +199,9 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
-        return Skipped(path, str(error), damaged=isinstance(error, CorruptCheckpointError))
+        return Skipped(path, str(error), damaged=True)  # also one of a later version: it is newer than what we can read
     except OSError as error:
-        return Skipped(path, f"its checkpoint.json can't be read: {error}")
+        return Skipped(path, f"its checkpoint.json can't be read: {error}", damaged=True)
     if record is None:
         if step_of_name(path) is None:
             return path
@@ -209,7 +209,9 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     replacement = _REPLACEMENT.fullmatch(path)
     if record.name == path or (replacement and replacement.groups() == (record.name, record.save_id)):
         return Committed(path, record)
-    return Skipped(path, f"its record says that it is {record.name}: a copy, or renamed; left alone")
+    # Of a step's own name: only who knows the run can tell a copy from a checkpoint whose record was replaced.
+    reason = f"its record says that it is {record.name}: a copy, or renamed; left alone"
+    return Skipped(path, reason, damaged=step_of_name(path) is not None)
 
 
 def _look_inside(root: Store, view: Store, name: str, known: str) -> _Look:

@@ -188,6 +188,76 @@ def flipped_unseen(folder: Path, flips: int, *, seed: int) -> list[tuple[str, in
     return missed
 
 
+# --- falling back
+
+
+def goes_on_from(url: str, fallback: str) -> tuple[int, str]:
+    """Load the latest of a run into a fresh job: return its step and all that the job has, or 0 and the error."""
+    job = jobs.make("1d", start=9)
+    with CheckpointManager(url) as manager:
+        try:
+            report = manager.load(job.state(), fallback=fallback, rng_on_resize="keep", per_rank_on_resize="keep")
+        except CkptkitError as error:
+            return 0, f"{type(error).__name__} {error}"
+    assert report is not None
+    return report.step, repr(sorted((k, str(v)) for k, v in jobs.everything(job).items()))
+
+
+def falls_back(url: str) -> tuple[list[str], list[tuple[str, tuple[int, str], tuple[int, str]]]]:
+    """Damage the newest in every way; return what is sound, and what was loaded of each.
+
+    Of a SHARDED one a file of every kind, of others the record and one file for each way.
+    """
+    folder, good = Path(url) / "step_00000002", Path(url) / ".good"
+    rank, everybody = dist.get_rank(), dist.barrier
+    sound = [goes_on_from(url, "error")[1]]
+    if rank == 0:
+        shutil.copytree(folder, good)
+        shutil.rmtree(folder)
+    everybody()
+    sound.insert(0, goes_on_from(url, "error")[1])
+    if rank == 0:
+        shutil.copytree(good, folder)
+    everybody()
+    planned = {}
+    for what, name, do in damages(folder, folder.parent / "step_00000001", 8):
+        each = good.parent.name == "sharded" or name == "checkpoint.json"
+        file = Path(name).name.strip("_0123456789") if each else ""
+        planned[what if what[:3] != "bit" else "bit", file] = what, name, do
+    everybody()
+    found = []
+    for what, name, do in planned.values():
+        if rank == 0:
+            do()
+        everybody()
+        found.append((f"{name}: {what}", goes_on_from(url, "error"), goes_on_from(url, "previous")))
+        everybody()
+        if rank == 0:
+            shutil.rmtree(folder)
+            shutil.copytree(good, folder)
+        everybody()
+    return sound, found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_any_damage_of_the_newest_the_one_before_it_is_loaded_where_asked_for_and_only_then(
+    ranks: Any, saved: Path, tmp_path: Path, kind: str
+) -> None:
+    shutil.copytree(saved / kind, tmp_path / kind, ignore=shutil.ignore_patterns(".ckptkit"))
+    (one, two), found = ranks.run(falls_back, 2, str(tmp_path / kind), timeout=120)[0]
+    assert one != two
+    kinds = set()
+    for what, (loaded, said), asked in found:
+        if loaded:  # no load reads what was damaged; or there is no record, so that nobody ever finished it
+            assert what == "checkpoint.json: missing" or loaded == 2, (what, loaded, asked)
+            assert (loaded, said) == asked == ((1, one) if loaded == 1 else (2, two)), (what, loaded, asked)
+        else:
+            assert "step_00000002" in said and "fallback='previous'" in said, (what, said)
+            assert asked == (1, one), (what, asked[0], asked[1][:300])
+            kinds.add(what.partition(": ")[2].split()[0])
+    assert kinds >= {"bit", "truncated", "zeroed", "missing", "of"}
+
+
 # --- slices that are read in part
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.checkpoint import hold
+from ckptkit.checkpoint import hold, inventory
 from ckptkit.checkpoint import lease as lease_module
 from ckptkit.checkpoint.delete import rotate
 from ckptkit.checkpoint.inventory import list_checkpoints
@@ -24,7 +26,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state import TrainState
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, LeaseHeldError, SaveError, UsageError
-from ckptkit.storage.store import open_store
+from ckptkit.storage.store import Store, open_store
 
 
 def state(value: float = 1.0) -> TrainState:
@@ -259,9 +261,34 @@ def test_a_damaged_newest_falls_back_to_the_one_before_if_asked_to(run: Path, ca
             manager.save(6, live)
 
 
-def test_a_record_that_cannot_be_read_is_not_passed_over_in_silence(run: Path) -> None:
-    record = run / "step_00000006" / "checkpoint.json"
+def _cut_short(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record.write_bytes(record.read_bytes()[:-20])
+
+
+def _of_another_step(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(record.parent.parent / "step_00000005" / record.name, record)
+
+
+def _of_a_later_version(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record.write_bytes(record.read_bytes().replace(b"ckptkit/1", b"ckptkit/9"))
+
+
+def _unreadable(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = inventory.find_record
+
+    def find_record(store: Store, path: str) -> Any:
+        if path.startswith(record.parent.name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(store, path)
+
+    monkeypatch.setattr(inventory, "find_record", find_record)
+
+
+@pytest.mark.parametrize("lose", [_cut_short, _of_another_step, _of_a_later_version, _unreadable])
+def test_a_newest_record_that_cannot_be_read_or_is_anothers_is_not_passed_over_in_silence(
+    run: Path, lose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose(run / "step_00000006" / "checkpoint.json", monkeypatch)
     with CheckpointManager(run) as manager:
         with pytest.raises(CorruptCheckpointError, match="step_00000006"):
             manager.load(state())

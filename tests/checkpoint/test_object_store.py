@@ -69,6 +69,20 @@ def test_a_failed_save_leaves_no_object(root: Store) -> None:
     assert keys(root) == []
 
 
+def test_a_failed_save_that_cannot_be_cleaned_up_says_why_it_failed_and_the_next_one_works(
+    root: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(store: Store) -> None:
+        root.write("step_00000007/checkpoint.json", b"{")  # it does not say whose files lie below it
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(RankFailedError, match="Input/output error"):
+        save(root, 7, before=fail)
+    assert "could not be cleaned up" in caplog.text and "checkpoint.json" in caplog.text
+    save(root, 8)  # lease and turn were given back
+    assert check(root) == [8]
+
+
 def _killed(say: Any, url: str, options: dict[str, Any]) -> None:
     def die(store: Store) -> None:
         say(b"dying")
