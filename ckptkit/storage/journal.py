@@ -57,8 +57,14 @@ class Journal:
 
     def done(self, step: int) -> None:
         """State that a step is done: its bytes are written and will not be written again."""
+        line = b"%d\n" % step
         with self._lock:
-            os.write(self._fd, b"%d\n" % step)
+            written = os.write(self._fd, line)
+            if written < len(
+                line
+            ):  # the beginning of another number, if more came behind it: done again, it is no harm
+                end = os.lseek(self._fd, -written, os.SEEK_CUR)
+                os.ftruncate(self._fd, end)
 
     def end(self) -> None:
         """Forget all steps: what lies in the staging directory from now on is to be published, or to be deleted."""

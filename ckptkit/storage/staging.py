@@ -137,7 +137,8 @@ def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False, sh
         return
     fd = store.create(path)  # not synced: a power cut ends the writer too
     try:
-        os.write(fd, body)
+        while body:
+            body = body[os.write(fd, body) :]
     finally:
         os.close(fd)
 

@@ -16,6 +16,7 @@ import pytest
 
 from ckptkit.errors import CheckpointExistsError
 from ckptkit.storage import local, staging
+from ckptkit.storage.journal import Journal
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import owner_path, stage, staging_name
 
@@ -157,6 +158,23 @@ def test_a_writer_on_another_machine_is_not_judged(tmp_path: Path) -> None:
     (tmp_path / owner_path(path)).write_text(json.dumps(owner))
     put(tmp_path / "out")
     assert names(tmp_path) == sorted([path, owner_path(path), "out"])
+
+
+def test_where_writes_are_short_a_writer_is_stated_whole_and_a_step_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, path = os.write, str(tmp_path / "x.owner")
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:1]))
+    staging.write_owner(LocalStore(tmp_path), "x.owner", "0" * 16)
+    journal = Journal(path)
+    journal.begin("plan", anew=True)
+    journal.done(12)  # half of it is on the disk
+    monkeypatch.undo()
+    journal.done(34)
+    journal.close()
+    stated = staging.read_owner(LocalStore(tmp_path), "x.owner")
+    assert stated is not None and stated.owner.pid == os.getpid()
+    assert Journal(path).steps("plan") == {34}
 
 
 # --- killed at every file operation
