@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.convert.bench import make_model
+from benchmarks.convert.bench import environment, make_model
 from ckptkit.units import parse_size
 
 RUN = "from ckptkit.offline.reshard import reshard; reshard({src!r}, {dst!r}, {options})"
@@ -45,7 +45,7 @@ def timed(command: list[str], clean: Path) -> tuple[float, float, int]:
     """Return (wall seconds, processor seconds, peak resident bytes) of one fresh process."""
     shutil.rmtree(clean, ignore_errors=True)
     start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment())
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"{command} failed with {status}")

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.offline.casts import cast_into
+from ckptkit.offline.chain_copy import BoxDigest, Digested
 from ckptkit.offline.gather import Gatherer, strided
 from ckptkit.offline.jobs import BandJob, BandTarget, EntryMap, TileJob
 from ckptkit.offline.plan import ComputedTensor, OutputTensor
@@ -39,6 +40,7 @@ class BoxCopier:
     Attributes:
         tile_nbytes: Of source elements that are held at once; `big_nbytes` where small tiles would read
             the source many times over.
+        digested: Takes the digests of boxes that are written whole and in order.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class BoxCopier:
         tile_nbytes: int,
         big_nbytes: int,
         done: Callable[[int], None],
+        digested: Digested | None = None,
     ) -> None:
         self._gatherer = gatherer
         self._maps = maps
@@ -57,6 +60,7 @@ class BoxCopier:
         self._tile_nbytes = tile_nbytes
         self._big_nbytes = big_nbytes
         self._done = done
+        self._digested = digested
 
     def jobs(self, bands: Sequence[BandJob], tiles: Sequence[TileJob]) -> list[Job]:
         return [*(partial(self._do_band, band) for band in bands), *(partial(self._do_tile, tile) for tile in tiles)]
@@ -80,28 +84,52 @@ class BoxCopier:
         rows = Box((first, *(0,) * (len(entry.shape) - 1)), (stop - first, *entry.shape[1:]))
         small = max(self._tile_nbytes, min(self._big_nbytes, len(entry.slices) << 16))  # 64 KiB a read, or more
         nbytes = self._big_nbytes if entry.slices.strides else small
+        writers = [self._writer(target) for target in job.targets]
         for tile in rows.tiles(max(1, nbytes // itemsize)):
             data = worker.room(tile.numel * itemsize)
             self._gatherer.read_box(job.key, tile, data)
-            for target in job.targets:
+            for target, write in zip(job.targets, writers, strict=True):
                 shared = tile.intersect(target.box)
                 if shared is not None:
-                    self._write_shared(data, tile, shared, target, entry.dtype)
+                    write(shared, _cut(data, tile, shared, target, entry.dtype))
             self._done(len(data))
 
-    def _write_shared(self, data: Bytes, tile: Box, shared: Box, target: BandTarget, source_dtype: str) -> None:
-        itemsize = dtype_of(source_dtype).itemsize
-        inside = shared.relative_to(tile)
-        first = inside.flat_start(tile.sizes) * itemsize
-        if inside.is_contiguous_in(tile.sizes):
-            part = data[first : first + shared.numel * itemsize]
-        else:
-            view = strided(data, first, shared.sizes, row_major_strides(tile.sizes), itemsize)
-            part = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
-        if target.dtype != source_dtype:
-            made = np.empty(shared.numel * dtype_of(target.dtype).itemsize, np.uint8)
-            cast_into(part, made, source_dtype, target.dtype)
-            part = made
-        # Tiles are cut row-major, so what a tile shares with a box is a run of the box.
-        at = shared.relative_to(target.box).flat_start(target.box.sizes) * dtype_of(target.dtype).itemsize
-        self._sink.write(target.file, target.start + at, [part.data])
+    def _writer(self, target: BandTarget) -> Callable[[Box, Bytes], None]:
+        """What writes the parts of a box, which come in order: tiles are cut row-major, so each is a run of the box."""
+        itemsize = dtype_of(target.dtype).itemsize
+        if self._digested is None or not target.whole:
+            sink = self._sink
+
+            def write(part: Box, data: Bytes) -> None:
+                at = part.relative_to(target.box).flat_start(target.box.sizes) * itemsize
+                sink.write(target.file, target.start + at, [data.data])
+
+            return write
+        whole = BoxDigest(self._sink, self._digested, target.file, target.start)
+        left = target.box.numel * itemsize
+
+        def write_next(part: Box, data: Bytes) -> None:
+            nonlocal left
+            whole.write(data.data)
+            left -= len(data)
+            if not left:
+                whole.end()
+
+        return write_next
+
+
+def _cut(data: Bytes, tile: Box, shared: Box, target: BandTarget, source_dtype: str) -> Bytes:
+    """Return a box that lies in a tile, row-major, in the dtype of the target."""
+    itemsize = dtype_of(source_dtype).itemsize
+    inside = shared.relative_to(tile)
+    first = inside.flat_start(tile.sizes) * itemsize
+    if inside.is_contiguous_in(tile.sizes):
+        part = data[first : first + shared.numel * itemsize]
+    else:
+        view = strided(data, first, shared.sizes, row_major_strides(tile.sizes), itemsize)
+        part = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+    if target.dtype != source_dtype:
+        made = np.empty(shared.numel * dtype_of(target.dtype).itemsize, np.uint8)
+        cast_into(part, made, source_dtype, target.dtype)
+        part = made
+    return part

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptkit.offline.chain_copy import Digested
 from ckptkit.offline.copy import CopyReport, Progress, execute
 from ckptkit.offline.masters import prove_masters
 from ckptkit.offline.plan import Plan
@@ -86,7 +87,7 @@ def carry_out(
         def copied() -> CopyReport:
             return execute(
                 plan, source.store, session.store, workers=how.workers, max_memory=how.max_memory, check=how.check,
-                progress=how.progress, only=session.only, journal=session.journal,
+                progress=how.progress, only=session.only, journal=session.journal, digests=sealing is not None,
             )  # fmt: skip
 
         def proved() -> int:
@@ -97,7 +98,8 @@ def carry_out(
             )
 
         masters = session.one(lambda: prove_masters(source, masters_of)) if how.check else 0
-        done = session.everyone(copied)
+        copies = session.everyone(copied)
+        done = copies[0]
         if look is not None:
             session.one(partial(look, session.store))
         if how.verify:
@@ -105,5 +107,7 @@ def carry_out(
         if sealing is not None:
             from ckptkit.offline.seal import seal
 
-            record = session.one(partial(seal, plan, session.store, sealing, workers=how.workers))
+            digested = Digested.joined(copy.digested for copy in copies)
+            sealed = partial(seal, plan, session.store, sealing, digested=digested, workers=how.workers)
+            record = session.one(sealed)
     return Outcome(done, masters, verified, record)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ckptkit.errors import NoSpaceError, UsageError
 from ckptkit.offline.boxes import BoxCopier
+from ckptkit.offline.chain_copy import ChainCopier, Digested
 from ckptkit.offline.checks import Verifier
 from ckptkit.offline.coverage import check_plan
 from ckptkit.offline.gather import Gatherer
@@ -37,9 +38,10 @@ __all__ = ["CopyReport", "Progress", "execute"]
 Progress = Callable[[int, int, str], None]
 
 DEFAULT_MAX_MEMORY = 512_000_000
-_CHUNK = 512 << 10  # stays in the second-level cache between read, digest and write
+_CHUNK = 1 << 20  # few calls, and out of a cache from read to digest to write
 _REMOTE_CHUNK = 8 << 20
 _TILE = 4 << 20
+_LONG = 128 << 20  # of one step: as long as several others take together
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class CopyReport:
         seconds: Wall time.
         steps: In how many steps it was done.
         taken_over: How many of them an interrupted run had done.
+        digested: The digests of boxes that were taken on the way, by the files of the plan.
     """
 
     nbytes: int
@@ -61,6 +64,7 @@ class CopyReport:
     seconds: float
     steps: int = 0
     taken_over: int = 0
+    digested: Digested | None = None
 
     def notes(self) -> tuple[str, ...]:
         """Return what a person should know."""
@@ -80,6 +84,7 @@ def execute(
     progress: Progress | None = None,
     only: Callable[[int], bool] | None = None,
     journal: Journal | None = None,
+    digests: bool = False,
 ) -> CopyReport:
     """Write the files of a plan below `destination`, which has none of them.
 
@@ -93,6 +98,7 @@ def execute(
         only: Which files, by index, this process writes; None for all.
         journal: Of the destination, a local one: steps that it says are done are not done again. Whatever else lies
             in the destination is deleted.
+        digests: Take the digests of the boxes that are written, of as many as pass by from their start to their end.
 
     Raises:
         IntegrityError: A digest differs; it names the file and the tensor.
@@ -101,14 +107,23 @@ def execute(
     """
     started = time.perf_counter()
     check_plan(plan)
+    kept = list(range(len(plan.files)))
     if only is not None:
-        plan = _restricted(plan, only)
+        kept = [index for index in kept if only(index)]
+        plan = _restricted(plan, kept)
     local = isinstance(destination, LocalStore)
     # Local copies keep a processor each: more of them only wait in turn for the lock of one output file.
     least = 2 if local and isinstance(source, LocalStore) else 4
     workers = workers or min(16, max(least, os.cpu_count() or 1))
     run = _Execution(
-        plan, source, workers=workers, max_memory=max_memory, check=check, by_boxes=not local, progress=progress
+        plan,
+        source,
+        workers=workers,
+        max_memory=max_memory,
+        check=check,
+        by_boxes=not local,
+        digests=digests and local,
+        progress=progress,
     )
     try:
         if isinstance(destination, LocalStore):
@@ -121,12 +136,12 @@ def execute(
         run.close()
     proved = int(run.verifier.proved.sum()) if run.verifier is not None else 0
     seconds = time.perf_counter() - started
-    return CopyReport(plan.nbytes, run.nbytes_read, proved, seconds, run.steps, run.taken_over)
+    digested = run.digested.renumbered(kept) if digests else None
+    return CopyReport(plan.nbytes, run.nbytes_read, proved, seconds, run.steps, run.taken_over, digested)
 
 
-def _restricted(plan: Plan, only: Callable[[int], bool]) -> Plan:
+def _restricted(plan: Plan, kept: list[int]) -> Plan:
     """The same plan with the files, and what lies in them, of one process. Files keep their order."""
-    kept = [index for index in range(len(plan.files)) if only(index)]
     renumbered = np.full(len(plan.files), -1, np.int32)
     renumbered[kept] = np.arange(len(kept))
     placements = []
@@ -162,6 +177,9 @@ class _Step:
     path: str = ""
 
 
+_Placed = tuple[tuple[int, int], _Step]  # (origin, start): steps follow the disk
+
+
 class _Execution:
     """One run of a plan: what its workers share."""
 
@@ -174,10 +192,13 @@ class _Execution:
         max_memory: int,
         check: bool,
         by_boxes: bool,
+        digests: bool,
         progress: Progress | None,
     ) -> None:
         self.plan = plan
-        self.work: Work = prepare(plan, check=check, by_boxes=by_boxes)
+        self.work: Work = prepare(plan, check=check, by_boxes=by_boxes, digests=digests)
+        self.digests = digests
+        self.digested = Digested()
         self.reader = SourceReader(source, self.work.origins)
         self.verifier = Verifier(self.work.records, self._describe) if check else None
         if self.verifier is not None:
@@ -259,16 +280,23 @@ class _Execution:
         """Boxes first, which take longest, then runs in the order of the disk."""
         work = self.work
         boxes = BoxCopier(
-            self.gatherer, work.maps, sink, tile_nbytes=self.tile_nbytes, big_nbytes=self.big_nbytes, done=self.done
+            self.gatherer,
+            work.maps,
+            sink,
+            tile_nbytes=self.tile_nbytes,
+            big_nbytes=self.big_nbytes,
+            done=self.done,
+            digested=self.digested if self.digests else None,
         )
         jobs = boxes.jobs(work.bands, work.tiles)
         direct = direct_rows(work, sink) if self.reader.is_local else np.zeros(len(work.runs), bool)
         kernel, streamed = (split(work.runs.take(rows), work.ratios()) for rows in (direct, ~direct))
         wanted = touched(streamed, work.records)
+        wanted = wanted[~work.chains.proves(len(work.records))[wanted]]
         direct_copier = StreamCopier(work, kernel, self.reader, sink, None, wanted=wanted, done=self.done)
         copier = StreamCopier(work, streamed, self.reader, sink, self.verifier, wanted=wanted, done=self.done)
         none = np.zeros(0, np.int64)
-        placed: list[tuple[tuple[int, int], _Step]] = [
+        placed: list[_Placed] = [
             (
                 (int(kernel.origins[row]), int(kernel.starts[row])),
                 _Step(partial(direct_copier.copy_direct, row), none, self._path_of(kernel.origins[row])),
@@ -283,8 +311,22 @@ class _Execution:
                     _Step(partial(copier.copy_spans, job), records, self._path_of(job[0].origin)),
                 )
             )
-        placed.sort(key=lambda item: item[0])
-        return [*(_Step(job, none) for job in jobs), *(step for _, step in placed)]
+        long, chains = self._chain_steps(sink)
+        placed = sorted([*placed, *chains], key=lambda item: item[0])
+        return [*(_Step(job, none) for job in jobs), *(step for _, step in (*long, *placed))]
+
+    def _chain_steps(self, sink: LocalSink) -> tuple[list[_Placed], list[_Placed]]:
+        """The steps of chains: the long ones, which would keep one worker when the others are done, and the rest."""
+        chains = self.work.chains
+        copier = ChainCopier(chains, self.reader, sink, self.verifier, self.digested, done=self.done)
+        found: tuple[list[_Placed], list[_Placed]] = [], []
+        for step in range(len(chains.steps) - 1):
+            first, stop = chains.steps[step : step + 2].tolist()
+            origin, start = int(chains.origins[first]), int(chains.starts[first])
+            is_short = int(chains.nbytes[first:stop].sum()) < _LONG
+            done = _Step(partial(copier.copy, step), copier.records_of(step), self._path_of(origin))
+            found[is_short].append(((origin, start), done))
+        return found
 
     def _path_of(self, origin: int) -> str:
         return self.work.origins[int(origin)].path

@@ -1,13 +1,15 @@
 """A plan taken apart into what an executor does: runs of bytes in the order of the disk, and boxes by tiles.
 
-A run is contiguous on both sides. What is not (column shards, transposes, arithmetic) becomes a `BandJob`, which
-walks over the source once, or a `TileJob`, which walks over one box of the target. Pure; columns of numbers.
+A run is contiguous on both sides. Runs that fill whole boxes, to be digested on the way, become `Chains`. What is no
+run (column shards, transposes, arithmetic) becomes a `BandJob`, which walks over the source once, or a `TileJob`, which
+walks over one box of the target. Pure; columns of numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.catalog.tiles import pieces, source_layout
 from ckptkit.offline.casts import is_cast
+from ckptkit.offline.chains import ChainRows, Chains, chained
 from ckptkit.offline.checks import RecordTable
 from ckptkit.offline.plan import ComputedTensor, OutputTensor, Placement, Plan
 from ckptkit.offline.sources import Origin
@@ -67,12 +70,17 @@ class TileJob:
 
 @dataclass(frozen=True, slots=True)
 class BandTarget:
-    """A box of a source that is written row-major at `start` of a file."""
+    """A box of a source that is written row-major at `start` of a file.
+
+    Attributes:
+        whole: It is all of a box of the target.
+    """
 
     box: Box
     file: int
     start: int
     dtype: str
+    whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,7 @@ class Work:
 
     origins: Sequence[Origin]
     runs: Runs
+    chains: Chains
     records: RecordTable
     casts: Sequence[tuple[str, str]]
     tiles: Sequence[TileJob]
@@ -110,14 +119,15 @@ class Work:
         return np.array([_ratio(*pair) for pair in self.casts], np.int64)
 
 
-def prepare(plan: Plan, *, check: bool, by_boxes: bool = False) -> Work:
+def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = False) -> Work:
     """Take a plan apart.
 
     Args:
         check: The digests of all source bytes that are touched become records.
         by_boxes: Only look the sources up: the executor makes one box after the other by itself.
+        digests: Boxes are to be digested: what can be is chained.
     """
-    builder = _Builder(plan.catalog, check=check)
+    builder = _Builder(plan.catalog, check=check, digests=digests)
     for placement in plan.placements:
         if by_boxes:
             builder.look_up(placement.tensor)
@@ -130,10 +140,12 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False) -> Work:
 class _Builder:
     catalog: Catalog
     check: bool
+    digests: bool = False
     origins: list[Origin] = field(default_factory=list)
     _index: dict[Origin, int] = field(default_factory=dict)
     _tables: dict[int, tuple[Sequence[str], Int64]] = field(default_factory=dict)
     _columns: list[list[Int64]] = field(default_factory=list)
+    _chains: list[ChainRows] = field(default_factory=list)
     _records: list[list[npt.NDArray[np.generic]]] = field(default_factory=list)
     _casts: dict[tuple[str, str], int] = field(default_factory=lambda: {("", ""): 0})
     _names: dict[str, int] = field(default_factory=dict)
@@ -154,11 +166,40 @@ class _Builder:
             found = _PartPieces.of(self.catalog, placement, tensor, part)
             strided.update(found.rows[~found.dense].tolist())
             pending.append(found)
+        if not strided and self.digests and self._chain(placement, pending):
+            return
         bad = np.array(sorted(strided), np.int64)
         for found in pending:
             self._add_runs(found, placement, ~np.isin(found.rows, bad) if len(bad) else None)
         if len(bad):
             self._add_strided(placement, tensor, bad)
+
+    def _chain(self, placement: Placement, found: Sequence[_PartPieces]) -> bool:
+        """Add the runs of a tensor to the chains; False where they are none."""
+        if not found or any(
+            part.entry.slices.codecs or is_cast(part.entry.dtype, placement.tensor.dtype) for part in found
+        ):
+            return False
+        columns: list[list[Any]] = []
+        for number, part in enumerate(found):
+            slices, rows = part.entry.slices, part.rows
+            columns.append(
+                [
+                    self._origins(part.entry)[part.slices], part.starts, part.nbytes,
+                    placement.files[rows].astype(np.int64), part.targets, rows, part.targets - placement.starts[rows],
+                    part.slices * len(found) + number, slices.starts[part.slices], slices.nbytes[part.slices],
+                    np.zeros(len(rows), bool),
+                ]
+            )  # fmt: skip
+        joined = ChainRows(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+        strides = row_major(np.array([placement.tensor.shape], np.int64).reshape(1, -1))
+        rows_in_order = chained(joined, (placement.offsets * strides).sum(axis=1), placement.nbytes())
+        if rows_in_order is None:
+            return False
+        self._chains.append(rows_in_order)
+        for part in found:
+            self._add_records(part.entry, part.slices)
+        return True
 
     def _add_runs(self, found: _PartPieces, placement: Placement, keep: npt.NDArray[np.bool_] | None) -> None:
         entry, slices = found.entry, found.slices
@@ -272,6 +313,7 @@ class _Builder:
         return Work(
             self.origins,
             _merged(self._sorted_runs(), [_ratio(*pair) for pair in self._casts]),
+            Chains.of(self._chains, records),
             records,
             list(self._casts),
             self._tiles,
@@ -385,7 +427,7 @@ def _band_target(placement: Placement, row: int, box: Box, part: Part) -> BandTa
     offsets, sizes = _in_source(part, lo, hi)
     start = int(placement.starts[row]) + inside.flat_start(box.sizes) * dtype_of(placement.tensor.dtype).itemsize
     source = Box(tuple(offsets[0].tolist()), tuple(sizes[0].tolist()))
-    return BandTarget(source, int(placement.files[row]), start, placement.tensor.dtype)
+    return BandTarget(source, int(placement.files[row]), start, placement.tensor.dtype, shared == box)
 
 
 def _ratio(source: str, target: str) -> tuple[int, int]:

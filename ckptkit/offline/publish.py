@@ -43,8 +43,9 @@ class Session(Protocol):
     only: Callable[[int], bool] | None
     journal: Journal | None
 
-    def everyone(self, fn: Callable[[], T]) -> T:
-        """Run `fn` on every rank; raises on all where it failed on any."""
+    def everyone(self, fn: Callable[[], T]) -> list[T]:
+        """Run `fn` on every rank; raises on all where it failed on any. Returns what it returned here, and, where
+        `one` is run, on every other rank."""
 
     def one(self, fn: Callable[[], T]) -> T:
         """Run `fn` on one rank; its result, or error, is everybody's."""
@@ -59,8 +60,8 @@ class _Alone:
         staged = isinstance(store, LocalStore) and leftover_of(os.path.basename(store.url)) is not None
         self.journal = Journal.beside(store) if staged and isinstance(store, LocalStore) else None
 
-    def everyone(self, fn: Callable[[], T]) -> T:
-        return fn()
+    def everyone(self, fn: Callable[[], T]) -> list[T]:
+        return [fn()]
 
     def one(self, fn: Callable[[], T]) -> T:
         return fn()

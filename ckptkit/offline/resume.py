@@ -31,13 +31,14 @@ def fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
     for value in (__version__, source.url, check, *_plan_values(plan), *_source_values(work, source)):
         state.update(repr(value).encode("utf-8", "backslashreplace"))
         state.update(b"\n")
-    for table in (work.runs, work.records):
+    for table in (work.runs, work.chains, work.records):
         for name in _COLUMNS[type(table).__name__]:
             state.update(memoryview(getattr(table, name)).cast("B"))
     return state.hexdigest()
 
 
 _COLUMNS = {
+    "Chains": ("origins", "starts", "nbytes", "files", "targets", "records", "last", "steps"),
     "Runs": ("origins", "starts", "nbytes", "files", "targets", "casts"),
     "RecordTable": ("sources", "starts", "nbytes", "values", "algorithms"),
 }

@@ -16,6 +16,8 @@ import xxhash
 from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord
 from ckptkit.formats.manifest import DIGEST, Manifest
+from ckptkit.formats.outline import LEAST
+from ckptkit.offline.chain_copy import Digested
 from ckptkit.offline.plan import Plan
 from ckptkit.offline.sources import Origin, SourceReader
 from ckptkit.storage.staging import new_nonce
@@ -24,6 +26,7 @@ from ckptkit.version import __version__
 
 __all__ = ["Seal", "SealedTensor", "planned_catalog", "seal"]
 
+_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, row of it, whether its digest is known, that
 _CHUNK = 256 << 10  # stays in the second-level cache between two digests
 _REMOTE_CHUNK = 8 << 20
 Digests = Sequence[npt.NDArray[np.uint64]]
@@ -98,13 +101,14 @@ def planned_catalog(plan: Plan, what: Seal, digests: Digests | None = None) -> C
     return Catalog(tensors, what.objects, info)
 
 
-def seal(plan: Plan, store: Store, what: Seal, *, workers: int = 0) -> CommitRecord:
+def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = None, workers: int = 0) -> CommitRecord:
     """Hash the plan's files in `store`, then write the manifest and, last, the commit record.
 
-    The files are read once more: pieces of a box and of a file arrive in the order of the source, and xxh3 can't be
-    put together from pieces.
+    Args:
+        digested: Digests of boxes that were taken when they were written. The others are read once more, and what
+            lies between the boxes.
     """
-    digests, files = _hash_files(plan, store, workers)
+    digests, files = _hash_files(plan, store, digested or Digested(), workers)
     known = planned_catalog(plan, what, digests)
     extra = {**what.extra, "digests": {path: item.digest for path, item in files.items()}}
     info = CatalogInfo(
@@ -139,16 +143,23 @@ def seal(plan: Plan, store: Store, what: Seal, *, workers: int = 0) -> CommitRec
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """All placed boxes by file and start: bytes [start, start + nbytes), and whose they are."""
+    """All placed boxes by file and start: bytes [start, start + nbytes), and whose they are.
+
+    Attributes:
+        known: [n] whether the digest is known.
+        digests: [n] the known ones.
+    """
 
     bounds: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
+    known: npt.NDArray[np.bool_]
+    digests: npt.NDArray[np.uint64]
 
     @classmethod
-    def of(cls, plan: Plan) -> _Boxes:
+    def of(cls, plan: Plan, digested: Digested) -> _Boxes:
         empty, placements = np.zeros(0, np.int64), plan.placements
         lengths = [len(placement) for placement in placements]
         files = np.concatenate([empty, *(p.files.astype(np.int64) for p in placements)])
@@ -157,18 +168,46 @@ class _Boxes:
         rows = np.concatenate([empty, *(np.arange(n) for n in lengths)])
         owners = np.repeat(np.arange(len(placements)), lengths)
         order = np.lexsort((nbytes, starts, files))
-        bounds = np.searchsorted(files[order], np.arange(len(plan.files) + 1))
-        return cls(bounds, starts[order], nbytes[order], owners[order], rows[order])
+        files, starts, nbytes = files[order], starts[order], nbytes[order]
+        bounds = np.searchsorted(files, np.arange(len(plan.files) + 1))
+        known, values = _look_up(digested, files, starts, nbytes)
+        return cls(bounds, starts, nbytes, owners[order], rows[order], known, values)
+
+    def of_file(self, index: int) -> list[_Row]:
+        """Return the boxes of one file, in its order."""
+        part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
+        columns = (self.starts, self.nbytes, self.owners, self.rows, self.known, self.digests)
+        return list(zip(*(column[part].tolist() for column in columns), strict=True))
 
 
-def _hash_files(plan: Plan, store: Store, workers: int) -> tuple[Digests, dict[str, FileRecord]]:
+def _look_up(
+    digested: Digested, files: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
+    """Return which boxes' digests are known, and the digests."""
+    table = digested.table()
+    if not len(table):
+        return np.zeros(len(files), bool), np.zeros(len(files), np.uint64)
+    table = table[np.lexsort((table["start"], table["file"]))]
+    first = np.searchsorted(table["file"], np.arange(int(files.max(initial=0)) + 2))
+    result = np.zeros(len(files), bool), np.zeros(len(files), np.uint64)
+    bounds = np.searchsorted(files, np.arange(len(first)))
+    for file in range(len(first) - 1):
+        own, boxes = table[first[file] : first[file + 1]], slice(int(bounds[file]), int(bounds[file + 1]))
+        if len(own):
+            at = np.minimum(np.searchsorted(own["start"], starts[boxes]), len(own) - 1)
+            result[0][boxes] = (own["start"][at] == starts[boxes]) & (own["nbytes"][at] == nbytes[boxes])
+            result[1][boxes] = own["digest"][at]
+    return result
+
+
+def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> tuple[Digests, dict[str, FileRecord]]:
     """Return the digest of every placed box, by placement, and of every file."""
     digests = [np.zeros(len(placement), np.uint64) for placement in plan.placements]
-    boxes = _Boxes.of(plan)
+    boxes = _Boxes.of(plan, digested)
     reader = SourceReader(store, [Origin(file.path) for file in plan.files])
 
     def one(index: int) -> FileRecord:
-        return _hash_file(reader, index, plan.files[index].nbytes, boxes, digests)
+        return _FileHash(reader, index, plan.files[index].nbytes, digests).hashed(boxes.of_file(index))
 
     try:
         with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
@@ -178,28 +217,57 @@ def _hash_files(plan: Plan, store: Store, workers: int) -> tuple[Digests, dict[s
     return digests, {file.path: record for file, record in zip(plan.files, found, strict=True)}
 
 
-def _hash_file(reader: SourceReader, index: int, nbytes: int, boxes: _Boxes, digests: Digests) -> FileRecord:
-    """Hash a file once from its start to its end: the whole, and each box in it."""
-    whole = xxhash.xxh3_64()
-    chunk = _CHUNK if reader.is_local else _REMOTE_CHUNK
-    buffer = memoryview(bytearray(min(chunk, max(nbytes, 1))))
-    part = slice(int(boxes.bounds[index]), int(boxes.bounds[index + 1]))
-    columns = (boxes.starts[part], boxes.nbytes[part], boxes.owners[part], boxes.rows[part])
-    rows = list(zip(*(column.tolist() for column in columns), strict=True))
-    at, state = 0, None  # of the box that the last chunk ended in
-    for first in range(0, nbytes, chunk):
-        view = buffer[: min(chunk, nbytes - first)]
-        reader.read(index, first, view)
-        whole.update(view)
-        stop = first + len(view)
-        while at < len(rows) and rows[at][0] < stop:
-            start, length, owner, row = rows[at]
-            state = state or xxhash.xxh3_64()
-            state.update(view[max(start - first, 0) : start + length - first])
-            if start + length > stop:
-                break
-            digests[owner][row] = state.intdigest()
-            at, state = at + 1, None
-    for _, _, owner, row in rows[at:]:  # boxes of no bytes at the very end
-        digests[owner][row] = xxhash.xxh3_64_intdigest(b"")
-    return FileRecord(nbytes, whole.hexdigest())
+class _FileHash:
+    """Hashes a file from its start to its end: its outline, and each box in it whose digest is not known."""
+
+    def __init__(self, reader: SourceReader, index: int, nbytes: int, digests: Digests) -> None:
+        self._reader = reader
+        self._index = index
+        self._nbytes = nbytes
+        self._digests = digests
+        self._outline = xxhash.xxh3_64()
+        self._outlined = False
+        self._buffer = memoryview(bytearray(min(_CHUNK if reader.is_local else _REMOTE_CHUNK, max(nbytes, 1))))
+
+    def hashed(self, boxes: list[_Row]) -> FileRecord:
+        """Return what the commit record says of the file."""
+        first = 0  # of the bytes that were not looked at yet
+        pending: list[_Row] = []  # boxes in them
+        for row in boxes:
+            start, length, owner, place, known, digest = row
+            if not known or length < LEAST:
+                pending.append(row)
+                continue
+            self._read(first, start, pending)
+            self._state(owner, place, length, digest)
+            first, pending = start + length, []
+        self._read(first, self._nbytes, pending)
+        return FileRecord(self._nbytes, self._outline.hexdigest(), self._outlined)
+
+    def _state(self, owner: int, row: int, nbytes: int, digest: int) -> None:
+        self._digests[owner][row] = digest
+        if nbytes >= LEAST:
+            self._outline.update(digest.to_bytes(8, "little"))
+            self._outlined = True
+
+    def _read(self, first: int, stop: int, boxes: list[_Row]) -> None:
+        """Hash the bytes [first, stop), in which these boxes lie."""
+        at, state = 0, None  # of the box that the last chunk ended in
+        for begin in range(first, stop, len(self._buffer)):
+            view = self._buffer[: min(len(self._buffer), stop - begin)]
+            self._reader.read(self._index, begin, view)
+            end, told = begin + len(view), begin  # up to where the outline was told
+            while at < len(boxes) and boxes[at][0] < end:
+                start, length, owner, row, *_ = boxes[at]
+                state = state or xxhash.xxh3_64()
+                state.update(view[max(start - begin, 0) : start + length - begin])
+                if length >= LEAST:
+                    self._outline.update(view[told - begin : max(start - begin, 0)])
+                    told = min(start + length, end)
+                if start + length > end:
+                    break
+                self._state(owner, row, length, state.intdigest())
+                at, state = at + 1, None
+            self._outline.update(view[told - begin :])
+        for _, length, owner, row, *_ in boxes[at:]:  # boxes of no bytes at the very end
+            self._state(owner, row, length, xxhash.xxh3_64_intdigest(b""))

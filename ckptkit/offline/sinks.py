@@ -64,6 +64,17 @@ class LocalSink:
         """Tell whether what is written to a file must pass through here: it has CRC fields."""
         return index in self._crcs
 
+    def put(self, index: int, start: int, view: memoryview) -> None:
+        """Write bytes whose CRC-32, where it is needed, is stated by `add_crc`; threads wait in turn for a file."""
+        path = self._files[index].path
+        # The kernel lets one thread at a time into a file, and a second one would spin at its door.
+        with self._busy[index], self._descriptors.using(path) as descriptor:
+            self._write(descriptor, path, start, [view])
+
+    def add_crc(self, index: int, start: int, nbytes: int, crc: int) -> None:
+        """State the CRC-32 of what was `put`."""
+        self._crcs[index].append((start, nbytes, crc))
+
     def write(self, index: int, start: int, views: Sequence[Any]) -> None:
         """Write views one after the other from `start` of a file."""
         path = self._files[index].path

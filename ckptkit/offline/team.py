@@ -49,18 +49,17 @@ class _Together:
         self.only: Callable[[int], bool] | None = lambda index: owners[index] == coordinator.rank
         self.own_paths = [plan.files[i].path for i, rank in enumerate(owners) if rank == coordinator.rank]
 
-    def everyone(self, fn: Callable[[], T]) -> T:
+    def everyone(self, fn: Callable[[], T]) -> list[T]:
         outcome = Outcome.of(fn)
         try:
-            self._coordinator.settle(outcome, "writing the files")
+            results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
         except BaseException:
             if not self._coordinator.is_main and self.store.local_root is None:
                 # Rank 0 clears away what it staged; on an object store it does not know of these.
                 with contextlib.suppress(OSError):
                     self.store.delete(self.own_paths)
             raise
-        result: T = outcome.value
-        return result
+        return [outcome.value] if results is None else results
 
     def one(self, fn: Callable[[], T]) -> T:
         return self._coordinator.decide(fn, "checking the result")
