@@ -12,7 +12,7 @@ from ckptkit.formats.layout import LATEST_HINT
 from ckptkit.storage import staging
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.remote import RemoteStore
-from ckptkit.storage.snapshot import snapshot
+from ckptkit.storage.snapshot import Snapshot, snapshot
 from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, remove_leftover
 from ckptkit.storage.store import FileInfo, Store
 
@@ -51,7 +51,7 @@ def clean_leftovers(
     dead += [item.path for item in inventory.in_progress if _is_dead(root, item, leased=leased)]
     items = view.list()
     dead += _lone_owners(root, items) + _half_written(items, leased=leased)
-    removed = []
+    removed = _clean_statements(root, inventory, view, leased=leased, dry_run=dry_run)
     for path in dict.fromkeys(dead):
         try:
             if not dry_run:
@@ -60,6 +60,21 @@ def clean_leftovers(
         except OSError as error:
             logger.warning("%s/%s could not be removed: %s", root.url, path, error)
     return removed if given is not None else removed + _old_uploads(root, dry_run=dry_run)
+
+
+def _clean_statements(root: Store, inventory: Inventory, view: Store, *, leased: bool, dry_run: bool) -> list[str]:
+    """Remove what writers said of themselves that were killed once their checkpoint was committed."""
+    if not isinstance(view, Snapshot):
+        return []  # each would have to be asked for; they go with their checkpoint
+    placed = [f"{item.path}/{item.record.data}" for item in inventory.committed if item.record.data]
+    found = [owner_path(path) for path in placed if view.info(owner_path(path)) is not None]
+    dead = [path for path in found if is_dead(root, path, leased=leased)]
+    try:
+        root.delete([] if dry_run else dead)
+    except OSError as error:
+        logger.warning("%s/%s could not be removed: %s", root.url, dead[0], error)
+        return []
+    return dead
 
 
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:

@@ -62,7 +62,7 @@ class Known:
 class Budget:
     """Bounds what is on its way up: how many requests, and how much memory is held for them alone."""
 
-    def __init__(self, most: int = _UPLOADS, most_bytes: int = _HELD_BYTES) -> None:
+    def __init__(self, most: int, most_bytes: int) -> None:
         self._free, self._free_bytes = most, most_bytes
         self._most = most
         self._changed = threading.Condition()
@@ -129,7 +129,7 @@ class Connection:
                     pid,
                     _open_file_system(self.protocol, self.options),
                     ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-remote"),
-                    Budget(),
+                    Budget(_UPLOADS, _HELD_BYTES),
                     Known(),
                 )
             return self._held

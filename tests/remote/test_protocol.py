@@ -90,8 +90,21 @@ def test_a_writer_killed_before_its_first_file_is_cleaned_up_by_the_next_save(ur
     assert [item.path for item in root.list("step_00000002")] == ["step_00000002/fedcba9876543210.owner"]
 
 
-def _stating(say: Any, url: str, options: Options) -> None:
-    write_owner(open_store(url, storage_options=options), "step_00000002/0123456789abcdef.owner", "0123456789abcdef")
+def test_what_a_writer_said_of_itself_that_was_killed_right_after_the_commit_goes_with_the_next_save(
+    url: str, s3: Options
+) -> None:
+    root = open_store(url, storage_options=s3)
+    record = save(root, 1)
+    path = f"step_00000001/{record.save_id}.owner"
+    code, _ = fork(_stating, url, s3, path)
+    assert code == 0 and root.info(path) is not None
+    save(root, 2)
+    assert root.info(path) is None
+    assert check(root) == [1, 2]
+
+
+def _stating(say: Any, url: str, options: Options, path: str = "step_00000002/0123456789abcdef.owner") -> None:
+    write_owner(open_store(url, storage_options=options), path, path[-22:-6])
 
 
 def test_a_probe_that_a_kill_left_is_removed_once_it_is_old(

@@ -130,13 +130,28 @@ def _change(place: Place) -> None:
 def test_a_checkpoint_is_resharded_from_bucket_to_bucket_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _rclone(tmp_path) as place:  # a process of its own: what it holds does not count
-        _reshard(place, monkeypatch)
-
-
-def _reshard(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     part = 5 << 20
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", part)
+    monkeypatch.setattr("ckptkit.storage.connection._HELD_BYTES", 4 * part)
+    with _rclone(tmp_path) as place:  # a process of its own: what it holds does not count
+        _reshard(place, part)
+
+
+def test_a_save_holds_no_copy_of_the_model_on_its_way_up(tmp_path: Path) -> None:
+    small, large = nn.Linear(1024, 8, bias=False), nn.Linear(2048, 6400, bias=False)  # 50 MiB, in two files
+    with _rclone(tmp_path) as place, CheckpointManager(place.url, storage_options=place.options) as manager:
+        manager.save(1, TrainState(model=small))  # imports, clients
+        tracemalloc.start()  # of Python alone: the model's own memory is torch's
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            manager.save(2, TrainState(model=large))
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most - before < 1.25 * (16 << 20)  # of each of 8 requests what is being read and sent: 2 MiB
+
+
+def _reshard(place: Place, part: int) -> None:
     base = place.url.rpartition("/")[0]
     for name, rows in (("small", 8), ("large", 4096)):  # 64 MiB
         state = TrainState(model=nn.Linear(4096, rows, bias=False))
