@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 import click
@@ -65,13 +68,12 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
     shown = [row for row in listing.checkpoints if every or row.state != "skipped" or _STEP.fullmatch(row.name)]
     table = [["name", "step", "age", "size", "type", "ranks", "metrics", "rotation"]]
     table += [_cells(row) for row in shown]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1]]).rstrip()
-        for cells in table
-    ]
+    lines = _aligned(table, _columns())
     count = sum(row.state == "committed" for row in shown)
-    lines.append(f"{count} checkpoint{'s' * (count != 1)}, {format_size(listing.total_bytes)}")
+    absent = (
+        f"; {listing.absent} saved earlier {'is' if listing.absent == 1 else 'are'} not here" if listing.absent else ""
+    )
+    lines.append(f"{count} checkpoint{'s' * (count != 1)}, {format_size(listing.total_bytes)}{absent}")
     hidden = len(listing.checkpoints) - len(shown)
     if hidden:
         what = "is no checkpoint" if hidden == 1 else "are no checkpoints"
@@ -79,6 +81,24 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
     if every and listing.foreign:
         lines.append(f"not ours, never touched: {', '.join(listing.foreign)}")
     return lines
+
+
+def _columns() -> int:
+    """How wide a line may be; 0 where nobody's terminal folds it."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+
+def _aligned(table: list[list[str]], columns: int) -> list[str]:
+    """The rows of the table as lines. Where a terminal would fold them, the last cell stands on a line of its own."""
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
+    heads = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=False)) for cells in table]
+    lines = [f"{head}  {cells[-1]}".rstrip() for head, cells in zip(heads, table, strict=True)]
+    if not columns or max(map(len, lines)) <= columns:
+        return lines
+    folded = [heads[0].rstrip()]
+    for head, cells in zip(heads[1:], table[1:], strict=True):
+        folded += [head.rstrip(), *textwrap.wrap(cells[-1], columns, initial_indent="    ", subsequent_indent="    ")]
+    return folded
 
 
 def _cells(row: Listed) -> list[str]:

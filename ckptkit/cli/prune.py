@@ -51,6 +51,8 @@ def command(
                 verb = "FAILED to delete"
             click.echo(f"{verb:<12}  {decision.name}  {format_size(decision.nbytes):>9}  {decision.reason}")
         for path in report.cleaned:
+            if path.endswith(".owner"):
+                continue  # it belongs to the line before
             click.echo(f"{'would clean' if dry_run else 'cleaned':<12}  {path}  left by a save whose process is gone")
         click.echo(f"{'would free' if dry_run else 'freed'} {format_size(report.freed_bytes)}")
     if report.failed:

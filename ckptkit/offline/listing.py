@@ -29,6 +29,8 @@ class Listed:
         keep: What rotation would do; None where it has no say.
         why: The reasons; for what is no checkpoint, what it is.
         age_s: Since it was saved, by the clocks of the machines; None where unknown.
+        absent_before: Checkpoints that were saved before this one, after the one before it that is here, and that are
+            not here: rotation deleted them, say.
     """
 
     name: str
@@ -42,17 +44,20 @@ class Listed:
     age_s: float | None = None
     keep: bool | None = None
     why: str = ""
+    absent_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All of a run, the newest last; `total_bytes` of what is committed."""
+    """All of a run, the newest last; `total_bytes` of what is committed; `absent`: how many that are not here
+    were saved before, as the counts of those that are here tell."""
 
     url: str
     checkpoints: tuple[Listed, ...]
     foreign: tuple[str, ...]
     total_bytes: int
     policy: RetentionPolicy | None
+    absent: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the listing as plain JSON values (schema "ckptkit.ls/1")."""
@@ -62,6 +67,7 @@ class Listing:
             "schema": SCHEMA,
             "url": self.url,
             "total_bytes": self.total_bytes,
+            "absent": self.absent,
             "policy": policy,
             "checkpoints": rows,
             "foreign": list(self.foreign),
@@ -92,14 +98,24 @@ def list_run(
     policy = effective_policy(policy, inventory, recorded=recorded)
     decisions = {d.name: d for d in plan_rotation(inventory, root, policy or RetentionPolicy())}
     now, origin = time.time(), inventory.latest.record.extra.get("resumed_from") if inventory.latest else None
+    gaps = _gaps(inventory)
     rows = [
-        *(_committed(item, decisions[item.name], now, origin) for item in inventory.committed),
+        *(_committed(i, decisions[i.name], now, origin, gaps[i.name]) for i in inventory.committed),
         *(_attempt(item, "in progress") for item in inventory.in_progress),
         *(_attempt(item, "abandoned") for item in inventory.abandoned),
         *(Listed(item.path, "skipped", why=item.reason) for item in inventory.skipped),
     ]
     total = sum(item.record.total_bytes for item in inventory.committed)
-    return Listing(url, tuple(rows), inventory.foreign, total, policy)
+    return Listing(url, tuple(rows), inventory.foreign, total, policy, sum(gaps.values()))
+
+
+def _gaps(inventory: Inventory) -> dict[str, int]:
+    """How many saves were counted between each checkpoint and the one saved before it that is there."""
+    gaps, last = {}, 0
+    for item in sorted(inventory.committed, key=lambda item: item.record.sequence):
+        gaps[item.name] = max(0, item.record.sequence - last - 1)
+        last = item.record.sequence
+    return gaps
 
 
 def policy_of(inventory: Inventory) -> RetentionPolicy | None:
@@ -116,7 +132,7 @@ def policy_of(inventory: Inventory) -> RetentionPolicy | None:
         return None  # a newer ckptkit's policy: decide nothing by it
 
 
-def _committed(item: Committed, decision: Decision, now: float, origin: Any) -> Listed:
+def _committed(item: Committed, decision: Decision, now: float, origin: Any, gap: int) -> Listed:
     record = item.record
     why = decision.reason + ("; of a branch that was rolled back" if item.superseded else "")
     if not decision.keep and record.name == origin:
@@ -133,6 +149,7 @@ def _committed(item: Committed, decision: Decision, now: float, origin: Any) -> 
         max(0.0, now - record.created) if record.created else None,
         decision.keep,
         why,
+        gap,
     )
 
 

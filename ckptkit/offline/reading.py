@@ -100,15 +100,14 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
     """The error with the checkpoint in which the damage is, and with what shows all of it."""
+    words = f"{getattr(error, 'filename', None) or ''}: {error}"
+    where = [source for source in sources if f"{source.store.local_root or source.url}/" in words]
     if isinstance(error, CorruptCheckpointError):
         if error.checkpoint or isinstance(error, (UnsafePathError, UnsafePickleError)):
             return error  # it can't be opened; or it was made like that
-        path = str(error).partition(":")[0]
         told: CorruptCheckpointError = type(error)(str(error))
-        where = [source for source in sources if path in source.catalog.info.files]
+        where = where or [s for s in sources if str(error).partition(":")[0] in s.catalog.info.files]
     elif isinstance(error, FileNotFoundError) and not isinstance(error, CkptkitError):
-        words = f"{error.filename or ''}: {error}"
-        where = [source for source in sources if f"{source.store.local_root or source.url}/" in words]
         told = IncompleteCheckpointError(f"{error.filename or str(error)}: the file is missing.")
     else:
         return error

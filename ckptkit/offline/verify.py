@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError, StorageError
 from ckptkit.formats._torch_zip import file_size
 from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME
@@ -155,7 +155,7 @@ def verify(
         checks, unproved = _plan(catalog, sums)
         gone = {p.path for p in problems if not p.tensor}
         checks = [check for check in checks if check.path not in gone]
-        for found in _compare(store, checks, workers, parse_size(max_memory), progress):
+        for found in _folded(_compare(store, checks, workers, parse_size(max_memory), progress), catalog):
             names = _tensors_of(catalog, found.path) if found.path in sums and not found.tensor else ""
             problems.append(replace(found, message=f"{found.message} It holds {names}.") if names else found)
     if problems:
@@ -313,6 +313,24 @@ def _compare(
     return problems
 
 
+class _UnreadableFile(Problem):
+    """A problem of the file itself, met where one of its digests was to be compared."""
+
+
+def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
+    """The problems, those of a file that can't be read as one."""
+    told: set[str] = set()
+    for problem in problems:
+        if isinstance(problem, _UnreadableFile):
+            if problem.path not in told:
+                told.add(problem.path)
+                names = _tensors_of(catalog, problem.path)
+                holds = f" It holds {names}." if names else ""
+                yield Problem(problem.path, "", f"{problem.message}{holds}")
+        else:
+            yield problem
+
+
 def _check(store: Store, check: _Check) -> Problem | None:
     tensor = ", ".join(name for name in check.names if name)
     what = f"tensor {tensor!r}" if tensor else "the whole file" if _is_whole(check) else "a copy that no tensor uses"
@@ -320,6 +338,9 @@ def _check(store: Store, check: _Check) -> Problem | None:
     digest = check.digest
     try:
         value = _hash(digest.algorithm, _chunks(store, check))
+    except (PermissionError, StorageError) as error:
+        words = error.strerror or str(error)
+        return _UnreadableFile(check.path, tensor, f"{check.path}: the file can't be read: {words.rstrip('.')}.")
     except (CkptkitError, OSError) as error:
         return Problem(check.path, tensor, f"{check.path}: {what} can't be read: {error}")
     if value == digest.value:

@@ -6,11 +6,19 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
 
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.cli import ls, outcome
+from ckptkit.cli import main as commands
 from ckptkit.cli.main import cli
+from ckptkit.errors import StorageError
+from ckptkit.offline.reshard import reshard
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.staging import new_nonce, open_staging
 
 
 def run(*args: str | Path) -> Result:
@@ -37,6 +45,13 @@ def made(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "RUN", symlinks=True))
+
+
+def _flip(file: Path, *, every: int, start: int = 0) -> None:
+    data = bytearray(file.read_bytes())
+    for at in range(start, len(data), every):
+        data[at] ^= 1
+    file.write_bytes(data)
 
 
 # --- what is there
@@ -82,7 +97,12 @@ def test_ls_shows_what_looks_like_a_step_and_is_none(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "words"),
-    [("step_00000100", "one checkpoint"), ("latest", "ckptkit ls {root}"), ("step_00000100/.metadata", "is a file")],
+    [
+        ("200", "ckptkit ls {root}"),
+        ("step_00000100", "one checkpoint"),
+        ("latest", "ckptkit ls {root}"),
+        ("step_00000100/.metadata", "is a file"),
+    ],
 )
 def test_ls_of_what_is_no_run_says_what_it_is(root: Path, place: str, words: str) -> None:
     result = run("ls", root / place)
@@ -90,7 +110,88 @@ def test_ls_of_what_is_no_run_says_what_it_is(root: Path, place: str, words: str
     assert words.format(root=root) in result.stderr
 
 
+@pytest.mark.parametrize("verb", ["convert", "reshard"])
+def test_a_file_that_is_missing_is_named_with_its_checkpoint_and_the_one_before(
+    root: Path, tmp_path: Path, verb: str
+) -> None:
+    (root / "step_00000300" / "__0_0.distcp").unlink()
+    more = ["--world-size", "2"] if verb == "reshard" else []
+    result = run(verb, root, tmp_path / "out", *more)
+    assert result.exit_code == 1
+    assert "__0_0.distcp" in result.stderr
+    assert f"The one before it: {root}/step_00000200" in result.stderr
+    assert f"{root}/step_00000300" in result.stderr
+
+
+def test_a_flipped_bit_met_by_a_conversion_leads_on(root: Path, tmp_path: Path) -> None:
+    _flip(root / "step_00000300" / "__0_0.distcp", every=64)
+    result = run("convert", root, tmp_path / "out")
+    assert result.exit_code == 1
+    assert f"ckptkit verify {root}/step_00000300" in result.stderr
+    assert f"The one before it: {root}/step_00000200" in result.stderr
+
+
+@pytest.mark.parametrize("file", ["checkpoint.json", "manifest.safetensors"])
+def test_verify_names_the_one_before_where_the_newest_can_not_even_be_opened(root: Path, file: str) -> None:
+    (root / "step_00000300" / file).write_bytes(b"{")
+    result = run("verify", root)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[0] == f"{root}/step_00000300"
+    assert result.output.splitlines()[-1] == f"try the one before it: ckptkit verify {root}/step_00000200"
+
+
+def test_latest_is_not_an_older_one_where_the_newest_is_damaged(root: Path) -> None:
+    (root / "step_00000300" / "checkpoint.json").write_bytes(b"{")
+    result = run("inspect", root / "latest")
+    assert result.exit_code == 1
+    assert "is step_00000300, which can't be opened" in result.stderr
+    assert f"The one before it: {root}/step_00000200" in result.stderr
+
+
+def test_a_file_full_of_damage_does_not_fill_the_screen(root: Path) -> None:
+    tensors = {f"layers.{i}.weight": np.full((2, 2), i, np.float32) for i in range(40)}
+    save_file(tensors, root.parent / "model.safetensors")
+    reshard(str(root.parent / "model.safetensors"), str(root.parent / "many" / "step_00000001"), world_size=1)
+    _flip(root.parent / "many" / "step_00000001" / "__0_0.distcp", every=1, start=200)
+    result = run("verify", root.parent / "many")
+    assert result.exit_code == 1
+    bad = [line for line in result.output.splitlines() if line.startswith("bad: ")]
+    assert len(bad) < 15
+    assert "more of it" in bad[-1]
+    assert len(json.loads(run("verify", root.parent / "many", "--json").stdout)["problems"]) > 35
+
+
+def test_a_file_that_can_not_be_read_is_one_problem(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object, path: str, *_: object) -> None:
+        raise StorageError(5, f"{path}: Input/output error")
+
+    monkeypatch.setattr(LocalStore, "read_into", fail)
+    result = run("verify", root)
+    assert [line.count("Input/output error") for line in result.output.splitlines() if "__0_0.distcp" in line] == [1]
+
+
+def test_equal_by_recorded_digests_does_not_claim_to_have_read(root: Path) -> None:
+    result = run("diff", root / "300", root / "300")
+    assert result.exit_code == 0
+    assert "told by recorded digests: verify reads the bytes" in result.output
+
+
 # --- names that are nearly right
+
+
+@pytest.mark.parametrize(("name", "words"), [("best:acc:max", "There are: loss."), ("best:los:min", "'loss'"),
+                                             ("best:loss:mim", "best:METRIC:min")])  # fmt: skip
+def test_best_by_a_metric_that_is_not_there_says_which_are(root: Path, name: str, words: str) -> None:
+    result = run("inspect", root / name)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_ls_of_a_run_that_is_nearly_there_gets_a_guess(root: Path) -> None:
+    for verb in ("ls", "prune"):
+        result = run(verb, root.parent / "RUM")
+        assert result.exit_code == 1
+        assert f"Did you mean {root}?" in result.stderr
 
 
 def test_a_name_that_a_run_does_not_have_gets_a_guess(root: Path) -> None:
@@ -191,3 +292,39 @@ def test_a_warning_of_the_library_reads_like_one(root: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.startswith("Warning: ")
     assert "ckptkit.checkpoint" not in done.stderr
+
+
+# --- Ctrl-C, and narrow terminals
+
+
+def test_what_an_interrupted_conversion_left_is_named(tmp_path: Path) -> None:
+    dst = str(tmp_path / "out")
+    assert "start anew" in outcome._interrupted(dst, overwrite=False)
+    staging = open_staging(LocalStore(tmp_path), "out", new_nonce())
+    staging.write("part.safetensors", b"x" * 5000)
+    words = outcome._interrupted(dst, overwrite=False)
+    assert f"is kept in {staging.url}" in words
+    assert "same command again" in words
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert "is as it was before" in outcome._interrupted(dst, overwrite=True)
+    assert "may be gone" in outcome._interrupted("s3://bucket/out", overwrite=True)
+
+
+def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands.importlib, "import_module", pressed)
+    result = run("ls", "x")
+    assert result.exit_code == 130
+    assert result.stderr == "Interrupted.\n"
+
+
+def test_a_narrow_terminal_gets_the_reasons_on_lines_of_their_own() -> None:
+    table = [["name", "rotation"], ["step_00000100", "keep: the newest; a multiple of 400 (keep_every)"]]
+    assert len(ls._aligned(table, 0)) == len(ls._aligned(table, 100)) == 2
+    narrow = ls._aligned(table, 40)
+    assert narrow[0] == "name"
+    assert max(map(len, narrow)) <= 40
+    assert " ".join(line.strip() for line in narrow[2:]) == table[1][1]

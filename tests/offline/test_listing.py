@@ -83,9 +83,23 @@ def test_a_dry_run_says_what_the_real_one_then_does(root: Path) -> None:
     assert (root / "step_00000009").is_dir()
 
 
-def test_prune_without_a_policy_asks_for_one(root: Path) -> None:
+def test_prune_without_a_policy_deletes_what_dead_saves_left_alone_and_then_asks_for_one(root: Path) -> None:
+    before = {name: row for name, row in states(root).items() if row == "committed"}
+    plan = prune(str(root), dry_run=True)
+    assert plan.cleaned
+    assert set(plan.cleaned) <= set(prune(str(root)).cleaned)
+    assert set(before) <= set(states(root))
     with pytest.raises(UsageError, match="--max-num"):
         prune(str(root))
+
+
+def test_saves_that_are_not_here_any_more_are_counted_where_they_were(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2, keep_every=20)) as manager:
+        for step in (10, 20, 30, 40, 50):
+            manager.save(step, state(step))
+    listing = list_run(str(tmp_path))
+    assert {row.step: row.absent_before for row in listing.checkpoints} == {20: 1, 40: 1, 50: 0}
+    assert listing.absent == listing.to_json()["absent"] == 2
 
 
 def test_a_place_without_checkpoints_says_what_it_holds(tmp_path: Path) -> None:

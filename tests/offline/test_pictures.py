@@ -14,7 +14,8 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.diff import diff
-from ckptkit.offline.pictures.heat_map import heat_map
+from ckptkit.offline.pictures.heat_map import heat_map, layer_of
+from ckptkit.offline.pictures.page import PAGE
 from ckptkit.offline.pictures.pages import inspect_page, write_diff_page, write_inspect_page
 from ckptkit.offline.pictures.reshard_map import flows
 from ckptkit.offline.pictures.shard_map import rank_totals, shard_map
@@ -192,6 +193,37 @@ def test_the_timeline_draws_each_limit_where_it_falls() -> None:
     assert lines == pytest.approx([70 + 7 * slot, 70 + 5 * slot])
 
 
+def test_a_timeline_shows_where_checkpoints_were_that_are_not_here() -> None:
+    items = [TimelineItem("a", 1, 100, "kept", "why"), TimelineItem("b", 5, 100, "kept", "why", absent_before=3)]
+    picture = timeline(items, max_num=1).picture
+    assert "3 saved in between, not here any more" in picture
+    assert len(re.findall("stroke-dasharray", picture)) == 3  # their place, the limit, and the legend
+
+
+def test_the_words_of_two_limits_keep_apart() -> None:
+    items = [TimelineItem(f"step_{i}", i, 100, "kept", "why") for i in range(100)]
+    picture = timeline(items, max_num=30, max_mem=3500).picture
+    assert re.search(r'text-anchor="end">max_mem', picture)
+    assert re.search(r'text-anchor="start">max_num', picture)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_picture_is_taller_than_a_sheet_of_paper(pages: dict[str, Path], name: str) -> None:
+    heights = re.findall(r'<svg viewBox="0 0 [\d.]+ ([\d.]+)"', pages[name].read_text(encoding="utf-8"))
+    assert max(map(float, heights)) <= PAGE + 6
+
+
+def test_a_large_difference_has_a_picture_for_each_part() -> None:
+    names = [f"model.layers.{i}.mlp.w" for i in range(80)]
+    parts = [{name: 0.5 for name in names}] + [
+        {f"optimizer: {name} {state}": 0.5 for name in names} for state in ("exp_avg", "exp_avg_sq")
+    ]
+    picture = heat_map({name: change for part in parts for name, change in part.items()}).picture
+    assert picture.count("<svg ") == 3
+    heights = [float(height) for height in re.findall(r'<svg viewBox="0 0 [\d.]+ ([\d.]+)"', picture)]
+    assert max(heights) <= PAGE
+
+
 def test_a_timeline_of_what_has_no_step_shows_its_name() -> None:
     assert "half-made" in timeline([TimelineItem("half-made", None, 0, "in progress", "by host")]).picture
 
@@ -204,3 +236,12 @@ def test_equal_small_and_endless_changes_have_colours_of_their_own() -> None:
 
 def test_nothing_in_common_is_said() -> None:
     assert "no tensor in common" in heat_map({}).explanation
+
+
+@pytest.mark.parametrize(("name", "layer"), [
+    ("model.layers.3.mlp.w", (0, "model.layers.3")), ("lm_head.weight", (0, "lm_head.weight")),
+    ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: model.layers.3 exp_avg")),
+    ("optimizer: lm_head.weight step", (1, "optimizer: lm_head.weight step")),
+    ("master: model.layers.3.mlp.w", (1, "master: model.layers.3")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
+def test_what_is_summed_by_layer_is_of_one_kind(name: str, layer: tuple[int, str]) -> None:
+    assert layer_of(name) == layer

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
+from ckptkit.offline.pictures.page import PAGE, Panel, label, rect, svg, text
 
 __all__ = ["heat_map", "layer_of", "split_layer"]
 
@@ -49,19 +49,38 @@ def heat_map(changes: Mapping[str, float]) -> Panel:
         sections.setdefault(section, {})[fqn] = change
     # What is no part of the network has names of its own: it would only widen the grid.
     others = {name: sections.pop(name) for name in [_OTHER] if name in sections and len(sections) > 1}
-    body, bottom = _grid(sections, 0.0)
-    if others:
-        more, bottom = _grid(others, bottom + 24)
-        body += more
-    parts = [body]
-    for i, (change, name) in enumerate(_LEGEND.items()):
-        parts.append(rect(LEFT + i * 110, bottom + 12, 12, 12, fill=_heat(change)))
-        parts.append(text(LEFT + i * 110 + 17, bottom + 22, name, kind="soft"))
+    grids = [part for part in (sections, others) if part]
+    if sum(_height(part) for part in grids) > PAGE:
+        grids = [{name: part} for grid in grids for name, part in grid.items()]
+    pictures: list[tuple[str, float]] = []
+    for part in grids:
+        body, height = _grid(part, titled=len(sections) > 1)
+        pictures.append((body, height + 24))
+    if sum(height for _, height in pictures) <= PAGE:
+        pictures = [_stacked(pictures)]
+    body, height = pictures[-1]
+    pictures[-1] = (body + _legend(height - 12), height + 8)
     words = (
         "Rows are layers, columns modules, colour is the largest change relative to the largest value: grey is equal, "
         "and each step towards red is ten times more."
     )
-    return Panel("Change by layer", words, svg(WIDTH, bottom + 32, "".join(parts)))
+    return Panel("Change by layer", words, "".join(svg(WIDTH, height, body) for body, height in pictures))
+
+
+def _stacked(pictures: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """One picture of several, below each other."""
+    top, parts = 0.0, []
+    for body, height in pictures:
+        parts.append(f'<g transform="translate(0 {top:.1f})">{body}</g>' if top else body)
+        top += height
+    return "".join(parts), top
+
+
+def _legend(top: float) -> str:
+    return "".join(
+        rect(LEFT + i * 110, top, 12, 12, fill=_heat(change)) + text(LEFT + i * 110 + 17, top + 10, name, kind="soft")
+        for i, (change, name) in enumerate(_LEGEND.items())
+    )
 
 
 def _section(name: str) -> tuple[str, str]:
@@ -74,26 +93,34 @@ def _section(name: str) -> tuple[str, str]:
     return match["part"], match["fqn"]
 
 
-def _grid(sections: Mapping[str, Mapping[str, float]], top: float) -> tuple[str, float]:
-    """Draw sections below each other over the same columns; return where they end, too."""
+def _height(sections: Mapping[str, Mapping[str, float]]) -> float:
+    """About how tall a grid gets."""
+    rows = sum(len({split_layer(fqn)[0] for fqn in part}) for part in sections.values())
+    return 100 + rows * _cell(rows) + 31 * len(sections)
+
+
+def _cell(rows: int) -> float:
+    return min(CELL, max(5.0, 850.0 / rows))
+
+
+def _grid(sections: Mapping[str, Mapping[str, float]], *, titled: bool) -> tuple[str, float]:
+    """Draw sections below each other over the same columns; return how tall they are, too."""
     modules = list(dict.fromkeys(split_layer(fqn)[1] for part in sections.values() for fqn in part))
     layers = {name: list(dict.fromkeys(split_layer(fqn)[0] for fqn in part)) for name, part in sections.items()}
-    rows = sum(map(len, layers.values()))
-    cell = min(CELL, max(5.0, 1000.0 / rows))
+    cell = _cell(sum(map(len, layers.values())))
     width = min((WIDTH - LEFT - RIGHT) / len(modules), 64.0)
     parts = []
-    top += 20 + 3.95 * min(32, max(map(len, modules)))  # the slanted names stand above
+    y = 20 + 3.95 * min(32, max(map(len, modules)))  # the slanted names stand above
     every = max(1, math.ceil(13 / width))  # where columns are narrow, not all have room for a name
     for j, module in list(enumerate(modules))[::every]:
         x = LEFT + j * width + width / 2
         parts.append(
-            f'<g transform="translate({x:.1f} {top - 6:.1f}) rotate(-40)">{text(0, 0, label(module, 195.0))}</g>'
+            f'<g transform="translate({x:.1f} {y - 6:.1f}) rotate(-40)">{text(0, 0, label(module, 195.0))}</g>'
         )
-    y = top
     for name, part in sections.items():
-        if len(sections) > 1:
-            parts.append(text(4, y + 12, label(name, LEFT - 8), kind="soft"))
-            y += 17
+        if titled:
+            parts.append(text(4, y + 10, label(name, LEFT - 8), kind="soft"))
+            y += 21
         parts.append(_rows(part, layers[name], modules, y, width, cell))
         y += len(layers[name]) * cell + 10
     return "".join(parts), y - 10

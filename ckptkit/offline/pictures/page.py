@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from ckptkit.shown import printable, without_known_secrets, without_secrets
 from ckptkit.storage.paths import is_safe_name
 
-__all__ = ["Panel", "colour", "escaped", "label", "page", "rect", "svg", "text"]
+__all__ = ["PAGE", "Panel", "colour", "escaped", "label", "page", "rect", "svg", "text"]
+
+PAGE = 1100.0  # user units of a picture that is 1100 wide: with all headings it fits on a sheet, A4 or letter
 
 _STYLE = """
 :root { --ink: #1c2330; --soft: #5b6575; --line: #d5dae2; --paper: #ffffff; --panel: #f7f8fa; }
@@ -21,8 +23,8 @@ _STYLE = """
   @page { margin: 12mm; }
   body { padding: 0; }
   section { padding: 8px; }
-  section:not(.long) { break-inside: avoid-page; }
-  h2 { break-after: avoid-page; }
+  section:not(.long), svg { break-inside: avoid-page; }
+  h2, p { break-after: avoid-page; }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 24px; max-width: 1180px; background: var(--paper); color: var(--ink);
@@ -51,11 +53,15 @@ footer { color: var(--soft); font-size: 12px; }
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture with its heading and the sentence that says how to read it."""
+    """One picture with its heading and the sentence that says how to read it.
+
+    Attributes:
+        picture: SVG: several elements below each other where it is taller than a sheet of paper (`PAGE` user units).
+    """
 
     heading: str
     explanation: str
-    picture: str  # SVG
+    picture: str
 
 
 def page(
@@ -64,11 +70,7 @@ def page(
     """Return the whole HTML document. Needs no network: styles and pictures are inside."""
     title = without_secrets(title)
     shown = "".join(f"<div><dt>{escaped(k)}</dt><dd>{escaped(without_secrets(v))}</dd></div>" for k, v in facts)
-    body = "".join(
-        f'<section id="{_anchor(p.heading)}"><h2>{escaped(p.heading)}</h2><p>{escaped(p.explanation)}</p>'
-        f"{p.picture}</section>"
-        for p in panels
-    )
+    body = "".join(map(_section, panels))
     return without_known_secrets(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -76,6 +78,14 @@ def page(
         f"<title>{escaped(title)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{escaped(title)}</h1><dl>{shown}</dl>{body}"
         f"<footer>Made by ckptkit from {escaped(source)}.</footer></body></html>\n"
+    )
+
+
+def _section(panel: Panel) -> str:
+    long = ' class="long"' * (panel.picture.count("<svg ") > 1)
+    return (
+        f'<section id="{_anchor(panel.heading)}"{long}><h2>{escaped(panel.heading)}</h2>'
+        f"<p>{escaped(panel.explanation)}</p>{panel.picture}</section>"
     )
 
 

@@ -74,7 +74,10 @@ def _shard_maps(catalog: Catalog, when: str) -> list[Panel]:
 
 def write_run_page(listing: Listing, path: str) -> None:
     """Write the timeline of a run to the file `path`."""
-    items = [TimelineItem(row.name, row.step, row.nbytes or 0, _state(row), row.why) for row in listing.checkpoints]
+    items = [
+        TimelineItem(row.name, row.step, row.nbytes or 0, _state(row), row.why, row.absent_before)
+        for row in listing.checkpoints
+    ]
     policy = listing.policy
     max_mem = None if policy is None or policy.max_mem is None else int(policy.max_mem)
     exempt = []
@@ -84,6 +87,7 @@ def write_run_page(listing: Listing, path: str) -> None:
         exempt.append(f"keeps the best by {policy.keep_best[0]} ({policy.keep_best[1]})")
     panel = timeline(items, max_num=None if policy is None else policy.max_num, max_mem=max_mem, exempt=exempt)
     facts = [("checkpoints", str(len(items))), ("total", format_size(listing.total_bytes))]
+    facts += [("saved earlier, not here", str(listing.absent))] * (listing.absent > 0)
     Path(path).write_text(page(listing.url, [panel], facts=facts), encoding="utf-8")
 
 
@@ -97,4 +101,6 @@ def _state(row: Listed) -> str:
 
 def write_diff_page(title: str, changes: Mapping[str, float], facts: list[tuple[str, str]], path: str) -> None:
     """Write the heat map of a difference to the file `path`; `changes` as for `heat_map`."""
-    Path(path).write_text(page(title, [heat_map(changes)], facts=facts, source="tensors and digests"), encoding="utf-8")
+    Path(path).write_text(
+        page(f"Changed since {title}", [heat_map(changes)], facts=facts, source="tensors and digests"), encoding="utf-8"
+    )

@@ -110,7 +110,12 @@ def _side(nbytes: npt.NDArray[np.int64], tops: npt.NDArray[np.float64], x: float
         if rank % every == 0:
             where = x - 6 if side == "before" else x + BAR + 6
             parts.append(
-                text(where, top + height / 2 + 4, f"rank {rank}", anchor="end" if side == "before" else "start")
+                text(
+                    where,
+                    max(top + height / 2 + 4, 10.0),
+                    f"rank {rank}",
+                    anchor="end" if side == "before" else "start",
+                )
             )
     return "".join(parts)
 

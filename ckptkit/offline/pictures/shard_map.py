@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckptkit.catalog.entry import Role, TensorEntry, TensorSlice
-from ckptkit.offline.pictures.page import Panel, colour, label, rect, svg, text
+from ckptkit.offline.pictures.page import PAGE, Panel, colour, label, rect, svg, text
 from ckptkit.units import format_size
 
 __all__ = ["rank_totals", "shard_map"]
 
 WIDTH, LEFT, RIGHT, ROW = 1100, 350, 180, 18
 MAX_TENSORS, MAX_SLICES = 300, 8_000
+NARROW = 12  # ranks side by side: "63: 10.5 GB" has room
 FOLD_BEYOND = 48  # tensors: more fit no screen, and layers that are cut alike are one row
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a number
 
@@ -44,10 +45,16 @@ def shard_map(entries: Iterable[TensorEntry], *, heading: str = "Shard map") -> 
     drawn = [group for i, group in enumerate(groups) if i in chosen]
     totals = rank_totals(every)
     count = max(totals, default=0) + 1
-    body, top = _totals(totals, count)
-    for i, group in enumerate(drawn):
-        body += _row(group, top + i * ROW, count)
-    return Panel(heading, _explanation(every, flat, drawn), svg(WIDTH, top + len(drawn) * ROW + 6, body))
+    body, y = _totals(totals, count)
+    pictures = []
+    for group in drawn:
+        if y + ROW > PAGE:
+            pictures.append(svg(WIDTH, y, body))
+            body, y = "", 0.0
+        body += _row(group, y, count)
+        y += ROW
+    pictures.append(svg(WIDTH, y + 6, body))
+    return Panel(heading, _explanation(every, flat, drawn), "".join(pictures))
 
 
 def _explanation(
@@ -108,7 +115,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 def _totals(totals: Mapping[int, int], count: int) -> tuple[str, float]:
     """The bytes of each rank as bars, wrapped into as many lines as they need."""
     largest = max(totals.values(), default=1) or 1
-    columns = min(max(len(totals), 1), 16)
+    columns = min(max(len(totals), 1), NARROW)
     cell = WIDTH / columns
     parts = []
     for i, (rank, nbytes) in enumerate(totals.items()):
@@ -119,7 +126,7 @@ def _totals(totals: Mapping[int, int], count: int) -> tuple[str, float]:
                 x, y + 14, (cell - 8) * nbytes / largest, 10, fill=colour(rank, count), title=f"{name}: {nbytes} bytes"
             )
         )
-        short = f"{rank}: " if columns == 16 else f"{name} · "
+        short = f"{rank}: " if columns == NARROW else f"{name} · "
         parts.append(text(x, y + 11, label(short + format_size(nbytes), cell - 4)))
     lines = -(-len(totals) // columns)
     return "".join(parts), lines * 34 + 12.0

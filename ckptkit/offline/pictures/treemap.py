@@ -35,7 +35,8 @@ def _draw(node: TreeNode, area: Rect, prefix: str, depth: int, total: int, body:
         share = f"{format_size(node.nbytes)} · {format_count(node.numel)} elements · {100 * node.nbytes / total:.1f}%"
         body.append(rect(x, y, w, h, fill=_shade(name, depth), title=f"{name}\n{share}"))
         if w > 40 and h > 15:
-            body.append(text(x + 4, y + 12, label(node.name, w - 8), kind="on"))
+            words = f"{node.name} · {format_size(node.nbytes)}"  # on paper no pointer rests on it
+            body.append(text(x + 4, y + 12, label(words if len(words) * 6.1 < w - 8 else node.name, w - 8), kind="on"))
     inner = (x, y, w, h) if not depth else (x + 2, y + 16, w - 4, h - 18)
     children = [child for child in node.children if child.nbytes > 0]
     if children and inner[2] > 12 and inner[3] > 12:
