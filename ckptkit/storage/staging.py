@@ -366,6 +366,8 @@ def _stage_local(target: LocalStore, *, overwrite: bool, resume: bool) -> Iterat
     try:
         yield staging
         sync_tree(staging)
+        parent.sync_directory()
+        # Invariant: every byte and every name of it survives a power cut, before it gets the name that is looked for.
         if resume:
             Journal.beside(staging).end()  # from here on it may hold what was replaced
         _put_in_place(parent, nonce, name, overwrite=overwrite)

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 from ckptkit.checkpoint.delete import rotate
+from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.offline.convert import convert
+from ckptkit.offline.reshard import reshard
 from ckptkit.storage import staging
 from ckptkit.storage.store import open_store
 from tests.checkpoint.crash import watch
+from tests.checkpoint.killed import state
 from tests.checkpoint.saving import fork, save
 
 Event = tuple[str, str, str]  # operation, path, second path of a rename
@@ -35,7 +39,11 @@ class Recorder:
         path = self._path(first)
         if name in ("rename", "replace", "link", "_rename_noreplace", "_exchange"):
             kind = {"_rename_noreplace": "rename", "replace": "rename", "_exchange": "exchange"}.get(name, name)
-            self.events.append((kind, path, os.fspath(args[1])))
+            target = os.fspath(args[1])
+            self.events.append((kind, path, target))
+            # Whoever wrote what was published: this interpreter, or a library that nobody can watch.
+            below = [os.path.join(folder, file) for folder, _, files in os.walk(target) for file in files]
+            self.events += [("holds", file, target) for file in sorted(below)]
         else:
             self.events.append((name, path, ""))
 
@@ -50,20 +58,25 @@ def violations(events: list[Event], root: str) -> list[str]:
     dirty: set[str] = set()  # files with bytes that are not fsynced
     unsynced: set[str] = set()  # directories with names that are not fsynced
     pending: list[str] = []  # commits whose rename is not durable yet
+    durable: set[str] = set()  # files that were fsynced after they were written
     for kind, path, other in events:
         folder = os.path.dirname(path)
         if kind in ("write", "pwrite", "pwritev", "ftruncate", "posix_fallocate"):
             dirty.add(path)
+            durable.discard(path)
             unsynced.add(folder)
             if _checkpoint_of(path, root):
                 found.append(f"R0: {path} was written after it was published")
         elif kind == "fsync":
+            durable.add(path)
             dirty.discard(path)
             unsynced.discard(path)
             if path == root:
                 pending.clear()
         elif kind == "mkdir":
             unsynced.add(folder)
+        elif kind == "holds" and _checkpoint_of(other, root) == other and path not in durable:
+            found.append(f"R1: {path} was published, and nobody fsynced it")
         elif kind in ("rename", "exchange"):
             if _checkpoint_of(other, root) == other:
                 found += [f"R1: {file} was not fsynced before the commit of {other}" for file in _below(dirty, path)]
@@ -71,7 +84,7 @@ def violations(events: list[Event], root: str) -> list[str]:
                 if root in unsynced:
                     found.append(f"R3: {root} was not fsynced before the commit of {other}")
                 pending.append(other)
-            for names in (dirty, unsynced):
+            for names in (dirty, unsynced, durable):
                 moved = {name for name in names if name == path or name.startswith(path + "/")}
                 names -= moved
                 names |= {other + name[len(path) :] for name in moved}
@@ -127,6 +140,48 @@ def test_all_is_durable_before_the_commit_and_the_commit_before_the_return(tmp_p
     assert sum(kind in ("rename", "exchange") and _checkpoint_of(b, str(tmp_path)) == b for kind, _, b in events) >= 3
     assert sum(kind == "unlink" for kind, _, _ in events) > 3
     assert violations(events, str(tmp_path)) == []
+
+
+def _of_a_manager(root: str, kind: str) -> None:
+    with CheckpointManager(root, state_dict_type=kind, retention=RetentionPolicy(max_num=1)) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        manager.save_async(2, state(2, 1), overwrite=True).result()
+
+
+def _of_a_command(root: str, kind: str) -> None:
+    source = f"{os.path.dirname(root)}/source/step_00000001"
+    os.mkdir(root)
+    for again in (False, True):  # names that the rules know as those of checkpoints
+        if kind == "reshard":
+            reshard(source, f"{root}/step_out", world_size=3, overwrite=again)
+        else:
+            convert(source, f"{root}/step_out", to=kind, overwrite=again)
+
+
+def _watched(say: Callable[[bytes], Any], root: str, job: Callable[[str, str], None], kind: str) -> None:
+    recorder = Recorder()
+    job(root, kind)
+    say(json.dumps([*recorder.events, ("returned", "", "")]).encode())
+
+
+@pytest.mark.parametrize(
+    ("job", "kind"),
+    [(_of_a_manager, kind) for kind in ("sharded", "full", "local")]
+    + [(_of_a_command, kind) for kind in ("hf", "dcp", "reshard")],
+)
+def test_what_managers_and_commands_publish_is_durable_before_and_its_name_after(
+    tmp_path: Path, job: Callable[[str, str], None], kind: str
+) -> None:
+    if job is _of_a_command:
+        with CheckpointManager(tmp_path / "source") as manager:
+            manager.save(1, state(1))
+    code, said = fork(_watched, str(tmp_path / "run"), job, kind)
+    assert code == 0
+    events = [(kind, path, other) for kind, path, other in json.loads(said)]
+    root = str(tmp_path / "run")
+    assert sum(kind == "holds" and _checkpoint_of(other, root) == other for kind, _, other in events) >= 4
+    assert violations(events, root) == []
 
 
 @pytest.mark.parametrize(("forget", "rule"), [("0.bin", "R1"), ("/shards", "R2"), ("checkpoint.json", "R1")])
