@@ -81,7 +81,7 @@ class GcsApi(FsspecApi):
             place = sync(self.fs.loop, initiate_upload, self.fs, bucket, key, mode="create")
         return GcsUpload(self, name, place)
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str], *, folder: str = "") -> None:
         from fsspec.asyn import sync
 
         with _denied():

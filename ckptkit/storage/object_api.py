@@ -110,8 +110,9 @@ class ObjectApi(Protocol):
     def upload(self, name: str) -> Upload:
         """Begin an upload in parts, if absent where the store can."""
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Delete objects; what is gone already is no error."""
+    def delete(self, names: Sequence[str], *, folder: str = "") -> None:
+        """Delete objects; what is gone already is no error. Nor is it that `folder`, one of the names, stays: there
+        may be nothing of that name, or what a store over directories will not remove while it has a file open."""
 
     def unfinished(self, name: str) -> Uploads:
         """Return the unfinished uploads below `name`."""
@@ -198,9 +199,9 @@ class FsspecApi:
     def upload(self, name: str) -> Upload:
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str], *, folder: str = "") -> None:
         def remove(name: str) -> None:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError if name == folder else FileNotFoundError):
                 self.fs.rm_file(name)
 
         for name in names:

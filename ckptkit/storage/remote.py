@@ -296,15 +296,17 @@ class RemoteStore:
     # --- deleting
 
     def delete(self, paths: Iterable[str]) -> None:
-        names = list(paths)
+        self._delete(list(paths))
+
+    def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
         full = [self._full(path) for path in names]
         if full:
-            self._call(names[0], lambda: self._api.delete(full))
+            self._call(names[0], lambda: self._api.delete(full, folder=folder))
 
     def delete_tree(self, path: str) -> None:
         """Delete what lies below `path`, and the uploads to there that nobody finished."""
-        self._full(path)
-        self.delete([path, *(item.path for item in self.list(path, recursive=True))])
+        folder = self._full(path)
+        self._delete([*(item.path for item in self.list(path, recursive=True)), path], folder=folder)
         self.abort_uploads(path)
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:

@@ -153,14 +153,18 @@ class S3Api(FsspecApi):
         upload_id = self._call("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
         return S3Upload(self, bucket, key, upload_id)
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str], *, folder: str = "") -> None:
         split = [self._split(name) for name in names]
         for i in range(0, len(split), _PER_REQUEST):
             bucket = split[i][0]
             keys = [{"Key": key} for _, key in split[i : i + _PER_REQUEST]]
             answer = self._call("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
             # s3fs's own rm does not look at these: what may not be deleted would count as deleted.
-            failed = [item for item in answer.get("Errors", ()) if item.get("Code") not in _GONE]
+            failed = [
+                item
+                for item in answer.get("Errors", ())
+                if item.get("Code") not in _GONE and f"{bucket}/{item.get('Key')}" != folder
+            ]
             if failed:
                 _raise_refused(bucket, failed[0])
 
