@@ -2,9 +2,9 @@
 
     python -m benchmarks.convert.bench --size 2GB --ranks 4 --where /dev/shm [--peers] [--verl PYTHON] [--repeat 5]
 
-Every command is a fresh process, start of Python included. The source is a DCP checkpoint of `--ranks` ranks
-(zip records with CRC-32), bf16, shaped like a llama (or `--small`: many small tensors). Peak memory is the
-kernel's ru_maxrss of that process. Everything is deleted at the end.
+Every command is a fresh process, start of Python included. The source is a DCP checkpoint in bf16, shaped like a llama
+(or `--small`: many small tensors), that torch wrote in `--ranks` processes (over 8, or with `--only-memory`:
+`convert --to dcp` in one). Peak memory is the kernel's ru_maxrss of that process. Everything is deleted at the end.
 
 `--verl` names the Python of an environment that has verl: the same weights are written as verl's rank files too, which
 its merger and `convert` then read. `--only-memory`: zeros in holes, and no other command, for models that are larger
@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.convert.sources import make_model, make_verl
+from benchmarks.convert.sources import make_dcp, make_model, make_verl
 from ckptkit.units import parse_size
 
 RUN = "from ckptkit import convert; convert({src!r}, {dst!r}, {options})"
@@ -73,7 +73,8 @@ def main() -> None:
     parser.add_argument("--make", nargs="+", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make and len(options.make) == 2:
-        make_verl(*options.make, options.ranks)
+        make = make_verl if options.make[1].name == "actor" else make_dcp
+        make(*options.make, options.ranks)
         return
     if options.make:
         size = parse_size(options.size)
@@ -95,8 +96,11 @@ def make_sources(root: Path, options: argparse.Namespace) -> tuple[Path, Path | 
     make = [sys.executable, "-m", "benchmarks.convert.bench", "--size", options.size, "--dtype", options.dtype]
     flags = [name for name, on in (("--small", options.small), ("--only-memory", options.only_memory)) if on]
     subprocess.run([*make, *flags, "--make", str(model)], check=True)
-    to_dcp = RUN.format(src=str(model), dst=str(source), options=f"to='dcp', world_size={options.ranks}")
-    subprocess.run([sys.executable, "-c", to_dcp], check=True, env=environment())
+    if options.ranks > 8 or options.only_memory:  # more processes, or more memory, than the machine has for torch
+        to_dcp = RUN.format(src=str(model), dst=str(source), options=f"to='dcp', world_size={options.ranks}")
+        subprocess.run([sys.executable, "-c", to_dcp], check=True, env=environment())
+    else:
+        subprocess.run([*make, "--ranks", str(options.ranks), "--make", str(model), str(source)], check=True)
     if options.verl:
         subprocess.run([*make, "--ranks", str(options.ranks), "--make", str(model), str(verl)], check=True)
     if options.only_memory:

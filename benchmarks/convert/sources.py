@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-__all__ = ["make_model", "make_verl"]
+__all__ = ["make_dcp", "make_model", "make_verl"]
 
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -66,15 +67,50 @@ def make_model(folder: Path, nbytes: int, dtype: str, small: bool = False, *, em
             left -= file.write(block[: min(left, len(block))])
 
 
+def make_dcp(model: Path, folder: Path, ranks: int) -> None:
+    """Write the weights of `model` as torch.distributed.checkpoint does: `ranks` processes over gloo, FSDP2's rows."""
+    import torch.multiprocessing
+
+    torch.multiprocessing.spawn(_save_rank, (str(model), str(folder), ranks), nprocs=ranks)
+
+
+def _save_rank(rank: int, model: str, folder: str, ranks: int) -> None:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    store = dist.FileStore(f"{folder}.rendezvous", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+    dcp.save({"model": _rows_of_rank(Path(model), mesh, rank)}, checkpoint_id=folder)
+    dist.destroy_process_group()
+
+
+def _rows_of_rank(model: Path, mesh: Any, rank: int) -> dict[str, Any]:
+    """The DTensors of one rank: rows, as FSDP2 cuts them."""
+    import torch
+    from safetensors import safe_open
+    from torch.distributed.tensor import DTensor, Shard
+
+    state = {}
+    with safe_open(model / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - no dict
+            whole = file.get_slice(name)
+            shape = torch.Size(whole.get_shape())
+            rows = -(-shape[0] // mesh.size())
+            local = whole[min(rank * rows, shape[0]) : min((rank + 1) * rows, shape[0])].clone()
+            stride = torch.empty(shape, device="meta").stride()
+            state[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return state
+
+
 def make_verl(model: Path, folder: Path, ranks: int) -> None:
     """Write the weights of `model` as FSDP2's DTensors, a file a rank, with the config and a tokenizer beside."""
     import torch
     import torch.distributed as dist
-    from safetensors import safe_open
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import PreTrainedTokenizerFast
 
@@ -83,16 +119,7 @@ def make_verl(model: Path, folder: Path, ranks: int) -> None:
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
-        state = {}
-        with safe_open(model / "model.safetensors", "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no dict
-                whole = file.get_slice(name)
-                shape = torch.Size(whole.get_shape())
-                rows = -(-shape[0] // ranks)
-                local = whole[min(rank * rows, shape[0]) : min((rank + 1) * rows, shape[0])].clone()
-                stride = torch.empty(shape, device="meta").stride()
-                state[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-        torch.save(state, folder / f"model_world_size_{ranks}_rank_{rank}.pt")
+        torch.save(_rows_of_rank(model, mesh, rank), folder / f"model_world_size_{ranks}_rank_{rank}.pt")
         dist.destroy_process_group()
     tokens = Tokenizer(WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, "<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="<unk>").save_pretrained(folder / "huggingface")

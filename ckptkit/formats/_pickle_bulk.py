@@ -26,7 +26,7 @@ _BULK_BYTES = 1 << 20  # four tenths of a second in Python
 
 # Runs of opcodes whose length is known without looking at lengths: constants, small integers, memo, tuples, calls.
 _RUN = re.compile(
-    rb"(?:[N\x88\x89)(\]}t\x85\x86\x87aesu\x94\x93R\x81b]+|[Kh][\x00-\xff]|M[\x00-\xff]{2}|[Jj][\x00-\xff]{4}"
+    rb"(?:[N1\x88\x89)(\]}t\x85\x86\x87aesu\x94\x93R\x81b]+|[Kh][\x00-\xff]|M[\x00-\xff]{2}|[Jj][\x00-\xff]{4}"
     rb"|\x8a(?:\x05[\x00-\xff]{5}|\x06[\x00-\xff]{6}|\x07[\x00-\xff]{7}|\x08[\x00-\xff]{8}))*"
 )
 _FRAME = 0x95

@@ -191,10 +191,9 @@ class MetadataWriter:
         """One ChunkStorageMetadata a slice; its offsets are memoised, MetadataIndex gets them back."""
         ndim, count = len(tensor.shape), len(tensor.starts)
         self._first_offset.append(self._next)
-        ids = np.arange(self._next, self._next + count, dtype=np.int64)
         self._next += count
         row = self._chunk_row(ndim, ndim > 0 and max(tensor.shape) > 0x7FFFFFFF)
-        columns = [*tensor.offsets.T, ids, *tensor.sizes.T]
+        columns = [*tensor.offsets.T, *tensor.sizes.T]
         self._out += row.fill(columns, count)
 
     def _chunk_row(self, ndim: int, wide: bool) -> _Row:
@@ -205,7 +204,7 @@ class MetadataWriter:
             offsets = opening + self._captured(lambda: self._text("offsets")) + size
             sizes = self._captured(lambda: self._text("sizes")) + size
             fields = _tuple_fields(ndim, wide)
-            row = _Row([offsets, *fields, b"\x85Rr", "<u4", sizes, *fields, b"\x85Rub"])
+            row = _Row([offsets, *fields, b"\x85R\x94" + sizes, *fields, b"\x85Rub"])
             self._rows[ndim, wide] = row
         return row
 
@@ -304,7 +303,7 @@ class MetadataWriter:
 
     def _put(self, key: Any) -> None:
         self._memo[key] = self._next
-        self._out += b"r" + struct.pack("<I", self._next)
+        self._out += b"\x94"  # MEMOIZE: under the next number. LONG_BINPUT names one, which a reader must not trust
         self._next += 1
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckptkit.errors import CorruptCheckpointError, UnsafePickleError
@@ -14,6 +15,7 @@ from ckptkit.formats import _pickle_bulk
 from ckptkit.formats._pickle_bulk import _is_usual, load_metadata
 from ckptkit.formats._pickle_stubs import Record, Stub
 from ckptkit.formats._restricted_pickle import loads
+from ckptkit.formats.dcp_metadata import RecordColumns, encode_metadata
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,17 @@ def test_unusual_opcodes_never_reach_the_c_unpickler(kind: str) -> None:
 
 def test_usual_metadata_pass_the_walk() -> None:
     assert _is_usual(pickle.dumps({"a": [1, 70000, -5, 1 << 40], "b": ("x" * 300, None, True)}, 4))
+
+
+def test_the_metadata_that_we_write_go_the_quick_way(c_only: None) -> None:
+    offsets, sizes = np.array([[0, 0], [300, 0]]), np.array([[300, 7], [100, 7]])
+    columns = RecordColumns(
+        "model.w", "bfloat16", (400, 7), offsets, sizes, np.zeros(2, np.int32), np.array([0, 5000]), np.array([5000, 9])
+    )
+    data = b"".join(
+        encode_metadata([columns], ["__0_0.distcp"], objects={"step": (0, 6000, 4)}, planner_data={"step": ("step",)})
+    )
+    assert shown(load_metadata(data, file="m")) == shown(loads(data, file="m"))
 
 
 def test_a_damaged_pickle_is_an_error_that_names_the_file(zoo: Path) -> None:
