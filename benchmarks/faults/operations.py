@@ -1,7 +1,9 @@
-"""Kill saves, overwrites, rotations and deletions before every one of their file operations; print a table.
+"""Kill saves, overwrites, rotations, deletions and commands before every one of their file operations; print a table.
 
 python -m benchmarks.faults.operations
-python -m benchmarks.faults.operations --scenarios "overwrite,delete"
+python -m benchmarks.faults.operations --scenarios "overwrite,reshard,reshard again,prune" --stride 1
+
+`again` is over a result that is there already.
 """
 
 from __future__ import annotations
@@ -10,21 +12,40 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.storage import staging
+from tests.checkpoint.killed import state
 from tests.checkpoint.test_kill import kill_everywhere
+from tests.offline.test_kill_commands import COMMANDS, kill_command, kill_prune
 
-SCENARIOS = ("keep 1", "keep 2", "overwrite", "overwrite without swap", "delete")
+SAVES = ("keep 1", "keep 2", "overwrite", "overwrite without swap", "delete")
+SCENARIOS = (*SAVES, *COMMANDS, *(f"{name} again" for name in COMMANDS), "prune")
+
+
+def kills_of(name: str, folder: Path, stride: int) -> int:
+    """Kill a scenario at every `stride`-th operation; raise at the first that is bad; return the number of kills."""
+    if name in SAVES:
+        return kill_everywhere(name, folder, stride=stride)
+    run, place = folder / "run", folder / "killed"
+    with CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    if name == "prune":
+        return kill_prune(run, place, stride=stride, offset=1)
+    command = name.removesuffix(" again")
+    return kill_command(command, run, place, again=name != command, stride=stride, offset=1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--scenarios", default=",".join(SCENARIOS))
+    parser.add_argument("--stride", type=int, default=1)
     options = parser.parse_args()
     staging.STARTING_S = -1.0
     print("| scenario | kill points | bad |\n|---|---|---|")
     for name in options.scenarios.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            kills = kill_everywhere(name, Path(folder), stride=1)  # raises at the first bad one
+            kills = kills_of(name, Path(folder), options.stride)
         print(f"| {name} | {kills} | 0 |", flush=True)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
+from ckptkit.checkpoint.address import resolve_url
 from ckptkit.checkpoint.coordinator import Coordinator
 from ckptkit.checkpoint.deferred import DeferredOptimizer
 from ckptkit.checkpoint.hold import RunHold
@@ -164,7 +165,8 @@ class Loader:
             return source.catalog, source.store
 
         def choose() -> str:
-            return open_source(url, storage_options=self._storage_options).url
+            named = resolve_url(url, storage_options=self._storage_options)
+            return open_source(named, storage_options=self._storage_options).url
 
         # Rank 0 chooses: the newest of a run may be another one a moment later.
         exact = self._coordinator.decide(choose, "choosing a checkpoint")

@@ -13,6 +13,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorEntry
 from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.checkpoint.address import resolve_url
 from ckptkit.checkpoint.values import decode, references
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, LoadError, UnsupportedFormatError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
@@ -39,13 +40,18 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open the checkpoint at `url`, of any format that ckptkit reads, or the newest one of a run.
 
-    Reads metadata only. `open_checkpoint(url)["model.embed.weight"][0:10]` then reads those ten rows.
+    Reads metadata only. `open_checkpoint(url)["model.embed.weight"][0:10]` then reads those ten rows. Nothing keeps
+    the checkpoint meanwhile: where a job may rotate it away, pin it first (`ckptkit pin`).
+
+    Args:
+        url: Also "run/latest", "run/latest~1", "run/best", "run/1000".
 
     Raises:
         CheckpointNotFoundError: There is none.
         CorruptCheckpointError: Its metadata is damaged.
     """
-    source = open_source(str(url), storage_options=storage_options, options=options or ReadOptions())
+    exact = resolve_url(str(url), storage_options=storage_options)
+    source = open_source(exact, storage_options=storage_options, options=options or ReadOptions())
     return Checkpoint(source.url, source.store, source.catalog, source.note)
 
 

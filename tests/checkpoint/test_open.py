@@ -33,6 +33,17 @@ def saved(request: Any, tmp_path_factory: Any) -> tuple[str, torch.nn.Module]:
     return root, model
 
 
+@pytest.mark.parametrize("name", ["latest", "7", "step_00000007", ""])
+def test_a_checkpoint_of_a_run_is_opened_and_loaded_by_its_name(saved: tuple[str, torch.nn.Module], name: str) -> None:
+    root, model = saved
+    assert open_checkpoint(f"{root}/{name}").step == 7
+    fresh = TrainState(model=torch.nn.Linear(100, 50), rng=False)
+    with CheckpointManager(f"{root}-other") as manager:
+        report = manager.load(fresh, f"{root}/{name}", strict=False)
+    assert report is not None and report.step == 7
+    assert isinstance(fresh.model, torch.nn.Linear) and torch.equal(fresh.model.weight, model.weight)
+
+
 @pytest.mark.parametrize(
     "index",
     [..., slice(0, 10), (slice(3, 5), slice(10, 20)), (4,), (4, 7), (slice(None, None, 3), -1), (..., slice(1, 99, 2)),
