@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ckptkit.checkpoint.report import SaveReport
 from ckptkit.errors import CkptkitError, SaveError
 
-__all__ = ["SaveHandle"]
+__all__ = ["SaveHandle", "collecting_later"]
 
 _log = logging.getLogger(__name__)
 _unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Let no garbage be collected inside of the block: to look through all that torch and a model consist of takes
+    longer than to capture thousands of tensors, and would happen just then, for that makes thousands of objects."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class SaveHandle:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptkit.checkpoint.async_save import SaveHandle
+from ckptkit.checkpoint.async_save import SaveHandle, collecting_later
 from ckptkit.checkpoint.coordinator import Coordinator
 from ckptkit.checkpoint.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.hf_config import read_side_files
@@ -168,9 +168,10 @@ class CheckpointManager:
                 f"step {step} is not saved: the save before is still under way, and async_policy is 'refuse'."
             )
         self._settle()
-        prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
-        with prepared.clock.phase("stage", prepared.plan.nbytes):
-            tensors = self._staged(prepared)
+        with collecting_later():
+            prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
+            with prepared.clock.phase("stage", prepared.plan.nbytes):
+                tensors = self._staged(prepared)
         stall = prepared.clock.seconds()
         self._in_flight = SaveHandle(step, lambda: self._publish(prepared, tensors, stall))
         return self._in_flight.start()

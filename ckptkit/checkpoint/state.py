@@ -153,6 +153,11 @@ class Captured:
         """Tell whether a loose tensor belongs to this rank's own state."""
         return any(key.startswith(f"{owner}.") or key == owner for owner in self.rank_objects)
 
+    def private(self) -> set[str]:
+        """Return the keys of all loose tensors that belong to this rank's own state."""
+        below = tuple(f"{owner}." for owner in self.rank_objects)
+        return {key for key in self.loose if key.startswith(below) or key in self.rank_objects}
+
 
 def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Captured:
     """Return what a checkpoint of `state` holds on this rank; the tensors alias the live ones, nothing is changed.

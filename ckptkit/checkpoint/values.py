@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import collections
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +53,15 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
 class _Encoder:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
+        # Only where there is one: looking for the class takes longer than all else that is done about a tensor.
+        self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
     def encode(self, value: Any, path: str, depth: int) -> JSON:
         if depth > _MAX_DEPTH:
             raise SaveError(f"{path[:200]}: nested more than {_MAX_DEPTH} deep, or contains itself.")
         kind = type(value)
+        if kind is self._dtensor and not value.is_meta:
+            return self._apart(value.detach() if value.requires_grad else value, path)
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
@@ -115,6 +120,10 @@ class _Encoder:
             raw = value.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             fields = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
             return {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}
+        return self._apart(value, path)
+
+    def _apart(self, value: torch.Tensor, path: str) -> JSON:
+        """Give the tensor a key of its own in the checkpoint."""
         key, again = path, 0
         while key in self._tensors:  # {"a.b": t} beside {"a": {"b": t}}
             again += 1

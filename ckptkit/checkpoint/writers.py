@@ -146,5 +146,7 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
             for group in taken.tree["param_groups"]
         ]
         nested[name] = {"state": states, "param_groups": groups, **({"master": taken.masters} if taken.masters else {})}
-    loose = {key: tensor for key, tensor in captured.loose.items() if key not in nested}
-    return {**nested, **loose}, {key for key in loose if captured.is_private(key)}
+    loose = captured.loose
+    if not nested.keys().isdisjoint(loose):
+        loose = {key: tensor for key, tensor in loose.items() if key not in nested}
+    return {**nested, **loose}, captured.private() - nested.keys()

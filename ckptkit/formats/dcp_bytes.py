@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE", "HostBytes", "host_view", "is_dense", "settle_device"]
 
-PIECE = 1 << 20  # digest, CRC and write of a piece run while it is in the cache; smaller ones cost more calls
+PIECE = 512 << 10  # digest, CRC and write of a piece run while it is in the cache; smaller ones cost more calls
 _STAGE = 16 << 20
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 

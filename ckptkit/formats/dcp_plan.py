@@ -28,6 +28,7 @@ from ckptkit.errors import SaveError
 from ckptkit.formats.columns import pack, pack_texts
 from ckptkit.formats.dcp_bytes import is_dense
 from ckptkit.formats.dcp_encode import frame_object, frame_tensor, is_plain
+from ckptkit.formats.dcp_same import Place, flat_values, moved, place_of
 from ckptkit.formats.torch_bytes import dump_object
 
 __all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "local_boxes", "plan_sharded"]
@@ -85,6 +86,7 @@ class ShardedPlan:
         objects: (name, path) of each object this rank writes; `records` are their encoded bytes.
         table: The shared keys as bytes: equal on all ranks of an SPMD job, so that one of them sends it.
         digest: 16 bytes; equal on all ranks whose tables and objects are equal.
+        framed: Bytes of the records of all slices, alignment excluded.
         reused: The layout is that of `previous`.
     """
 
@@ -99,6 +101,7 @@ class ShardedPlan:
     meshes: list[dict[str, Any]]
     table: bytes = field(repr=False)
     digest: bytes
+    framed: int
     reused: bool
     structure: tuple[Any, ...] = field(repr=False)
     flat: Flat = field(repr=False)
@@ -106,12 +109,12 @@ class ShardedPlan:
     private: frozenset[str] = field(repr=False)
     holders: Mapping[str, tuple[int, ...]] = field(repr=False)
     settled: tuple[bytes, ...] = field(default=(), repr=False)
+    places: list[Place] = field(default_factory=list, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes this rank writes, frames included, alignment excluded."""
-        framed = sum(frame_tensor(self.keys[s.key].dtype, s.sizes).length for s in self.slices)
-        return framed + sum(map(len, self.records))
+        return self.framed + sum(map(len, self.records))
 
     @property
     def signature(self) -> bytes:
@@ -175,12 +178,12 @@ def plan_sharded(
     values = {
         k: v.state_dict() if not isinstance(v, plain) and isinstance(v, Stateful) else v for k, v in state_dict.items()
     }
+    own = frozenset(private)
+    fresh = None if previous is None or own != previous.private else _refreshed(previous, values)
+    if fresh is not None:
+        return fresh
     flat, paths = flatten_state_dict(values)
     structure = tuple(_shape_of(name, value) for name, value in flat.items())
-    own = frozenset(private)
-    if previous is not None and structure == previous.structure and own == previous.private:
-        fresh = replace(previous, flat=flat, reused=True, tensors=[], records=[])
-        return _filled(fresh)
     empty = ShardedPlan(
         rank=rank,
         world_size=world_size,
@@ -193,6 +196,7 @@ def plan_sharded(
         meshes=[],
         table=b"",
         digest=b"",
+        framed=0,
         reused=False,
         structure=structure,
         flat=flat,
@@ -201,6 +205,18 @@ def plan_sharded(
         holders={},
     )
     return _assigned(empty, {}, ())
+
+
+def _refreshed(previous: ShardedPlan, values: Mapping[str, Any]) -> ShardedPlan | None:
+    """Return the plan of the save before with this state's memory, None where the structure is another."""
+    flat = flat_values(values)
+    names = None if flat is None else moved(flat, previous.flat, previous.places)
+    if flat is None or names is None:
+        return None
+    shapes = dict(zip(flat, previous.structure, strict=True)) if names else {}
+    if any(_shape_of(name, flat[name]) != shapes[name] for name in names):
+        return None
+    return _filled(replace(previous, flat=flat, reused=True), names)
 
 
 # --- what the state looks like
@@ -266,10 +282,12 @@ def _assigned(plan: ShardedPlan, holders: Mapping[str, tuple[int, ...]], settled
         meshes=meshes,
         holders=dict(holders),
         settled=settled,
-        tensors=[],
+        framed=sum(frame_tensor(made.keys[s.key].dtype, s.sizes).length for s in made.slices),
+        tensors=[torch.empty(0)] * len(made.slices),
         records=[],
+        places=[()] * len(plan.flat),
     )
-    return _filled(laid)
+    return _filled(laid, list(plan.flat))
 
 
 class _Layout:
@@ -408,25 +426,30 @@ def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
     return [(Box.whole(tuple(value.shape)), _local(value, 0))]
 
 
-def _filled(plan: ShardedPlan) -> ShardedPlan:
-    """Point the plan at the memory of its state, and encode its objects."""
+def _filled(plan: ShardedPlan, names: Sequence[str]) -> ShardedPlan:
+    """Point the plan at the memory of these keys of its state, and encode its objects."""
+    wanted, tensors, places = set(names), list(plan.tensors), list(plan.places)
     memory: dict[tuple[str, int], torch.Tensor] = {}
-    for name, index in dict.fromkeys(s.source for s in plan.slices):
+    rows = [row for row, item in enumerate(plan.slices) if item.source[0] in wanted] if wanted else []
+    for name, index in dict.fromkeys(plan.slices[row].source for row in rows):
         memory[name, index] = local = _local(plan.flat[name], index)
         if not is_dense(local):
             raise SaveError(
                 f"{name}: its shards are {type(local).__name__}, which are not plain memory, so that no part of them "
                 "could be loaded alone. Save their inner tensors instead."
             )
-    tensors = [_cut(memory[s.source], s.narrow) for s in plan.slices]
-    for piece, wanted in zip(tensors, plan.slices, strict=True):
-        if tuple(piece.shape) != wanted.sizes:
+    for row in rows:
+        item = plan.slices[row]
+        tensors[row] = piece = _cut(memory[item.source], item.narrow)
+        if tuple(piece.shape) != item.sizes:
             raise SaveError(
-                f"{plan.keys[wanted.key].name}: this rank holds {list(piece.shape)}, its placement says "
-                f"{list(wanted.sizes)}."
+                f"{plan.keys[item.key].name}: this rank holds {list(piece.shape)}, its placement says "
+                f"{list(item.sizes)}."
             )
+    if wanted:
+        places = [place_of(v) if n in wanted else p for (n, v), p in zip(plan.flat.items(), places, strict=True)]
     records = [_encode(name, plan.flat[name]) for name, _ in plan.objects]
-    return replace(plan, tensors=tensors, records=records)
+    return replace(plan, tensors=tensors, records=records, places=places)
 
 
 def _local(value: Any, index: int) -> torch.Tensor:

@@ -1,0 +1,144 @@
+"""A plan that is taken over from the save before describes the state as it is now, whatever was done to its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ckptkit.errors import SaveError
+from ckptkit.formats.dcp_plan import ShardedPlan, plan_sharded
+from ckptkit.formats.dcp_same import flat_values, moved
+
+State = dict[str, Any]
+
+
+def state() -> State:
+    model = {"w": torch.nn.Parameter(torch.randn(4, 4)), "b": torch.randn(3)}
+    return {"model": model, "optimizer": {"param_groups": [{"lr": 0.1, "params": ["w"]}], "step": torch.tensor(1.0)}}
+
+
+def swap(s: State) -> None:
+    s["model"]["w"].data = torch.randn(4, 4)
+
+
+def bits(s: State) -> None:
+    s["model"]["b"].data = s["model"]["b"].data.view(torch.int32)
+
+
+def turn(s: State) -> None:
+    s["model"]["w"].data.t_()
+    s["model"]["w"].detach().t_()
+
+
+def shrink(s: State) -> None:
+    s["model"]["b"].resize_(2)
+
+
+def elsewhere(s: State) -> None:
+    s["model"]["b"].set_(torch.randn(3).untyped_storage(), 0, (3,))
+
+
+def another(s: State) -> None:
+    s["model"]["b"] = torch.randn(3)
+
+
+def wider(s: State) -> None:
+    s["model"]["b"] = torch.randn(3).double()
+
+
+def sparse(s: State) -> None:
+    s["model"]["b"] = torch.eye(3).to_sparse()
+
+
+def an_object(s: State) -> None:
+    s["model"]["b"] = [1, 2]
+
+
+def a_setting(s: State) -> None:
+    s["optimizer"]["param_groups"][0]["lr"] = 0.2
+
+
+def order(s: State) -> None:
+    s["model"]["w"] = s["model"].pop("w")
+
+
+def more(s: State) -> None:
+    s["model"]["c"] = torch.randn(2)
+
+
+def values(s: State) -> None:
+    with torch.no_grad():
+        s["model"]["w"].add_(1)
+
+
+CHANGES = [swap, bits, turn, shrink, elsewhere, another, wider, sparse, an_object, a_setting, order, more, values]
+
+
+def described(plan: ShardedPlan) -> Any:
+    names = [(plan.keys[item.key], item.offsets, item.sizes) for item in plan.slices]
+    memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in plan.tensors]
+    return names, memory, plan.objects, plan.records, plan.nbytes, plan.digest, plan.table
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_was_changed_the_plan_is_the_one_that_a_first_save_would_make(change: Callable[[State], None]) -> None:
+    made = state()
+    first = plan_sharded(made)
+    change(made)
+    assert described(plan_sharded(made, previous=first)) == described(plan_sharded(made))
+
+
+@pytest.mark.parametrize("change", [values, swap, another, a_setting])
+def test_of_the_same_structure_a_plan_is_taken_over(change: Callable[[State], None]) -> None:
+    made = state()
+    plan = plan_sharded(made)
+    change(made)
+    assert plan_sharded(made, previous=plan).reused
+
+
+def dtensors() -> list[Any]:
+    mesh = init_device_mesh("cpu", (1,))
+    made = distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)])
+    plan = plan_sharded({"w": made})
+    found = [moved({"w": made}, plan.flat, plan.places)]
+    before = made._local_tensor
+    made._local_tensor = torch.randn(4, 2)
+    found.append(moved({"w": made}, plan.flat, plan.places))
+    again = plan_sharded({"w": made}, previous=plan)
+    found.append(again.tensors[0].data_ptr() == made._local_tensor.data_ptr() and again.reused)
+    made._local_tensor, spec = before, made._spec
+    made._spec = DTensor.from_local(before, mesh, [Replicate()])._spec
+    found.append(plan_sharded({"w": made}, previous=plan).reused)
+    made._spec, made._local_tensor = spec, torch.randn(3, 2)
+    try:
+        plan_sharded({"w": made}, previous=plan)
+    except SaveError:
+        found.append("refused")
+    return found
+
+
+def test_a_dtensor_that_got_other_memory_or_placements_is_looked_at_anew(ranks: Any) -> None:
+    assert ranks.run(dtensors, 1)[0] == [[], ["w"], True, False, "refused"]
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        {"a": {"b": 1, 2: [1, 2]}, "c": [{"d": torch.ones(1)}, 3], "e": [[torch.ones(1)], [4]], "f": [[1], 2], "g": ()},
+        {"a": [], "b": {}, "c": [[{}]], "d": (torch.ones(1), 2), 3: None},
+    ],
+)
+def test_names_are_those_that_torch_gives(nested: State) -> None:
+    flat, _ = flatten_state_dict(nested)
+    assert list(flat_values(nested) or ()) == list(flat)
+    assert all(value is (flat_values(nested) or {})[name] for name, value in flat.items())
+
+
+def test_two_values_of_one_name_are_left_to_torch() -> None:
+    assert flat_values({"a": {"b": 1}, "a.b": 2}) is None
