@@ -223,11 +223,12 @@ class _Execution:
         path = self.work.origins[int(table.sources[record])].path
         return f"{path}: tensor {self.work.names[int(table.owners[record])]!r}"
 
-    def done(self, nbytes: int) -> None:
-        """Count bytes, report them, and stop a worker whose fellow failed."""
+    def done(self, nbytes: int, path: str = "") -> None:
+        """Count bytes of the file at `path`, report them, and stop a worker whose fellow failed."""
         if self.pool.stopped.is_set():
             raise Stopped
         with self._lock:
+            self._path = path or self._path
             self.nbytes_read += nbytes
             if self._progress is not None:
                 self._progress(min(self.nbytes_read, self.plan.nbytes), self.plan.nbytes, self._path)

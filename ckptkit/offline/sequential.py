@@ -35,7 +35,7 @@ class SequentialCopier:
         *,
         tile_nbytes: int,
         big_nbytes: int,
-        done: Callable[[int], None],
+        done: Callable[[int, str], None],
     ) -> None:
         self._plan = plan
         self._gatherer = gatherer
@@ -59,10 +59,13 @@ class SequentialCopier:
         crcs = list(file.crcs)
         if crcs:
             literals = self._with_crcs(file, literals, placed, worker)
+        last = 0  # counted once the file is there: what was taken over may be on its way for long
         with self._destination.writer(file.path) as writer:
             for block in self._blocks(_events(literals, placed), worker):
+                self._done(last, file.path)
                 writer.write(block)
-                self._done(len(block))
+                last = len(block)
+        self._done(last, file.path)
 
     def _blocks(self, events: list[_Event], worker: Worker) -> Iterator[memoryview]:
         for _, event in events:

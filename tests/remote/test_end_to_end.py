@@ -105,6 +105,24 @@ def test_remote_and_local_ends_go_together(source: str, url: str, s3: Options, t
     assert diff(f"{url}/up", str(tmp_path / "down"), storage_options=s3).equal
 
 
+def test_progress_names_the_file_that_goes_up_and_is_complete_once_all_are_there(
+    source: str, url: str, s3: Options
+) -> None:
+    seen: list[tuple[int, int, str]] = []
+    there: list[set[str]] = []
+
+    def progress(done: int, total: int, what: str) -> None:
+        seen.append((done, total, what))
+        if done == total and not there:
+            there.append({item.path for item in open_store(f"{url}/dcp", storage_options=s3).list()})
+
+    convert(source, f"{url}/dcp", to="dcp", world_size=2, storage_options=s3, progress=progress)
+    shards = {path for path in there[0] if path.endswith(".distcp")}
+    assert len(shards) == 2 and shards <= {what for _, _, what in seen}
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
 def run_cli(*args: str) -> tuple[int, str]:
     from click.testing import CliRunner
 
