@@ -96,7 +96,8 @@ def command(
         from ckptkit.integrations.hub import push_folder
 
         if_interrupted(f"{dst} is complete, the upload is not. Go on with: ckptkit push {dst} {push}")
-        url = push_folder(dst, push)
+        quiet = click.get_current_context().meta.get("ckptkit.quiet", False)
+        url = push_folder(dst, push, show_progress=not quiet)
         click.echo(f"pushed to {url}", err=as_json)
 
 

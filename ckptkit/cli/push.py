@@ -19,7 +19,8 @@ def command(folder: str, repo: str, private: bool | None, revision: str | None, 
     from ckptkit.integrations.hub import push_folder
 
     if_interrupted(f"{repo} got all of {folder} in one commit, or nothing. The same command again goes on.")
-    url = push_folder(folder, repo, private=private, revision=revision)
+    quiet = click.get_current_context().meta.get("ckptkit.quiet", False)
+    url = push_folder(folder, repo, private=private, revision=revision, show_progress=not quiet)
     if as_json:
         print_json({"schema": "ckptkit.push/1", "repo": repo, "url": url})
     else:

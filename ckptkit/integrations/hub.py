@@ -12,7 +12,13 @@ __all__ = ["push_folder"]
 
 
 def push_folder(
-    folder: str, repo: str, *, private: bool | None = None, revision: str | None = None, token: str | None = None
+    folder: str,
+    repo: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    show_progress: bool = True,
 ) -> str:
     """Upload the export in `folder` to the model repo `repo` in one commit and return the URL of that commit.
 
@@ -24,6 +30,7 @@ def push_folder(
         repo: "user/name".
         private: For a new repo; None leaves it to the organisation's default.
         token: Default: HF_TOKEN, or the token that `hf auth login` stored.
+        show_progress: huggingface_hub draws its bars, with each file, its bytes and rate, where stderr is a terminal.
 
     Raises:
         UsageError: `folder` is a remote URL, or `repo` is no repo name.
@@ -32,6 +39,7 @@ def push_folder(
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import disable_progress_bars
 
     if split_url(folder)[0] != "file":
         raise UsageError(f"{without_secrets(folder)}: only a local folder can be pushed. Convert to a local DST first.")
@@ -44,6 +52,8 @@ def push_folder(
         )
     keep_secret({"token": token})
     api = HfApi(token=token)
+    if not show_progress:
+        disable_progress_bars()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         done = api.upload_folder(

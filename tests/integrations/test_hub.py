@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.cli.test_terminal import on_a_terminal
+
 
 class Hub:
     """What the server has: files by name, and the blobs that came by LFS."""
@@ -158,3 +160,18 @@ def test_a_folder_without_weights_is_not_pushed(hub: Hub, tmp_path: Path) -> Non
 def test_a_name_that_is_no_repo_is_wrong_usage(hub: Hub, export: Path) -> None:
     done = push(hub, str(export), "not a repo!")
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_push_on_a_terminal_names_the_file_and_its_bytes_unless_it_is_to_be_quiet(
+    hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool
+) -> None:
+    save_file({"w": np.zeros(2_000_000, np.float32)}, export / "model.safetensors", metadata={"format": "pt"})
+    for name, value in (("HF_ENDPOINT", hub.url), ("HF_TOKEN", "hf_test"), ("HF_HUB_DISABLE_XET", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    command = ["push", str(export), "me/model", *(["--quiet"] if quiet else [])]
+    code, screen = on_a_terminal(f"from ckptkit.cli.main import main\nmain({command!r})")
+    assert code == 0, screen
+    assert "pushed" in screen
+    assert ("model.safetensors" in screen and "/8.00M" in screen) is not quiet, screen
