@@ -17,7 +17,15 @@ from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.offline.plan import ComputedTensor
 
-__all__ = ["AdapterSplit", "LoraPair", "adapter_config", "export_adapter", "merge_adapter", "split_adapter"]
+__all__ = [
+    "AdapterSplit",
+    "LoraPair",
+    "adapter_config",
+    "export_adapter",
+    "merge_adapter",
+    "refuse_other_kinds",
+    "split_adapter",
+]
 
 _ROOT = "base_model.model."
 _WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # a trainer's own attribute may come before it
@@ -109,6 +117,25 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
     if alone:
         raise CheckpointMismatchError(f"lora_A or lora_B is missing for: {', '.join(alone)}.")
     return replace(split, names=tuple(adapters))
+
+
+def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
+    """Refuse a PEFT model that has an adapter, and none of LoRA: as a model it would load nowhere.
+
+    Raises:
+        UnsupportedFormatError: Names the module that has it.
+    """
+    wrapped = [name for name in targets if _WRAPPED.match(name)]
+    for name in wrapped:
+        module, found, _ = name.partition(".base_layer.")
+        if found:
+            own = [other.removeprefix(module + ".") for other in wrapped if other.startswith(module + ".")]
+            kind = next((part for part in own if not part.startswith("base_layer.")), "base_layer")
+            raise UnsupportedFormatError(
+                f"PEFT's names, and an adapter that is none of LoRA: {module!r} has {kind!r}. Save it with PEFT's "
+                "save_pretrained, which knows its kind; for the base model alone give --key-map peft, and --exclude "
+                f"'*.{kind.partition('.')[0]}*'."
+            )
 
 
 def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base: str | None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ __all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
 # A name without any of these is that of no adapter, and of no layout that a built-in map is chosen for: the modules
 # that know more need not be imported, which is a tenth of the time of a short run.
 _ADAPTER = ".lora_"
+_PEFT = "base_model.model."
 _MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.")
 
 
@@ -99,7 +100,7 @@ def plan_export(
     own = beside_source(store, catalog)
     draft = _draft(catalog, base.over(own) if base is not None else own, options or ExportOptions())
     draft.notes += draft.base.notes
-    split = _split_adapter(draft.targets)
+    split = _split_adapter(draft.targets, mapped=draft.options.key_map is not None)
     if split is None and draft.options.merge_adapter:
         raise UsageError("--merge-adapter: the checkpoint holds no adapter (no lora_A or lora_B).")
     if split is not None:
@@ -136,12 +137,16 @@ def _has_name(targets: Mapping[str, Target], *marks: str) -> bool:
     return any(mark in name for name in targets for mark in marks)
 
 
-def _split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
-    if not _has_name(targets, _ADAPTER):
-        return None
-    from ckptkit.offline.adapters import split_adapter
+def _split_adapter(targets: Mapping[str, Target], *, mapped: bool) -> AdapterSplit | None:
+    if _has_name(targets, _ADAPTER):
+        from ckptkit.offline.adapters import split_adapter
 
-    return split_adapter(targets)
+        return split_adapter(targets)
+    if not mapped and _has_name(targets, _PEFT):
+        from ckptkit.offline.adapters import refuse_other_kinds
+
+        refuse_other_kinds(targets)
+    return None
 
 
 def _map_names(draft: _Draft) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.builtin_maps import builtin_map
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.formats import dcp, safetensors
@@ -234,3 +236,26 @@ def test_starting_values_that_change_the_base_are_noted() -> None:
     _, notes = export_adapter(split, {"init_lora_weights": "pissa_niter_16"})
     assert "fits only that base" in notes[0]
     assert np.ndim(notes) == 1
+
+
+@pytest.mark.parametrize("state", ["ia3_l.default", "vera_lambda_b.default", "hada_w1_a.default", "base_layer.bias"])
+def test_an_adapter_of_another_kind_is_refused_and_not_taken_for_a_model(state: str, tmp_path: Path) -> None:
+    module = "base_model.model.layers.0.q_proj"
+    tensors = {
+        f"{module}.base_layer.weight": np.zeros((6, 4), np.float32),
+        f"{module}.{state}": np.zeros(4, np.float32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    store = open_store(str(tmp_path))
+    with pytest.raises(UnsupportedFormatError, match=r"none of LoRA: 'base_model.model.layers.0.q_proj'"):
+        plan_export(store, safetensors.open_catalog(store))
+
+
+def test_the_base_under_an_adapter_of_another_kind_is_exported_where_asked_for(tmp_path: Path) -> None:
+    module = "base_model.model.layers.0.q_proj"
+    names = (f"{module}.base_layer.weight", f"{module}.ia3_l.default")
+    save_file({name: np.zeros((6, 4), np.float32) for name in names}, tmp_path / "model.safetensors")
+    store = open_store(str(tmp_path))
+    options = ExportOptions(key_map=builtin_map("peft"), exclude=("*.ia3_l*",))
+    export = plan_export(store, safetensors.open_catalog(store), options=options)
+    assert [tensor.name for tensor in export.tensors] == ["layers.0.q_proj.weight"]
