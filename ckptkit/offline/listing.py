@@ -191,8 +191,8 @@ def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
         from ckptkit.formats.detect import nearest  # here: it imports numpy, which takes longer than listing a run
 
         path = root.local_root
-        near = nearest(path) if path is not None else ""
-        return f"{url}: there is no such directory. {near} The root of a run is what holds step_... directories."
+        near = f" {nearest(path)}" if path is not None else ""
+        return f"{url}: there is no such directory.{near} The root of a run is what holds step_... directories."
     look = f"To look at another system's checkpoint: ckptkit inspect {url}"
     if found.kind != "directory" and name == LATEST_HINT:
         return f"{url} names one checkpoint; ls lists all of the run: ckptkit ls {above}"

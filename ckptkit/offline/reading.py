@@ -108,7 +108,8 @@ def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
         told: CorruptCheckpointError = type(error)(str(error))
         where = where or [s for s in sources if str(error).partition(":")[0] in s.catalog.info.files]
     elif isinstance(error, FileNotFoundError) and not isinstance(error, CkptkitError):
-        told = IncompleteCheckpointError(f"{error.filename or str(error)}: the file is missing.")
+        text = f"{error.filename}: the file is missing." if error.filename else error.strerror or str(error)
+        told = IncompleteCheckpointError(text)
     else:
         return error
     if not where:
