@@ -113,7 +113,7 @@ class BoxCopier:
             whole.write(data.data)
             left -= len(data)
             if not left:
-                whole.end()
+                whole.finish()
 
         return write_next
 

@@ -14,7 +14,7 @@ from ckptkit.catalog.columns import distinct
 from ckptkit.offline.chains import Chains
 from ckptkit.offline.checks import Verifier, crc32
 from ckptkit.offline.pool import Worker
-from ckptkit.offline.sinks import LocalSink
+from ckptkit.offline.sinks import LocalSink, chunks
 from ckptkit.offline.sources import SourceReader
 
 __all__ = ["BoxDigest", "ChainCopier", "Digested"]
@@ -64,15 +64,20 @@ class BoxDigest:
         self._crc = 0
         self._has_crc = sink.needs_bytes(file)
 
+    @property
+    def end(self) -> int:
+        """Where in the file the next bytes go."""
+        return self._start + self._nbytes
+
     def write(self, view: memoryview) -> None:
         """Write the next bytes."""
         self._state.update(view)
         if self._has_crc:
             self._crc = crc32(view, self._crc)
-        self._sink.put(self._file, self._start + self._nbytes, view)
+        self._sink.put(self._file, self.end, view)
         self._nbytes += len(view)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """State what was written."""
         if self._has_crc:
             self._sink.add_crc(self._file, self._start, self._nbytes, self._crc)
@@ -121,13 +126,13 @@ class ChainCopier:
                 box = BoxDigest(self._sink, self._digested, file, target)
             self._copy(origin, start, nbytes, record, box, worker)
             if last:
-                box.end()
+                box.finish()
                 box = None
 
     def _copy(self, origin: int, start: int, nbytes: int, record: int, box: BoxDigest, worker: Worker) -> None:
         buffer = worker.buffer.data
-        for at in range(start, start + nbytes, len(buffer)):
-            view = buffer[: min(len(buffer), start + nbytes - at)]
+        for at, stop in chunks(start, start + nbytes, len(buffer), shift=box.end - start):
+            view = buffer[: stop - at]
             self._reader.read(origin, at, view)
             if record >= 0 and self._verifier is not None:
                 self._verifier.feed(record, at, view)

@@ -7,20 +7,22 @@ import errno
 import os
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ckptkit.errors import NoSpaceError, StorageError
 from ckptkit.offline.checks import crc32, crc32_combine
-from ckptkit.offline.kernel import KernelCopy, pick
+from ckptkit.offline.kernel import KernelCopy, pick, start_writing, takes_turns
 from ckptkit.offline.plan import CrcField, OutputFile
 from ckptkit.offline.sources import Descriptors
 from ckptkit.storage.local import LocalStore
 
-__all__ = ["LocalSink", "combined_crc"]
+__all__ = ["LocalSink", "chunks", "combined_crc"]
 
 _MAX_VECTOR = 512  # buffers of one pwritev; Linux takes 1024
 _READ_BACK = 1 << 20
+_DIRTY = 32 << 20  # bytes in memory of one file from which on the disk is set to work
 
 
 class LocalSink:
@@ -31,8 +33,14 @@ class LocalSink:
         self._files = files
         self._descriptors = Descriptors(self._reopen)
         self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # by file: (start, nbytes, CRC-32) of what was written
-        self._busy = [threading.Lock() for _ in files]
-        self.kernel: KernelCopy | None = pick(store.url)
+        # Where the kernel lets one thread at a time into a file, a second one would spin at its door.
+        turns = takes_turns(store.url)
+        self._turns: list[AbstractContextManager[object]] = [
+            threading.Lock() if turns else nullcontext() for _ in files
+        ]
+        sizes = [file.nbytes for file in files]
+        self._dirty = [0] * len(files)  # bytes of each file that were written since: roughly, threads may miss some
+        self.kernel: KernelCopy | None = pick(store.url, one_file=2 * max(sizes, default=0) > sum(sizes))
 
     def _reopen(self, path: str) -> int:
         return os.open(self._store.path_of(path), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -65,11 +73,12 @@ class LocalSink:
         return index in self._crcs
 
     def put(self, index: int, start: int, view: memoryview) -> None:
-        """Write bytes whose CRC-32, where it is needed, is stated by `add_crc`; threads wait in turn for a file."""
+        """Write bytes whose CRC-32, where it is needed, is stated by `add_crc`."""
         path = self._files[index].path
-        # The kernel lets one thread at a time into a file, and a second one would spin at its door.
-        with self._busy[index], self._descriptors.using(path) as descriptor:
-            self._write(descriptor, path, start, [view])
+        with self._descriptors.using(path) as descriptor:
+            with self._turns[index]:
+                self._write(descriptor, path, start, [view])
+            self._wrote(index, descriptor, len(view))
 
     def add_crc(self, index: int, start: int, nbytes: int, crc: int) -> None:
         """State the CRC-32 of what was `put`."""
@@ -84,9 +93,18 @@ class LocalSink:
             for view in views:
                 known.append((at, len(view), crc32(view)))
                 at += len(view)
+        end = start
         with self._descriptors.using(path) as descriptor:
-            for first in range(0, len(views), _MAX_VECTOR):
-                start = self._write(descriptor, path, start, views[first : first + _MAX_VECTOR])
+            with self._turns[index]:
+                for first in range(0, len(views), _MAX_VECTOR):
+                    end = self._write(descriptor, path, end, views[first : first + _MAX_VECTOR])
+            self._wrote(index, descriptor, end - start)
+
+    def _wrote(self, index: int, descriptor: int, nbytes: int) -> None:
+        self._dirty[index] += nbytes
+        if self._dirty[index] >= _DIRTY:
+            self._dirty[index] = 0
+            start_writing(descriptor)
 
     def _write(self, descriptor: int, path: str, start: int, views: Sequence[Any]) -> int:
         total = sum(len(view) for view in views)
@@ -110,14 +128,15 @@ class LocalSink:
     def copy(self, source: int, source_start: int, index: int, start: int, nbytes: int) -> int:
         """Copy a run of a source descriptor in the kernel; return the bytes done, fewer where it can't."""
         path = self._files[index].path
-        # The kernel lets one thread at a time into a file, and a second one would spin at its door.
-        with self._busy[index], self._descriptors.using(path) as descriptor:
-            if self.kernel is None:
-                return 0
-            try:
-                done, able = self.kernel(source, source_start, descriptor, start, nbytes)
-            except OSError as error:
-                raise self._failure(path, error) from error
+        with self._descriptors.using(path) as descriptor:
+            with self._turns[index]:
+                if self.kernel is None:
+                    return 0
+                try:
+                    done, able = self.kernel(source, source_start, descriptor, start, nbytes)
+                except OSError as error:
+                    raise self._failure(path, error) from error
+            self._wrote(index, descriptor, done)
         if not able:
             self.kernel = None
         return done
@@ -150,6 +169,17 @@ class LocalSink:
 
     def close(self) -> None:
         self._descriptors.close()
+
+
+def chunks(start: int, stop: int, size: int, *, shift: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the pieces of [start, stop) between multiples of `size` in the target, which is `shift` further on.
+
+    So no page of the target is written in two pieces: a disk's file system takes a fifth longer for those.
+    """
+    while start < stop:
+        end = min(stop, start + size - (start + shift) % size)
+        yield start, end
+        start = end
 
 
 def combined_crc(known: Sequence[tuple[int, int, int]], item: CrcField) -> int | None:

@@ -14,7 +14,7 @@ from ckptkit.offline.casts import cast_into
 from ckptkit.offline.checks import RecordTable, Verifier
 from ckptkit.offline.jobs import Runs, Work
 from ckptkit.offline.pool import Worker
-from ckptkit.offline.sinks import LocalSink
+from ckptkit.offline.sinks import LocalSink, chunks
 from ckptkit.offline.sources import SourceReader
 
 __all__ = ["Span", "StreamCopier", "direct_rows", "spans", "split", "touched"]
@@ -172,11 +172,10 @@ class StreamCopier:
         if sink.kernel is not None:
             with descriptors.using(self._reader.origin(origin).path) as descriptor:
                 copied = sink.copy(descriptor, start, file, target, nbytes)
-        while copied < nbytes:
-            view = buffer[: nbytes - copied].data
-            self._reader.read(origin, start + copied, view)
-            sink.write(file, target + copied, [view])
-            copied += len(view)
+        for at, stop in chunks(start + copied, start + nbytes, len(buffer), shift=target - start):
+            view = buffer[: stop - at].data
+            self._reader.read(origin, at, view)
+            sink.write(file, target + at - start, [view])
         self._done(nbytes)
 
     def copy_spans(self, job: list[Span], worker: Worker) -> None:
@@ -194,8 +193,7 @@ class StreamCopier:
         table = self._work.records
         records = _Cursor(table.starts[rows].tolist(), table.nbytes[rows].tolist(), span.records[0])
         buffer = worker.buffer
-        for start in range(span.start, span.stop, len(buffer)):
-            stop = min(start + len(buffer), span.stop)
+        for start, stop in chunks(span.start, span.stop, len(buffer), shift=self._shift(span)):
             view = buffer[: stop - start]
             self._reader.read(span.origin, start, view.data)
             if self._verifier is not None:
@@ -203,6 +201,14 @@ class StreamCopier:
                     self._verifier.feed(int(self._wanted[row]), a, view[a - start : b - start].data)
             self._write_out(span.origin, view, start, list(runs.between(start, stop)), worker)
             self._done(stop - start)
+
+    def _shift(self, span: Span) -> int:
+        """How much further on the target of a span is, so that chunks end where its pages do; of casts where elements
+        do."""
+        row, stop = span.runs
+        if row == stop or int(self._runs.casts[row]):
+            return -span.start
+        return int(self._runs.targets[row]) - int(self._runs.starts[row])
 
     def _write_out(
         self, origin: int, view: Bytes, start: int, parts: list[tuple[int, int, int]], worker: Worker

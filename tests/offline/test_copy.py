@@ -26,11 +26,13 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.offline import copy as engine
+from ckptkit.offline import kernel
 from ckptkit.offline.casts import cast_into
 from ckptkit.offline.copy import execute
-from ckptkit.offline.kernel import copy_range, splice_range
+from ckptkit.offline.kernel import copy_range, splice_range, start_writing
 from ckptkit.offline.plan import ComputedTensor, CrcField, Literal, OutputFile, Placement, Plan
 from ckptkit.offline.prove import prove_equal
+from ckptkit.offline.sinks import chunks
 from ckptkit.storage.local import LocalStore
 from tests.catalog.boxes import columns, partitions, shapes
 from tests.catalog.materialize import materialize
@@ -328,7 +330,7 @@ def test_kernel_copies_give_way_to_reading_where_they_are_not_possible(tmp_path,
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, call, refuse)
-    monkeypatch.setattr("ckptkit.offline.sinks.pick", lambda _: KERNEL[call])
+    monkeypatch.setattr("ckptkit.offline.sinks.pick", lambda *_, **__: KERNEL[call])
     got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=False)
     assert (got["w"] == made.arrays["w"]).all()
 
@@ -367,10 +369,60 @@ def test_a_pipe_that_failed_halfway_leaves_nothing_to_the_next_range(tmp_path, m
 def test_without_check_long_runs_do_not_pass_through_python(tmp_path, monkeypatch):
     size = 1 << 20
     made = make_source(tmp_path / "in", {"w": ("uint8", (size,), [Box((0,), (size,))])})
-    monkeypatch.setattr("ckptkit.offline.sinks.pick", lambda _: copy_range)  # ext4 alone is quicker without
+    monkeypatch.setattr("ckptkit.offline.sinks.pick", lambda *_, **__: copy_range)  # ext4 alone is quicker without
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read"))
     got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=False)
     assert (got["w"] == made.arrays["w"]).all()
+
+
+@pytest.mark.parametrize(("start", "stop", "shift"), [(0, 0, 0), (3, 100, 0), (3, 100, 13), (40, 61, -39), (5, 6, -9)])
+def test_chunks_end_where_the_pages_of_the_target_do(start, stop, shift):
+    found = list(chunks(start, stop, 16, shift=shift))
+    assert [at for a, b in found for at in range(a, b)] == list(range(start, stop))
+    assert all((b + shift) % 16 == 0 for _, b in found[:-1])
+    assert all(0 < b - a <= 16 for a, b in found)
+
+
+def test_the_disk_is_set_to_work_while_more_is_written(tmp_path, monkeypatch):
+    begun: list[str] = []
+    monkeypatch.setattr("ckptkit.offline.sinks._DIRTY", 20)
+    monkeypatch.setattr(
+        "ckptkit.offline.sinks.start_writing", lambda fd: begun.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    made = make_source(tmp_path / "in", {f"w{i}": ("uint8", (8, 6), ROWS) for i in range(3)})
+    plan = plan_whole(made.catalog, [Target.of(e) for e in made.catalog.tensors.values()])
+    got = run(made, plan, tmp_path / "out", workers=1)
+    assert all((got[name] == made.arrays[name]).all() for name in got)
+    assert set(begun) == {str(tmp_path / "out" / "out")}
+    assert 1 < len(begun) <= plan.nbytes // 20
+
+
+def test_a_disk_that_can_not_be_set_to_work_is_no_error(tmp_path):
+    start_writing(-1)
+    with open(tmp_path / "file", "wb") as file:
+        file.write(b"x")
+        file.flush()
+        start_writing(file.fileno())
+    assert (tmp_path / "file").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(
+    ("kind", "one_file", "chosen"),
+    [("tmpfs", False, splice_range), ("tmpfs", True, None), ("ext4", False, None), ("xfs", True, copy_range)],
+)
+def test_the_quickest_way_to_copy_depends_on_the_file_system_and_on_the_number_of_files(
+    tmp_path, monkeypatch, kind, one_file, chosen
+):
+    monkeypatch.setattr(kernel, "_file_system", lambda _: kind)
+    assert kernel.pick(str(tmp_path), one_file=one_file) is chosen
+
+
+@pytest.mark.parametrize(
+    ("kind", "turns"), [("tmpfs", True), ("ext4", True), ("nfs4", False), ("fuse", False), ("", False)]
+)
+def test_threads_take_turns_at_a_file_where_the_kernel_would_make_them(tmp_path, monkeypatch, kind, turns):
+    monkeypatch.setattr(kernel, "_file_system", lambda _: kind)
+    assert kernel.takes_turns(str(tmp_path)) is turns
 
 
 def test_progress_ends_at_the_whole(tmp_path):
