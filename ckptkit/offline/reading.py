@@ -185,10 +185,10 @@ def _opened(
             pin = pin_url(source.url, why=reading.why, storage_options=storage_options)
             with ExitStack() as stack:
                 record = stack.enter_context(pin)
-                if record is None:  # of no run
+                if record is None and _is_there(source):  # of no run
                     reading.sources.append(source)
                     return source
-                if _is_of(source, record):
+                if record is not None and _is_of(source, record):
                     reading.sources.append(source)
                     reading.pins.push(stack.pop_all())
                     reading.ours.append((url, source))

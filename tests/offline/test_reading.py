@@ -129,6 +129,24 @@ def test_the_newest_that_vanishes_without_a_pin_is_chosen_again(
     assert "second" in json.dumps(report.to_json())
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_newest_that_vanishes_between_its_choice_and_its_pin_is_chosen_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    commit_another(run, "first")
+    real, left = reading.open_source, [1]
+
+    def opened(*args: Any, **options: Any) -> Any:
+        source = real(*args, **options)
+        if left and left.pop():
+            move_on(run)
+        return source
+
+    monkeypatch.setattr(reading, "open_source", opened)
+    report = COMMANDS[command](str(run / "latest"), str(tmp_path / "out"))
+    assert "second" in json.dumps(report.to_json()) and not left
+
+
 def move_on(run: Path) -> None:
     """Rotation of another job: what was the newest is gone, and another one is there."""
     delete_checkpoint(open_store(str(run)), "first", reason="test")
