@@ -35,6 +35,16 @@ def returned() -> int:
     return int(fields["rchar"])
 
 
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_save_reads_nothing_of_what_it_wrote(tmp_path: Path, kind: str) -> None:
+    saved = TrainState(model=model(torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS)))
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, saved)  # imports are read, too
+        before = returned()
+        manager.save(2, saved)
+        assert returned() - before < ROWS * COLUMNS * 4 / 50
+
+
 def load_rows(url: str, verify: Any) -> tuple[float, bool]:
     """(bytes that the system returned over those of this rank's rows, whether the rows are right)."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
