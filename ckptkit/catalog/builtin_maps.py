@@ -57,6 +57,7 @@ _NEMOTRON_H: tuple[Rule, ...] = (
     Unstack(_p("{p:*}.mixer.experts.down_proj"), "{p}.mixer.experts.{i}.down_proj.weight"),
     *_rename(("model.{rest:*}", "backbone.{rest}")),
 )
+_GPT_NEOX = _rename(("lm_head.{rest:*}", "embed_out.{rest}"))
 _LLAVA = _rename(
     ("lm_head.{rest:*}", "language_model.lm_head.{rest}"),
     ("model.language_model.{rest:*}", "language_model.model.{rest}"),
@@ -172,6 +173,7 @@ BUILTIN_MAPS: dict[str, NameMap] = {
         ),
         NameMap("hf5-granitemoe", _GRANITE, note="the hub's names for granitemoe's experts, which stay stacked"),
         NameMap("hf5-nemotron-h", _NEMOTRON_H, note="stacked experts and prefix of nemotron_h"),
+        NameMap("hf5-gpt-neox", _GPT_NEOX, note="lm_head.* to embed_out.* (gpt_neox)"),
         NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and its kin)"),
         NameMap(
             "vlm-vision-model", _VISION_MODEL, note="vision_tower.* to vision_tower.vision_model.* (CLIP and SigLIP)"
@@ -196,6 +198,7 @@ _GATED_TYPES = (
     "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "deepseek_v2", "deepseek_v3", "deepseek_v32",
     "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "longcat_flash", "solar_open", "mellum",
     "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text", "hunyuan_v1_moe", "cohere2_moe", "afmoe",
+    "qwen3_5_moe", "qwen3_5_moe_text",
 )  # fmt: skip
 _LLAVA_TYPES = (
     "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "aria", "paligemma",
@@ -288,6 +291,8 @@ def choose_map(
 def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
     """The map that the model type asks for where the names are those of a live model: experts, then prefixes."""
     experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
+    if config.get("model_type") == "gpt_neox" and "lm_head.weight" in targets:
+        return BUILTIN_MAPS["hf5-gpt-neox"]
     prefixes = BUILTIN_MAPS.get(_VLM_BY_TYPE.get(str(config.get("model_type")), ""))
     if prefixes is None or not any(name.startswith("model.language_model.") for name in targets):
         return experts
@@ -339,7 +344,7 @@ def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
     by_type = map_for_model_type(_model_type(config))
     titan = ["torchtitan-llama3"] if config.get("model_type") != "qwen3" else []
     names = ["hf5-experts", "hf5-mixtral", "hf5-phimoe", "hf5-jamba", "hf5-lfm2-moe", "hf5-ernie4.5-moe",
-             "hf5-exaone-moe", "hf5-granitemoe", "hf5-nemotron-h", "vlm-llava", "vlm-qwen2",
+             "hf5-exaone-moe", "hf5-granitemoe", "hf5-nemotron-h", "hf5-gpt-neox", "vlm-llava", "vlm-qwen2",
              "vlm-vision-model", *titan]  # fmt: skip
     if str(config.get("model_type", "")).startswith("qwen3"):
         names.append("torchtitan-qwen3")

@@ -34,7 +34,7 @@ __all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
 # that know more need not be imported, which is a tenth of the time of a short run.
 _ADAPTER = ".lora_"
 _PEFT = "base_model.model."
-_MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.")
+_MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.", "gpt_neox.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ _HEADS = (
     "embed_out.weight",
     "predictions.decoder.weight",
     "lm_head.decoder.weight",
+    "lm_head.out_proj.weight",
+    "lm_loss.weight",
     "head.decoder.weight",
     "generator_lm_head.weight",
     "vocab_projector.weight",
@@ -32,11 +34,14 @@ _HEADS = (
     "proj_out.weight",
     "output.weight",
 )
+_WHOLE_HEADS = ("decoder.weight",)  # of ModernBERT; below another module it may be anything
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
     "embed_in.weight",
     "word_embeddings.weight",
+    "word_embedding.weight",
+    "transformer.w.weight",
     "tok_embeddings.weight",
     "embeddings.weight",
     "shared.weight",
@@ -79,10 +84,10 @@ def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
     an encoder-decoder's halves with its shared one, and the bias of a head's decoder with the head's."""
     embeddings = [name for name in shapes if _is(name, _EMBEDDINGS)]
     pairs: list[tuple[str, str]] = []
-    for head in (name for name in shapes if _is(name, _HEADS)):
+    for head in (name for name in shapes if _is(name, _HEADS) or name in _WHOLE_HEADS):
         fitting = [name for name in embeddings if shapes[name] == shapes[head] and name != head]
-        # Of several (towers of text and audio) the one nearest in the tree of modules.
-        fitting.sort(key=lambda name: (-_common(head, name), len(name)))
+        # Of several (towers of text and audio) the one nearest in the tree of modules; of two halves the decoder's.
+        fitting.sort(key=lambda name: (-_common(head, name), "decoder" not in name, len(name)))
         pairs += [(head, fitting[0])] if fitting else []
     for shared in (name for name in shapes if _is(name, ("shared.weight",))):
         halves = [shared.removesuffix("shared.weight") + half for half in _HALVES]

@@ -44,6 +44,8 @@ SIZES: dict[str, Any] = {
 MORE: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
               "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+                         "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "minimax": {"layer_types": ["full_attention", "linear_attention"]},
     "exaone_moe": {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]},
@@ -79,7 +81,7 @@ def saved_by_transformers(model: Any, directory: Path) -> tuple[dict[str, Any], 
 @pytest.mark.parametrize(
     "model_type",
     ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "phimoe", "jamba", "lfm2_moe", "minimax",
-     "minimax_m2", "ernie4_5_moe", "glm4_moe", "exaone_moe", "dots1", "nemotron_h", "granitemoe"],
+     "minimax_m2", "ernie4_5_moe", "glm4_moe", "exaone_moe", "dots1", "nemotron_h", "granitemoe", "qwen3_5_moe_text"],
 )  # fmt: skip
 def test_the_map_of_a_model_type_gives_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
     memory, hub, config = saved_by_transformers(tiny_model(model_type), tmp_path)
@@ -195,6 +197,8 @@ def test_vlm_prefixes_go_both_ways(name: str, memory: str, hub: str) -> None:
         ("qwen2_5_vl", "model.language_model.norm.weight", "model.norm.weight"),
         ("qwen3_vl", "model.language_model.norm.weight", "model.language_model.norm.weight"),
         ("llava", "language_model.norm.weight", "language_model.norm.weight"),
+        ("gpt_neox", "lm_head.weight", "embed_out.weight"),
+        ("gpt2", "lm_head.weight", "lm_head.weight"),
     ],
 )
 def test_the_model_type_alone_tells_the_prefixes_of_the_hub(model_type: str, memory: str, hub: str) -> None:

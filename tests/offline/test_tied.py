@@ -126,6 +126,12 @@ def test_an_encoder_decoder_shares_its_embedding() -> None:
     }
 
 
+def test_a_head_pairs_with_the_embedding_of_the_decoder_not_of_the_encoder() -> None:
+    halves = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+    shapes = dict.fromkeys((*halves, "lm_head.out_proj.weight"), (8, 4))
+    assert tied_pairs(shapes) == [("lm_head.out_proj.weight", halves[1])]
+
+
 @pytest.mark.parametrize(
     ("second", "first"),
     [
@@ -133,6 +139,9 @@ def test_an_encoder_decoder_shares_its_embedding() -> None:
         ("model.encoder.embed_tokens.weight", "model.shared.weight"),
         ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
         ("lm_head.decoder.bias", "lm_head.bias"),
+        ("lm_head.weight", "transformer.w.weight"),
+        ("lm_loss.weight", "transformer.word_embedding.weight"),
+        ("decoder.weight", "model.embeddings.tok_embeddings.weight"),
         ("cls.predictions.decoder.bias", "cls.predictions.bias"),
     ],
 )
