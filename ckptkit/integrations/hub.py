@@ -39,7 +39,7 @@ def push_folder(
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if split_url(folder)[0] != "file":
         raise UsageError(f"{without_secrets(folder)}: only a local folder can be pushed. Convert to a local DST first.")
