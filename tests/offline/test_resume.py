@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.offline import carry_out
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import journal, staging
+from tests.ranks import RankError, run_ranks
 
 UNEVEN = Path(__file__).parents[1] / "zoo" / "dcp_fsdp2_uneven_w4"
 COLUMNS = {"tp_plan": {"*.up.weight": 1, "*.down.weight": 1}, "mesh": {"tp": 2}}
@@ -213,3 +215,32 @@ def test_a_torn_last_line_of_a_journal_is_no_step(source, tmp_path):
     owner = next(path for path in tmp_path.iterdir() if path.name.endswith(".owner"))
     owner.write_text(owner.read_text() + "3")
     assert "2 of 4 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
+
+
+def _killed_after_the_copy(src: str, dst: str) -> None:
+    execute = carry_out.execute
+
+    def copied(*args: object, **kwargs: object) -> None:
+        execute(*args, **kwargs)  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    carry_out.execute = copied  # type: ignore[assignment]
+    convert(src, dst, max_shard_size="3kB")
+
+
+def _converted_by_a_team(src: str, dst: str) -> int | None:
+    return convert(src, dst, max_shard_size="3kB", verify=True).verified
+
+
+def test_a_team_that_was_killed_shows_nothing_and_the_next_run_leaves_the_result_alone(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RankError):
+        run_ranks(_killed_after_the_copy, 2, str(source), str(out))
+    assert not out.exists()
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-out-")]  # it got that far
+    assert run_ranks(_converted_by_a_team, 2, str(source), str(out)) == [18, 18]
+    convert(str(source), str(tmp_path / "alone"), max_shard_size="3kB")
+    assert content(out) == content(tmp_path / "alone")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "in", "out"]
