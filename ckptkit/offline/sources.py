@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit.catalog.entry import Codec
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, MissingExtraError, UnsupportedFormatError
+from ckptkit.storage.blocks import BlockReader
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import ReadInto, Store
 
@@ -84,6 +85,7 @@ class SourceReader:
         self._origins = origins
         self._local = store if isinstance(store, LocalStore) else None
         self.descriptors = Descriptors(self._local.open_file) if self._local is not None else None
+        self._blocks = BlockReader(store, len({origin.path for origin in origins}))
         self._decoders: dict[int, _Decoder] = {}
         self._lock = threading.Lock()
 
@@ -100,7 +102,7 @@ class SourceReader:
         if where.codec is not None:
             self._decode(origin, where.codec, start, view)
         elif self.descriptors is None:
-            self._store.read_into(where.path, start, view)
+            self._blocks.read_into(where.path, start, view)
         else:
             with self.descriptors.using(where.path) as descriptor:
                 _pread(descriptor, where.path, start, view)
@@ -115,7 +117,7 @@ class SourceReader:
             else:
                 self.read(item.origin, item.start, item.view)
         if batch:
-            self._store.read_many(batch)
+            self._blocks.read_many(batch)
 
     def _decode(self, origin: int, codec: Codec, start: int, view: memoryview) -> None:
         # Readers walk a record forwards, mostly: one decoder a record, which starts again only to go back.

@@ -20,6 +20,8 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.outline import PREFIX, Part, outline, parts_of, spares_of
 from ckptkit.offline.checksums import SUMS_NAME, read_checksums
 from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints
+from ckptkit.storage.blocks import BlockReader
+from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size, parse_size
 
@@ -302,9 +304,11 @@ def _compare(
     total = sum(check.nbytes for check in checks)
     done = 0
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
+    # Of what lies far away small slices come many at a time.
+    reader = store if isinstance(store, LocalStore) else BlockReader(store, workers)
     problems: list[Problem] = []
     with ThreadPoolExecutor(workers, thread_name_prefix="ckptkit-verify") as pool:
-        for check, problem in zip(checks, pool.map(lambda c: _check(store, c), checks), strict=True):
+        for check, problem in zip(checks, pool.map(lambda c: _check(store, reader, c), checks), strict=True):
             if problem is not None:
                 problems.append(problem)
             done += check.nbytes
@@ -331,13 +335,13 @@ def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
             yield problem
 
 
-def _check(store: Store, check: _Check) -> Problem | None:
+def _check(store: Store, reader: Store | BlockReader, check: _Check) -> Problem | None:
     tensor = ", ".join(name for name in check.names if name)
     what = f"tensor {tensor!r}" if tensor else "the whole file" if _is_whole(check) else "a copy that no tensor uses"
     what = "what lies around the tensors" if check.parts else what
     digest = check.digest
     try:
-        value = _hash(digest.algorithm, _chunks(store, check))
+        value = _hash(digest.algorithm, _chunks(store, reader, check))
     except (PermissionError, StorageError) as error:
         words = error.strerror or str(error)
         return _UnreadableFile(check.path, tensor, f"{check.path}: the file can't be read: {words.rstrip('.')}.")
@@ -354,7 +358,7 @@ def _check(store: Store, check: _Check) -> Problem | None:
     )
 
 
-def _chunks(store: Store, check: _Check) -> Iterator[memoryview | bytes]:
+def _chunks(store: Store, reader: Store | BlockReader, check: _Check) -> Iterator[memoryview | bytes]:
     start, stop = check.digest.start, check.digest.start + check.digest.nbytes
     if check.codec is not None:
         from ckptkit.formats.objects import decode_record
@@ -366,7 +370,7 @@ def _chunks(store: Store, check: _Check) -> Iterator[memoryview | bytes]:
     def read(start: int, stop: int) -> Iterator[memoryview]:
         while start < stop:
             view = buffer[: min(len(buffer), stop - start)]
-            store.read_into(check.path, start, view)
+            reader.read_into(check.path, start, view)
             yield view
             start += len(view)
 

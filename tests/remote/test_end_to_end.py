@@ -195,6 +195,28 @@ def test_saves_loads_and_looks_take_few_requests(counted: tuple[Proxy, Options],
     assert all(counts[name] <= most[name] for name in most), counts
 
 
+def test_commands_read_many_small_tensors_in_few_requests(
+    counted: tuple[Proxy, Options], url: str, tmp_path: Path
+) -> None:
+    proxy, options = counted
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)))
+    commands: dict[str, Callable[[], object]] = {
+        "verify": lambda: verify(url, storage_options=options),
+        "convert": lambda: convert(url, f"{url}-torch", to="torch", storage_options=options),
+        "reshard": lambda: reshard(url, f"{url}-three", world_size=3, verify=True, storage_options=options),
+        "from afar": lambda: reshard(url, str(tmp_path / "three"), world_size=3, storage_options=options),
+        "diff": lambda: diff(url, f"{url}-three", storage_options=options),
+    }
+    counts = {}
+    for name, command in commands.items():
+        proxy.clear()
+        command()
+        counts[name] = proxy.count
+    assert max(counts.values()) <= 70, counts  # of 120 tensors
+
+
 def test_a_save_asks_nothing_twice(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     state = TrainState(model=nn.Linear(8, 8))
