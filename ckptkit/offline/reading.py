@@ -29,7 +29,7 @@ __all__ = ["check_still_there", "open_pinned", "reads_checkpoints"]
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_MAX_TRIES = 10  # each needs another save that rotated away what was just opened
+_MAX_TRIES = 100  # each needs another save that rotated away what was just opened: small ones, back to back
 _VANISHED = (FileNotFoundError, CorruptCheckpointError)
 
 
