@@ -40,7 +40,8 @@ ROW = np.dtype(
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # below this many bytes another file is not worth it
 _REMOTE_FILE = 48 << 20  # as _FILE, where each is a request, and a connection carries so much a second
-_ONE_REQUEST = 72 << 20  # a larger one goes in parts while it is written
+_ONE_REQUEST = 144 << 20  # a larger one goes in parts while it is written
+_COPIED_FILES = 4  # on an object store, where what goes up is held for that alone
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 
@@ -71,6 +72,11 @@ def default_workers(store: Store) -> int:
     if store.local_root is None:
         return 8
     return _cores()
+
+
+def _workers(store: Store, tensors: Sequence[torch.Tensor] | Sequence[memoryview]) -> int:
+    on_host = all(isinstance(tensor, memoryview) or tensor.device.type == "cpu" for tensor in tensors)
+    return default_workers(store) if on_host or store.local_root is not None else _COPIED_FILES
 
 
 def _cores() -> int:
@@ -105,7 +111,7 @@ def write_records(
     started = time.perf_counter()
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
     most = 1 + sum(lengths) // (_REMOTE_FILE if store.local_root is None else _FILE)
-    bins = _bins(lengths, min(workers or default_workers(store), most))
+    bins = _bins(lengths, min(workers or _workers(store, tensors), most))
     jobs = [_File(f"{prefix}{i}.distcp", rows, frames, tensors, records) for i, rows in enumerate(bins)]
     result = _empty(len(lengths), [job.path for job in jobs])
     turn = threading.BoundedSemaphore(_cores())

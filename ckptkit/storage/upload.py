@@ -43,6 +43,7 @@ class PartWriter:
         self._attempt = attempt
         self._parts = [self._collected()]  # not sent; two at most, where both may yet become one request
         self._crc32 = 0  # of those two together
+        self._size = 1  # of a part, in UPLOAD_BYTES
         self._upload: Upload | None = None
         self._sent: list[Future[None]] = []
         self._count = 0
@@ -63,6 +64,8 @@ class PartWriter:
         They must stay as they are until the block of the writer has ended and, where the store has `settle`, that has
         returned. `owner` keeps the memory alive until then.
         """
+        if self._upload is None and len(self._parts) == 1 and self._parts[0].nbytes < UPLOAD_BYTES:
+            self._size = 2  # it costs no memory
         while start < stop:
             end = min(stop, start + self._room())
             self._parts[-1].lend(data, start, end, owner)
@@ -78,7 +81,7 @@ class PartWriter:
 
     def _room(self) -> int:
         """Return how much goes into the last part; one that is full is sent once it is known not to be the last."""
-        most = UPLOAD_BYTES if self._count < _MANY else _LARGE
+        most = self._size * UPLOAD_BYTES if self._count < _MANY else _LARGE
         room = most - self._parts[-1].nbytes
         if room > 0:
             return room

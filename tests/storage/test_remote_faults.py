@@ -324,3 +324,28 @@ def _half_an_upload(options: Options, key: str) -> Iterator[None]:
         connection.sendall(head.encode() + bytes(1_000_000))
         time.sleep(0.3)
         yield
+
+
+def test_lent_bytes_are_identical_where_every_third_request_fails(store: RemoteStore, via: Proxy) -> None:
+    data = memoryview(os.urandom(5 * PART + 12345))
+    via.clear()
+    via.rule = every_third("reset")
+    with store.writer("big") as out:
+        out.write(b"head")
+        for start in range(0, len(data), 1 << 20):
+            out.lend(data, start, min(start + (1 << 20), len(data)), owner=data)
+        out.write(b"tail")
+    via.rule = lambda number, method, path: "pass"
+    assert store.read("big") == b"head" + data + b"tail"
+
+
+def test_what_is_lent_goes_in_larger_requests_than_what_is_held(store: RemoteStore, via: Proxy) -> None:
+    data = memoryview(bytes(4 * PART))
+    via.clear()
+    with store.writer("lent") as out:
+        out.lend(data, 0, len(data), owner=data)
+    assert via.count == 1
+    via.clear()
+    with store.writer("copied") as out:
+        out.write(data)
+    assert via.kinds()["PUT partNumber"] == 4
