@@ -219,7 +219,7 @@ class SliceArray(Sequence[TensorSlice]):
     def distinct(self) -> Int64:
         """Return the rows of the distinct non-empty boxes, ascending; of replicas the first."""
         rows = np.flatnonzero((self.sizes != 0).all(axis=1))
-        if self.sizes.shape[1] == 0:
+        if self.sizes.shape[1] == 0 or len(rows) < 2:
             return rows[:1]
         boxes = np.concatenate([self.offsets[rows], self.sizes[rows]], axis=1)
         first = first_of_equal(boxes)

@@ -7,6 +7,7 @@ walks over one box of the target. Pure; columns of numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -364,6 +365,10 @@ class _PartPieces:
     @classmethod
     def of(cls, catalog: Catalog, placement: Placement, target: Target, part: Part) -> _PartPieces:
         entry = catalog.tensors[part.source]
+        if entry.shape and target.shape == part.source_box.sizes == entry.shape and len(placement) == 1:
+            copied = cls._copied(entry, placement, target)
+            if copied is not None:
+                return copied
         rows, lo, hi = _shared(placement, part.target_box)
         offsets, sizes = _in_source(part, lo, hi)
         found = pieces(entry, offsets, sizes)
@@ -381,6 +386,26 @@ class _PartPieces:
             found.numel() * dtype_of(entry.dtype).itemsize,
             placement.starts[rows] + index * itemsize,
             is_dense(found.sizes, strides) & is_dense(found.sizes, steps),
+        )
+
+    @classmethod
+    def _copied(cls, entry: TensorEntry, placement: Placement, target: Target) -> _PartPieces | None:
+        """The same where one whole tensor becomes another, from slices of whole rows: what most are, and there may be
+        many thousands of them. None where it is otherwise."""
+        shape, slices = entry.shape, entry.slices
+        if tuple(placement.sizes[0].tolist()) != shape or slices.strides or (slices.sizes[:, 1:] != shape[1:]).any():
+            return None
+        found = slices.distinct()
+        inner = math.prod(shape[1:])
+        count = len(found)
+        return cls(
+            entry,
+            np.zeros(count, np.int64),
+            found,
+            slices.starts[found],
+            slices.sizes[found, 0] * (inner * dtype_of(entry.dtype).itemsize),
+            placement.starts[0] + slices.offsets[found, 0] * (inner * dtype_of(target.dtype).itemsize),
+            np.ones(count, bool),
         )
 
 

@@ -458,3 +458,21 @@ def test_each_process_writes_the_files_that_are_its_own(tmp_path):
             plan, LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")), only=lambda i, r=rank: i % 2 == r
         )
     assert (read_placed(tmp_path / "out", plan)["w"] == made.arrays["w"]).all()
+
+
+@pytest.mark.parametrize("into", ["float32", "bfloat16"])
+@pytest.mark.parametrize("check", [True, False])
+def test_whole_tensors_of_uneven_rows_empty_slices_and_replicas_are_copied(tmp_path, into, check):
+    rows = [Box((4, 0), (3, 5)), Box((0, 0), (4, 5)), Box((7, 0), (0, 5)), Box((0, 0), (4, 5))]
+    tensors = {
+        "rows": ("float32", (7, 5), rows),
+        "flat": ("float32", (6,), [Box((5,), (1,)), Box((0,), (5,))]),
+        "one": ("float32", (1, 1, 3), [Box((0, 0, 0), (1, 1, 3))]),
+        "columns": ("float32", (4, 4), [Box((0, 0), (4, 1)), Box((0, 1), (4, 3))]),
+        "scalar": ("float32", (), [Box((), ())]),
+    }
+    made = make_source(tmp_path / "source", tensors)
+    targets = [replace(Target.of(entry, name), dtype=into) for name, entry in made.catalog.tensors.items()]
+    found = run(made, plan_whole(made.catalog, targets), tmp_path / "out", check=check)
+    for target in targets:
+        assert np.array_equal(found[target.name], expected(made, target)), target.name
