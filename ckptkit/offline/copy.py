@@ -38,8 +38,8 @@ __all__ = ["CopyReport", "Progress", "execute"]
 Progress = Callable[[int, int, str], None]
 
 DEFAULT_MAX_MEMORY = 512_000_000
-# Few calls, and out of a cache from read to digest to write. Not 1 MiB: for writes of that ext4 looks for a MiB of memory
-# in one piece, and on a machine that has been in use for a while the search takes three times the copying.
+# Few calls, and out of a cache from read to digest to write. Not 1 MiB: ext4 then looks for memory in pieces of a MiB,
+# and on a machine that has been in use for a while the search takes three times the copying.
 _CHUNK = 512 << 10
 _REMOTE_CHUNK = 8 << 20
 _TILE = 4 << 20
