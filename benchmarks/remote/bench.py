@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -224,24 +225,11 @@ def floor(options: Options, megabytes: int) -> dict[str, float]:
     """Return the seconds of plain puts of as many bytes, six at once, signed beforehand: a client that does no work."""
     import http.client
     from concurrent.futures import ThreadPoolExecutor
-    from urllib.parse import urlsplit
 
-    import botocore.session
-    from botocore.config import Config
-
-    client = botocore.session.get_session().create_client(
-        "s3",
-        region_name="us-east-1",
-        endpoint_url=options["endpoint_url"],
-        aws_access_key_id=options["key"],
-        aws_secret_access_key=options["secret"],
-        config=Config(signature_version="s3v4"),
-    )
+    urls = [servers.presigned_put(options, "bench", f"floor/{number}") for number in range(6)]
     body = os.urandom((megabytes << 20) // 6)
 
-    def put(number: int) -> None:
-        where = {"Bucket": "bench", "Key": f"floor/{number}"}
-        url = urlsplit(client.generate_presigned_url("put_object", Params=where))
+    def put(url: SplitResult) -> None:
         connection = http.client.HTTPConnection(str(url.hostname), url.port)
         connection.request("PUT", f"{url.path}?{url.query}", body=body)
         answer = connection.getresponse()
@@ -250,7 +238,7 @@ def floor(options: Options, megabytes: int) -> dict[str, float]:
         connection.close()
 
     with ThreadPoolExecutor(6) as pool:
-        return {"floor_s": timed(lambda: list(pool.map(put, range(6))) and None)}
+        return {"floor_s": timed(lambda: list(pool.map(put, urls)) and None)}
 
 
 def ratios_of(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import SplitResult, urlsplit
 
 KEY, SECRET = "loopback-tests-key", "loopback-tests-secret"
 CREDENTIALS = {
@@ -122,3 +123,19 @@ def fake_gcs() -> Iterator[Mapping[str, Any]]:
     finally:
         process.kill()
         process.wait()
+
+
+def presigned_put(options: Mapping[str, str], bucket: str, key: str) -> SplitResult:
+    """Return the URL to which whoever has no credentials may put an object: without any client's own work."""
+    import botocore.session
+    from botocore.config import Config
+
+    client = botocore.session.get_session().create_client(
+        "s3",
+        region_name="us-east-1",
+        endpoint_url=options["endpoint_url"],
+        aws_access_key_id=options["key"],
+        aws_secret_access_key=options["secret"],
+        config=Config(signature_version="s3v4"),
+    )
+    return urlsplit(client.generate_presigned_url("put_object", Params={"Bucket": bucket, "Key": key}))

@@ -11,11 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import botocore.session
 import pytest
-from botocore.config import Config
 
 from ckptkit.errors import StorageError
 from ckptkit.storage import open_store
@@ -310,15 +307,7 @@ def test_a_tree_goes_while_a_dead_client_s_upload_below_it_is_still_open(
 @contextmanager
 def _half_an_upload(options: Options, key: str) -> Iterator[None]:
     """Send half of an object, and wait with the rest: the server has a file open."""
-    client = botocore.session.get_session().create_client(
-        "s3",
-        region_name="us-east-1",
-        endpoint_url=options["endpoint_url"],
-        aws_access_key_id=options["key"],
-        aws_secret_access_key=options["secret"],
-        config=Config(signature_version="s3v4"),
-    )
-    url = urlsplit(client.generate_presigned_url("put_object", Params={"Bucket": "bucket", "Key": key}))
+    url = servers.presigned_put(options, "bucket", key)
     with socket.create_connection((str(url.hostname), int(url.port or 0))) as connection:
         head = f"PUT {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: 2000000\r\n\r\n"
         connection.sendall(head.encode() + bytes(1_000_000))
