@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import enum
-import functools
 import math
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-import xxhash
 
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.catalog.entry import Codec, Digest, TensorEntry
-from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
 from ckptkit.formats.dcp_bytes import host_view
-from ckptkit.formats.dcp_encode import crc32
+from ckptkit.formats.dcp_digests import (
+    Running,
+    SliceCheck,
+    all_of,
+    check_bytes,
+    check_slices,
+    compare,
+    digest_of,
+    read_pieces,
+)
 from ckptkit.formats.objects import decode_zstd
-from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Filler", "SliceCheck", "Verify", "check_bytes", "read_workers"]
@@ -33,8 +36,6 @@ _BATCH = 8 << 20
 _BATCH_REMOTE = 64 << 20  # each is read by several requests at once
 _TILE = 32 << 20  # bytes of a region that go through a buffer at once
 _RUN = 32 << 10  # shorter runs of needed bytes are read with the gaps between them
-_REMOTE = 16 << 20
-_PIECE = 1 << 20  # larger than the writer's: it is a request to the disk as well
 
 
 class Verify(str, enum.Enum):
@@ -89,17 +90,6 @@ class _Fill:
         return math.prod(self.sizes) * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class SliceCheck:
-    """A slice whose digest is to be checked apart from reading it."""
-
-    name: str
-    path: str
-    start: int
-    nbytes: int
-    digest: Digest
-
-
 class Filler:
     """Collects what is to be filled, then fills it all, several reads in flight.
 
@@ -114,6 +104,11 @@ class Filler:
         self.cast = cast
         self.nbytes = 0
         self._fills: list[_Fill] = []
+        self._jobs: list[tuple[int, Callable[[], int]]] = []
+
+    def add_job(self, nbytes: int, job: Callable[[], int]) -> None:
+        """Take a read of about so many bytes that needs nothing of the filler but its turn; it returns the bytes."""
+        self._jobs.append((nbytes, job))
 
     def add(self, entry: TensorEntry, row: int, offsets: tuple[int, ...], target: torch.Tensor) -> None:
         """Take slice `row` of a tensor, from `offsets` (counted in the slice) on, as far as `target` is large.
@@ -166,24 +161,24 @@ class Filler:
         """Return for each file that is to be read a tensor in it."""
         return {fill.path: fill.name for fill in self._fills}
 
+    def wholly(self) -> list[SliceCheck]:
+        """Return the slices that are to be read whole, and have a digest."""
+        return [
+            SliceCheck(fill.name, fill.path, fill.start, fill.nbytes, fill.digest)
+            for fill in self._fills
+            if fill.digest is not None and fill.whole
+        ]
+
+    def ends(self) -> dict[str, int]:
+        """Return for each file that is to be read up to where."""
+        found: dict[str, int] = {}
+        for fill in self._fills:
+            found[fill.path] = max(found.get(fill.path, 0), fill.start + fill.nbytes)
+        return found
+
     def check(self, slices: Sequence[SliceCheck]) -> int:
-        """Read whole slices, a small piece at a time, compare them with their digests, and return the bytes read.
-
-        Raises:
-            IntegrityError: Bytes differ from their digest; the message names tensor and file.
-            IncompleteCheckpointError: A file is too short.
-        """
-        return sum(self._all([functools.partial(self._check_slice, item) for item in slices]))
-
-    def _check_slice(self, item: SliceCheck) -> int:
-        state = _State(item.digest)
-        size = _PIECE if self.store.local_root is not None else 4 * _REMOTE
-        buffer = memoryview(bytearray(min(size, item.nbytes)))
-        for at in range(0, item.nbytes, size):
-            piece = buffer[: min(size, item.nbytes - at)]
-            self._read_pieces(item.path, item.start + at, piece, state.update)
-        state.check(item)
-        return item.nbytes
+        """Read whole slices for their digests only, and return the bytes read. Raises as `check_slices` does."""
+        return check_slices(self.store, slices, self.workers)
 
     def run(self) -> float:
         """Fill everything that was added, and return the seconds it took.
@@ -196,18 +191,12 @@ class Filler:
         # Far away, tensors that lie beside each other are read together, whatever their size: requests cost most.
         joined = _SMALL if self.store.local_root is not None else _BATCH_REMOTE
         small: list[tuple[_Fill, int]] = []
-        aside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        jobs: list[tuple[int, Callable[[], int]]] = []
+        jobs, self._jobs = self._jobs, []
         for fill in self._fills:
             at = _start_in_file(fill)
-            direct = (
-                fill.dtype is fill.target.dtype and fill.target.is_contiguous() and fill.target.device.type == "cpu"
-            )
+            direct = _is_direct(fill)
             full = self.verify is Verify.FULL and not fill.whole and fill.digest is not None
             if at is not None and not full and fill.needed < (joined if direct else _SMALL):
-                if not direct:  # a cast, a device, a stride: joined with the others all the same
-                    aside.append((fill.target, torch.empty(fill.sizes, dtype=fill.dtype)))
-                    fill = replace(fill, target=aside[-1][1])  # noqa: PLW2901
                 small.append((fill, at))
             elif at is None or full or not direct:
                 jobs.append((fill.needed, lambda fill=fill, full=full: self._through_buffer(fill, full)))  # type: ignore[misc]
@@ -218,65 +207,32 @@ class Filler:
             jobs.append((size, lambda batch=batch: self._joined(batch)))  # type: ignore[misc]
         self._fills = []
         jobs.sort(key=lambda job: -job[0])
-        self.nbytes += sum(self._all([call for _, call in jobs]))
-        for target, read in aside:
-            _copy(target, read)
+        self.nbytes += sum(all_of([call for _, call in jobs], self.workers))
         return time.perf_counter() - started
-
-    def _all(self, calls: Sequence[Callable[[], int]]) -> list[int]:
-        if self.workers <= 1 or len(calls) <= 1:
-            return [call() for call in calls]
-        with ThreadPoolExecutor(min(self.workers, len(calls)), thread_name_prefix="ckptkit-read") as pool:
-            futures = [pool.submit(call) for call in calls]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
 
     # --- into the target's own memory
 
     def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
         """Small reads of one file: near ones become one."""
-        views = [host_view(fill.target, writable=True) for fill, _ in batch]
+        # A cast, a device, a stride: read with the others all the same, and copied then.
+        into = [fill.target if _is_direct(fill) else torch.empty(fill.sizes, dtype=fill.dtype) for fill, _ in batch]
+        views = [host_view(tensor, writable=True) for tensor in into]
         reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]
         self.store.read_many(reads, workers=1)
         for (fill, _), view in zip(batch, views, strict=True):
             if fill.whole and fill.checkable:
-                _check(fill, _digest_of(fill.digest, view))
+                compare(fill, digest_of(fill.digest, view))
+        for (fill, _), tensor in zip(batch, into, strict=True):
+            if tensor is not fill.target:
+                _copy(fill.target, tensor)
         return sum(map(len, views))
 
     def _direct(self, fill: _Fill, at: int) -> int:
         view = host_view(fill.target, writable=True)
-        state = _State(fill.digest if fill.whole and fill.checkable else None)
-        self._read_pieces(fill.path, at, view, state.update)
+        state = Running(fill.digest if fill.whole and fill.checkable else None)
+        read_pieces(self.store, fill.path, at, view, state.update)
         state.check(fill)
         return len(view)
-
-    def _read_pieces(self, path: str, start: int, view: memoryview, seen: Callable[[memoryview], None]) -> None:
-        """Fill `view`; `seen` gets its pieces in order while they are in the cache."""
-        if not isinstance(self.store, LocalStore):
-            for at in range(0, len(view), _REMOTE * 4):
-                part = view[at : at + _REMOTE * 4]
-                reads = [ReadInto(path, start + at + i, part[i : i + _REMOTE]) for i in range(0, len(part), _REMOTE)]
-                self.store.read_many(reads)
-                seen(part)
-            return
-        fd = self.store.open_file(path)
-        try:
-            done = 0
-            while done < len(view):
-                piece = view[done : done + _PIECE]
-                got = os.preadv(fd, [piece], start + done)
-                if not got:
-                    raise IncompleteCheckpointError(
-                        f"{path}: the file ends at byte {start + done}, {start + len(view)} are needed: truncated."
-                    )
-                seen(piece[:got])
-                done += got
-        finally:
-            os.close(fd)
 
     # --- through a buffer: casts, devices, columns, strides, codecs
 
@@ -298,8 +254,8 @@ class Filler:
             buffer, read = self._decoded(fill)
         else:
             buffer, read = torch.empty(fill.nbytes, dtype=torch.uint8), fill.nbytes
-            state = _State(fill.digest if fill.checkable else None)
-            self._read_pieces(fill.path, fill.start, host_view(buffer, writable=True), state.update)
+            state = Running(fill.digest if fill.checkable else None)
+            read_pieces(self.store, fill.path, fill.start, host_view(buffer, writable=True), state.update)
             state.check(fill)
         strides = fill.strides or row_major_strides(fill.shape)
         offset = sum(o * s for o, s in zip(fill.offsets, strides, strict=True))
@@ -317,19 +273,19 @@ class Filler:
             )
         if fill.digest is not None:
             covered = memoryview(raw)[fill.digest.start : fill.digest.start + fill.digest.nbytes]
-            _check(fill, _digest_of(fill.digest, covered))
+            compare(fill, digest_of(fill.digest, covered))
         data = bytearray(memoryview(raw)[fill.start : fill.start + fill.nbytes])
         return torch.frombuffer(data, dtype=torch.uint8), codec.nbytes
 
     def _streamed(self, fill: _Fill) -> int:
         """A row-major slice, whole, tile by tile in order."""
-        state = _State(fill.digest if fill.checkable else None)
+        state = Running(fill.digest if fill.checkable else None)
         at = fill.start
         whole = Box.whole(fill.shape)
         for tile in whole.tiles(max(1, _TILE // fill.itemsize)):
             buffer = _buffer(tile.sizes, fill)
             view = host_view(buffer, writable=True)
-            self._read_pieces(fill.path, at, view, state.update)
+            read_pieces(self.store, fill.path, at, view, state.update)
             at += len(view)
             _copy(_part(fill.target, tile.offsets, tile.sizes), buffer)
         state.check(fill)
@@ -356,6 +312,11 @@ class Filler:
         self.store.read_into(fill.path, at, host_view(buffer, writable=True))
         _copy(target, buffer.view(fill.dtype).as_strided(box.sizes, strides))
         return buffer.numel()
+
+
+def _is_direct(fill: _Fill) -> bool:
+    """Whether the bytes of the file may be read to where they belong."""
+    return fill.dtype is fill.target.dtype and fill.target.is_contiguous() and fill.target.device.type == "cpu"
 
 
 def _start_in_file(fill: _Fill) -> int | None:
@@ -442,50 +403,3 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def _torch_dtype(name: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, name)
     return found
-
-
-# --- digests
-
-
-class _State:
-    """A digest in the making; without one to compare with it does nothing."""
-
-    def __init__(self, digest: Digest | None) -> None:
-        self._digest = digest
-        self._xxh3: Any = xxhash.xxh3_64() if digest is not None and digest.algorithm == "xxh3_64" else None
-        self._crc = 0
-
-    def update(self, piece: memoryview) -> None:
-        if self._xxh3 is not None:
-            self._xxh3.update(piece)
-        elif self._digest is not None:
-            self._crc = crc32(piece, self._crc)
-
-    def check(self, fill: _Fill | SliceCheck) -> None:
-        if self._digest is not None:
-            _check(fill, self._crc if self._xxh3 is None else self._xxh3.intdigest())
-
-
-def _digest_of(digest: Digest | None, data: memoryview) -> int:
-    if digest is not None and digest.algorithm == "xxh3_64":
-        return int(xxhash.xxh3_64_intdigest(data))
-    return zlib.crc32(data) if len(data) < 4096 else int(crc32(data))
-
-
-def check_bytes(digest: Digest, data: memoryview, path: str, name: str) -> None:
-    """Check bytes that a digest covers. Raises IntegrityError, naming file and entry."""
-    _compare(digest, _digest_of(digest, data), path, name)
-
-
-def _check(fill: _Fill | SliceCheck, found: int) -> None:
-    if fill.digest is not None:
-        _compare(fill.digest, found, fill.path, fill.name)
-
-
-def _compare(digest: Digest, found: int, path: str, name: str) -> None:
-    if found != digest.value:
-        raise IntegrityError(
-            f"{path}: the bytes [{digest.start}, {digest.start + digest.nbytes}) of {name!r} have "
-            f"{digest.algorithm} {found:#x}, {digest.value:#x} was recorded when they were written. The file is "
-            "damaged; load another checkpoint. `ckptkit verify` lists all damage."
-        )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.entry import Digest, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.formats import dcp_fill
+from ckptkit.formats import dcp_digests, dcp_fill
 from ckptkit.formats.dcp_bytes import host_view
 from ckptkit.formats.dcp_fill import Filler, Verify
 from ckptkit.storage.local import LocalStore
@@ -77,7 +77,7 @@ def test_a_region_of_a_slice_arrives(limits, case, verify, flipped):
         target = target.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
-            patch.setattr(dcp_fill, name, value)
+            patch.setattr(dcp_digests if name == "_PIECE" else dcp_fill, name, value)
         filler = Filler(LocalStore(ROOT.name), verify=verify, workers=2)
         filler.add(entry, 0, starts, target)
         filler.run()
