@@ -12,11 +12,14 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.tensor import DTensor
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
-from ckptkit.formats.dcp_fill import Filler, Verify, check_bytes
+from ckptkit.formats.dcp_digests import check_bytes
+from ckptkit.formats.dcp_exact import ExactReads
+from ckptkit.formats.dcp_fill import Filler, Verify
 from ckptkit.formats.dcp_plan import local_boxes
 from ckptkit.formats.objects import load_object_torch
 from ckptkit.formats.torch_bytes import parse_object
@@ -76,12 +79,16 @@ def read_sharded(
     """
     started = time.perf_counter()
     flat, paths = flatten_state_dict(state_dict)
-    found, missing = _matched(catalog, flat, cast=cast, strict=strict)
+    exact = ExactReads.of(catalog, store, _Boxes())
+    rest = flat if exact is None else exact.take(flat)
+    found, missing = _matched(catalog, rest, cast=cast, strict=strict)
     filler = Filler(store, verify=verify, workers=workers, cast=cast)
     for name, entry in found.items():
         if entry is not None:
             for box, target in local_boxes(flat[name]):
                 add_box(filler, entry, box, target)
+    for nbytes, job in () if exact is None else exact.jobs(store, None if verify is Verify.OFF else check_bytes):
+        filler.add_job(nbytes, job)
     planned = time.perf_counter()
     filler.run()
     read = time.perf_counter()
@@ -95,6 +102,21 @@ def read_sharded(
         report("objects", finished - read, 0)
     names = [*catalog.tensors, *catalog.objects]
     return ReadReport(missing, [n for n in names if n not in flat], filler.nbytes, finished - started)
+
+
+class _Boxes:
+    """(offsets, sizes) of what this rank holds of a DTensor, worked out once for all that are cut alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
+
+    def __call__(self, value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        spec = value._spec
+        key = (value.shape, id(spec.mesh), spec.placements)
+        if key not in self._known:
+            boxes = local_boxes(value)
+            self._known[key] = (boxes[0][0].offsets, boxes[0][0].sizes) if boxes else None
+        return self._known[key]
 
 
 def _matched(

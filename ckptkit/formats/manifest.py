@@ -46,7 +46,7 @@ from ckptkit.catalog.entry import (
 from ckptkit.formats.columns import Column, Columns, pack, unpack, unpack_texts
 from ckptkit.formats.manifest_checks import check_manifest, check_tables
 
-__all__ = ["DIGEST", "MESHES", "PLACEMENTS", "Manifest", "Objects", "Slices", "Tensors", "read_manifest"]
+__all__ = ["DIGEST", "MESHES", "PLACEMENTS", "Entries", "Manifest", "Objects", "Slices", "Tensors", "read_manifest"]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -139,7 +139,7 @@ class Manifest:
             self.info.notes,
             extra,
         )
-        return Catalog(_Entries(self), self.objects.entries, info)
+        return Catalog(Entries(self), self.objects.entries, info)
 
     # --- bytes
 
@@ -284,19 +284,29 @@ def _decode_info(columns: Columns) -> CatalogInfo:
     )
 
 
-class _Entries(Mapping[str, TensorEntry]):
-    """The tensors of a manifest, each made when it is asked for."""
+class Entries(Mapping[str, TensorEntry]):
+    """The tensors of a manifest, each made when it is asked for.
+
+    Attributes:
+        columns: Of each tensor, its first slice, past its last one, and where its boxes begin in the slices' elements.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self._index = {name: i for i, name in enumerate(manifest.tensors.names)}
         stops = manifest.tensors.slice_stop
         starts = np.concatenate([[0], stops[:-1]]).astype(np.int64) if len(stops) else stops
         widths = np.fromiter(map(len, manifest.tensors.shapes), np.int64, len(stops))
+        elements = np.cumsum((stops - starts) * widths) - (stops - starts) * widths
+        self.columns: tuple[Int64, Int64, Int64] = (starts, stops, elements)
         self._starts: list[int] = starts.tolist()
         self._stops: list[int] = stops.tolist()
-        self._elements: list[int] = (np.cumsum((stops - starts) * widths) - (stops - starts) * widths).tolist()
+        self._elements: list[int] = elements.tolist()
         self._strided = sorted(manifest.slices.strides)
+
+    def row(self, name: str) -> int | None:
+        """Return the tensor's row in the manifest, None where there is none of that name."""
+        return self._index.get(name)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -309,14 +319,14 @@ class _Entries(Mapping[str, TensorEntry]):
 
     def __getitem__(self, name: str) -> TensorEntry:
         i = self._index[name]
-        tensors, slices = self._manifest.tensors, self._manifest.slices
+        tensors, slices = self.manifest.tensors, self.manifest.slices
         shape, start, stop = tensors.shapes[i], self._starts[i], self._stops[i]
         ndim, at = len(shape), self._elements[i]
         rows = slice(start, stop)
         boxes = slice(at, at + (stop - start) * ndim)
         digests = slices.digests
         array = SliceArray(
-            self._manifest.paths,
+            self.manifest.paths,
             slices.files[rows],
             slices.starts[rows],
             slices.nbytes[rows],
