@@ -9,7 +9,6 @@ is a tuple of tuples made to take for ever to hash: a hostile file of over 1 MB 
 from __future__ import annotations
 
 import copyreg
-import gc
 import io
 import pickle
 import re
@@ -19,6 +18,7 @@ from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats._restricted_pickle import MAX_PICKLE_BYTES, guarded, loads, resolver
+from ckptkit.formats.collector import collector_paused
 
 __all__ = ["load_metadata"]
 
@@ -89,12 +89,8 @@ class _Unpickler(pickle.Unpickler):
 def _load_in_c(data: bytes, file: str) -> Any:
     if len(data) > 16 * MAX_PICKLE_BYTES:
         raise CorruptCheckpointError(f"{file}: {len(data)} bytes of metadata are more than any checkpoint needs.")
-    collecting = gc.isenabled()
-    gc.disable()  # millions of containers, none of which is garbage: each collection would walk them all
     try:
-        return _Unpickler(data, resolver(file, None, "refuse")).load()
+        with collector_paused():
+            return _Unpickler(data, resolver(file, None, "refuse")).load()
     except (pickle.UnpicklingError, struct.error) as error:
         raise ValueError(str(error)) from None
-    finally:
-        if collecting:
-            gc.enable()

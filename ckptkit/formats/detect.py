@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UnsafePathError
+from ckptkit.formats.collector import collector_paused
 from ckptkit.formats.format_list import RECORD, UNNAMED, Format, Place, format_of, open_torch, reader
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.steps import ordered, parse_step
@@ -62,6 +63,7 @@ def identify(store: Store) -> str | None:
     return found.name if found is not None else None
 
 
+@collector_paused()
 def open_source(
     url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
 ) -> Source:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckptkit.errors import UsageError
+from ckptkit.formats.collector import collector_paused
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.carry_out import How, Outcome, carry_out
 from ckptkit.offline.copy import Progress
@@ -150,6 +151,7 @@ def convert(  # noqa: PLR0913 - one argument an option
     return outcome.told(report, proved=_proved(outcome, plan, chosen, to), started=started)
 
 
+@collector_paused()
 def _look(plan: Plan, sha256: bool, store: Store) -> None:
     check_headers(plan, store)
     if sha256:
@@ -191,6 +193,7 @@ def _key_map(named: NameMap | str | None) -> NameMap | None:
     return resolve_key_map(named)
 
 
+@collector_paused()
 def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] | None) -> _Chosen:
     from ckptkit.offline.hf_export import ExportOptions, export_tensors, plan_export
 
@@ -230,6 +233,7 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
     return _Chosen(tuple(tensors.values()), (), tuple(leftovers), (), notes)
 
 
+@collector_paused()
 def _plan(
     source: Source, chosen: _Chosen, to: Format, file_name: str, max_shard_size: int, world_size: int | None
 ) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import NoSpaceError, UsageError
+from ckptkit.formats.collector import collector_paused
 from ckptkit.offline.boxes import BoxCopier
 from ckptkit.offline.chain_copy import ChainCopier, Digested
+from ckptkit.offline.chains import Chains
 from ckptkit.offline.checks import Verifier
 from ckptkit.offline.coverage import check_plan
 from ckptkit.offline.gather import Gatherer
-from ckptkit.offline.jobs import Work, prepare
+from ckptkit.offline.jobs import BandJob, Runs, TileJob, Work, prepare
 from ckptkit.offline.plan import Plan
 from ckptkit.offline.pool import Job, Pool, Stopped, Worker
-from ckptkit.offline.resume import fingerprint, held_bytes, take_over
+from ckptkit.offline.resume import Share, Taken, Written, fingerprint, take_over
+from ckptkit.offline.shares import restricted, share_out
 from ckptkit.offline.sinks import LocalSink
 from ckptkit.offline.sources import SourceReader
 from ckptkit.offline.streams import StreamCopier, direct_rows, spans, split, touched
@@ -68,6 +72,18 @@ class CopyReport:
     taken_over: int = 0
     digested: Digested | None = None
 
+    @classmethod
+    def joined(cls, reports: Sequence[CopyReport]) -> CopyReport:
+        """Return what several ranks did, each its share; their digests of boxes are left out."""
+        return cls(
+            sum(report.nbytes for report in reports),
+            sum(report.nbytes_read for report in reports),
+            sum(report.records for report in reports),
+            max(report.seconds for report in reports),
+            sum(report.steps for report in reports),
+            sum(report.taken_over for report in reports),
+        )
+
     def notes(self) -> tuple[str, ...]:
         """Return what a person should know."""
         if not self.taken_over:
@@ -109,10 +125,8 @@ def execute(
     """
     started = time.perf_counter()
     check_plan(plan)
-    kept = list(range(len(plan.files)))
-    if only is not None:
-        kept = [index for index in kept if only(index)]
-        plan = _restricted(plan, kept)
+    kept = [index for index in range(len(plan.files)) if only is None or only(index)]
+    whole, plan = plan, restricted(plan, kept)
     local = isinstance(destination, LocalStore)
     # Local copies keep a processor each: more of them only wait in turn for the lock of one output file.
     least = 2 if local and isinstance(source, LocalStore) else 4
@@ -120,6 +134,7 @@ def execute(
     run = _Execution(
         plan,
         source,
+        kept=kept,
         workers=workers,
         max_memory=max_memory,
         check=check,
@@ -129,7 +144,7 @@ def execute(
     )
     try:
         if isinstance(destination, LocalStore):
-            run.into_local(destination, journal)
+            run.into_local(destination, journal, whole)
         else:
             _check_room(plan, destination)
             run.into_store(destination)
@@ -140,20 +155,6 @@ def execute(
     seconds = time.perf_counter() - started
     digested = run.digested.renumbered(kept) if digests else None
     return CopyReport(plan.nbytes, run.nbytes_read, proved, seconds, run.steps, run.taken_over, digested)
-
-
-def _restricted(plan: Plan, kept: list[int]) -> Plan:
-    """The same plan with the files, and what lies in them, of one process. Files keep their order."""
-    renumbered = np.full(len(plan.files), -1, np.int32)
-    renumbered[kept] = np.arange(len(kept))
-    placements = []
-    for placement in plan.placements:
-        rows = np.flatnonzero(renumbered[placement.files] >= 0)
-        if len(rows):
-            files = renumbered[placement.files[rows]]
-            columns = (placement.starts[rows], placement.offsets[rows], placement.sizes[rows])
-            placements.append(type(placement)(placement.tensor, files, *columns))
-    return Plan(plan.catalog, tuple(plan.files[index] for index in kept), tuple(placements), plan.last)
 
 
 def _check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
@@ -171,11 +172,13 @@ class _Step:
     """A part of the work that is done as a whole; `records` are the digests that are proved then.
 
     Attributes:
+        written: Returns what of files is written: file, start, bytes.
         path: The file of the source that is read.
     """
 
     job: Job
     records: npt.NDArray[np.int64]
+    written: Callable[[], Written]
     path: str = ""
 
 
@@ -190,6 +193,7 @@ class _Execution:
         plan: Plan,
         source: Store,
         *,
+        kept: Sequence[int],
         workers: int,
         max_memory: int,
         check: bool,
@@ -198,6 +202,11 @@ class _Execution:
         progress: Progress | None,
     ) -> None:
         self.plan = plan
+        self.kept = kept
+        self._again = partial(
+            _Execution, workers=workers, max_memory=max_memory, check=check, by_boxes=by_boxes, digests=digests,
+            progress=None,
+        )  # fmt: skip
         self.work: Work = prepare(plan, check=check, by_boxes=by_boxes, digests=digests)
         self.digests = digests
         self.digested = Digested()
@@ -240,33 +249,46 @@ class _Execution:
 
     # --- a local destination: any order
 
-    def into_local(self, store: LocalStore, journal: Journal | None) -> None:
-        before = self._take_over(store, journal)
-        _check_room(self.plan, store, held=held_bytes(store) if before else 0)
+    def into_local(self, store: LocalStore, journal: Journal | None, whole: Plan) -> None:
+        """Write the files. `whole`: the plan of all ranks together."""
         sink = LocalSink(store, self.plan.files)
-        prepare_file = sink.take_over if before else sink.create
         try:
-            files = range(len(self.plan.files))
-            self.pool.run([lambda _, index=index: prepare_file(index) for index in files])  # type: ignore[misc]
             steps = self._steps(sink)
-            self.steps, self.taken_over = len(steps), len(before)
-            self.pool.run([self._stated(i, steps[i], journal) for i in range(len(steps)) if i not in before])
-            for index in before:
-                self._prove(steps[index])
+            taken = Taken() if journal is None else self._take_over(store, journal, whole, steps)
+            _check_room(self.plan, store, held=taken.held)
+            files = range(len(self.plan.files))
+            self.pool.run([partial(self._prepare_file, sink, index, taken) for index in files])
+            self.steps, self.taken_over = len(steps), len(taken.steps)
+            self.pool.run([self._stated(i, steps[i], journal) for i in range(len(steps)) if i not in taken.steps])
+            if self.verifier is not None:  # those who had copied the bytes had compared them
+                self.verifier.proved[list(taken.records)] = True
             self.pool.run([lambda _, index=index: sink.finish(index) for index in files])  # type: ignore[misc]
         finally:
             sink.close()
 
-    def _take_over(self, store: LocalStore, journal: Journal | None) -> frozenset[int]:
-        if journal is None:
-            return frozenset()
-        plan = fingerprint(self.plan, self.work, self._source, check=self.verifier is not None)
-        return take_over(store, self.plan.files, journal, plan)
+    def _prepare_file(self, sink: LocalSink, index: int, taken: Taken, _: Worker) -> None:
+        if index in taken.files:
+            sink.take_over(index)
+        else:
+            sink.create(index)
 
-    def _prove(self, step: _Step) -> None:
-        """Take the digests of a step as right that an interrupted run had done: it compared them."""
-        if self.verifier is not None:
-            self.verifier.proved[step.records] = True
+    def _take_over(self, store: LocalStore, journal: Journal, whole: Plan, steps: Sequence[_Step]) -> Taken:
+        def derive(world_size: int, rank: int) -> Share:
+            owners = share_out(whole, world_size)
+            kept = [index for index, owner in enumerate(owners) if owner == rank]
+            other = self._again(restricted(whole, kept), self._source, kept=kept)
+            try:
+                return other._share(other._steps(LocalSink(store, other.plan.files)))
+            finally:
+                other.close()
+
+        taken = take_over(store, whole, self._share(steps), journal, derive)
+        store.delete([file.path for index, file in enumerate(self.plan.files) if index not in taken.files])
+        return taken
+
+    def _share(self, steps: Sequence[_Step]) -> Share:
+        plan = fingerprint(self.plan, self.work, self._source, check=self.verifier is not None)
+        return Share(plan, self.kept, self.work, steps)
 
     def _stated(self, index: int, step: _Step, journal: Journal | None) -> Job:
         """The job of a step, which is stated in the journal once it is done."""
@@ -279,6 +301,7 @@ class _Execution:
 
         return run
 
+    @collector_paused()
     def _steps(self, sink: LocalSink) -> list[_Step]:
         """Boxes first, which take longest, then runs in the order of the disk."""
         work = self.work
@@ -302,7 +325,12 @@ class _Execution:
         placed: list[_Placed] = [
             (
                 (int(kernel.origins[row]), int(kernel.starts[row])),
-                _Step(partial(direct_copier.copy_direct, row), none, self._path_of(kernel.origins[row])),
+                _Step(
+                    partial(direct_copier.copy_direct, row),
+                    none,
+                    partial(_written, work, kernel, [(row, row + 1)]),
+                    self._path_of(kernel.origins[row]),
+                ),
             )
             for row in range(len(kernel))
         ]
@@ -311,12 +339,21 @@ class _Execution:
             placed.append(
                 (
                     (job[0].origin, job[0].start),
-                    _Step(partial(copier.copy_spans, job), records, self._path_of(job[0].origin)),
+                    _Step(
+                        partial(copier.copy_spans, job),
+                        records,
+                        partial(_written, work, streamed, [span.runs for span in job]),
+                        self._path_of(job[0].origin),
+                    ),
                 )
             )
         long, chains = self._chain_steps(sink)
         placed = sorted([*placed, *chains], key=lambda item: item[0])
-        return [*(_Step(job, none) for job in jobs), *(step for _, step in (*long, *placed))]
+        of_boxes = zip(jobs, [*work.bands, *work.tiles], strict=True)
+        return [
+            *(_Step(job, none, partial(_written_boxes, what)) for job, what in of_boxes),
+            *(step for _, step in (*long, *placed)),
+        ]
 
     def _chain_steps(self, sink: LocalSink) -> tuple[list[_Placed], list[_Placed]]:
         """The steps of chains: the long ones, which would keep one worker when the others are done, and the rest."""
@@ -327,7 +364,10 @@ class _Execution:
             first, stop = chains.steps[step : step + 2].tolist()
             origin, start = int(chains.origins[first]), int(chains.starts[first])
             is_short = int(chains.nbytes[first:stop].sum()) < _LONG
-            done = _Step(partial(copier.copy, step), copier.records_of(step), self._path_of(origin))
+            done = _Step(
+                partial(copier.copy, step), copier.records_of(step), partial(_written_chain, chains, first, stop),
+                self._path_of(origin),
+            )  # fmt: skip
             found[is_short].append(((origin, start), done))
         return found
 
@@ -355,3 +395,25 @@ class _Execution:
         nothing = self.work.runs.take(np.zeros(0, np.int64))
         copier = StreamCopier(self.work, nothing, self.reader, None, self.verifier, wanted=rest, done=self.done)
         self.pool.run([partial(copier.copy_spans, job) for job in spans(nothing, self.work.records, rest)])
+
+
+# --- what steps write: file, start, bytes
+
+
+def _written(work: Work, runs: Runs, bounds: Sequence[tuple[int, int]]) -> Written:
+    rows = np.concatenate([np.arange(*pair) for pair in bounds])
+    into, out = work.ratios()[runs.casts[rows]].T
+    return runs.files[rows], runs.targets[rows], runs.nbytes[rows] // into * out
+
+
+def _written_chain(chains: Chains, first: int, stop: int) -> Written:
+    return chains.files[first:stop], chains.targets[first:stop], chains.nbytes[first:stop]
+
+
+def _written_boxes(job: BandJob | TileJob) -> Written:
+    if isinstance(job, TileJob):
+        rows = [(job.file, job.start, job.box.numel * dtype_of(job.tensor.dtype).itemsize)]
+    else:
+        rows = [(item.file, item.start, item.box.numel * dtype_of(item.dtype).itemsize) for item in job.targets]
+    files, starts, nbytes = np.array(rows, np.int64).reshape(-1, 3).T
+    return files, starts, nbytes

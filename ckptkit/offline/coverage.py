@@ -9,6 +9,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
+from ckptkit.formats.collector import collector_paused
 from ckptkit.offline.plan import ComputedTensor, OutputFile, OutputTensor, Placement, Plan
 
 __all__ = ["check_plan", "used_sources"]
@@ -21,6 +22,7 @@ def used_sources(plan: Plan) -> list[str]:
     return list(dict.fromkeys(key for placement in plan.placements for key in placement.tensor.sources))
 
 
+@collector_paused()
 def check_plan(plan: Plan) -> None:
     """Check that sources are complete, targets covered once, and files filled exactly.
 

@@ -21,6 +21,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.formats.collector import collector_paused
 from ckptkit.offline.casts import is_cast
 from ckptkit.offline.chains import ChainRows, Chains, chained
 from ckptkit.offline.checks import RecordTable
@@ -120,6 +121,7 @@ class Work:
         return np.array([_ratio(*pair) for pair in self.casts], np.int64)
 
 
+@collector_paused()
 def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = False) -> Work:
     """Take a plan apart.
 
