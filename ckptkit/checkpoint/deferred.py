@@ -57,6 +57,9 @@ class DeferredOptimizer:
             raise UsageError("apply: the training state has no optimizer. Pass TrainState(model=..., optimizer=...).")
         only = TrainState(model=whole.model, optimizer=whole.optimizer, rng=False)
         options = dataclasses.replace(self._options, strict=strict)
-        report = self._restore(only, options)
+        try:
+            report = self._restore(only, options)
+        finally:
+            whole.half_loaded = whole.half_loaded or only.half_loaded
         self._restore = self._state = None
         return report

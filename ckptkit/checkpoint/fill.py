@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
     from ckptkit.formats.dcp_fill import Filler, SliceCheck
 
-__all__ = ["Fill", "fill", "prepare", "read_whole", "run", "share_checks"]
+__all__ = ["Fill", "check_ahead", "fill", "prepare", "read_whole", "run", "share_checks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A tensor to be filled with parts of a checkpoint's tensor, in its dtype.
+    """A tensor to be filled with parts of a checkpoint's tensor.
 
     Attributes:
         entry: The name in the catalog.
@@ -35,8 +36,13 @@ class Fill:
     parts: Sequence[LocalPart]
 
 
-def prepare(catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int = 0, verify: bool = True) -> Filler:
+def prepare(
+    catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int = 0, verify: bool = True, cast: bool = False
+) -> Filler:
     """Return what reads all that the tensors need.
+
+    Args:
+        cast: Convert where a tensor has another dtype than its entry.
 
     Raises:
         IncompleteCheckpointError: The slices do not hold every element that is wanted.
@@ -44,7 +50,7 @@ def prepare(catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: i
     from ckptkit.formats.dcp_fill import Filler, Verify
     from ckptkit.formats.dcp_read import add_box
 
-    filler = Filler(store, workers=workers, verify=Verify.READ if verify else Verify.OFF)
+    filler = Filler(store, workers=workers, verify=Verify.READ if verify else Verify.OFF, cast=cast)
     for item in fills:
         entry = catalog.tensors[item.entry]
         for part in item.parts:
@@ -66,10 +72,37 @@ def run(filler: Filler, checks: Sequence[SliceCheck] = ()) -> int:
         IntegrityError: Bytes are not those that were written; names tensor and file.
         IncompleteCheckpointError: A file is missing or too short; names tensor and file.
     """
-    names = filler.names()
-    try:
+    with _naming(filler.names()):
         filler.run()
         return filler.nbytes + filler.check(checks)
+
+
+def check_ahead(filler: Filler, workers: int) -> int:
+    """Check all that `filler` is to read, as far as digests tell, and return the bytes read; it fills nothing.
+
+    Args:
+        workers: How many slices at once; each holds at most `CHECK_BYTES`.
+
+    Raises:
+        IntegrityError, IncompleteCheckpointError: As for `run`.
+    """
+    from ckptkit.formats.dcp_digests import check_slices
+
+    with _naming(filler.names()):
+        for path, stop in filler.ends().items():
+            found = filler.store.info(path)
+            if found is None:
+                raise FileNotFoundError(f"{path} is not there.")
+            if found.size < stop:
+                raise IncompleteCheckpointError(f"{path}: {found.size} bytes, {stop} are needed: truncated.")
+        return check_slices(filler.store, filler.wholly(), workers)
+
+
+@contextmanager
+def _naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Name a tensor in errors about files."""
+    try:
+        yield
     except (FileNotFoundError, IncompleteCheckpointError) as error:
         missing = next((path for path in sorted(names, key=len, reverse=True) if path in str(error)), None)
         if missing is None or names[missing] in str(error):

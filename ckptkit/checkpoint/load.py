@@ -5,213 +5,41 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.entry import Catalog, TensorEntry
+from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.coordinator import Coordinator, Outcome
-from ckptkit.checkpoint.decoded import Decoded, DecodedOptimizer, decode_plan, module_name
-from ckptkit.checkpoint.fill import Fill, prepare, read_whole, run, share_checks
-from ckptkit.checkpoint.foreign import Adopted, adopt
-from ckptkit.checkpoint.load_plan import LoadOptions, LoadPlan, ObjectTarget, OptimizerPlan, plan_load
-from ckptkit.checkpoint.optimizer_state import apply_settings, apply_state, new_state_tensor
-from ckptkit.checkpoint.parts import layout_of, part_view
-from ckptkit.checkpoint.replicas import own_copies
+from ckptkit.checkpoint.decoded import DecodedOptimizer, module_name
+from ckptkit.checkpoint.fill import share_checks
+from ckptkit.checkpoint.load_options import LoadOptions
+from ckptkit.checkpoint.load_plan import LoadPlan, ObjectTarget, OptimizerPlan
+from ckptkit.checkpoint.load_stage import Staged, stage
+from ckptkit.checkpoint.optimizer_state import apply_settings, apply_state
+from ckptkit.checkpoint.parts import layout_of
+from ckptkit.checkpoint.places import Place
 from ckptkit.checkpoint.report import LoadReport, PhaseClock
 from ckptkit.checkpoint.rng import reseed, restore_rng
 from ckptkit.checkpoint.state import PerRank, TrainState, canonical_modules, is_stateful, model_tensors, section
-from ckptkit.checkpoint.values import JSON, encode
 from ckptkit.errors import (
     CheckpointMismatchError,
     CkptkitError,
     CorruptCheckpointError,
     LoadError,
-    SaveError,
     UsageError,
 )
-from ckptkit.formats.ckptkit import OBJECTS_NAME
 from ckptkit.formats.manifest import MESHES, PLACEMENTS
+from ckptkit.units import format_size
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptkit.formats.dcp_fill import Filler, SliceCheck
+    from ckptkit.formats.dcp_fill import SliceCheck
     from ckptkit.storage.store import Store
 
-__all__ = ["Staged", "apply", "json_objects", "restore", "stage"]
+__all__ = ["apply", "restore"]
 
 _log = logging.getLogger(__name__)
-
-
-def json_objects(catalog: Catalog) -> dict[str, JSON]:
-    """Return what a checkpoint of ours holds besides tensors; nothing for one that ckptkit did not write."""
-    found = catalog.objects.values()
-    return {entry.name: entry.value for entry in found if entry.path.rpartition("/")[2] == OBJECTS_NAME}
-
-
-@dataclass(slots=True)
-class Staged:
-    """A load that has read and checked everything, and changed nothing yet.
-
-    Attributes:
-        weights: (live local tensor, what it gets), in the order of `plan.models`; the same twice if read in place.
-        states: For each optimizer of the plan, FQN -> state name -> new tensor.
-        refs: The tensors that objects refer to.
-        decoded: What objects stand for.
-        filler: Reads `weights`, `states` and `refs`.
-    """
-
-    plan: LoadPlan
-    weights: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    states: list[dict[str, dict[str, torch.Tensor]]] = field(default_factory=list)
-    refs: dict[str, torch.Tensor] = field(default_factory=dict)
-    decoded: Decoded | None = None
-    filler: Filler | None = None
-
-
-def stage(
-    state: TrainState,
-    catalog: Catalog,
-    store: Store,
-    options: LoadOptions,
-    *,
-    rank: int,
-    world_size: int,
-    workers: int = 0,
-) -> Staged:
-    """Plan what a load needs, with memory of its own for it; `fill.run(staged.filler)` reads it. The training state
-    is not touched. No communication.
-
-    Raises:
-        CheckpointMismatchError: Lists all that does not fit.
-        CorruptCheckpointError: The checkpoint is damaged.
-    """
-    objects = json_objects(catalog)
-    catalog, unlike = own_copies(catalog, objects, rank=rank, world_size=world_size)
-    foreign = Adopted(catalog, objects)
-    if not objects:
-        foreign = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
-        catalog = foreign.catalog
-    plan = plan_load(
-        state,
-        catalog,
-        foreign.objects,
-        options,
-        rank=rank,
-        world_size=world_size,
-        small=lambda key: foreign.tensors[key] if key in foreign.tensors else read_whole(catalog, store, [key])[key],
-        foreign=not objects,
-    )
-    plan.notes += [*foreign.notes, *([unlike] if unlike else [])]
-    if unlike and rank == 0:
-        _log.warning("%s: %s.", store.url, unlike)
-    plan.mismatches.check(store.url, strict=options.strict)
-    staged = Staged(plan)
-    fills = _Fills(rank)
-    for target in plan.models:
-        staged.weights.append(fills.like(target.live, target.entry, in_place=options.in_place))
-    for optimizer in plan.optimizers:
-        staged.states.append(_optimizer_fills(optimizer, fills))
-    staged.refs = _reference_fills(state, plan, catalog, store, fills, rank, foreign.tensors)
-    staged.decoded = decode_plan(plan, staged.refs.__getitem__)
-    staged.filler = prepare(catalog, store, fills.fills, workers=workers, verify=bool(options.verify))
-    return staged
-
-
-class _Fills:
-    """Collects what is to be read."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.fills: list[Fill] = []
-
-    def like(
-        self, live: torch.Tensor, entry: TensorEntry, *, in_place: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plan to read a live tensor's part into a new one; return the local live one and the new one."""
-        import torch
-
-        view = part_view(entry.name, live, self.rank)
-        dtype = getattr(torch, entry.dtype)
-        same = in_place and view.local.dtype == dtype
-        new = view.local if same else torch.empty(tuple(view.local.shape), dtype=dtype)
-        self.fills.append(Fill(entry.name, new, view.parts))
-        return view.local, new
-
-    def into(self, new: torch.Tensor, entry: TensorEntry) -> None:
-        """Plan to read into a new tensor, which nothing else refers to."""
-        view = part_view(entry.name, new, self.rank)
-        self.fills.append(Fill(entry.name, view.local, view.parts))
-
-
-def _optimizer_fills(plan: OptimizerPlan, fills: _Fills) -> dict[str, dict[str, torch.Tensor]]:
-    import torch
-
-    on_device = {
-        id(parameter): bool(group.get("fused") or group.get("capturable"))
-        for group in plan.optimizer.param_groups
-        for parameter in group["params"]
-    }
-    states: dict[str, dict[str, torch.Tensor]] = {}
-    for fqn, parameter in plan.parameters.items():
-        wanted = dict(plan.states.get(fqn, {}))
-        master = plan.masters.get(fqn)
-        if master is not None and plan.master_name is not None:
-            wanted[plan.master_name] = master
-        for name, entry in wanted.items():
-            dtype = getattr(torch, entry.dtype)
-            new = new_state_tensor(parameter, name, dtype, entry.shape, on_device=on_device[id(parameter)])
-            fills.into(new, entry)
-            states.setdefault(fqn, {})[name] = new
-    return states
-
-
-def _reference_fills(
-    state: TrainState,
-    plan: LoadPlan,
-    catalog: Catalog,
-    store: Store,
-    fills: _Fills,
-    rank: int,
-    held: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """Plan the reads of tensors inside objects: placed like the live value's own under that name, else whole.
-
-    Args:
-        held: Those that were read already.
-    """
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    wanted = plan.references()
-    refs = {key: held[key] for key in wanted if key in held}
-    wanted = [key for key in wanted if key not in refs]
-    if not wanted:
-        return refs
-    live = _live_references(plan)
-    plain = []
-    for key in wanted:
-        entry, template = catalog.tensors.get(key), live.get(key)
-        if entry is None or not isinstance(template, DTensor) or tuple(template.shape) != entry.shape:
-            plain.append(key)
-            continue
-        refs[key] = torch.empty_like(template, dtype=getattr(torch, entry.dtype), requires_grad=False)
-        fills.into(refs[key], entry)
-    refs.update(read_whole(catalog, store, plain))
-    return refs
-
-
-def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return the tensors that the live extra state has where the saved one has references."""
-    live: dict[str, torch.Tensor] = {}
-    for target in plan.objects:
-        item = target.item
-        if target.kind == "extra" and not isinstance(item, PerRank):
-            # What is there now may be anything: it need not be such as could be saved.
-            with contextlib.suppress(SaveError):
-                encode(item.state_dict() if is_stateful(item) else item, target.key, live)
-    return live
 
 
 def restore(
@@ -224,7 +52,9 @@ def restore(
 ) -> LoadReport:
     """Load the checkpoint that `opened` gives into `state`, on all ranks or on none. All ranks must call it.
 
-    Everything is checked and read first; where a rank fails in that, every rank raises and nothing has changed.
+    Everything is checked first, and read beside the state as far as memory allows; where a rank fails in that, every
+    rank raises and nothing has changed. What is too much for that is read again then, straight into the state: an error
+    that comes so late says that the state is half loaded, and it can't be saved.
 
     Raises:
         CheckpointMismatchError: Lists all that does not fit, the same on every rank.
@@ -240,33 +70,68 @@ def restore(
         check_local(state, catalog, store.url, world_size=world_size)
         staged = stage(state, catalog, store, options, rank=rank, world_size=world_size, workers=workers)
         made.append((staged, LoadReport(store.url, catalog.info.step)))
-        everything = options.verify and options.verify != "read"
-        return staged.filler.unchecked() if everything and staged.filler is not None else []
+        return staged.unchecked() if options.verify and options.verify != "read" else []
 
     with clock.phase("plan"):
         shares = coordinator.settle(Outcome.of(lambda: _or_error(plan)), "loading", then=_shared)
     staged, report = made[0]
 
     def read() -> Any:
-        if staged.filler is not None:
-            started = time.perf_counter()
-            report.nbytes = run(staged.filler, shares[rank])
-            staged.filler = None
-            clock.add("read", time.perf_counter() - started, report.nbytes)
+        started = time.perf_counter()
+        report.nbytes = staged.read(shares[rank])
+        clock.add("read", time.perf_counter() - started, report.nbytes)
+        return staged.second is not None
 
-    coordinator.settle(Outcome.of(lambda: _or_error(read)), "loading", then=_raise_one)
+    before = state.half_loaded
+    if options.in_place:
+        state.half_loaded = report.url
+    with _said_if_half(state):
+        again = coordinator.settle(Outcome.of(lambda: _or_error(read)), "loading", then=_any)
+        _note(staged, report)
+
+        def agree(outcome: Outcome) -> None:
+            coordinator.settle(outcome, "restoring the state of schedulers, dataloaders and extras")
+
+        def fill() -> None:
+            if again:
+                state.half_loaded = report.url
+                coordinator.settle(Outcome.of(lambda: _or_error(staged.fill)), "loading", then=_raise_one)
+
+        with clock.phase("apply"):
+            apply(state, staged, report, agree=agree, fill=fill, rank=rank)
+    state.half_loaded = "" if options.whole else before
+    report.seconds, report.phases = clock.seconds(), clock.phases
+    return report
+
+
+def _note(staged: Staged, report: LoadReport) -> None:
     report.missing = staged.plan.mismatches.everything("missing")
     report.unexpected = staged.plan.mismatches.everything("unexpected")
     report.skipped = dict(staged.plan.skipped)
     report.notes = list(staged.plan.notes)
+    if staged.read_twice:
+        report.notes.append(
+            f"{format_size(staged.read_twice)} are checked first and then read again, straight into the state: to hold "
+            "them beside it is more than max_memory allows, or half of the memory that is free"
+        )
 
-    def agree(outcome: Outcome) -> None:
-        coordinator.settle(outcome, "restoring the state of schedulers, dataloaders and extras")
 
-    with clock.phase("apply"):
-        apply(state, staged, report, agree=agree, rank=rank)
-    report.seconds, report.phases = clock.seconds(), clock.phases
-    return report
+@contextlib.contextmanager
+def _said_if_half(state: TrainState) -> Iterator[None]:
+    """Let an error say so if it leaves the state half loaded."""
+    try:
+        yield
+    except CkptkitError as error:
+        if not state.half_loaded:
+            raise
+        _log.error("the state is half loaded from %s; load a checkpoint before it is used or saved", state.half_loaded)
+        text = "The state is half loaded: load a checkpoint before it is used or saved."
+        if isinstance(error, OSError) and error.errno is not None:
+            said: CkptkitError = type(error)(error.errno, f"{error.strerror}\n{text}")
+        else:
+            said = type(error)(f"{error}\n{text}")
+        said.__dict__.update(error.__dict__)
+        raise said from error
 
 
 def _or_error(part: Callable[[], Any]) -> Any:
@@ -280,6 +145,11 @@ def _or_error(part: Callable[[], Any]) -> Any:
 def _shared(answers: Sequence[Any]) -> list[list[SliceCheck]]:
     _raise_one([answer if isinstance(answer, CkptkitError) else None for answer in answers])
     return share_checks(answers)
+
+
+def _any(answers: Sequence[Any]) -> bool:
+    _raise_one([answer if isinstance(answer, CkptkitError) else None for answer in answers])
+    return any(answers)
 
 
 def _raise_one(errors: Sequence[CkptkitError | None]) -> None:
@@ -348,12 +218,19 @@ def _live_mesh(state: TrainState) -> str:
 
 
 def apply(
-    state: TrainState, staged: Staged, report: LoadReport, *, agree: Callable[[Outcome], None], rank: int
+    state: TrainState,
+    staged: Staged,
+    report: LoadReport,
+    *,
+    agree: Callable[[Outcome], None],
+    fill: Callable[[], None],
+    rank: int,
 ) -> None:
     """Change the training state, once everything was read. User objects come first: they are all that can still fail.
 
     Args:
         agree: Gets what restoring user objects came to; raises on every rank if any failed, before tensors change.
+        fill: Reads what is read straight into tensors.
     """
     plan, decoded = staged.plan, staged.decoded
     if decoded is None:
@@ -365,8 +242,10 @@ def apply(
             report.loaded.append(target.key)
 
     agree(Outcome.of(objects))
+    fill()
     _apply_weights(staged, report)
-    for optimizer, states, other in zip(plan.optimizers, staged.states, decoded.optimizers, strict=True):
+    for optimizer, places, other in zip(plan.optimizers, staged.states, decoded.optimizers, strict=True):
+        states = {fqn: {name: _finished(place) for name, place in found.items()} for fqn, found in places.items()}
         apply_optimizer(optimizer, states, other)
         if not optimizer.skip:
             report.loaded.append(optimizer.key)
@@ -411,15 +290,21 @@ def _apply_weights(staged: Staged, report: LoadReport) -> None:
     import torch
 
     with torch.no_grad():
-        for (live, new), target in zip(staged.weights, staged.plan.models, strict=True):
-            if live is not new:
-                live.copy_(new)
+        for place, target in zip(staged.weights, staged.plan.models, strict=True):
+            place.finish()
             report.loaded.append(target.key)
-            if live.dtype != new.dtype:
-                report.notes.append(f"{target.key}: cast from {target.entry.dtype} to {str(live.dtype)[6:]}")
+            live = str(target.live.dtype).removeprefix("torch.")
+            if live != target.entry.dtype:
+                report.notes.append(f"{target.key}: cast from {target.entry.dtype} to {live}")
         for module, state in staged.plan.handed:
             module.load_state_dict(state, strict=False)
     staged.weights.clear()
+
+
+def _finished(place: Place) -> torch.Tensor:
+    place.finish()
+    assert place.tensor is not None
+    return place.tensor
 
 
 def apply_optimizer(plan: OptimizerPlan, states: Mapping[str, Any], other: DecodedOptimizer) -> None:

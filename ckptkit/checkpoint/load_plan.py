@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.checkpoint.load_options import LoadOptions, Merge
 from ckptkit.checkpoint.optimizer_state import GroupChanges, OptimizerTree, group_changes, named_parameters
 from ckptkit.checkpoint.parts import dtype_name
 from ckptkit.checkpoint.replicas import PER_RANK
@@ -19,55 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["LoadOptions", "LoadPlan", "ModelTensor", "ObjectTarget", "OptimizerPlan", "plan_load"]
-
-Merge = Callable[[Sequence[Any], int, int], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How a load treats what does not fit.
-
-    Attributes:
-        strict: Missing and unexpected keys are errors. Otherwise what fits is loaded and the rest reported.
-        include, exclude: Globs, or a predicate, on the FQNs of the models: load these only (adapters, say).
-        model: "restore"; "skip" leaves the models as they are: an optimizer alone is loaded.
-        optimizer: "restore"; "skip" leaves the optimizer as it is; "deferred" restores it when the report's handle is
-            applied.
-        convert_dtype: Cast a model tensor whose dtype differs. Otherwise that is an error.
-        in_place: Read weights straight into the model: no second copy of them in memory, and faster. All that does
-            not fit is still found first, but damage that is found while reading leaves the model half loaded. For a
-            job that ends if its load fails.
-        verify: Compare every slice with its digest; those that no rank needs whole are read once more, each by one
-            rank, so that no damage is loaded whatever the world size. "read" compares only what is read whole anyway,
-            and reads nothing that is not needed. False trusts storage and writer.
-        rng_on_resize: The number of ranks changed: "reseed" seeds every rank anew, from the saved state and its rank;
-            "keep" leaves the generators alone; "error" refuses.
-        per_rank_on_resize: The same for dataloaders and `PerRank` state, unless all ranks saved equal state: "error",
-            "keep", or a function (states of all saved ranks, rank, world size) -> this rank's state.
-    """
-
-    strict: bool = True
-    include: Sequence[str] | Callable[[str], bool] = ()
-    exclude: Sequence[str] | Callable[[str], bool] = ()
-    model: Literal["restore", "skip"] = "restore"
-    optimizer: Literal["restore", "skip", "deferred"] = "restore"
-    convert_dtype: bool = False
-    in_place: bool = False
-    verify: bool | Literal["read"] = True
-    rng_on_resize: Literal["reseed", "keep", "error"] = "reseed"
-    per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
-
-    def __post_init__(self) -> None:
-        if self.model not in ("restore", "skip"):
-            raise UsageError(f"model={self.model!r}: it is 'restore' or 'skip'.")
-        if self.optimizer not in ("restore", "skip", "deferred"):
-            raise UsageError(f"optimizer={self.optimizer!r}: it is 'restore', 'skip' or 'deferred'.")
-        if self.verify not in (True, False, "read"):
-            raise UsageError(f"verify={self.verify!r}: it is True, False or 'read'.")
-        if self.rng_on_resize not in ("reseed", "keep", "error"):
-            raise UsageError(f"rng_on_resize={self.rng_on_resize!r}: it is 'reseed', 'keep' or 'error'.")
-        if self.per_rank_on_resize not in ("error", "keep") and not callable(self.per_rank_on_resize):
-            raise UsageError(f"per_rank_on_resize={self.per_rank_on_resize!r}: it is 'error', 'keep' or a function.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,8 +226,9 @@ class CheckpointManager:
         """Restore `state` in place; return what was loaded, or None where the run has no checkpoint yet.
 
         All ranks must call it; rank 0 chooses. Any state-dict type, any world size and mesh (LOCAL: its own). Nothing
-        is touched unless everything fits and was read without error. Where the root holds nothing of ours, but another
-        system's run (Lightning's, verl's, ...), the newest checkpoint of that is loaded.
+        is touched unless everything fits and was read (where memory is short: checked) without error. Where the root
+        holds nothing of ours, but another system's run (Lightning's, verl's, ...), the newest checkpoint of that is
+        loaded.
 
         Args:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint, of any format that
@@ -235,7 +236,8 @@ class CheckpointManager:
             fallback: Where the checkpoint is damaged: "error", or "previous" loads the newest one before it that is
                 not, and says so in the log. The damaged one may then be saved again.
             options: How to treat what does not fit; or its fields as keywords: `strict`, `include`, `exclude`,
-                `model`, `optimizer`, `convert_dtype`, `rng_on_resize`, `per_rank_on_resize`.
+                `model`, `optimizer`, `convert_dtype`, `in_place`, `max_memory`, `verify`, `rng_on_resize`,
+                `per_rank_on_resize`.
 
         Raises:
             CheckpointNotFoundError: `which` names a checkpoint that is not there.

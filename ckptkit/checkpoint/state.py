@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress, repeat
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.optimizer_state import CapturedOptimizer, capture_optimizer
@@ -79,6 +80,8 @@ class TrainState:
             replaces in this dict. Rank 0's is saved; wrap what differs between ranks into `PerRank`.
         step: The training step; a load sets it.
         rng: Whether the random number generators of every rank are part of the state.
+        half_loaded: The checkpoint that a load which failed late has left here in part, "" if none has: it is not
+            saved. A load that succeeds clears it; so may you, once you have given all of it values by other means.
     """
 
     model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None
@@ -89,6 +92,7 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     rng: bool = True
+    half_loaded: str = field(default="", init=False, repr=False, compare=False)
 
     def parts(self, kind: str) -> dict[str, Any]:
         """Return the objects of a kind ("model", "optimizer", ...) by name; a single one has the name "".
@@ -156,7 +160,16 @@ class Captured:
     def private(self) -> set[str]:
         """Return the keys of all loose tensors that belong to this rank's own state."""
         below = tuple(f"{owner}." for owner in self.rank_objects)
-        return {key for key in self.loose if key.startswith(below) or key in self.rank_objects}
+        return {*compress(self.loose, map(str.startswith, self.loose, repeat(below)))} | (
+            self.loose.keys() & self.rank_objects.keys()
+        )
+
+    def tables(self) -> Iterator[Mapping[Any, torch.Tensor]]:
+        """Yield every dict of tensors."""
+        yield from self.models.values()
+        for optimizer in self.optimizers.values():
+            yield from (optimizer.masters, optimizer.tensors)
+        yield self.loose
 
 
 def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Captured:
@@ -166,8 +179,13 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
 
     Raises:
         UsageError: The optimizer holds parameters that are none of the models'.
-        SaveError: Something cannot be saved so that it loads safely.
+        SaveError: Something cannot be saved so that it loads safely, or is half loaded.
     """
+    if state.half_loaded:
+        raise SaveError(
+            f"the state is half loaded from {state.half_loaded}: that load failed. Load a checkpoint before you save; "
+            'or set state.half_loaded = "" if all of it has got its values since.'
+        )
     captured = Captured()
     for name, module in state.parts("model").items():
         key = section("model", name)

@@ -1,0 +1,208 @@
+"""A load made ready: what is read where, planned and checked, before anything of the training state is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptkit.catalog.entry import Catalog
+from ckptkit.checkpoint.decoded import Decoded, decode_plan
+from ckptkit.checkpoint.fill import check_ahead, prepare, read_whole, run
+from ckptkit.checkpoint.foreign import Adopted, adopt
+from ckptkit.checkpoint.load_options import LoadOptions
+from ckptkit.checkpoint.load_plan import LoadPlan, OptimizerPlan, plan_load
+from ckptkit.checkpoint.places import Place, Places, own_budget
+from ckptkit.checkpoint.replicas import own_copies
+from ckptkit.checkpoint.state import PerRank, TrainState, is_stateful
+from ckptkit.checkpoint.values import JSON, encode
+from ckptkit.errors import SaveError
+from ckptkit.formats.ckptkit import OBJECTS_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ckptkit.formats.dcp_digests import SliceCheck
+    from ckptkit.formats.dcp_fill import Filler
+    from ckptkit.storage.store import Store
+
+__all__ = ["Staged", "json_objects", "stage"]
+
+_log = logging.getLogger(__name__)
+
+
+def json_objects(catalog: Catalog) -> dict[str, JSON]:
+    """Return what a checkpoint of ours holds besides tensors; nothing for one that ckptkit did not write."""
+    found = catalog.objects.values()
+    return {entry.name: entry.value for entry in found if entry.path.rpartition("/")[2] == OBJECTS_NAME}
+
+
+@dataclass(slots=True)
+class Staged:
+    """A load that has read and checked everything, and changed nothing yet.
+
+    Attributes:
+        weights: Where each is read to, in the order of `plan.models`.
+        states: The same for each optimizer of the plan, by FQN and the name of the state.
+        refs: The tensors that objects refer to.
+        decoded: What objects stand for.
+        filler: Reads `weights`, `states` and `refs`.
+        second: Reads what is too much to be held beside the live state, straight into that.
+        read_twice: Bytes that `second` reads.
+        checks: How many slices of those may be checked at once.
+    """
+
+    plan: LoadPlan
+    weights: list[Place] = field(default_factory=list)
+    states: list[dict[str, dict[str, Place]]] = field(default_factory=list)
+    refs: dict[str, torch.Tensor] = field(default_factory=dict)
+    decoded: Decoded | None = None
+    filler: Filler | None = None
+    second: Filler | None = None
+    read_twice: int = 0
+    checks: int = 1
+
+    def unchecked(self) -> list[SliceCheck]:
+        """Return the slices of which this rank reads only parts."""
+        return [item for filler in (self.filler, self.second) if filler is not None for item in filler.unchecked()]
+
+    def read(self, share: Sequence[SliceCheck]) -> int:
+        """Read what is read first, check what is read later, and return the bytes.
+
+        Args:
+            share: Slices that ranks read only parts of, for this rank to check.
+        """
+        nbytes = 0
+        if self.second is not None:
+            nbytes += check_ahead(self.second, self.checks)
+        if self.filler is not None:
+            nbytes += run(self.filler, share)
+            self.filler = None
+        return nbytes
+
+    def fill(self) -> None:
+        """Read what is read straight into the state."""
+        if self.second is not None:
+            run(self.second)
+            self.second = None
+
+
+def stage(
+    state: TrainState,
+    catalog: Catalog,
+    store: Store,
+    options: LoadOptions,
+    *,
+    rank: int,
+    world_size: int,
+    workers: int = 0,
+) -> Staged:
+    """Plan what a load needs, with memory of its own for it; `fill.run(staged.filler)` reads it. The training state
+    is not touched. No communication.
+
+    Raises:
+        CheckpointMismatchError: Lists all that does not fit.
+        CorruptCheckpointError: The checkpoint is damaged.
+    """
+    objects = json_objects(catalog)
+    catalog, unlike = own_copies(catalog, objects, rank=rank, world_size=world_size)
+    foreign = Adopted(catalog, objects)
+    if not objects:
+        foreign = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
+        catalog = foreign.catalog
+    plan = plan_load(
+        state,
+        catalog,
+        foreign.objects,
+        options,
+        rank=rank,
+        world_size=world_size,
+        small=lambda key: foreign.tensors[key] if key in foreign.tensors else read_whole(catalog, store, [key])[key],
+        foreign=not objects,
+    )
+    plan.notes += [*foreign.notes, *([unlike] if unlike else [])]
+    if unlike and rank == 0:
+        _log.warning("%s: %s.", store.url, unlike)
+    plan.mismatches.check(store.url, strict=options.strict)
+    places = Places(rank, in_place=options.in_place, budget=own_budget(options.max_nbytes))
+    staged = Staged(plan)
+    staged.weights = [places.weight(target.live, target.entry) for target in plan.models]
+    staged.states = [_optimizer_places(optimizer, places) for optimizer in plan.optimizers]
+    staged.refs = _reference_fills(state, plan, catalog, store, places, rank, foreign.tensors)
+    staged.decoded = decode_plan(plan, staged.refs.__getitem__)
+    staged.read_twice, staged.checks = places.settle(), places.checks
+    verify = bool(options.verify)
+    staged.filler = prepare(catalog, store, places.now, workers=workers, verify=verify, cast=options.in_place)
+    if places.later:
+        staged.second = prepare(catalog, store, places.later, workers=workers, verify=verify, cast=True)
+    return staged
+
+
+def _optimizer_places(plan: OptimizerPlan, places: Places) -> dict[str, dict[str, Place]]:
+    on_device = {
+        id(parameter): bool(group.get("fused") or group.get("capturable"))
+        for group in plan.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    states: dict[str, dict[str, Place]] = {}
+    for fqn, parameter in plan.parameters.items():
+        wanted = dict(plan.states.get(fqn, {}))
+        master = plan.masters.get(fqn)
+        if master is not None and plan.master_name is not None:
+            wanted[plan.master_name] = master
+        live = plan.optimizer.state.get(parameter, {})
+        for name, entry in wanted.items():
+            place = places.state(parameter, name, entry, live.get(name), on_device=on_device[id(parameter)])
+            states.setdefault(fqn, {})[name] = place
+    return states
+
+
+def _reference_fills(
+    state: TrainState,
+    plan: LoadPlan,
+    catalog: Catalog,
+    store: Store,
+    places: Places,
+    rank: int,
+    held: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Plan the reads of tensors inside objects: placed like the live value's own under that name, else whole.
+
+    Args:
+        held: Those that were read already.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    wanted = plan.references()
+    refs = {key: held[key] for key in wanted if key in held}
+    wanted = [key for key in wanted if key not in refs]
+    if not wanted:
+        return refs
+    live = _live_references(plan)
+    plain = []
+    for key in wanted:
+        entry, template = catalog.tensors.get(key), live.get(key)
+        if entry is None or not isinstance(template, DTensor) or tuple(template.shape) != entry.shape:
+            plain.append(key)
+            continue
+        refs[key] = torch.empty_like(template, dtype=getattr(torch, entry.dtype), requires_grad=False)
+        places.into(refs[key], entry)
+    refs.update(read_whole(catalog, store, plain))
+    return refs
+
+
+def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
+    """Return the tensors that the live extra state has where the saved one has references."""
+    live: dict[str, torch.Tensor] = {}
+    for target in plan.objects:
+        item = target.item
+        if target.kind == "extra" and not isinstance(item, PerRank):
+            # What is there now may be anything: it need not be such as could be saved.
+            with contextlib.suppress(SaveError):
+                encode(item.state_dict() if is_stateful(item) else item, target.key, live)
+    return live
