@@ -116,11 +116,13 @@ class RankFailedError(SaveError):
 
     Attributes:
         causes: What each failed rank reported, by rank.
+        interrupted: No rank found anything wrong: those that failed died, hung, or were stopped by Ctrl-C.
     """
 
-    def __init__(self, message: str, causes: Mapping[int, str] | None = None) -> None:
+    def __init__(self, message: str, causes: Mapping[int, str] | None = None, *, interrupted: bool = False) -> None:
         super().__init__(message)
         self.causes: dict[int, str] = dict(causes or {})
+        self.interrupted = interrupted
 
 
 class NoSpaceError(SaveError, OSError):

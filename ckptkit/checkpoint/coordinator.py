@@ -21,6 +21,9 @@ T = TypeVar("T")
 _GRACE_S = 10.0
 _BOARD_S = 5.0  # rank 0 posts its verdict within milliseconds of breaking the connections
 _STOPS = (KeyboardInterrupt, SystemExit)
+_HEAD = 2  # words of a message: the step of the conversation, and how many bytes it has
+_WORDS = 256  # of what is sent at once: most messages are shorter, and need no second one
+_INLINE = 8 * (_WORDS - _HEAD)
 _MAX_NAMED = 4  # ranks named in a message; `RankFailedError.causes` has all of them
 
 
@@ -32,6 +35,7 @@ class Outcome:
         kind: The class of a ckptkit error, so that every rank raises that one.
         causes: What each failed rank said, in a verdict.
         cause: The exception itself, on the rank where it was raised.
+        interrupted: The rank is lost, or was stopped by Ctrl-C; in a verdict: so are all that failed.
     """
 
     value: Any = None
@@ -39,6 +43,7 @@ class Outcome:
     kind: str = ""
     causes: Mapping[int, str] = dataclasses.field(default_factory=dict)
     cause: BaseException | None = None
+    interrupted: bool = False
 
     @classmethod
     def of(cls, fn: Callable[[], Any]) -> Outcome:
@@ -53,7 +58,9 @@ class Outcome:
         """Return the outcome of a rank that `error` stopped."""
         known = isinstance(error, CkptkitError)
         text = str(error) if known else f"{type(error).__name__}: {error}"
-        return cls(error=text[:20_000], kind=type(error).__name__ if known else "", cause=error)
+        stopped = isinstance(error, KeyboardInterrupt)
+        kind = type(error).__name__ if known else ""
+        return cls(error=text[:20_000], kind=kind, cause=error, interrupted=stopped)
 
     def message(self) -> Outcome:
         """Return what of it goes to other ranks."""
@@ -230,7 +237,7 @@ class Coordinator:
     def _judge(self, own: Outcome, what: str, then: Callable[[list[Any]], Any] | None) -> tuple[Outcome, Any, Outcome]:
         outcomes, lost = self._collect(own)
         bad = {rank: item for rank, item in outcomes.items() if item.error is not None}
-        bad |= {rank: Outcome(error=text) for rank, text in lost.items()}
+        bad |= {rank: Outcome(error=text, interrupted=True) for rank, text in lost.items()}
         if bad:
             return _verdict(what, bad), None, own
         values = [outcomes[rank].value for rank in range(self.world_size)]
@@ -274,11 +281,11 @@ class Coordinator:
         self._kept.clear()
 
     def _expect(self, rank: int) -> tuple[Any, Any]:
-        """Return a header that is to come from `rank`, [-1, -1] until it is there, and what to wait for."""
+        """Return the start of a message that is to come from `rank`, -1 until it is there, and what to wait for."""
         import torch
         import torch.distributed as dist
 
-        header = torch.full((2,), -1, dtype=torch.int64)
+        header = torch.full((_WORDS,), -1, dtype=torch.int64)
         try:
             work = dist.irecv(header, self._ranks[rank], group=self.group)
         except RuntimeError as error:
@@ -295,14 +302,17 @@ class Coordinator:
         import torch
         import torch.distributed as dist
 
-        step, nbytes = header.tolist()
+        step, nbytes = header[:_HEAD].tolist()
         if step != self._step:
             raise RuntimeError(f"rank {rank} is at step {step} of the conversation, rank {self.rank} at {self._step}")
-        body = torch.empty(nbytes, dtype=torch.uint8)
+        start = header.numpy()[_HEAD:].tobytes()[:nbytes]
+        if nbytes == len(start):
+            return pickle.loads(start)  # from a rank of this job, over its own connection
+        body = torch.empty(nbytes - len(start), dtype=torch.uint8)
         work = dist.irecv(body, self._ranks[rank], group=self.group)
         self._kept.append((body, work))
         self._wait(work, seconds)
-        return pickle.loads(body.numpy().tobytes())  # from a rank of this job, over its own connection
+        return pickle.loads(start + body.numpy().tobytes())
 
     def _send(self, value: Any, ranks: list[int], seconds: float) -> bool:
         """Send `value` to `ranks`; False where one of them could not be reached."""
@@ -310,11 +320,15 @@ class Coordinator:
         import torch
         import torch.distributed as dist
 
-        body = torch.from_numpy(np.frombuffer(bytearray(pickle.dumps(value)), dtype=np.uint8))
-        header = torch.tensor([self._step, body.numel()], dtype=torch.int64)
+        data = bytearray(pickle.dumps(value))
+        head = np.zeros(_WORDS, dtype=np.int64)
+        head[:_HEAD] = self._step, len(data)
+        head.view(np.uint8)[8 * _HEAD :][: len(data)] = np.frombuffer(data, dtype=np.uint8)[:_INLINE]
+        header = torch.from_numpy(head)
+        body = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)[_INLINE:])
         deadline, works, reached = time.monotonic() + seconds, [], True
         for rank in ranks:
-            for tensor in (header, body):
+            for tensor in (header, body) if body.numel() else (header,):
                 try:
                     works.append(dist.isend(tensor, self._ranks[rank], group=self.group))
                 except RuntimeError:
@@ -351,6 +365,7 @@ class Coordinator:
                     f"rank 0 died or hung ({_reason(error)}). Whether it had published, only the storage can "
                     "tell: resume from the latest checkpoint.",
                     {0: _reason(error)},
+                    interrupted=True,
                 ) from error
             return value
 
@@ -385,7 +400,8 @@ def _verdict(what: str, bad: Mapping[int, Outcome]) -> Outcome:
     parts = [f"on rank {rank}: {text}" for rank, text in list(causes.items())[:_MAX_NAMED]]
     if len(causes) > _MAX_NAMED:
         parts.append(f"and on {len(causes) - _MAX_NAMED} more ranks")
-    return Outcome(error=f"{what} failed {'; '.join(parts)}", causes=causes)
+    interrupted = all(item.interrupted for item in bad.values())
+    return Outcome(error=f"{what} failed {'; '.join(parts)}", causes=causes, interrupted=interrupted)
 
 
 def _exception(verdict: Outcome) -> Exception:
@@ -393,4 +409,4 @@ def _exception(verdict: Outcome) -> Exception:
     text = verdict.error or ""
     if isinstance(known, type) and issubclass(known, CkptkitError) and known is not RankFailedError:
         return known(text)
-    return RankFailedError(text, verdict.causes or {0: text})
+    return RankFailedError(text, verdict.causes or {0: text}, interrupted=verdict.interrupted)

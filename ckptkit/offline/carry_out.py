@@ -99,7 +99,7 @@ def carry_out(
 
         masters = session.one(lambda: prove_masters(source, masters_of)) if how.check else 0
         copies = session.everyone(copied)
-        done = copies[0]
+        done = CopyReport.joined(copies)
         if look is not None:
             session.one(partial(look, session.store))
         if how.verify:

@@ -349,9 +349,9 @@ class _Execution:
             )
         long, chains = self._chain_steps(sink)
         placed = sorted([*placed, *chains], key=lambda item: item[0])
-        of_boxes = zip(jobs, [*work.bands, *work.tiles], strict=True)
+        of_boxes: list[BandJob | TileJob] = [*work.bands, *work.tiles]
         return [
-            *(_Step(job, none, partial(_written_boxes, what)) for job, what in of_boxes),
+            *(_Step(job, none, partial(_written_boxes, what)) for job, what in zip(jobs, of_boxes, strict=True)),
             *(step for _, step in (*long, *placed)),
         ]
 

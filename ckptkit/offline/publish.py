@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ckptkit.errors import CheckpointExistsError, UsageError
 from ckptkit.offline.plan import Plan
+from ckptkit.offline.resume import clear_strays
 from ckptkit.storage.journal import Journal, adopt, give_up, resumable
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import (
     clean_siblings,
     close_staging,
+    is_interruption,
     leftover_of,
     new_nonce,
     open_staging,
@@ -92,6 +94,7 @@ class OutputPlace:
                 yield session
             return
         with self.open(plan, resume=True) as store:
+            clear_strays(store, plan)
             session = _Alone(store)
             try:
                 yield session
@@ -99,20 +102,32 @@ class OutputPlace:
                 if session.journal is not None:
                     session.journal.close()
 
-    def open(self, plan: Plan, *, resume: bool = False) -> contextlib.AbstractContextManager[Store]:
+    def local_name(self) -> tuple[str, str]:
+        """Return the local directory in which the result is staged, and under which name; "" where it is remote."""
+        protocol, rest = split_url(self.url)
+        if protocol not in ("file", "local"):
+            return "", ""
+        whole = LocalStore(rest).url
+        return (whole, self.file_name) if self.is_file else os.path.split(whole)
+
+    def open(
+        self, plan: Plan, *, resume: bool = False, gone: Collection[str] = ()
+    ) -> contextlib.AbstractContextManager[Store]:
         """Return the staging store of this place, as a context that publishes; for one process.
 
-        `resume`: it may hold what an interrupted process left, and is left so in turn.
+        Args:
+            resume: It may hold what an interrupted process left, and is left so in turn.
+            gone: Statements of earlier writers on other machines that are known to be dead.
         """
         if self.is_file:
-            return self._stage_file(resume=resume)
+            return self._stage_file(resume=resume, gone=gone)
         # A shard is never held back: stores keep what comes last in memory.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
         options = self.storage_options
-        return stage(self.url, overwrite=self.overwrite, last=small, storage_options=options, resume=resume)
+        return stage(self.url, overwrite=self.overwrite, last=small, storage_options=options, resume=resume, gone=gone)
 
     @contextlib.contextmanager
-    def _stage_file(self, *, resume: bool) -> Iterator[Store]:
+    def _stage_file(self, *, resume: bool, gone: Collection[str]) -> Iterator[Store]:
         store = open_store(self.url, storage_options=self.storage_options)
         found = store.info(self.file_name)
         if found is not None and not self.overwrite:
@@ -127,7 +142,7 @@ class OutputPlace:
             return
         nonce = new_nonce()
         staging = staging_name(self.file_name, nonce)
-        left = resumable(store, self.file_name) if resume else None
+        left = resumable(store, self.file_name, gone=gone) if resume else None
         if store.info("") is not None:
             clean_siblings(store, self.file_name, but=left)
         kept = False
@@ -136,13 +151,14 @@ class OutputPlace:
             inner = taken or open_staging(store, self.file_name, nonce)
             yield inner
             _sync_file(inner.path_of(self.file_name))
+            Journal.beside(inner).end()
             if self.overwrite:
                 os.replace(inner.path_of(self.file_name), store.path_of(self.file_name))
             else:
                 store.rename(f"{staging}/{self.file_name}", self.file_name)
             store.sync_directory("")
-        except KeyboardInterrupt:
-            kept = resume and give_up(store, self.file_name, nonce)
+        except BaseException as error:
+            kept = resume and is_interruption(error) and give_up(store, self.file_name, nonce)
             raise
         finally:
             if not kept:

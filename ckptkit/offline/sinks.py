@@ -32,7 +32,8 @@ class LocalSink:
         self._store = store
         self._files = files
         self._descriptors = Descriptors(self._reopen)
-        self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # by file: (start, nbytes, CRC-32) of what was written
+        # By file that has CRC fields: (start, nbytes, CRC-32) of what was written.
+        self._crcs: dict[int, list[tuple[int, int, int]]] = {i: [] for i, f in enumerate(files) if _any(f.crcs)}
         # Where the kernel lets one thread at a time into a file, a second one would spin at its door.
         turns = takes_turns(store.url)
         self._turns: list[AbstractContextManager[object]] = [
@@ -63,8 +64,6 @@ class LocalSink:
 
     def _begin(self, index: int) -> None:
         file = self._files[index]
-        if _any(file.crcs):
-            self._crcs[index] = []
         for literal in file.literals:
             self.write(index, literal.start, [memoryview(literal.data)])
 

@@ -11,13 +11,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CheckpointExistsError, UsageError
+from ckptkit.errors import CheckpointExistsError, RankFailedError, UsageError
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
 from ckptkit.storage.store import Store, open_store
@@ -32,6 +32,7 @@ __all__ = [
     "exchange",
     "is_abandoned",
     "is_dead",
+    "is_interruption",
     "leftover_of",
     "new_nonce",
     "open_staging",
@@ -41,6 +42,8 @@ __all__ = [
     "remove_leftover",
     "stage",
     "staging_name",
+    "statements",
+    "sync_files",
     "sync_tree",
     "trash_name",
     "write_owner",
@@ -49,7 +52,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 STARTING_S = 60.0  # how long a writer may take between making the file that names it and filling it
-_LEFTOVER = re.compile(r"\.(tmp|trash)-(.+)-([0-9a-f]{16})(\.owner)?", re.DOTALL)
+_LEFTOVER = re.compile(r"\.(tmp|trash)-(.+)-([0-9a-f]{16})((?:\.[0-9]{1,6})?\.owner)?", re.DOTALL)
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 
@@ -89,13 +92,21 @@ def leftover_of(path: str) -> Leftover | None:
     return Leftover(path, "owner" if match[4] else match[1], match[2], match[3]) if match else None
 
 
-def owner_path(staging: str) -> str:
-    """Return the file beside a staging directory that states its writer.
+def owner_path(staging: str, rank: int = 0) -> str:
+    """Return the file beside a staging directory that states its writer; where several ranks write, that of `rank`.
 
-    It is there before the directory and after it, so a staging directory without one is nobody's. Beside
-    and not inside: what is inside is exactly what will be published, and in a swap what was published.
+    Rank 0 makes the directory, and ends it. Its statement is there before the directory and after it, so a staging
+    directory without one is nobody's. Beside and not inside: what is inside is exactly what will be published, and in
+    a swap what was published.
     """
-    return f"{staging}.owner"
+    return f"{staging}.{rank}.owner" if rank else f"{staging}.owner"
+
+
+def statements(parent: LocalStore, staging: str) -> list[str]:
+    """Return the files beside a staging directory that state its writers, that of rank 0 first."""
+    pattern = re.compile(re.escape(staging) + r"(?:\.[0-9]{1,6})?\.owner", re.DOTALL)
+    found = [item.path for item in parent.list() if pattern.fullmatch(item.path)]
+    return sorted(found, key=lambda path: path != owner_path(staging))
 
 
 # --- a staging directory, from its birth to its end
@@ -115,7 +126,7 @@ def close_staging(parent: LocalStore, name: str, nonce: str) -> None:
     trash = drop(parent, path)
     if trash is not None:
         empty_trash(parent, trash)
-    parent.delete([owner_path(path)])
+    parent.delete(reversed(statements(parent, path)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +169,15 @@ def read_owner(store: Store, path: str) -> Writer | None:
 def sync_tree(store: LocalStore) -> None:
     """Make every file and directory below `store` durable."""
     files, folders = _tree(store)
-    with ThreadPoolExecutor(4, thread_name_prefix="ckptkit-sync") as pool:
-        list(pool.map(lambda path: _sync_file(store, path), files))
+    sync_files(store, files)
     for folder in reversed(folders):  # a directory after what is in it
         store.sync_directory(folder)
+
+
+def sync_files(store: LocalStore, paths: Iterable[str]) -> None:
+    """Make the content of files durable."""
+    with ThreadPoolExecutor(4, thread_name_prefix="ckptkit-sync") as pool:
+        list(pool.map(lambda path: _sync_file(store, path), paths))
 
 
 def _tree(store: LocalStore) -> tuple[list[str], list[str]]:
@@ -322,6 +338,7 @@ def stage(
     last: Iterable[str] = (),
     storage_options: Mapping[str, Any] | None = None,
     resume: bool = False,
+    gone: Collection[str] = (),
 ) -> Iterator[Store]:
     """Yield a store to write a whole directory into; when the block ends well it is at `url`, durable.
 
@@ -333,14 +350,15 @@ def stage(
         last: Names that must appear after all others where files appear one by one (object stores):
             a reader finds the directory by them.
         resume: What a dead writer left with steps in its journal is taken over: the store may hold files. What is
-            interrupted by Ctrl-C is left with its steps for the next writer. Locally only.
+            interrupted, by Ctrl-C or because a rank died, is left with its steps for the next writer. Locally only.
+        gone: Statements of writers on other machines that are known to be dead.
 
     Raises:
         CheckpointExistsError: `url` is taken; nothing was written.
     """
     store = open_store(url, storage_options=storage_options)
     if isinstance(store, LocalStore):
-        with _stage_local(store, overwrite=overwrite, resume=resume) as staging:
+        with _stage_local(store, overwrite=overwrite, resume=resume, gone=gone) as staging:
             yield staging
         return
     from ckptkit.storage.staging_remote import stage_remote
@@ -350,14 +368,14 @@ def stage(
 
 
 @contextlib.contextmanager
-def _stage_local(target: LocalStore, *, overwrite: bool, resume: bool) -> Iterator[LocalStore]:
+def _stage_local(target: LocalStore, *, overwrite: bool, resume: bool, gone: Collection[str]) -> Iterator[LocalStore]:
     head, name = os.path.split(target.url)
     if not name:
         raise UsageError(f"{target.url} can't be replaced by a checkpoint; name a directory in it.")
     from ckptkit.storage.journal import Journal, adopt, give_up, resumable
 
     parent = LocalStore(head)
-    left = resumable(parent, name) if resume else None
+    left = resumable(parent, name, gone=gone) if resume else None
     clean_siblings(parent, name, but=left)  # first: it may finish what a dead writer had all but done
     _check_target(parent, name, overwrite=overwrite)
     nonce = new_nonce()
@@ -373,13 +391,18 @@ def _stage_local(target: LocalStore, *, overwrite: bool, resume: bool) -> Iterat
         _put_in_place(parent, nonce, name, overwrite=overwrite)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            if not (resume and isinstance(error, KeyboardInterrupt) and give_up(parent, name, nonce)):
+            if not (resume and is_interruption(error) and give_up(parent, name, nonce)):
                 close_staging(parent, name, nonce)
         raise
     try:
         close_staging(parent, name, nonce)
     except OSError as error:  # the new content is in place and durable: nothing is lost but space
         logger.warning("what was at %s before could not be deleted: %s", target.url, error)
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Tell whether nothing was wrong with the work itself: it was stopped, or a rank of several died."""
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, RankFailedError) and error.interrupted)
 
 
 def _check_target(parent: LocalStore, name: str, *, overwrite: bool) -> None:

@@ -24,7 +24,7 @@ from ckptkit.offline.hf_files import hf_files, in_disk_order
 from ckptkit.offline.key_maps import resolve_key_map
 from ckptkit.offline.plan import ComputedTensor, OutputFile, Placement, Plan
 from ckptkit.offline.rank_files import chunked, dcp_files
-from ckptkit.offline.team import share_out
+from ckptkit.offline.shares import share_out
 
 STORABLE = [d.name for d in DTYPES.values() if d.safetensors and d.kind != "float8"]
 

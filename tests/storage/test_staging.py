@@ -16,7 +16,7 @@ import pytest
 
 from ckptkit.errors import CheckpointExistsError
 from ckptkit.storage import local, staging
-from ckptkit.storage.journal import Journal
+from ckptkit.storage.journal import Journal, Section, _parse
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import owner_path, stage, staging_name
 
@@ -167,14 +167,14 @@ def test_where_writes_are_short_a_writer_is_stated_whole_and_a_step_whole_or_not
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:1]))
     staging.write_owner(LocalStore(tmp_path), "x.owner", "0" * 16)
     journal = Journal(path)
-    journal.begin("plan", anew=True)
+    journal.begin("a" * 32)
     journal.done(12)  # half of it is on the disk
     monkeypatch.undo()
     journal.done(34)
     journal.close()
     stated = staging.read_owner(LocalStore(tmp_path), "x.owner")
     assert stated is not None and stated.owner.pid == os.getpid()
-    assert Journal(path).steps("plan") == {34}
+    assert _parse((tmp_path / "x.owner").read_bytes())[1] == [Section("a" * 32, steps=frozenset({34}))]
 
 
 # --- killed at every file operation
