@@ -97,7 +97,7 @@ def _join(store: Store, coordinator: Coordinator) -> None:
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
     """Return, on rank 0, the statements of earlier writers that some rank's machine knows to be dead."""
-    found = coordinator.gather(_dead_here(place, coordinator))
+    found = coordinator.all_ok(lambda: _dead_here(place, coordinator), "looking for what an earlier run left")
     return [path for paths in found or () for path in paths]
 
 

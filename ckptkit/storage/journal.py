@@ -215,10 +215,11 @@ def resumable(parent: LocalStore, name: str, *, gone: Collection[str] = ()) -> L
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def dead_statements(parent: LocalStore, name: str) -> list[str]:
-    """Return the statements of writers of `name` that are dead, as this machine knows: they ran on it since it was
-    started."""
-    return [path for left in _left(parent, name) for path in statements(parent, left.path) if _is_dead(parent, path)]
+def dead_statements(parent: LocalStore, name: str) -> dict[str, str]:
+    """Return the statements of writers of `name` that are dead, as this machine knows, each with its staging directory:
+    they ran on it since it was started."""
+    found = [(path, left.path) for left in _left(parent, name) for path in statements(parent, left.path)]
+    return {path: staging for path, staging in found if _is_dead(parent, path)}
 
 
 def _left(parent: LocalStore, name: str) -> Iterator[Leftover]:
