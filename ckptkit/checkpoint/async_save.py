@@ -16,6 +16,7 @@ from ckptkit.errors import CkptkitError, SaveError
 
 __all__ = ["SaveHandle", "collecting_later"]
 
+_HEAD_START_S = 1.0
 _log = logging.getLogger(__name__)
 _unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 
@@ -45,6 +46,7 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._asked = False
         self._done = threading.Event()
+        self._training_goes_on = threading.Event()
         # Not a daemon: a process that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"ckptkit-save-{step}", daemon=False)
 
@@ -52,9 +54,12 @@ class SaveHandle:
         """Begin the background work."""
         _unasked.add(self)
         self._thread.start()
+        self._training_goes_on.set()
         return self
 
     def _run(self) -> None:
+        # Else this thread would keep the interpreter to itself for a while, just when the training gets it back.
+        self._training_goes_on.wait(_HEAD_START_S)
         work, self._work = self._work, None
         try:
             if work is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -170,11 +171,13 @@ class CheckpointManager:
         self._settle()
         with collecting_later():
             prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
-            with prepared.clock.phase("stage", prepared.plan.nbytes):
-                tensors = self._staged(prepared)
-        stall = prepared.clock.seconds()
-        self._in_flight = SaveHandle(step, lambda: self._publish(prepared, tensors, stall))
-        return self._in_flight.start()
+            started = prepared.clock.seconds()
+            tensors = self._staged(prepared)
+            stager = self._writer.buffers if self._writer else self._buffers
+            prepared.clock.add("stage", prepared.clock.seconds() - started, stager.staged)
+            stall = prepared.clock.seconds()
+            self._in_flight = SaveHandle(step, lambda: self._publish(prepared, tensors, stall))
+            return self._in_flight.start()
 
     def wait(self) -> SaveReport | None:
         """Wait for the save under way and return its report; None where there is none. Raises what went wrong."""
@@ -347,7 +350,7 @@ class CheckpointManager:
             state_dict_type=self.state_dict_type,
             tag=tag,
             metrics=dict(metrics or {}),
-            client_state=client_state,
+            client_state=copy.deepcopy(client_state),  # the record is written when training goes on
             overwrite=overwrite or checkpoint_name(step, tag) in self._loader.given_up,
             resumed_from=self._loader.resumed_from,
         )
@@ -411,6 +414,7 @@ class CheckpointManager:
             return (), len((seen or list_checkpoints(self._root)).committed)
         protected = {self._loader.resumed_from: "the run was resumed from it"} if self._loader.resumed_from else {}
         done = rotate(self._root, self.retention, protected=protected, among=self.rotates, seen=seen)
+        self._hold.remember(done.left, among=self.rotates)
         gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
         return gone, len(done.decisions) - len(done.deleted)
 

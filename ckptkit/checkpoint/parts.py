@@ -106,7 +106,7 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided or local.is_quantized:
         raise SaveError(
             f"tensor {key!r} is a {type(local).__name__} ({local.layout}); only plain strided tensors are saved."

@@ -42,7 +42,9 @@ class Fingerprints:
     """
 
     def __init__(self, captured: Captured) -> None:
-        found = {key: tensor for key, tensor in captured.tensors(aliases=False) if _is_replica(key, tensor, captured)}
+        found: dict[str, torch.Tensor] = {}
+        if _has_plain(captured):
+            found = {key: item for key, item in captured.tensors(aliases=False) if _is_replica(key, item, captured)}
         self.keys = list(found)
         names = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in found.items()]
         self._table = np.empty((len(found), 2), "<u8")
@@ -141,6 +143,25 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
 
 
 # --- which tensors, and where they are
+
+
+def _has_plain(captured: Captured) -> bool:
+    """Whether there is a tensor beside DTensors that is not this rank's own: one look at all, not one at each."""
+    from torch.distributed.tensor import DTensor
+
+    own, cut = captured.private(), {DTensor}
+    return any(
+        not cut.issuperset(map(type, table.values() if table is not captured.loose else _others(table, own)))
+        for table in captured.tables()
+    )
+
+
+def _others(table: Mapping[str, torch.Tensor], own: set[str]) -> Iterator[torch.Tensor]:
+    if own:
+        table = dict(table)
+        for key in own:
+            del table[key]
+    return iter(table.values())
 
 
 def _is_replica(key: str, tensor: torch.Tensor, captured: Captured) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import operator
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["StagingBuffers", "stand_ins"]
 
 _ALIGNMENT = 64
+_SMALL = 2048  # elements: of larger tensors, each may have a call
+_PACK = 32768  # elements that torch.cat copies without handing them to threads, tensor by tensor
+_PACKED = frozenset(f"torch.{name}" for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32"))
 _log = logging.getLogger(__name__)
 
 
@@ -27,18 +31,25 @@ class StagingBuffers:
         fd: With `shared`: the memory, for another process to map; -1 while there is none.
         generation: Counts the blocks there have been.
         starts: Where in the block each copy lies.
+        staged: The bytes of the last snapshot.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
         self.fd = -1
         self.generation = 0
         self.starts: list[int] = []
+        self.staged = 0
         self._shared = shared
         self._owner = os.getpid()
         self._registered = 0
         self._block: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
-        self._layout: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+        self._layout: list[tuple[torch.Size, torch.dtype]] = []
+        self._packs: list[_Pack] = []
+        self._single: list[int] = []
+        self._pack_of: dict[int, _Pack] = {}
+        self._last: list[torch.Tensor] = []
+        self._on_gpu = False
 
     @property
     def nbytes(self) -> int:
@@ -46,28 +57,36 @@ class StagingBuffers:
         return 0 if self._block is None else self._block.numel()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of the tensors, all on the CPU and contiguous."""
+        """Return copies of the tensors, all on the CPU and contiguous.
+
+        Args:
+            tensors: One that was among those of the call before is taken to be where it was, and as it was, but for
+                its elements: views that nobody else has.
+        """
         import torch
 
-        layout = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        if layout != self._layout:
-            self._layout = ()  # until there is memory for the new one
-            self._lay_out(tensors)
-            self._layout = layout
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
         with torch.no_grad():
-            if on_gpu:
+            fresh = self._fit(tensors)
+            if self._on_gpu:
                 for view, tensor in zip(self._views, tensors, strict=True):
                     view.copy_(tensor, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
-            elif tensors:
-                torch._foreach_copy_(self._views, list(tensors))
+                return self._views
+            single = self._single
+            for pack in self._packs:
+                if not pack.flat and not fresh:  # worth it from the second time on
+                    pack.flatten(tensors)
+                if not pack.copy():
+                    single = single + pack.rows
+            if single:
+                torch._foreach_copy_([self._views[row] for row in single], [tensors[row] for row in single])
         return self._views
 
     def release(self) -> None:
         """Give the memory back."""
         self._drop()
-        self._views, self._layout, self.starts = [], (), []
+        self._views, self._layout, self.starts = [], [], []
+        self._packs, self._pack_of, self._single, self._last = [], {}, [], []
 
     def _drop(self) -> None:
         if self._registered:
@@ -84,28 +103,131 @@ class StagingBuffers:
         if self.fd >= 0 and self._owner == os.getpid():  # a forked process has no part in it
             self._drop()
 
+    def _fit(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Have a view for each tensor. Returns whether most of them were not among those of the call before."""
+        last, self._last = self._last, []
+        changed = _changed(tensors, last)
+        if changed:
+            self._on_gpu = any(tensor.is_cuda for tensor in tensors)
+        fresh = 4 * len(changed) > len(tensors)
+        if len(tensors) != len(self._layout) or any(
+            self._layout[row] != (tensors[row].shape, tensors[row].dtype) for row in changed
+        ):
+            self._layout = []  # until there is memory for the new one
+            self._lay_out(tensors)
+            self._layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        elif fresh:
+            for pack in self._packs:
+                pack.flat = []
+        else:
+            for row in changed:
+                if row in self._pack_of:
+                    self._pack_of[row].put(row, tensors[row])
+        self._last = list(tensors)
+        return fresh
+
     def _lay_out(self, tensors: Sequence[torch.Tensor]) -> None:
         """Cut the block into one view a tensor."""
-        self._views = []
-        starts: list[int] = []
+        import torch
+
+        self._views, self._packs = [], []
+        packed = [] if self._on_gpu else _packed(tensors)
+        inside = {row for rows in packed for row in rows}
+        self._single = [row for row in range(len(tensors)) if row not in inside]
+        starts = [0] * len(tensors)
         total = 0
-        for tensor in tensors:
-            starts.append(total)
-            nbytes = tensor.numel() * tensor.element_size()
-            total += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        for rows in [*packed, *([row] for row in self._single)]:
+            for row in rows:
+                starts[row] = total
+                total += tensors[row].numel() * tensors[row].element_size()
+            total = -(-total // _ALIGNMENT) * _ALIGNMENT
         if self._block is None or self._block.numel() < total:
             self._drop()  # the old block goes before the new one comes
-            pinned = any(tensor.is_cuda for tensor in tensors)
             if self._shared and total:
                 self.fd, self._block = _allocate_shared(total)
-                self._registered = _register(self._block) if pinned else 0
+                self._registered = _register(self._block) if self._on_gpu else 0
             else:
-                self._block = _allocate(total, pinned=pinned)
+                self._block = _allocate(total, pinned=self._on_gpu)
             self.generation += 1
-        self.starts = starts
-        for start, tensor in zip(starts, tensors, strict=True):
+        self.starts, self.staged = starts, total
+        views: dict[int, torch.Tensor] = {}
+        for rows in packed:
+            first, sizes = tensors[rows[0]], [tensors[row].numel() for row in rows]
+            start, length = starts[rows[0]], sum(sizes) * first.element_size()
+            out = self._block[start : start + length].view(first.dtype)
+            self._packs.append(_Pack(rows, out))
+            self._packs[-1].flatten(tensors)
+            pieces: Sequence[torch.Tensor] = torch.split_with_sizes(out, sizes)
+            for row, piece in zip(rows, pieces, strict=True):
+                views[row] = piece.view(tensors[row].shape)
+        for row in self._single:
+            start, tensor = starts[row], tensors[row]
             flat = self._block[start : start + tensor.numel() * tensor.element_size()]
-            self._views.append(flat.view(tensor.dtype).view(tensor.shape))
+            views[row] = flat.view(tensor.dtype).view(tensor.shape)
+        self._views = [views[row] for row in range(len(tensors))]
+        self._pack_of = {row: pack for pack in self._packs for row in pack.rows}
+
+
+class _Pack:
+    """Small tensors of one dtype that lie side by side in the block: one call copies all.
+
+    Attributes:
+        rows: Which of the tensors.
+        flat: Each of them as one row, of the same memory; empty while nobody has made them.
+    """
+
+    def __init__(self, rows: list[int], out: torch.Tensor) -> None:
+        self.rows = rows
+        self.flat: list[torch.Tensor] = []
+        self._out = out
+
+    def flatten(self, tensors: Sequence[torch.Tensor]) -> None:
+        mine = [tensors[row] for row in self.rows]
+        self.flat = [tensor.view(-1) for tensor in mine] if all(map(_is_row, mine)) else []
+
+    def put(self, row: int, tensor: torch.Tensor) -> None:
+        """Take another tensor in the place of one."""
+        if self.flat and _is_row(tensor):
+            self.flat[self.rows.index(row)] = tensor.view(-1)
+        else:
+            self.flat = []
+
+    def copy(self) -> bool:
+        """Copy all; False where that must be done one by one."""
+        import torch
+
+        if self.flat:
+            torch.cat(self.flat, out=self._out)
+        return bool(self.flat)
+
+
+def _changed(tensors: Sequence[torch.Tensor], last: Sequence[torch.Tensor]) -> Sequence[int]:
+    """Return which tensors are not the very ones of before."""
+    if len(tensors) != len(last):
+        return range(len(tensors))
+    same = bytes(map(operator.is_, tensors, last))
+    return [row for row, kept in enumerate(same) if not kept] if 0 in same else ()
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return which tensors to lay side by side."""
+    rows: dict[torch.dtype, list[int]] = {}
+    found: list[list[int]] = []
+    numel: dict[torch.dtype, int] = {}
+    for row, tensor in enumerate(tensors):
+        size, dtype = tensor.numel(), tensor.dtype
+        if not 0 < size <= _SMALL or not _is_row(tensor) or str(dtype) not in _PACKED:
+            continue
+        if numel.get(dtype, _PACK) + size >= _PACK:
+            numel[dtype], rows[dtype] = 0, []
+            found.append(rows[dtype])
+        rows[dtype].append(row)
+        numel[dtype] += size
+    return found
+
+
+def _is_row(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

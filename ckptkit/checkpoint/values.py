@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import collections
 import math
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,8 @@ class _Encoder:
         kind = type(value)
         if kind in (dict, collections.OrderedDict):
             plain = kind is dict and all(type(key) is str and not key.startswith("$") for key in value)
+            if plain and {self._dtensor}.issuperset(map(type, value.values())):
+                return self._all_apart(value, path)
             if plain:
                 return {key: self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
             pairs = [
@@ -122,6 +125,16 @@ class _Encoder:
             return {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}
         return self._apart(value, path)
 
+    def _all_apart(self, values: dict[str, torch.Tensor], path: str) -> JSON:
+        """Do for a dict of DTensors what `encode` does for each, by calls that take all of them."""
+        keys = list(map(f"{path}.".__add__, values))
+        tensors = values.values()
+        ours = self._tensors.keys().isdisjoint(keys)
+        if not ours or any(map(_needs_grad, tensors)) or any(map(_is_meta, tensors)):
+            return {key: self.encode(item, f"{path}.{key}", 0) for key, item in values.items()}
+        self._tensors.update(zip(keys, tensors, strict=True))
+        return {key: {"$ref": name} for key, name in zip(values, keys, strict=True)}
+
     def _apart(self, value: torch.Tensor, path: str) -> JSON:
         """Give the tensor a key of its own in the checkpoint."""
         key, again = path, 0
@@ -132,6 +145,8 @@ class _Encoder:
         return {"$ref": key}
 
 
+_needs_grad = operator.attrgetter("requires_grad")
+_is_meta = operator.attrgetter("is_meta")
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
 
 

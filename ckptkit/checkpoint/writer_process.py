@@ -38,19 +38,22 @@ class WriterProcess:
     died is replaced at the next write, after the save it died in has failed.
 
     One write at a time, like one snapshot at a time.
+
+    Attributes:
+        buffers: The memory of the last snapshot.
     """
 
     def __init__(self, *, storage_options: Mapping[str, Any] | None = None) -> None:
         if not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
             raise UsageError("async_mode='process' needs memory shared by file descriptor, which only Linux has.")
         self._storage_options = storage_options
-        self._buffers = StagingBuffers(shared=True)
+        self.buffers = StagingBuffers(shared=True)
         self._lock = threading.Lock()
         self._child = _Child()
 
     def stage(self, tensors: Sequence[torch.Tensor]) -> SharedSnapshot:
         """Copy the tensors; the copies stay as they are until the next call."""
-        return SharedSnapshot(self, self._buffers.copy(tensors))
+        return SharedSnapshot(self, self.buffers.copy(tensors))
 
     @property
     def pid(self) -> int:
@@ -73,7 +76,7 @@ class WriterProcess:
         Raises:
             SaveError: The process died.
         """
-        starts = self._buffers.starts
+        starts = self.buffers.starts
         if len(tensors) != len(starts):
             raise SaveError(f"{len(tensors)} tensors are to be written, {len(starts)} were staged.")
         request = Request(store.url, self._storage_options, prefix, frames, starts, records, workers, sync)
@@ -81,7 +84,7 @@ class WriterProcess:
             if self._child.process.poll() is not None:
                 self._child.end()
                 self._child = _Child()
-            answer = self._child.ask(request, self._buffers)
+            answer = self._child.ask(request, self.buffers)
         if report is not None:
             for phase in answer.phases:
                 report(*phase)
@@ -94,7 +97,7 @@ class WriterProcess:
         """End the process and give the memory back. Nothing may be under way."""
         with self._lock:
             self._child.end()
-            self._buffers.release()
+            self.buffers.release()
 
 
 class SharedSnapshot(Sequence["torch.Tensor"]):

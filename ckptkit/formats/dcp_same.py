@@ -1,89 +1,186 @@
-"""Which tensors of a state are those of the save before, where they were: told in half a microsecond each."""
+"""Which tensors of a state are those of the save before, where they were. Told column by column, by calls that take all
+tensors at once: one that looks at a tensor after the other takes longer than copying them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, repeat
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Place", "flat_values", "moved", "place_of"]
+__all__ = ["Flattened", "Places", "flat_values"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_TENSORS = frozenset((*_PLAIN, DTensor))
-Place = tuple[Any, ...]
-"""Of a tensor: its local part, with address, shape, strides and dtype; of a DTensor, what says how it is cut. Empty of
-tensors that must be looked at anew at each save, [None] of what is no tensor."""
-
-
-def place_of(value: Any) -> Place:
-    """Return where a tensor lies and how it is cut."""
-    if not isinstance(value, torch.Tensor):
-        return (None,)
-    local = value._local_tensor if type(value) is DTensor else value
-    if type(local) not in _PLAIN or local.layout is not torch.strided or local.is_quantized:
-        return ()
-    place = (local, local.data_ptr(), local.shape, local.stride(), local.dtype)
-    if type(value) is not DTensor:
-        return place
-    spec = value._spec
-    return (*place, spec, spec.mesh, spec.placements, spec.tensor_meta)
+Path = tuple[str | int, ...]
+_MOVED = 16  # so many at a time are taken for tensors that move at every save
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_TENSORS = _PLAIN | {DTensor}
+_local_of = operator.attrgetter("_local_tensor")
+_spec_of = operator.attrgetter("_spec")
+_cut_of = operator.attrgetter("mesh", "placements", "tensor_meta")
+_shape_of = operator.attrgetter("shape")
+_dtype_of = operator.attrgetter("dtype")
 
 
-def moved(flat: Mapping[str, Any], before: Mapping[str, Any], places: Sequence[Place]) -> list[str] | None:
-    """Return which tensors of a flat state are not those of one before, or not where they were; None where its names,
-    or their order, are others. `places` are of the tensors before.
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tensors of a flat state were, and how they were cut.
 
-    Whoever keeps `before` keeps the memory of its tensors, so that no other tensor has their addresses.
+    `p.data = ...`, `set_`, `resize_` and `t_` leave a tensor what it is, and put it elsewhere or otherwise; so do new
+    `_local_tensor`s. Whoever keeps this keeps the memory of its tensors: no other tensor gets their addresses.
+
+    Attributes:
+        rows: Of each tensor that can be told to be the same, where it stands; DTensors first.
+        anew: Where tensors stand that must be looked at anew at each save: subclasses, sparse ones, and such as moved
+            before (generators give their state as a new tensor each time).
+        memory: The local part of each of `rows`.
+        columns: What else must be the same.
     """
-    if list(flat) != list(before):
-        return None
-    return [
-        name
-        for (name, value), old, place in zip(flat.items(), before.values(), places, strict=True)
-        if not (_is_there(value, place) if value is old else len(place) == 1 and not isinstance(value, torch.Tensor))
-    ]
+
+    names: list[str]
+    values: list[Any]
+    rows: list[int]
+    anew: frozenset[int]
+    dtensors: list[DTensor]
+    memory: list[torch.Tensor]
+    columns: tuple[list[Any], ...]
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Any]) -> Places:
+        """Return the places of a flat state's tensors as they are now."""
+        values = list(flat.values())
+        kinds = list(map(type, values))
+        cut = [row for row, kind in enumerate(kinds) if kind is DTensor]
+        plain = [row for row, kind in enumerate(kinds) if kind in _PLAIN]
+        anew = {row for row, kind in enumerate(kinds) if kind not in _TENSORS and isinstance(values[row], torch.Tensor)}
+        memory = [*map(_local_of, _at(values, cut)), *_at(values, plain)]
+        hidden = {row for row, local in zip(cut + plain, memory, strict=True) if not _is_memory(local)}
+        if hidden:
+            anew |= hidden
+            cut, plain = ([row for row in rows if row not in hidden] for rows in (cut, plain))
+            memory = [*map(_local_of, _at(values, cut)), *_at(values, plain)]
+        dtensors = _at(values, cut)
+        return cls(list(flat), values, cut + plain, frozenset(anew), dtensors, memory, _columns(dtensors, memory))
+
+    def moved(self, flat: Mapping[str, Any]) -> list[str] | None:
+        """Return which tensors of a flat state are not those of these places, or not there; None where its names, or
+        their order, are others."""
+        if list(flat) != self.names:
+            return None
+        values = list(flat.values())
+        found = self._elsewhere() | self.anew
+        same = bytes(map(operator.is_, values, self.values))
+        row = same.find(0)
+        while row >= 0:  # few: settings, that are no tensors
+            if isinstance(values[row], torch.Tensor) or isinstance(self.values[row], torch.Tensor):
+                found = found | {row}
+            row = same.find(0, row + 1)
+        return [self.names[row] for row in sorted(found)]
+
+    def after(self, flat: Mapping[str, Any], names: Sequence[str]) -> Places:
+        """Return the places once these tensors have moved, without what they were."""
+        if len(names) > len(self.anew) + _MOVED:
+            return Places.of(flat)
+        if len(names) == len(self.anew):  # all of which are always among them
+            return self
+        rows = {self.names.index(name) for name in names} - self.anew
+        values = [None if row in rows else value for row, value in enumerate(self.values)]
+        kept = [row not in rows for row in self.rows]
+        cut = kept[: len(self.dtensors)]
+        columns = [list(compress(column, kept)) for column in self.columns]
+        return Places(
+            self.names,
+            values,
+            list(compress(self.rows, kept)),
+            self.anew | rows,
+            list(compress(self.dtensors, cut)),
+            list(compress(self.memory, kept)),
+            tuple(columns),
+        )
+
+    def _elsewhere(self) -> frozenset[int] | set[int]:
+        """Return the rows whose tensors, though the same, are not what or where they were."""
+        memory = [*map(_local_of, self.dtensors), *self.memory[len(self.dtensors) :]]
+        found: set[int] = set()
+        if not all(map(operator.is_, memory, self.memory)):
+            found.update(compress(self.rows, map(operator.is_not, memory, self.memory)))
+        for now, then in zip(_columns(self.dtensors, self.memory), self.columns, strict=True):
+            if now != then:
+                found.update(compress(self.rows, map(operator.ne, now, then)))
+        return found
 
 
-def _is_there(value: Any, place: Place) -> bool:
-    """Whether a tensor is as it was when `place` was its place, and where it was."""
-    if len(place) < 2:
-        return bool(place)
-    local = value
-    if len(place) > 5:
-        local, spec = value._local_tensor, value._spec
-        if local is not place[0] or spec is not place[5] or spec.tensor_meta is not place[8]:
-            return False
-        if spec.mesh is not place[6] or spec.placements is not place[7]:
-            return False
-    # `p.data = ...`, `set_`, `resize_` and `t_` leave the tensor what it is, and put it elsewhere or otherwise.
-    if local.data_ptr() != place[1] or local.dtype is not place[4]:
-        return False
-    return bool(local.shape == place[2] and local.stride() == place[3])
+def _columns(dtensors: list[DTensor], memory: list[torch.Tensor]) -> tuple[list[Any], ...]:
+    return (
+        list(map(_cut_of, map(_spec_of, dtensors))),  # first, as `rows` begins with them
+        list(map(torch.Tensor.data_ptr, memory)),
+        list(map(_shape_of, memory)),
+        list(map(torch.Tensor.stride, memory)),
+        list(map(_dtype_of, memory)),
+    )
 
 
-def flat_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what torch's `flatten_state_dict` does, without the paths; None where two values would have one name."""
+def _is_memory(local: Any) -> bool:
+    return type(local) in _PLAIN and local.layout is torch.strided and not local.is_quantized
+
+
+def _at(values: list[Any], rows: list[int]) -> list[Any]:
+    return list(map(values.__getitem__, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """A nested state as one table: what torch's `flatten_state_dict` returns."""
+
+    values: dict[str, Any]
+    paths: list[Path]
+
+    @classmethod
+    def of(cls, nested: Mapping[str, Any]) -> Flattened | None:
+        """Return the table; None where two values would have one name."""
+        paths: list[Path] = []
+        values = flat_values(nested, paths)
+        return None if values is None else cls(values, paths)
+
+
+def flat_values(nested: Mapping[str, Any], paths: list[Path] | None = None) -> dict[str, Any] | None:
+    """Return the values of a nested state by the names that torch gives them; None where two would have one name.
+
+    Args:
+        paths: Gets the path of each.
+    """
     flat: dict[str, Any] = {}
     count = 0
 
-    def visit(name: str, value: Any) -> None:
+    def add(prefix: str, path: Path, keys: Iterable[Any], items: Iterable[Any], number: int) -> None:
         nonlocal count
-        if type(value) not in _TENSORS:
-            if isinstance(value, Mapping):
-                for key, item in value.items():
-                    visit(f"{name}.{key}", item)
-                return
-            if isinstance(value, list) and not _is_leaf(value):
-                for i, item in enumerate(value):
-                    visit(f"{name}.{i}", item)
-                return
-        flat[name] = value
-        count += 1
+        flat.update(zip(map(prefix.__add__, map(str, keys)), items, strict=True))
+        count += number
+        if paths is not None:
+            paths.extend(zip(*map(repeat, path), keys, strict=False))
 
-    for key, item in values.items():
-        visit(str(key), item)
+    def visit(prefix: str, path: Path, keys: Iterable[Any], items: Iterable[Any]) -> None:
+        for key, item in zip(keys, items, strict=True):
+            if type(item) not in _TENSORS:
+                inner = (*path, key)
+                if isinstance(item, Mapping):
+                    descend(f"{prefix}{key}.", inner, list(map(str, item)), item.values())
+                    continue
+                if isinstance(item, list) and not _is_leaf(item):
+                    descend(f"{prefix}{key}.", inner, range(len(item)), item)
+                    continue
+            add(prefix, path, (key,), (item,), 1)
+
+    def descend(prefix: str, path: Path, keys: Any, items: Iterable[Any]) -> None:
+        if _TENSORS.issuperset(map(type, items)):
+            add(prefix, path, keys, items, len(keys))
+        else:
+            visit(prefix, path, keys, items)
+
+    descend("", (), list(map(str, nested)), nested.values())
     return flat if len(flat) == count else None
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp_plan import ShardedPlan, plan_sharded
-from ckptkit.formats.dcp_same import flat_values, moved
+from ckptkit.formats.dcp_same import Flattened, flat_values
 
 State = dict[str, Any]
 
@@ -106,10 +106,10 @@ def dtensors() -> list[Any]:
     mesh = init_device_mesh("cpu", (1,))
     made = distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)])
     plan = plan_sharded({"w": made})
-    found = [moved({"w": made}, plan.flat, plan.places)]
+    found = [plan.places.moved({"w": made})]
     before = made._local_tensor
     made._local_tensor = torch.randn(4, 2)
-    found.append(moved({"w": made}, plan.flat, plan.places))
+    found.append(plan.places.moved({"w": made}))
     again = plan_sharded({"w": made}, previous=plan)
     found.append(again.tensors[0].data_ptr() == made._local_tensor.data_ptr() and again.reused)
     made._local_tensor, spec = before, made._spec
@@ -135,9 +135,12 @@ def test_a_dtensor_that_got_other_memory_or_placements_is_looked_at_anew(ranks: 
     ],
 )
 def test_names_are_those_that_torch_gives(nested: State) -> None:
-    flat, _ = flatten_state_dict(nested)
-    assert list(flat_values(nested) or ()) == list(flat)
-    assert all(value is (flat_values(nested) or {})[name] for name, value in flat.items())
+    flat, paths = flatten_state_dict(nested)
+    found = Flattened.of(nested)
+    assert found is not None
+    assert list(found.values) == list(flat)
+    assert all(value is found.values[name] for name, value in flat.items())
+    assert found.paths == list(paths.values())
 
 
 def test_two_values_of_one_name_are_left_to_torch() -> None:
