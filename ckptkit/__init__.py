@@ -31,6 +31,8 @@ _WHERE = {
     "open_checkpoint": "ckptkit.checkpoint.open",
     "DCPWriter": "ckptkit.formats.dcp_storage",
     "DCPReader": "ckptkit.formats.dcp_storage",
+    "DCPSavePlanner": "ckptkit.formats.dcp_planner",
+    "DCPLoadPlanner": "ckptkit.formats.dcp_planner",
     "convert": "ckptkit.offline.convert",
     "reshard": "ckptkit.offline.reshard",
     "verify": "ckptkit.offline.verify",
@@ -45,6 +47,8 @@ __all__ = [
     "open_checkpoint",
     "DCPWriter",
     "DCPReader",
+    "DCPSavePlanner",
+    "DCPLoadPlanner",
     "convert",
     "reshard",
     "verify",
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.open import open_checkpoint
     from ckptkit.checkpoint.retention import RetentionPolicy
     from ckptkit.checkpoint.state import StateDictType, TrainState
+    from ckptkit.formats.dcp_planner import DCPLoadPlanner, DCPSavePlanner
     from ckptkit.formats.dcp_storage import DCPReader, DCPWriter
     from ckptkit.offline.convert import convert
     from ckptkit.offline.reshard import reshard

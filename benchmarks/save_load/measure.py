@@ -54,7 +54,7 @@ class Bench:
         self.root = root
         self.sync = sync
         self.plan: Any = None
-        self.planner = None
+        self.planner: Any = None
 
     def fresh(self, name: str) -> str:
         path = f"{self.root}/{name}"
@@ -79,6 +79,17 @@ class Bench:
         from ckptkit import DCPReader
 
         dcp.load(self.state, storage_reader=DCPReader(path))
+
+    def planned_save(self, path: str) -> None:
+        from ckptkit import DCPSavePlanner, DCPWriter
+
+        self.planner = self.planner or DCPSavePlanner()
+        dcp.save(self.state, storage_writer=DCPWriter(path, sync=self.sync), planner=self.planner)
+
+    def planned_load(self, path: str) -> None:
+        from ckptkit import DCPLoadPlanner, DCPReader
+
+        dcp.load(self.state, storage_reader=DCPReader(path), planner=DCPLoadPlanner())
 
     def sharded_save(self, path: str) -> None:
         from ckptkit.formats.dcp_write import write_sharded
@@ -122,6 +133,7 @@ class Bench:
 PEERS = {
     "torch dcp": ("torch_save", "torch_load"),
     "DCPWriter/Reader": ("writer_save", "reader_load"),
+    "the same, planners": ("planned_save", "planned_load"),
     "write/read_sharded": ("sharded_save", "sharded_load"),
 }
 

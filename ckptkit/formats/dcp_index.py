@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.box import Box
 from ckptkit.catalog.columns import first_of_equal
-from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, SliceArray, TensorEntry
+from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.columns import Columns, unpack, unpack_texts
 from ckptkit.formats.dcp_encode import RecordColumns, encode_metadata, payload_nbytes
 from ckptkit.formats.dcp_files import ROW
+from ckptkit.formats.dcp_roles import RoleTable
 from ckptkit.formats.layout import FileRecord
 from ckptkit.formats.manifest import DIGEST, MESHES, Manifest, Objects, Slices, Tensors
 from ckptkit.formats.outline import LEAST, Spare, spare_fields
 from ckptkit.formats.own_roles import role_of
 
-__all__ = ["Index", "Part"]
+__all__ = ["Index", "Kind", "Part"]
 
 Int64 = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
+_AT_ONCE = 1 << 18  # numbers of boxes that are looked at together
 Path = tuple["str | int", ...]
+RoleOf = Callable[[str], tuple[Role, str, str]]
+Kind = Literal["ckptkit-sharded", "dcp"]
+"""Who chose the names: a manager, or whoever called `dcp.save`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +190,9 @@ class Index:
         parameter that is not tensor parallel has one "dp" mesh for each "tp" rank, and none of them knows the others.
         """
         keep = np.ones(len(self._tensor), bool)
-        for key, rows, offsets, sizes in self.entries():
-            if _is_split(key.shape, offsets, sizes):
+        whole = self._split()
+        for (key, rows, offsets, sizes), is_whole in zip(self.entries(), whole, strict=True) if not all(whole) else ():
+            if is_whole:
                 continue
             self._unproved.add(key.name)
             if len(offsets) < 2 or not key.shape:
@@ -208,6 +213,25 @@ class Index:
         self._tensor = self._tensor[keep]
         self._columns = {name: column[keep] for name, column in self._columns.items()}
         self._stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
+
+    def _split(self) -> list[bool]:
+        """Whether each tensor's boxes are the whole of it, or the whole cut along one dimension: the usual cases, told
+        at once for all tensors of as many dimensions and slices."""
+        shapes = [key.shape for key in self._keys.values()]
+        widths = np.fromiter(map(len, shapes), np.int64, len(shapes))
+        counts = np.diff(self._stops, prepend=0)
+        first = np.cumsum(counts * widths) - counts * widths
+        found = np.zeros(len(shapes), bool)
+        for ndim, count in sorted(set(zip(widths.tolist(), counts.tolist(), strict=True))):
+            alike = np.flatnonzero((widths == ndim) & (counts == count))
+            step = max(1, _AT_ONCE // max(1, count * ndim))
+            for rows in np.split(alike, range(step, len(alike), step)):
+                index = first[rows][:, None] + np.arange(count * ndim)
+                box = (len(rows), count, ndim)
+                whole = np.array([shapes[row] for row in rows.tolist()], np.int64).reshape(len(rows), ndim)
+                found[rows] = _are_split(whole, self._offsets[index].reshape(box), self._sizes[index].reshape(box))
+        split: list[bool] = found.tolist()
+        return split
 
     def _places(self, rows: Int64) -> list[Spare]:
         """Where these rows' bytes lie, as far as outlines hold their digests."""
@@ -310,12 +334,15 @@ class Index:
             save_id=save_id,
         )
 
-    def manifest(self, files: Mapping[str, FileRecord], save_id: str, extra: Mapping[str, Any]) -> Manifest:
+    def manifest(
+        self, files: Mapping[str, FileRecord], save_id: str, extra: Mapping[str, Any], kind: Kind = "ckptkit-sharded"
+    ) -> Manifest:
         """Return the manifest. `files` are all files of the checkpoint but the manifest itself."""
         keys = list(self._keys.values())
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
         chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
-        roles = [role_of(key.name, key.path) for key in keys]
+        role_of = self._roles(kind)
+        roles = [role_of(key.name) for key in keys]
         tensors = Tensors(
             [key.name for key in keys],
             [key.dtype for key in keys],
@@ -339,14 +366,14 @@ class Index:
         )
         fields = {"digests": {path: item.digest for path, item in files.items()}, "save_id": save_id}
         info = CatalogInfo(
-            "ckptkit-sharded",
+            kind,
             producer="ckptkit",
             world_size=self.world_size,
             mesh=self._info_mesh(),
             files={path: item.nbytes for path, item in files.items()},
             extra={**extra, **fields, **({MESHES: self.meshes} if self.meshes else {}), **spare_fields(self._spares)},
         )
-        return Manifest(self.paths, tensors, slices, Objects(self._object_entries()), info, list(distinct))
+        return Manifest(self.paths, tensors, slices, Objects(self._object_entries(role_of)), info, list(distinct))
 
     def _nbytes(self) -> Int64:
         """Bytes of each slice."""
@@ -372,7 +399,21 @@ class Index:
         largest = max(self.meshes, key=lambda fields: math.prod(fields["shape"]))
         return MeshInfo(tuple(largest["shape"]), tuple(largest["names"]))
 
-    def _object_entries(self) -> dict[str, ObjectEntry]:
+    def _roles(self, kind: Kind) -> RoleOf:
+        """What tells the role of a key: our own names say it themselves, a user's only all together."""
+        paths = {key.name: key.path for key in self._keys.values()}
+        paths.update({name: found.path for name, found in self._objects.items()})
+        if kind == "ckptkit-sharded":
+            return lambda name: role_of(name, paths[name])
+        table = RoleTable(paths, list(self._keys))
+
+        def role(name: str) -> tuple[Role, str, str]:
+            found = table.of(name)
+            return found.role, found.fqn, found.state
+
+        return role
+
+    def _object_entries(self, role_of: RoleOf) -> dict[str, ObjectEntry]:
         entries = {}
         for name, found in self._objects.items():
             file, start, nbytes = found.place
@@ -382,7 +423,7 @@ class Index:
                 start,
                 nbytes,
                 digest=Digest(DIGEST, found.digest, start, nbytes),
-                role=role_of(name, found.path)[0],
+                role=role_of(name)[0],
                 key=found.path,
             )
         return entries
@@ -401,19 +442,27 @@ def _ragged(first: Int64, widths: Int64) -> Int64:
 
 
 def _is_split(shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> bool:
-    """Whether the boxes are the whole, or the whole cut along one dimension: the usual cases, told quickly."""
-    count = len(offsets)
+    return bool(_are_split(np.array([shape], np.int64).reshape(1, -1), offsets[None], sizes[None])[0])
+
+
+def _are_split(shapes: Int64, offsets: Int64, sizes: Int64) -> npt.NDArray[np.bool_]:
+    """Whether the boxes [tensor, slice, dim] are the whole of each tensor, or the whole cut along one dimension."""
+    tensors, count, ndim = offsets.shape
     if count == 1:
-        return tuple(sizes[0].tolist()) == shape and not offsets.any()
-    if count == 0 or not shape or Box.whole(shape).numel == 0:
-        return False
-    starts, lengths = np.ascontiguousarray(offsets.T), np.ascontiguousarray(sizes.T)
-    low, high, full = starts.min(axis=1), lengths.max(axis=1), np.array(shape)
-    cut = np.flatnonzero((high != full) | (starts.max(axis=1) != low))
-    if len(cut) != 1 or (lengths.min(axis=1) != high)[np.arange(len(shape)) != cut[0]].any() or low.any():
-        return False
-    dim = int(cut[0])
-    order = np.argsort(starts[dim], kind="stable")
-    begins = starts[dim][order]
-    ends = begins + lengths[dim][order]
-    return bool((begins[1:] == ends[:-1]).all() and ends[-1] == shape[dim])
+        whole: npt.NDArray[np.bool_] = (sizes[:, 0] == shapes).all(axis=1) & ~offsets.any(axis=(1, 2))
+        return whole
+    if count == 0 or ndim == 0:
+        return np.zeros(tensors, bool)
+    low, high = offsets.min(axis=1), sizes.max(axis=1)
+    cut = (high != shapes) | (offsets.max(axis=1) != low)
+    split: npt.NDArray[np.bool_] = (shapes > 0).all(axis=1) & (cut.sum(axis=1) == 1) & ~low.any(axis=1)
+    split &= (cut | (sizes.min(axis=1) == high)).all(axis=1)
+    dim = cut.argmax(axis=1)[:, None, None]
+    begins = np.take_along_axis(offsets, dim, axis=2)[:, :, 0]
+    lengths = np.take_along_axis(sizes, dim, axis=2)[:, :, 0]
+    order = np.argsort(begins, axis=1, kind="stable")
+    begins = np.take_along_axis(begins, order, axis=1)
+    ends = begins + np.take_along_axis(lengths, order, axis=1)
+    split &= (begins[:, 1:] == ends[:, :-1]).all(axis=1)
+    split &= ends[:, -1] == np.take_along_axis(shapes, dim[:, 0], axis=1)[:, 0]
+    return split

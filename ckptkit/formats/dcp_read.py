@@ -25,7 +25,7 @@ from ckptkit.formats.objects import load_object_torch
 from ckptkit.formats.torch_bytes import parse_object
 from ckptkit.storage.store import Store
 
-__all__ = ["ReadReport", "Verify", "add_box", "load_object", "read_sharded"]
+__all__ = ["ReadPlan", "ReadReport", "Verify", "add_box", "load_object", "plan_read", "read_sharded"]
 
 _LISTED = 20
 _FEW = 16  # slices, up to which a loop is cheaper than numpy
@@ -47,6 +47,34 @@ class ReadReport:
     unexpected: list[str] = field(default_factory=list)
     nbytes: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What a load will do on this rank. Nothing was read or touched yet."""
+
+    catalog: Catalog
+    store: Store
+    state_dict: dict[str, Any]
+    filler: Filler
+    objects: Mapping[str, tuple[str | int, ...]]
+    missing: list[str]
+    unexpected: list[str]
+    seconds: float
+
+    def run(self, report: Report | None = None) -> ReadReport:
+        """Fill the tensors and replace the objects. Raises as `read_sharded` does."""
+        started = time.perf_counter()
+        self.filler.run()
+        read = time.perf_counter()
+        for name, path in self.objects.items():
+            set_element(self.state_dict, path, load_object(self.store, self.catalog.objects[name]))
+        finished = time.perf_counter()
+        if report is not None:
+            report("plan", self.seconds, 0)
+            report("read", read - started, self.filler.nbytes)
+            report("objects", finished - read, 0)
+        return ReadReport(self.missing, self.unexpected, self.filler.nbytes, self.seconds + finished - started)
 
 
 def read_sharded(
@@ -77,6 +105,21 @@ def read_sharded(
         IntegrityError: Bytes differ from their digest.
         UnsafePickleError: An object asks for a class that torch's weights_only loader refuses.
     """
+    plan = plan_read(catalog, store, state_dict, verify=verify, cast=cast, strict=strict, workers=workers)
+    return plan.run(report)
+
+
+def plan_read(
+    catalog: Catalog,
+    store: Store,
+    state_dict: dict[str, Any],
+    *,
+    verify: Verify = Verify.READ,
+    cast: bool = False,
+    strict: bool = True,
+    workers: int = 0,
+) -> ReadPlan:
+    """Return what `read_sharded` will do. Raises its CheckpointMismatchError and IncompleteCheckpointError."""
     started = time.perf_counter()
     flat, paths = flatten_state_dict(state_dict)
     exact = ExactReads.of(catalog, store, _Boxes())
@@ -89,19 +132,10 @@ def read_sharded(
                 add_box(filler, entry, box, target)
     for nbytes, job in () if exact is None else exact.jobs(store, None if verify is Verify.OFF else check_bytes):
         filler.add_job(nbytes, job)
-    planned = time.perf_counter()
-    filler.run()
-    read = time.perf_counter()
-    for name, entry in found.items():
-        if entry is None:
-            set_element(state_dict, paths[name], load_object(store, catalog.objects[name]))
-    finished = time.perf_counter()
-    if report is not None:
-        report("plan", planned - started, 0)
-        report("read", read - planned, filler.nbytes)
-        report("objects", finished - read, 0)
-    names = [*catalog.tensors, *catalog.objects]
-    return ReadReport(missing, [n for n in names if n not in flat], filler.nbytes, finished - started)
+    objects = {name: paths[name] for name, entry in found.items() if entry is None}
+    unexpected = [name for name in (*catalog.tensors, *catalog.objects) if name not in flat]
+    seconds = time.perf_counter() - started
+    return ReadPlan(catalog, store, state_dict, filler, objects, missing, unexpected, seconds)
 
 
 class _Boxes:

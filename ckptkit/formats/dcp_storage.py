@@ -3,6 +3,7 @@
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url))
     dcp.load(state, storage_reader=ckptkit.DCPReader(url))
 
+`planner=` may be any; `DCPSavePlanner` and `DCPLoadPlanner` spare the objects that torch's make of each tensor.
 What the writer writes, torch's own reader loads; what torch wrote, ours loads.
 """
 
@@ -14,20 +15,13 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, overload
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -51,10 +45,15 @@ from ckptkit.formats.dcp_encode import frame_tensor
 from ckptkit.formats.dcp_files import write_records
 from ckptkit.formats.dcp_fill import Filler, Verify
 from ckptkit.formats.dcp_finish import Place, write_finish
+from ckptkit.formats.dcp_plan import ShardedPlan
+from ckptkit.formats.dcp_planner import CachedSavePlanner, DCPLoadPlanner, WriterMeta
 from ckptkit.formats.dcp_read import load_object
+from ckptkit.formats.dcp_torch_metadata import CatalogMetadata, CatalogPaths, PlannableMetadata
+from ckptkit.formats.dcp_write import write_index, write_part
 from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME, find_record
 from ckptkit.storage import Store, open_store
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.remote import RemoteStore
 
 __all__ = ["CachedSavePlanner", "DCPReader", "DCPWriter"]
 
@@ -96,6 +95,7 @@ class DCPWriter(StorageWriter):
         self.save_id = uuid.uuid4().hex[:16]
         self.rank: int | None = None
         self.collective = True
+        self._meta = WriterMeta()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
@@ -111,11 +111,18 @@ class DCPWriter(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
     def storage_meta(self) -> StorageMeta:
+        if not _is_itself(self, DCPWriter, ("prepare_local_plan", "prepare_global_plan", "write_data", "finish")):
+            return self._plain_meta()
+        self._meta = WriterMeta(checkpoint_id=self.url, save_id=self.save_id)
+        return self._meta
+
+    def _plain_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.url, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.rank = kwargs.get("rank")
         self.collective = kwargs.get("use_collectives", True)
+        self._meta.rank, self._meta.collective = self.rank or 0, self.collective
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self.collective or self.rank is None:
@@ -132,7 +139,8 @@ class DCPWriter(StorageWriter):
         ]
 
     def _store(self) -> Store:
-        return open_store(self.url, storage_options=self.storage_options)
+        store = open_store(self.url, storage_options=self.storage_options)
+        return store.with_free_names() if isinstance(store, RemoteStore) else store  # `_clear` has looked
 
     def _clear(self, prefix: str, metadata: str) -> None:
         """Make room: what an unfinished save left goes; a checkpoint only if asked, its metadata before its data."""
@@ -154,6 +162,16 @@ class DCPWriter(StorageWriter):
         store.delete([name for name in names if _DATA.fullmatch(name) and name.startswith(prefix)])
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        sharded = plan.planner_data
+        if isinstance(sharded, ShardedPlan):
+            part = write_part(sharded, self._store(), sync=self.sync, workers=self.workers)
+            future.set_result([WriteResult(MetadataIndex(""), part.nbytes, part.to_bytes())])
+        else:
+            future.set_result(self._write_items(plan, planner))
+        return future
+
+    def _write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         tensors: list[WriteItem] = []
         others: list[WriteItem] = []
         whole: list[bytes] = []
@@ -185,13 +203,18 @@ class DCPWriter(StorageWriter):
                 written.files[path],
             )
             results.append(WriteResult(item.index, place.length, place))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.version = "1.0.0"
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = self._plain_meta()
+        parts = [found[0].storage_data for found in results if found]
+        if any(isinstance(part, bytes) for part in parts):
+            write_index(parts, self._store(), save_id=self.save_id, sync=self.sync, kind="dcp")
+            written = DCPReader(self.url, storage_options=self.storage_options)
+            metadata.state_dict_metadata = CatalogMetadata(written)  # type: ignore[assignment]
+            metadata.planner_data, metadata.storage_data = CatalogPaths(written), {}
+            return
         name = ".metadata" if self.collective or self.rank is None else f"__{self.rank}.metadata"
         write_finish(self._store(), metadata, results, name=name, sync=self.sync, manifest=name == ".metadata")
 
@@ -254,44 +277,6 @@ def _saved(tensor: torch.Tensor) -> bytes:
     return buffer.getvalue()
 
 
-class CachedSavePlanner(DefaultSavePlanner):
-    """torch's plan caching, with a key that sees every change: a dtype or a placement, not only names and sizes.
-
-    Args:
-        name: Of the state that is saved: states saved by turns need a name each, to keep a plan each.
-    """
-
-    _structures: dict[str, tuple[Any, ...]] = {}  # noqa: RUF012 - like torch's own caches, of the process
-
-    def __init__(self, name: str = "default", **options: Any) -> None:
-        super().__init__(enable_plan_caching=True, **options)
-        self._cached_plans_key = f"{type(self).__qualname__}:{name}"
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        key = self._cached_plans_key
-        structure = tuple(_structure(name, value) for name, value in self.state_dict.items())
-        changed = self._structures.get(key) != structure
-        self._structures[key] = structure
-        if plan.usable or not changed:
-            return plan
-        self._pending_local_plan = self.plan
-        return self.plan
-
-    def _create_global_plan_with_caching(
-        self, all_plans: list[SavePlan]
-    ) -> tuple[list[SavePlan], list[SavePlan], Metadata]:
-        delta, plans, metadata = super()._create_global_plan_with_caching(all_plans)
-        # torch compares the new plans with the old by name and size alone: once any changed, all get theirs.
-        return (plans if any(plan.usable for plan in all_plans) else delta), plans, metadata
-
-
-def _structure(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, DTensor):
-        return (name, value.dtype, value.device_mesh, tuple(value.placements))
-    return (name, value.dtype) if isinstance(value, torch.Tensor) else (name,)
-
-
 class DCPReader(StorageReader):
     """Reads DCP checkpoints, ours and torch's: only the bytes needed, into the tensors' own memory, digests checked.
 
@@ -325,6 +310,9 @@ class DCPReader(StorageReader):
         self._catalog: Catalog | None = None
         self._base: Store | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_catalog": None, "_base": None}
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
             self.url = os.fspath(checkpoint_id)
@@ -343,20 +331,23 @@ class DCPReader(StorageReader):
     def catalog(self) -> Catalog:
         """What the checkpoint holds."""
         if self._catalog is None:
-            self._catalog = _open(self._store())
+            self._catalog = _open(self.store)
         return self._catalog
 
-    def _store(self) -> Store:
+    @property
+    def store(self) -> Store:
+        """Where the checkpoint lies."""
         if self._base is None:
             self._base = open_store(self.url, storage_options=self.storage_options)
         return self._base
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        catalog = self.catalog
-        planner_data = {e.name: e.key for e in _entries(catalog) if e.key} or None
+        paths = CatalogPaths(self)
+        plannable = _is_itself(self, DCPReader, ("prepare_local_plan", "prepare_global_plan", "read_data"))
+        entries = PlannableMetadata(self) if plannable else CatalogMetadata(self)
         return Metadata(
-            state_dict_metadata=_LazyMetadata(catalog),  # type: ignore[arg-type]
-            planner_data=planner_data,
+            state_dict_metadata=entries,  # type: ignore[arg-type]
+            planner_data=paths if paths else None,
             storage_data={},
             storage_meta=StorageMeta(checkpoint_id=self.url, load_id=self.load_id),
             version="1.0.0",
@@ -372,7 +363,17 @@ class DCPReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        catalog, store = self.catalog, self._store()
+        future: Future[None] = Future()
+        if isinstance(planner, DCPLoadPlanner) and planner.reads is not None:
+            planner.reads.run()
+            planner.reads = None
+        else:
+            self._read_items(plan, planner)
+        future.set_result(None)
+        return future
+
+    def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        catalog, store = self.catalog, self.store
         filler = Filler(store, verify=self.verify, workers=self.workers, cast=self.cast)
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         entries: dict[str, TensorEntry] = {}
@@ -393,20 +394,20 @@ class DCPReader(StorageReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 _load_bytes(planner, item, load_object(store, catalog.objects[item.storage_index.fqn]))
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
 
 def _open(store: Store) -> Catalog:
+    catalog = own.open_manifest(store) if store.local_root is None else None
+    if catalog is not None and catalog.info.format == "dcp":
+        return catalog  # of a `DCPWriter`, which does not write where a commit record is: none is asked for
     if find_record(store) is not None:
         return own.open_catalog(store)
-    return own.open_manifest(store) or dcp.open_catalog(store)
+    return catalog or own.open_manifest(store) or dcp.open_catalog(store)
 
 
-def _entries(catalog: Catalog) -> Iterable[Any]:
-    yield from catalog.tensors.values()
-    yield from catalog.objects.values()
+def _is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
+    """Whether no subclass has its own way of a step: what it does must not be passed over."""
+    return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 
 def _row(entry: TensorEntry, item: ReadItem) -> int:
@@ -458,29 +459,3 @@ def _load_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     torch.save(value, buffer, pickle_module=pickle)
     buffer.seek(0)
     planner.load_bytes(item, buffer)
-
-
-class _LazyMetadata(Mapping[str, Any]):
-    """`Metadata.state_dict_metadata` that makes chunk objects only for the tensors a planner asks about."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-
-    def __len__(self) -> int:
-        return len(self._catalog.tensors) + len(self._catalog.objects)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._catalog.tensors
-        yield from self._catalog.objects
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._catalog.tensors or name in self._catalog.objects
-
-    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        entry = self._catalog.tensors.get(name)
-        if entry is None:
-            self._catalog.objects[name]
-            return BytesStorageMetadata()
-        boxes = zip(entry.slices.offsets.tolist(), entry.slices.sizes.tolist(), strict=True)
-        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-        return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)

@@ -20,6 +20,7 @@ from ckptkit.storage.store import Store
 if TYPE_CHECKING:
     import torch
 
+    from ckptkit.formats.dcp_index import Kind
     from ckptkit.formats.dcp_plan import ShardedPlan
 
 __all__ = ["METADATA_NAME", "WrittenFiles", "WrittenPart", "write_index", "write_part", "write_sharded"]
@@ -144,6 +145,7 @@ def write_index(
     sync: bool = True,
     extra: Mapping[str, Any] | None = None,
     report: Report | None = None,
+    kind: Kind = "ckptkit-sharded",
 ) -> WrittenFiles:
     """Write `manifest.safetensors` and `.metadata` of what all ranks wrote. Rank 0 alone calls it.
 
@@ -151,6 +153,7 @@ def write_index(
         parts: `WrittenPart.to_bytes()` of every rank.
         save_id: Recorded in both files.
         extra: JSON, into the manifest's `info.extra`.
+        kind: What the manifest says that this is.
 
     Raises:
         SaveError: The parts disagree about a tensor, overlap, or leave elements of one uncovered.
@@ -166,7 +169,7 @@ def write_index(
         state.update(chunk)
         size += len(chunk)
     files = {**index.files, METADATA_NAME: FileRecord(size, state.hexdigest())}
-    manifest = index.manifest(files, save_id, extra or {}).to_bytes()
+    manifest = index.manifest(files, save_id, extra or {}, kind).to_bytes()
     store.write(MANIFEST_NAME, manifest, sync=sync)
     files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
     with store.writer(METADATA_NAME, sync=sync) as writer:
