@@ -1,0 +1,207 @@
+"""A team of ranks that was killed, or lost one, goes on where it stopped, with whatever number of ranks comes next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint import coordinator
+from ckptkit.errors import RankFailedError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage import owner
+from ckptkit.storage.journal import Journal
+from ckptkit.storage.local import LocalStore
+from tests.offline.test_resume import COLUMNS, UNEVEN, content, went_on
+from tests.ranks import RankError, run_ranks
+
+MANY = {"max_shard_size": "1kB"}  # ten files
+Options = dict[str, Any]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    shutil.copytree(UNEVEN / "ckpt", tmp_path / "in")
+    return tmp_path / "in"
+
+
+def run(src: str, dst: str, options: Options) -> tuple[str, int, int]:
+    """What the report of this rank says: on what it went on from, and the bytes of the source that were read."""
+    command = reshard if "world_size" in options else convert
+    report = command(src, dst, workers=1, **options)
+    return went_on(report.notes), report.nbytes_read, report.checked
+
+
+def dies(src: str, dst: str, options: Options, victims: tuple[int, ...], steps: int) -> None:
+    """Some ranks are killed once so many of their steps are done; the others leave what they have to say in a file."""
+    rank, left, done = int(os.environ["RANK"]), [steps], Journal.done
+
+    def counted(self: Journal, step: int) -> None:
+        done(self, step)
+        left[0] -= 1
+        if rank in victims and not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Journal.done = counted  # type: ignore[method-assign]
+    coordinator._BOARD_S = 0.5  # nobody is there to leave a verdict
+    try:
+        run(src, dst, options)
+    except RankFailedError as error:
+        Path(src).with_name(f"said-{rank}").write_text(str(error))
+        raise
+
+
+def killed(source: Path, out: Path, ranks: int, victims: tuple[int, ...], steps: int, **options: Any) -> None:
+    with pytest.raises(RankError):
+        run_ranks(dies, ranks, str(source), str(out), options, victims, steps)
+    assert not out.exists()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def note_of(results: list[tuple[str, int, int]]) -> str:
+    return results[0][0]
+
+
+@pytest.mark.parametrize("ranks", [3, 2, 1])
+def test_a_team_that_was_killed_is_gone_on_from_by_any_number_of_ranks(
+    source: Path, tmp_path: Path, ranks: int
+) -> None:
+    killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **MANY)
+    again = run_ranks(run, ranks, str(source), str(tmp_path / "out"), MANY)
+    whole = convert(str(source), str(tmp_path / "whole"), **MANY)
+    assert note_of(again)
+    assert again[0][1] < whole.nbytes_read
+    assert again[0][2] >= whole.checked  # every digest was compared, by this run or by the one before
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert names(tmp_path) == ["in", "out", "whole"]
+
+
+def test_a_team_goes_on_from_what_one_process_left(source: Path, tmp_path: Path) -> None:
+    killed(source, tmp_path / "out", 1, (0,), 2, **MANY)
+    assert note_of(run_ranks(run, 3, str(source), str(tmp_path / "out"), MANY))
+    convert(str(source), str(tmp_path / "whole"), **MANY)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert names(tmp_path) == ["in", "out", "whole"]
+
+
+def test_what_two_teams_of_different_sizes_did_adds_up(source: Path, tmp_path: Path) -> None:
+    killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **MANY)
+    killed(source, tmp_path / "out", 2, (0, 1), 1, **MANY)
+    report = convert(str(source), str(tmp_path / "out"), **MANY)
+    assert went_on(report.notes)
+    convert(str(source), str(tmp_path / "whole"), **MANY)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert names(tmp_path) == ["in", "out", "whole"]
+
+
+def test_a_reshard_of_a_killed_team_goes_on(source: Path, tmp_path: Path) -> None:
+    options = {"world_size": 6, **COLUMNS, "type": "local"}
+    killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **options)
+    assert note_of(run_ranks(run, 2, str(source), str(tmp_path / "out"), options))
+    assert verify(str(tmp_path / "out")).ok
+    reshard(str(source), str(tmp_path / "whole"), **options)
+    kept = [{n: d for n, d in content(tmp_path / t).items() if n != "manifest.safetensors"} for t in ("out", "whole")]
+    assert kept[0] == kept[1]
+    assert names(tmp_path) == ["in", "out", "whole"]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_ends_the_others_with_an_error_that_names_it(
+    source: Path, tmp_path: Path, victim: int
+) -> None:
+    killed(source, tmp_path / "out", 3, (victim,), 1, **MANY)
+    for rank in {0, 1, 2} - {victim}:
+        assert f"rank {victim}" in (tmp_path / f"said-{rank}").read_text()
+        (tmp_path / f"said-{rank}").unlink()
+    assert note_of(run_ranks(run, 3, str(source), str(tmp_path / "out"), MANY))
+    assert names(tmp_path) == ["in", "out"]
+
+
+def _fails(src: str, dst: str) -> None:
+    def failing(self: Journal, step: int) -> None:
+        raise OSError("the disk is on fire")
+
+    if os.environ["RANK"] == "1":
+        Journal.done = failing  # type: ignore[method-assign]
+    convert(src, dst, max_shard_size="1kB")
+
+
+def test_an_error_of_one_rank_leaves_nothing_to_go_on_from(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="on rank 1: OSError: the disk is on fire"):
+        run_ranks(_fails, 2, str(source), str(tmp_path / "out"))
+    assert names(tmp_path) == ["in"]
+
+
+def _on_another_disk(src: str, dst: str) -> None:
+    real = LocalStore.info
+
+    def not_shared(self: LocalStore, path: str) -> Any:
+        return None if path.startswith(".tmp-out-") else real(self, path)
+
+    if os.environ["RANK"] == "1":
+        LocalStore.info = not_shared  # type: ignore[method-assign]
+    convert(src, dst, max_shard_size="1kB")
+
+
+def test_a_rank_that_does_not_see_the_target_is_told_that_it_must(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="DST must be on storage that all of them share"):
+        run_ranks(_on_another_disk, 2, str(source), str(tmp_path / "out"))
+    assert names(tmp_path) == ["in"]
+
+
+def _on_two_machines(src: str, dst: str, options: Options, kill: bool) -> tuple[str, int, int] | None:
+    rank = os.environ["RANK"]
+    owner._machine = lambda: f"boot-{rank}/space/machine-{rank}"
+    os.environ["LOCAL_RANK"] = "0"
+    if not kill:
+        return run(src, dst, options)
+    dies(src, dst, options, (0, 1), 1)
+    return None
+
+
+def test_a_team_of_two_machines_goes_on_where_both_take_part_again(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, True)
+    assert note_of(run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, False))
+    assert names(tmp_path) == ["in", "out"]
+
+
+def test_what_a_rank_on_a_machine_that_is_gone_has_left_is_not_taken_over(source: Path, tmp_path: Path) -> None:
+    killed(source, tmp_path / "out", 2, (0, 1), 1, **MANY)
+    statement = next(path for path in tmp_path.iterdir() if path.name.endswith(".1.owner"))
+    statement.write_text(statement.read_text().replace('"machine": "', '"machine": "other'))
+    assert went_on(convert(str(source), str(tmp_path / "out"), **MANY).notes) == ""
+    assert names(tmp_path) == ["in", "out"]
+
+
+# --- what was begun anew is not done, whatever was said of it before
+
+
+def test_a_file_that_was_begun_anew_is_not_what_an_earlier_run_had_written(source: Path, tmp_path: Path) -> None:
+    first = {"max_shard_size": "3kB"}
+    killed(source, tmp_path / "out", 1, (0,), 2, **first)
+    left = next(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-") and path.is_dir())
+    for path in left.glob("*.safetensors"):
+        os.truncate(path, path.stat().st_size - 1)  # none of them is kept by the second run, which is killed as well
+    killed(source, tmp_path / "out", 2, (0, 1), 1, **first)
+    convert(str(source), str(tmp_path / "out"), **first)
+    convert(str(source), str(tmp_path / "whole"), **first)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_files_of_another_plan_in_between_are_not_taken_for_those_of_the_first(source: Path, tmp_path: Path) -> None:
+    killed(source, tmp_path / "out", 1, (0,), 2)
+    killed(source, tmp_path / "out", 1, (0,), 1, exclude=["embed.*"])  # the same file name, begun anew
+    report = convert(str(source), str(tmp_path / "out"))
+    convert(str(source), str(tmp_path / "whole"))
+    assert went_on(report.notes) == ""
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
