@@ -13,7 +13,7 @@ from ckptkit.storage import staging
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.snapshot import Snapshot, snapshot
-from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, remove_leftover
+from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, read_owner, remove_leftover
 from ckptkit.storage.store import FileInfo, Store
 
 __all__ = ["clean_leftovers"]
@@ -32,6 +32,7 @@ def clean_leftovers(
     dry_run: bool = False,
     inventory: Inventory | None = None,
     view: Store | None = None,
+    but: str = "",
 ) -> list[str]:
     """Remove staging, trash and uploads whose writer is dead, and return their paths.
 
@@ -42,6 +43,7 @@ def clean_leftovers(
         inventory: What the caller has just listed.
         view: The snapshot of `root` that it was listed in. Then old uploads are not looked for, which takes a request
             of its own: those of dead saves go all the same.
+        but: The caller's own attempt.
     """
     given, view = view, view or snapshot(root)
     inventory = inventory or list_checkpoints(root, view=view)
@@ -53,6 +55,8 @@ def clean_leftovers(
     dead += _lone_owners(root, items) + _half_written(items, leased=leased)
     removed = _clean_statements(root, inventory, view, leased=leased, dry_run=dry_run)
     for path in dict.fromkeys(dead):
+        if path == but:
+            continue
         try:
             if not dry_run:
                 _remove(root, path)
@@ -91,6 +95,8 @@ def _is_dead(root: Store, attempt: Attempt, *, leased: bool) -> bool:
     kept = leftover_of(attempt.path)
     if kept is not None:
         return bool(is_abandoned(root, kept, leased=leased))
+    if read_owner(root, owner_path(attempt.path)) is None:
+        return leased  # whoever has the lease, and no other, writes attempts
     return bool(is_dead(root, owner_path(attempt.path), leased=leased))
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from ckptkit.checkpoint.cleaning import clean_leftovers
@@ -19,9 +20,9 @@ from ckptkit.checkpoint.coordinator import Coordinator, Outcome
 from ckptkit.checkpoint.inventory import Committed, Inventory, in_order, list_checkpoints
 from ckptkit.checkpoint.lease import Lease, acquire_lease
 from ckptkit.checkpoint.pins import list_pins
-from ckptkit.checkpoint.publish import Place, check_files, place_of, write_hint
+from ckptkit.checkpoint.publish import Place, Witness, place_of, write_hint
 from ckptkit.errors import CheckpointExistsError, CkptkitError, LeaseHeldError, NoSpaceError, SaveError, UsageError
-from ckptkit.formats.layout import RECORD_NAME, CommitRecord, FileRecord, checkpoint_name, step_name
+from ckptkit.formats.layout import RECORD_NAME, CommitRecord, FileRecord, checkpoint_name, record_path, step_name
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import new_nonce
@@ -33,6 +34,7 @@ __all__ = ["SaveAttempt", "WrittenFile", "begin_save"]
 logger = logging.getLogger(__name__)
 
 _SLACK = 1 << 20  # records, directories
+_LOOK_S = 5.0  # how old a look at the lease may be when the record is put
 
 
 class WrittenFile(Protocol):
@@ -63,8 +65,8 @@ class _Start:
     """What rank 0 decided."""
 
     save_id: str
-    sequence: int
     messages: tuple[bytes, ...]
+    witness: Witness | None = None
 
 
 def begin_save(
@@ -75,7 +77,7 @@ def begin_save(
     planned_bytes: int | None = None,
     coordinator: Coordinator | None = None,
     overwrite: bool = False,
-    lease: Lease | Callable[[], Lease] | None = None,
+    lease: Lease | Callable[..., Lease] | None = None,
     message: bytes = b"",
 ) -> SaveAttempt:
     """Return an attempt to save `step`: a private place to write to. All ranks must call it.
@@ -85,12 +87,13 @@ def begin_save(
     Args:
         planned_bytes: What this rank will write; None where it can't tell (no check for space then).
         overwrite: Replace a committed checkpoint of that name; the old one goes after the new one is there.
-        lease: The lease of the run, or what returns it, asked on rank 0 only; else the attempt takes its own. The
-            attempts of one lease take turns.
+        lease: The lease of the run, or what returns it, asked on rank 0 only, given what `acquire_lease` takes for
+            `look`; else the attempt takes its own. The attempts of one lease take turns.
         message: Any bytes; `SaveAttempt.messages` has those of all ranks, on every rank.
 
     Raises:
-        CheckpointExistsError: There is such a checkpoint, or something else of its name.
+        CheckpointExistsError: There is such a checkpoint, or something else of its name. On an object store it may be
+            raised by `commit`.
         NoSpaceError: Not enough room for what all ranks plan. Nothing was written.
         LeaseHeldError: Another job saves to this root.
         UsageError: The tag or the step is refused, or ranks disagree on them.
@@ -104,8 +107,9 @@ def begin_save(
         request = Outcome.of(lambda: _request(step, tag, overwrite, planned_bytes, message))
         start: _Start = coordinator.settle(request, what, then=opening.open)
         # 2. Invariant: every rank sees the place that rank 0 made; on another disk it would write for nobody.
-        place = opening.place or place_of(root, checkpoint_name(step, tag), start.save_id)
-        coordinator.all_ok(place.look, what)
+        place = opening.place or place_of(root, checkpoint_name(step, tag), start.save_id, witness=start.witness)
+        if root.local_root is not None:  # on an object store before the rank says that its files are there
+            coordinator.all_ok(place.look, what)
     except BaseException:
         opening.close()
         raise
@@ -120,9 +124,14 @@ def _request(step: int, tag: str | None, overwrite: bool, planned_bytes: int | N
 
 
 class _Opening:
-    """Rank 0's part of the start, and of the end: what it took it gives back."""
+    """Rank 0's part of the start, and of the end: what it took it gives back.
 
-    def __init__(self, root: Store, lease: Lease | Callable[[], Lease] | None, patience_s: float) -> None:
+    On an object store the first save under a lease looks at the run, while the files go up to keys that nobody else
+    has: what it finds is needed before the commit only (`wait`). What would most likely refuse it, the lease of another
+    and a name that is taken, is looked at before. The saves after it know what is there.
+    """
+
+    def __init__(self, root: Store, lease: Lease | Callable[..., Lease] | None, patience_s: float) -> None:
         self.root, self._given, self._patience_s = root, lease, patience_s
         self.lease: Lease | None = None
         self._own_lease: Lease | None = None
@@ -130,33 +139,76 @@ class _Opening:
         self.place: Place | None = None
         self.view = root
         self.inventory = Inventory(root.url)
+        self.after: Inventory | None = None  # once it is committed, where looking again takes requests
+        self.is_hint_ours = False  # whether what is called `latest` was written by the save before
+        self._settling: Future[None] | None = None
 
     def open(self, requests: Sequence[_Request]) -> _Start:
         first = requests[0]
         _check_equal(requests)
-        if self._given is None:
-            self.lease = self._own_lease = acquire_lease(self.root)
-        else:
-            self.lease = self._given if isinstance(self._given, Lease) else self._given()
+        views: list[Store] = []
+
+        def look() -> Store:
+            views.append(snapshot(self.root))
+            return views[-1]
+
+        self.lease = self._lease(look if self.root.local_root is None else None)
         self._take_turn(self.lease)
-        # On an object store one listing serves all that is to be known at the start.
-        view = snapshot(self.root)
-        self.lease.check(view=view)
+        name, save_id = checkpoint_name(first.step, first.tag), new_nonce()
+        place = place_of(self.root, name, save_id)
+        settle = partial(self._settle, first, views[-1] if views else None, place)
+        kept = None if views else self.lease.inventory
+        taken = any(view.info(record_path(name)) is not None for view in views)
+        if self.root.local_root is not None or taken or (kept is not None and name in _names(kept)):
+            settle()
+        elif kept is not None:
+            self.inventory, self.is_hint_ours = kept, True
+        else:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-open")
+            self._settling = pool.submit(settle)
+            pool.shutdown(wait=False)
+        _check_space(self.root, [request.planned_bytes for request in requests])
+        # Invariant: a disk that is too small fails before a byte is written.
+        self.place = place
+        self.place.open()
+        witness = Witness(self.lease.path, self.lease.nonce)
+        return _Start(save_id, tuple(request.extra for request in requests), witness)
+
+    def _lease(self, look: Callable[[], Store] | None) -> Lease:
+        if self._given is None:
+            self._own_lease = acquire_lease(self.root, look=look)
+            return self._own_lease
+        if isinstance(self._given, Lease):
+            return self._given
+        return self._given() if look is None else self._given(look)
+
+    def _settle(self, request: _Request, view: Store | None, place: Place) -> None:
+        """Look at the run, and clean it up, before anything is published.
+
+        Args:
+            view: What the lease was taken by; None where it was ours before.
+        """
+        assert self.lease is not None
+        if view is None:
+            # On an object store one listing serves all that is to be known.
+            view = snapshot(self.root)
+            self.lease.check(view=view)
+        self.lease.try_conditional()
+        self.lease.tidy()
         # Invariant: no other attempt is under way here. What dead ones left goes first: it may be the space we need.
+        own = f"{place.name}/{place.data}" if place.data else ""
         inventory = list_checkpoints(self.root, view=view)
         half_replaced = any(item.path != item.name for item in inventory.committed)
-        if clean_leftovers(self.root, leased=True, inventory=inventory, view=view) or half_replaced:
+        if clean_leftovers(self.root, leased=True, inventory=inventory, view=view, but=own) or half_replaced:
             view = snapshot(self.root)
             inventory = list_checkpoints(self.root, view=view)
         self.view, self.inventory = view, inventory
-        name = checkpoint_name(first.step, first.tag)
-        _check_free_name(self.root, view, inventory, name, overwrite=first.overwrite)
-        _check_space(self.root, [request.planned_bytes for request in requests])
-        # Invariant: a disk that is too small fails before a byte is written.
-        start = _Start(new_nonce(), inventory.next_sequence, tuple(request.extra for request in requests))
-        self.place = place_of(self.root, name, start.save_id)
-        self.place.open()
-        return start
+        _check_free_name(self.root, view, inventory, place.name, overwrite=request.overwrite)
+
+    def wait(self) -> None:
+        """Return once all that must be known before a commit is known. Raises what forbids it."""
+        if self._settling is not None:
+            self._settling.result()
 
     def _take_turn(self, lease: Lease) -> None:
         self._has_turn = lease.turn.acquire(timeout=min(self._patience_s, threading.TIMEOUT_MAX))
@@ -168,6 +220,8 @@ class _Opening:
 
     def close(self) -> None:
         """Give back space and lease. The outcome is decided: a failure here is logged, the next save cleans up."""
+        if self._settling is not None:
+            self._settling.exception()  # it may be cleaning up
         try:
             if self.place is not None:
                 self.place.close()
@@ -176,9 +230,11 @@ class _Opening:
             CkptkitError,
         ) as error:  # ours too: a record that cannot be read says not whose files these are
             logger.warning("%s could not be cleaned up: %s. The next save tries again.", self.root.url, error)
+            self.after = None
         finally:
             if self.lease is not None and self._has_turn:
                 self._has_turn = False
+                self.lease.inventory = self.after  # None after a failure: the next save looks, and cleans up
                 self.lease.turn.release()
             if self._own_lease is not None:
                 self._own_lease.release()
@@ -212,6 +268,11 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
         raise CheckpointExistsError(f"{place} is in the way: {skipped.reason}. Move it away or delete it.")
     if taken is not None:
         raise CheckpointExistsError(f"{place} is in the way: a {taken.kind} that is no checkpoint of ours.")
+
+
+def _names(inventory: Inventory) -> set[str]:
+    """Return what is taken, or was once."""
+    return {item.name for item in inventory.committed} | {item.path for item in inventory.skipped}
 
 
 def _check_space(root: Store, planned: Sequence[int | None]) -> None:
@@ -255,7 +316,7 @@ class SaveAttempt:
     ) -> None:
         self.root, self.step, self.tag = root, step, tag
         self.name = tag or step_name(step)
-        self.save_id, self.sequence, self.messages = start.save_id, start.sequence, start.messages
+        self.save_id, self.messages = start.save_id, start.messages
         self.store, self.data = place.store, place.data
         self.coordinator = coordinator
         self._place = place
@@ -306,8 +367,14 @@ class SaveAttempt:
         hinted: list[Future[None]] = []
 
         def publish(reports: list[Any]) -> CommitRecord:
+            self._opening.wait()
             self._record = self._publish(reports, record_fields, complete)
-            if self.root.local_root is None:  # while the place is closed: each takes a request
+            if self.root.local_root is None:
+                before = self._opening.inventory
+                others = [item for item in before.committed if item.name != self.name]
+                committed = in_order([*others, Committed(self.name, self._record)])
+                self._opening.after = replace(before, committed=committed)
+                # While the place is closed: each takes a request.
                 hinted.append(pool.submit(self._write_hints, hints or {}))
             return self._record.without_files()
 
@@ -334,6 +401,7 @@ class SaveAttempt:
         self._place.look()
         mine = {path: _file_record(path, item) for path, item in files.items()}
         self._place.sync(mine)
+        self._place.check_own(mine)
         return mine
 
     def _publish(
@@ -348,13 +416,15 @@ class SaveAttempt:
                 if path in files:
                     raise SaveError(f"{self.name}: rank {rank} and a rank before it both wrote {path}.")
                 files[path] = item
-        if complete is not None:
-            summed = {path: _file_record(path, item) for path, item in complete([p for _, p in reports]).items()}
-            self._place.sync(path for path in summed if path not in files)
-            files |= summed
-        # 5. Invariant: what the record will name is there, whole, and nothing else is.
+        own = dict(reports[0][0])
         with self._lease_checked():
-            check_files(self._place, files)
+            if complete is not None:
+                summed = {path: _file_record(path, item) for path, item in complete([p for _, p in reports]).items()}
+                self._place.sync(path for path in summed if path not in files)
+                files |= summed
+                own |= summed
+            # 5. Invariant: what the record will name is there, whole, and nothing else is.
+            self._place.check_all(files, own)
         record = CommitRecord(
             **{
                 "created": time.time(),
@@ -364,7 +434,7 @@ class SaveAttempt:
                 "step": self.step,
                 "tag": self.tag,
                 "save_id": self.save_id,
-                "sequence": self.sequence,
+                "sequence": self._opening.inventory.next_sequence,
                 "data": self.data,
                 "files": files,
             }
@@ -377,30 +447,34 @@ class SaveAttempt:
 
     @contextlib.contextmanager
     def _lease_checked(self) -> Iterator[None]:
-        """Check at the same time that the lease is still ours: each takes a request where the root is remote."""
+        """Check that the lease is still ours when the block ends; at the same time, where it takes a request."""
         lease = self._opening.lease
-        if lease is None or self.root.local_root is not None:
+        if lease is None:
             yield
-            if lease is not None:
-                lease.check()
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-lease") as pool:
-            checked = pool.submit(lease.check)
+        if self.root.local_root is not None or lease.is_surely_ours():
             yield
-            checked.result()
+        else:
+            started = time.monotonic()
+            with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-lease") as pool:
+                checked = pool.submit(lease.check)
+                yield
+                checked.result()
+            if time.monotonic() - started < _LOOK_S:
+                return
+        # Invariant: who has lost the lease, and with it what he has written, does not commit.
+        if not lease.is_surely_ours():
+            lease.check()
 
     def _write_hints(self, hints: Mapping[str, bytes]) -> None:
         if self.data:
             for path, data in hints.items():
                 with contextlib.suppress(OSError):
                     self.root.write(f"{self.name}/{path}", data, overwrite=True)
-        write_hint(self.root, self.name, view=self._opening.view)
+        write_hint(self.root, self.name, view=self._opening.view, ours=self._opening.is_hint_ours)
 
     def _after_commit(self, record: CommitRecord) -> None:
-        if self.root.local_root is None:
-            before = self._opening.inventory
-            others = [item for item in before.committed if item.name != record.name]
-            self.after = replace(before, committed=in_order([*others, Committed(record.name, record)]))
+        self.after = self._opening.after
         logger.debug(  # the manager has the line for people
             "saved %s/%s: %s in %.1f s",
             self.root.url,

@@ -42,6 +42,11 @@ class Rotation:
     cleaned: tuple[str, ...] = ()
 
     @property
+    def left(self) -> frozenset[str]:
+        """The names that are still there."""
+        return frozenset(item.name for item in self.decisions) - frozenset(self.deleted)
+
+    @property
     def freed_bytes(self) -> int:
         """The bytes of what was deleted."""
         return sum(item.nbytes for item in self.decisions if item.name in self.deleted)

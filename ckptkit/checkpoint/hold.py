@@ -8,11 +8,14 @@ import os
 import queue
 import threading
 import weakref
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import cast
 
 from ckptkit.checkpoint.lease import Lease, acquire_lease
 from ckptkit.errors import SaveError
+from ckptkit.formats.layout import CommitRecord
 from ckptkit.storage.store import Store
 
 __all__ = ["RunHold"]
@@ -52,16 +55,27 @@ class RunHold:
         self._taken: list[_Shared] = []
         self._end = weakref.finalize(self, _abandon, self._taken, self._pins, os.getpid())
 
-    def lease(self) -> Lease:
+    def lease(self, look: Callable[[], Store] | None = None) -> Lease:
         """Return the lease, taken at the first call.
+
+        Args:
+            look: As for `acquire_lease`.
 
         Raises:
             LeaseHeldError: Another job writes there; the message names it.
         """
         if not self._taken:
             _watch()
-            self._taken.append(_take(self._root))
+            self._taken.append(_take(self._root, look))
         return self._taken[0].lease
+
+    def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
+        """Note that no checkpoint is there but those in `left`, among those that `among` is about; None: all."""
+        lease = self._taken[0].lease if self._taken else None
+        if lease is not None and lease.inventory is not None:
+            known = lease.inventory.committed
+            kept = [i for i in known if i.name in left or (among is not None and not among(i.record))]
+            lease.inventory = replace(lease.inventory, committed=tuple(kept))
 
     def keep(self, pin: ExitStack) -> None:
         """Hold an entered pin from now on, in place of the one before."""
@@ -77,17 +91,17 @@ class RunHold:
             _give_back(*alive[2])
 
 
-def _take(root: Store) -> _Shared:
+def _take(root: Store, look: Callable[[], Store] | None) -> _Shared:
     key = (os.getpid(), root.url)
     with _lock:
         shared = _shared.get(key)
         if shared is not None:
             try:
-                shared.lease.check()
+                shared.lease.check(view=None if look is None else look())
             except SaveError:  # the root was removed and made anew, or another job took over
                 shared = None
         if shared is None:
-            shared = _shared[key] = _Shared(acquire_lease(root))
+            shared = _shared[key] = _Shared(acquire_lease(root, look=look))
         shared.users += 1
         return shared
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from ckptkit.checkpoint.lease import STATE_DIRECTORY
+from ckptkit.checkpoint.lease import STATE_DIRECTORY, lease_holder
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
 from ckptkit.formats.layout import LATEST_HINT, CommitRecord, find_record, record_path, step_of_name
 from ckptkit.storage.owner import Owner
@@ -224,9 +224,11 @@ def _look_inside(root: Store, view: Store, name: str, known: str) -> _Look:
     for path in _attempt_folders(view.list(name)):
         if known and path == f"{name}/{known}":
             continue
-        stated = read_owner(view, owner_path(path))
-        dead = is_dead(root if stated is None else view, owner_path(path))
-        looks.append((Attempt(path, name, stated.owner if stated else None), dead))
+        stated = read_owner(view, owner_path(path))  # as writers of before stated themselves, an attempt each
+        owner = stated.owner if stated else lease_holder(snapshot(root, STATE_DIRECTORY))
+        # The lease is there before the first file of an attempt, so who is asked after it was seen is the one.
+        dead = is_dead(view, owner_path(path)) if stated else owner is None or owner.alive() is False
+        looks.append((Attempt(path, name, owner), dead))
     found = _Look([], [])
     if looks:
         # The record last: a writer puts it before it takes back its statement, so what has neither is nobody's.

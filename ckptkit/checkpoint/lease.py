@@ -10,15 +10,20 @@ import re
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import LeaseHeldError, SaveError
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
+from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint.inventory import Inventory
 
 __all__ = ["STATE_DIRECTORY", "Lease", "acquire_lease", "lease_holder", "store_clock", "write_state"]
 
@@ -54,10 +59,16 @@ class _State:
 class Lease:
     """The right to write below a root. Renewed by a thread; given back by `release`, or by dying."""
 
-    def __init__(self, root: Store, state: _State) -> None:
+    def __init__(self, root: Store, state: _State, *, since: float, old: Sequence[str] = ()) -> None:
+        """`since`: when it began to be written, by `_now`. `old`: files of generations before, for `tidy`."""
         self.root = root
         self.nonce = state.nonce
+        self.inventory: Inventory | None = None
+        """What the last save under this lease left on an object store, where none but its holder saves; others may
+        have deleted some of it since. None: look."""
         self._state = state
+        self._renewed = since
+        self._old = list(old)
         self._ground = _ground(root)
         self.turn = threading.Lock()  # of the saves of this process: one at a time
         self._lock = threading.Lock()
@@ -68,6 +79,34 @@ class Lease:
         )
         thread.start()
         weakref.finalize(self, self._stop.set).atexit = False  # at exit `release` comes first
+
+    @property
+    def path(self) -> str:
+        """Of the file that states it, below the root."""
+        return self._state.path
+
+    def is_surely_ours(self) -> bool:
+        """Tell whether nobody can have taken it: it was renewed a moment ago, and who wants it must see it silent for
+        three times as long. Never where one of two that write it at once is not refused."""
+        root = self.root
+        one_of_two = isinstance(root, RemoteStore) and root.has_conditional_writes is True
+        return one_of_two and self._is_fresh()
+
+    def _is_fresh(self) -> bool:
+        return not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
+
+    def try_conditional(self) -> None:
+        """Find out by its file whether the store has conditional writes."""
+        if isinstance(self.root, RemoteStore):
+            with self._lock:
+                if not self._stop.is_set():
+                    self.root.try_conditional(self._state.path, self._state.to_json())
+
+    def tidy(self) -> None:
+        """Delete what older generations left, and files that a kill left half-written."""
+        old, self._old = self._old, []
+        with contextlib.suppress(OSError):
+            self.root.delete(old)
 
     def check(self, *, view: Store | None = None) -> None:
         """Raise SaveError unless the lease is still ours: the root may be gone, or another job took over.
@@ -104,22 +143,28 @@ class Lease:
         with self._lock:
             if not self._stop.is_set():
                 self._state = replace(self._state, beat=self._state.beat + 1)
+                started = _now()
                 self._write(self._state)
+                self._renewed = started
 
     def release(self) -> None:
         """Give the lease back, so that the next writer need not ask whether we live. Never raises."""
         with self._lock:
             if self._stop.is_set():
                 return
+            sure = self.is_surely_ours()
             self._stop.set()
             _here.pop(self.nonce, None)
             state = replace(self._state, released=True)
             try:
-                top = _top(snapshot(self.root, STATE_DIRECTORY))
-                if top is not None and top.nonce == self.nonce and state.owner == this_process():  # not in a fork
+                if state.owner == this_process() and (sure or self._is_top()):  # not in a fork
                     self._write(state)
             except OSError as error:
                 logger.warning("the lease of %s could not be given back: %s", self.root.url, error)
+
+    def _is_top(self) -> bool:
+        top = _top(snapshot(self.root, STATE_DIRECTORY))
+        return top is not None and top.nonce == self.nonce
 
     def _write(self, state: _State) -> None:
         # Invariant: a root that is gone stays gone, or the next `check` would take another disk for ours.
@@ -151,17 +196,21 @@ def _beat(lease: weakref.ref[Lease], stop: threading.Event, seconds: float) -> N
         del held
 
 
-def acquire_lease(root: Store, *, patience_s: float | None = None) -> Lease:
+def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
     """Return the lease of `root`, at once where nobody has it or its owner is known to be dead.
 
     Where the owner is on another machine it is watched, at most for `patience_s` (default 45 s): one sign
     of life and it keeps the lease.
 
+    Args:
+        look: Gives a snapshot of `root`, taken when it is called. Then `try_conditional` and `tidy` are left to the
+            caller, who has something else to do meanwhile.
+
     Raises:
         LeaseHeldError: Its owner lives; the message names it.
     """
     for _ in range(100):
-        view = snapshot(root, STATE_DIRECTORY)
+        view = snapshot(root, STATE_DIRECTORY) if look is None else look()
         top = _top(view)
         if top is not None and not top.released:
             _refuse_if_alive(root, top, TTL_S if patience_s is None else patience_s)
@@ -169,14 +218,21 @@ def acquire_lease(root: Store, *, patience_s: float | None = None) -> Lease:
         newest = max((generation for generation, _ in _generations(view)), default=0)
         if newest > (top.generation if top else 0) and _top(root) != top:
             continue  # another contender was faster
-        state = _State(newest + 1, new_nonce(), this_process())
+        state, since = _State(newest + 1, new_nonce(), this_process()), _now()
         try:
-            write_state(root, state.path, state.to_json())  # put-if-absent: one of many contenders wins
+            # Put-if-absent: one of many contenders wins.
+            if isinstance(root, RemoteStore):
+                root.write_first(state.path, state.to_json())
+            else:
+                write_state(root, state.path, state.to_json())
         except FileExistsError:
             continue
-        _clean(root, view, state)
         logger.debug("took the lease of %s, generation %d", root.url, state.generation)
-        return Lease(root, state)
+        lease = Lease(root, state, since=since, old=_left(view, state))
+        if look is None:
+            lease.try_conditional()
+            lease.tidy()
+        return lease
     raise LeaseHeldError(f"{root.url}: the lease changes hands all the time. Many jobs want to write here.")
 
 
@@ -257,9 +313,13 @@ def _generations(root: Store) -> list[tuple[int, str]]:
     return found
 
 
-def _clean(root: Store, view: Store, state: _State) -> None:
-    """Delete what older generations left, and files that a kill left half-written."""
+def _left(view: Store, state: _State) -> list[str]:
+    """Return what older generations left, and files that a kill left half-written."""
     old = [path for generation, path in _generations(view) if generation < state.generation]
     parts = [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
-    with contextlib.suppress(OSError):
-        root.delete(old + parts)
+    return old + parts
+
+
+def _now() -> float:
+    """Return seconds of a clock that nobody sets and that counts while the machine sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from ckptkit.errors import CheckpointExistsError, CkptkitError, SaveError
@@ -28,14 +30,17 @@ from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.store import Store
 
-__all__ = ["LocalPlace", "Place", "RemotePlace", "check_files", "place_of", "settle_replacements", "write_hint"]
+__all__ = ["LocalPlace", "Place", "RemotePlace", "Witness", "place_of", "settle_replacements", "write_hint"]
 
 logger = logging.getLogger(__name__)
+
+_witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionary()
 
 
 class Place(Protocol):
     """One attempt's files."""
 
+    name: str
     data: str  # CommitRecord.data
 
     @property
@@ -51,8 +56,13 @@ class Place(Protocol):
     def sync(self, paths: Iterable[str]) -> None:
         """Make files that this rank wrote durable."""
 
-    def sizes(self) -> dict[str, int]:
-        """Return the size of everything that lies there."""
+    def check_own(self, files: Mapping[str, FileRecord]) -> None:
+        """Raise SaveError unless what this rank wrote is `files`, and is there, each with its size, as far as the place
+        can tell better here than rank 0 by `check_all`. Every rank."""
+
+    def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
+        """Raise SaveError unless `files`, of all ranks, are there, each with its size, and nothing else. Rank 0, which
+        wrote `own`."""
 
     def publish(self, record: bytes, *, overwrite: bool) -> None:
         """Write the record and let the checkpoint appear. Durable on return. Rank 0."""
@@ -61,11 +71,24 @@ class Place(Protocol):
         """Delete all that is not published. Rank 0; can be repeated."""
 
 
-def place_of(root: Store, name: str, save_id: str) -> Place:
-    """Return the place of an attempt to save `name`; nothing is made yet."""
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """The file of the lease under which an attempt is made, and what it says: who reads it sees the same store."""
+
+    path: str
+    nonce: str
+
+
+def place_of(root: Store, name: str, save_id: str, *, witness: Witness | None = None) -> Place:
+    """Return the place of an attempt to save `name`; nothing is made yet.
+
+    Args:
+        witness: What a rank must see before it says that its files are in the store that rank 0 writes to; None on
+            rank 0 itself.
+    """
     if isinstance(root, LocalStore):
         return LocalPlace(root, name, save_id)
-    return RemotePlace(root, name, save_id)
+    return RemotePlace(root, name, save_id, witness=witness)
 
 
 def _check_owner(root: Store, path: str, save_id: str) -> None:
@@ -111,13 +134,19 @@ class LocalPlace:
             finally:
                 os.close(fd)
 
-    def sizes(self) -> dict[str, int]:
+    def check_own(self, files: Mapping[str, FileRecord]) -> None:
+        pass  # rank 0 looks at all of them
+
+    def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
+        _check_files(self.store.url, files, self._sizes())
+
+    def _sizes(self) -> dict[str, int]:
         return {item.path: item.size for item in self.store.list(recursive=True)}
 
     def publish(self, record: bytes, *, overwrite: bool) -> None:
         self.store.write(RECORD_NAME, record)
         # Invariant: from here the staging directory is complete, and discovery does not see it.
-        folders = {""} | {path.rpartition("/")[0] for path in self.sizes()}
+        folders = {""} | {path.rpartition("/")[0] for path in self._sizes()}
         for folder in sorted(folders, key=len, reverse=True):
             self.store.sync_directory(folder)
         self.root.sync_directory()
@@ -180,18 +209,19 @@ class RemotePlace:
     """Keys of the attempt alone below the checkpoint's, on an object store: putting the record publishes them.
 
     `step_N/checkpoint.json` names the save id, `step_N/<save id>/...` are the files. A late upload of a
-    dead attempt can't mix with another's, and replacing a checkpoint is one put.
+    dead attempt can't mix with another's, and replacing a checkpoint is one put. Whose an attempt is says the lease,
+    which is there before its first file and held until its last was committed or deleted.
     """
 
-    def __init__(self, root: Store, name: str, save_id: str) -> None:
+    def __init__(self, root: Store, name: str, save_id: str, *, witness: Witness | None = None) -> None:
         self.root, self.name, self.save_id = root, name, save_id
+        self._witness = witness
         self.data = save_id
         self.path = f"{name}/{save_id}"
         self._store: Store = root.child(name).child(save_id)
         if isinstance(root, RemoteStore):
             self._store = AttemptStore.of(root, self.path)
         self._replaced: str | None = None
-        self._seen = False
         self._published = False
 
     @property
@@ -199,26 +229,34 @@ class RemotePlace:
         return self._store
 
     def open(self) -> None:
-        staging.write_owner(self.root, staging.owner_path(self.path), self.save_id, leased=True, shared=False)
-        self._seen = True
+        pass  # keys need no directory
 
     def look(self) -> None:
-        # Once: keys do not move as directories do, and rank 0 looks at all of them, the owner's too, before it commits.
-        if not self._seen:
-            _check_owner(self.root, staging.owner_path(self.path), self.save_id)
-            self._seen = True
+        # Once for each lease: keys do not move as directories do.
+        witness = self._witness
+        if witness is not None and _witnessed.get(self.root) != witness:
+            _check_owner(self.root, witness.path, witness.nonce)
+            _witnessed[self.root] = witness
 
     def sync(self, paths: Iterable[str]) -> None:
         # Small objects may still be on their way. One that is there is durable.
         if isinstance(self._store, AttemptStore):
             self._store.settle()
 
-    def sizes(self) -> dict[str, int]:
-        # One listing, which S3 and GCS give consistently, not a request per file.
-        view = snapshot(self.root, self.name)
-        _check_owner(view, staging.owner_path(self.path), self.save_id)
-        start = len(self.path) + 1
-        return {item.path[start:]: item.size for item in view.list(self.path, recursive=True)}
+    def check_own(self, files: Mapping[str, FileRecord]) -> None:
+        # A put that was answered with the tag of the whole object is proof that it is there: stores that say so and
+        # have it not are beyond any look. Of what has no such answer (it was lost, another process has it, or fsspec
+        # gives none) one listing tells, which S3 and GCS give consistently.
+        found = self._store.arrived() if isinstance(self._store, AttemptStore) else {}
+        if not found.keys() >= files.keys():
+            start = len(self.path) + 1
+            listed = snapshot(self.root, self.name).list(self.path, recursive=True)
+            sizes = {item.path[start:]: item.size for item in listed}
+            found = {path: sizes[path] for path in found.keys() | files.keys() if path in sizes}
+        _check_files(self._store.url, files, found)
+
+    def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
+        self.check_own(own)
 
     def publish(self, record: bytes, *, overwrite: bool) -> None:
         # Invariant: every object that the record names is complete, under keys that nobody else writes.
@@ -244,23 +282,23 @@ class RemotePlace:
             self.root.delete_tree(self.path)
         elif self._replaced and self._replaced != self.save_id:
             self.root.delete_tree(f"{self.name}/{self._replaced}")
-        self.root.delete([staging.owner_path(self.path)])
 
     def _is_record_ours(self) -> bool:
         found = find_record(self.root, record_path(self.name))
         return found is not None and found.save_id == self.save_id
 
 
-def write_hint(root: Store, name: str, *, view: Store | None = None) -> None:
+def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool = False) -> None:
     """Let the file `latest` name the newest checkpoint, for people; nothing here reads it. Never raises.
 
     Args:
         view: A snapshot of `root`.
+        ours: What has that name is known to be a hint.
     """
     with contextlib.suppress(OSError, ValueError):
         root = root.existing() if isinstance(root, LocalStore) else root
         view = root if view is None or isinstance(root, LocalStore) else view
-        found = view.info(LATEST_HINT)
+        found = None if ours else view.info(LATEST_HINT)
         if found is not None:
             if found.kind != "file" or found.size > 200:
                 return
@@ -270,20 +308,17 @@ def write_hint(root: Store, name: str, *, view: Store | None = None) -> None:
         root.write(LATEST_HINT, f"{name}\n".encode(), overwrite=True, sync=False)
 
 
-def check_files(place: Place, files: Mapping[str, FileRecord]) -> None:
-    """Raise SaveError unless exactly `files` lie in the place, each with its size."""
-    found = place.sizes()
+def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, int]) -> None:
+    """Raise SaveError unless what was found, by size, is exactly `files`."""
     for path, item in sorted(files.items()):
         if path not in found:
-            raise SaveError(f"{place.store.url}/{path} is missing, though a rank wrote it. Nothing was published.")
+            raise SaveError(f"{url}/{path} is missing, though a rank wrote it. Nothing was published.")
         if found[path] != item.nbytes:
             raise SaveError(
-                f"{place.store.url}/{path} has {found[path]} bytes, but {item.nbytes} were written. Nothing was "
-                "published."
+                f"{url}/{path} has {found[path]} bytes, but {item.nbytes} were written. Nothing was published."
             )
     stray = sorted(found.keys() - files.keys())
     if stray:
         raise SaveError(
-            f"{place.store.url}/{stray[0]} lies in the checkpoint, but no rank says that it wrote it. Nothing was "
-            "published."
+            f"{url}/{stray[0]} lies in the checkpoint, but no rank says that it wrote it. Nothing was published."
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from ckptkit.storage.content import Content
@@ -41,21 +41,39 @@ class AttemptStore(RemoteStore):
         """Wait for all that was written. Raises the first failure, to each that asks."""
         self._underway.wait()
 
+    def arrived(self) -> dict[str, int]:
+        """Return the size of each file that this process wrote and of which the store has said, by its tag, that it
+        has it: what it has put together of what it was given, not only an answer on the way."""
+        start = len(self._full("", root_allowed=True)) + 1
+        return {full[start:]: nbytes for full, nbytes in self._underway.arrived.items()}
+
     # --- writing
 
     def _finish(self, path: str, full: str, content: Content) -> None:
-        self._later(lambda: self._put(path, full, content), content)
+        self._later(path, full, content)
+
+    def _told(self, full: str, nbytes: int, tag: str) -> None:
+        self._underway.told(full, nbytes if tag else None)
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         if overwrite:  # after what it replaces
             self.settle()
             super().write(path, data, overwrite=True)
+            self._told(self._full(path), len(data), "")
             return
-        full, content = self._full(path), Content.of(bytes(data))
-        self._later(lambda: self._put(path, full, content), content)
+        self._later(path, self._full(path), Content.of(bytes(data)))
 
-    def _later(self, put: Callable[[], object], content: Content) -> None:
+    def _later(self, path: str, full: str, content: Content) -> None:
+        def put() -> None:
+            self._told(full, content.nbytes, self._put(path, full, content))
+
         self._underway.add(self._connection.upload(put, self._api.held(content)))
+
+    def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
+        self.settle()  # what arrives after the deletion would stay
+        super()._delete(names, folder=folder)
+        for name in names:
+            self._told(self._full(name), 0, "")
 
     # --- reading
 
@@ -83,6 +101,13 @@ class _Underway:
         self._lock = threading.Lock()
         self._futures: list[Future[object]] = []
         self._failure: BaseException | None = None
+        self.arrived: dict[str, int] = {}  # by full name
+
+    def told(self, full: str, nbytes: int | None) -> None:
+        if nbytes is None:  # nothing is known of it
+            self.arrived.pop(full, None)
+        else:
+            self.arrived[full] = nbytes
 
     def add(self, future: Future[object]) -> None:
         with self._lock:

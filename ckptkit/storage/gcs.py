@@ -130,13 +130,14 @@ class GcsUpload:
         self._starts[number + 1] = stop
         self._nbytes = stop
 
-    def complete(self) -> None:
+    def complete(self) -> str:
         """The last part has published the object, and its answer said so; else look."""
         size = self._published
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)
         if size != self._nbytes:
             raise OSError(errno.EINVAL, f"{self._name} has {size} bytes, not the {self._nbytes} sent")
+        return f"{size} bytes"  # what it was told to have is its size
 
     def abort(self) -> None:
         # Google answers 499 to a cancelled upload, which gcsfs lets pass.

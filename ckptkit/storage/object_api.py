@@ -57,8 +57,9 @@ class Upload(Protocol):
     def part(self, number: int, content: Content, *, last: bool) -> None:
         """Send part `number`, from 1. May be called again after a failure."""
 
-    def complete(self) -> None:
-        """Let the object appear. May be called again after a failure. Raises FileExistsError."""
+    def complete(self) -> str:
+        """Let the object appear, and return its tag, "" where that is not told. May be called again after a failure.
+        Raises FileExistsError."""
 
     def abort(self) -> None:
         """Throw away what was sent."""
@@ -242,10 +243,11 @@ class _FileUpload:
         with self._once():
             self._handle.write(content.joined())
 
-    def complete(self) -> None:
+    def complete(self) -> str:
         with self._once():
             self._handle.close()
             self._handle.commit()
+        return ""
 
     def abort(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import errno
 import logging
@@ -58,6 +59,7 @@ class RemoteStore:
         self._connection = Connection.shared(self.protocol, self.storage_options)
         self._api = _api_of(self.protocol, self._connection)
         self.url = without_secrets(self._place)
+        self._names_are_free = False
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"
@@ -75,6 +77,13 @@ class RemoteStore:
         checked_path(path)
         store = RemoteStore(f"{self._place}/{path}", storage_options=self.storage_options)
         store._connection, store._api = self._connection, self._api
+        return store
+
+    def with_free_names(self) -> RemoteStore:
+        """Return this store for a writer that has listed it, or made room: no request asks whether a name is free.
+        What a store with conditional writes then has is still not replaced."""
+        store = copy.copy(self)
+        store._names_are_free = True
         return store
 
     # --- names and errors
@@ -221,7 +230,9 @@ class RemoteStore:
         writer = PartWriter(self._connection, self._api, full, lambda job: self._call(path, job))
         try:
             yield writer
-            writer.finish(lambda content: self._finish(path, full, content))
+            tag = writer.finish(lambda content: self._finish(path, full, content))
+            if tag is not None:
+                self._told(full, writer.nbytes, tag)
         except BaseException:
             writer.abort()
             raise
@@ -230,14 +241,38 @@ class RemoteStore:
         """Put what was small enough for one request."""
         self._put(path, full, content)
 
+    def _told(self, full: str, nbytes: int, tag: str) -> None:
+        """The store has answered that the object is there."""
+
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
         if overwrite:
             self._note(full, self._call(path, lambda: self._api.put(full, body, if_absent=False)), body)
             return
-        if not self._conditional() and self._call(path, lambda: self._api.exists(full)):
+        asked = not self._names_are_free and not self._conditional()
+        if asked and self._call(path, lambda: self._api.exists(full)):
             raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already")
         self._note(full, self._put(path, full, body), body)
+
+    def write_first(self, path: str, data: bytes) -> None:
+        """Write a file that must not exist, without trying conditional writes out before: `try_conditional` comes next.
+        Raises FileExistsError, where the store can tell."""
+        if self._connection.conditional is False:
+            self.write(path, data)
+        else:
+            full = self._full(path)
+            self._note(full, self._put(path, full, data), data)
+
+    def try_conditional(self, path: str, data: bytes) -> None:
+        """Find out whether this store has conditional writes, by a file of ours that holds `data`, where that is not
+        known: one more put, which changes nothing if it is not refused."""
+        if self._connection.conditional is None:
+            self._learn(lambda: self._refuses(path, data))
+
+    @property
+    def has_conditional_writes(self) -> bool | None:
+        """Whether a put-if-absent is known to be refused where something is, or to be none; None: not tried yet."""
+        return self._connection.conditional
 
     def _note(self, full: str, tag: str, data: bytes) -> None:
         if len(data) <= _KNOWN_BYTES:
@@ -265,17 +300,19 @@ class RemoteStore:
     def _conditional(self) -> bool:
         """Tell whether this store refuses to replace an object when it is asked to. Tried once a connection."""
         known = self._connection.conditional
+        return self._learn(self._probe) if known is None else known
+
+    def _learn(self, probe: Callable[[], bool]) -> bool:
+        known = self._call("", self._api.is_conditional)
         if known is None:
-            known = self._call("", self._api.is_conditional)
-            if known is None:
-                known = self._probe()
-            self._connection.conditional = known
-            if not known:
-                logger.warning(
-                    "%s has no conditional writes: nothing but the lease, which can be lost, keeps two jobs from "
-                    "committing the same checkpoint. Let one job at a time write there.",
-                    self.url,
-                )
+            known = probe()
+        self._connection.conditional = known
+        if not known:
+            logger.warning(
+                "%s has no conditional writes: nothing but the lease, which can be lost, keeps two jobs from "
+                "committing the same checkpoint. Let one job at a time write there.",
+                self.url,
+            )
         return known
 
     def _probe(self) -> bool:
@@ -283,14 +320,22 @@ class RemoteStore:
         full = self._full(path)
         self._call(path, lambda: self._api.put(full, b"?", if_absent=False))
         try:
-            # What is said of an object that is there counts, not what a server says it supports.
-            self._call(path, lambda: self._api.put(full, b"!", if_absent=True))
+            return self._refuses(path, b"!")
+        finally:
+            self.delete([path])
+
+    def _refuses(self, path: str, data: bytes) -> bool:
+        """Tell whether the store will not replace the object at `path`. What is said of an object that is there
+        counts, not what a server says it supports."""
+        full = self._full(path)
+        try:
+            tag = self._call(path, lambda: self._api.put(full, data, if_absent=True))
         except FileExistsError:
             return True
         except StorageError as error:
             logger.debug("%s refuses conditional writes: %s", self.url, error)
-        finally:
-            self.delete([path])
+            return False
+        self._note(full, tag, data)
         return False
 
     # --- deleting

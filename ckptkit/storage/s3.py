@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from ckptkit.errors import StorageError
 from ckptkit.storage.connection import UPLOAD_BYTES, Connection
 from ckptkit.storage.content import Body, Content
 from ckptkit.storage.object_api import Entries, Entry, FsspecApi, Sink, UnfinishedUpload, Uploads
@@ -139,7 +140,11 @@ class S3Api(FsspecApi):
             more["Metadata"] = {_MARK: mark}
         more |= self._body(Content.of(data))
         with _taken(name):
-            return str(self._call("put_object", Bucket=bucket, Key=key, **more).get("ETag", ""))
+            answer = self._call("put_object", Bucket=bucket, Key=key, **more)
+        told = answer.get("ChecksumCRC32", "")
+        if told and told != more.get("ChecksumCRC32", told):
+            raise StorageError(errno.EBADMSG, f"{name}: the store says that it was given other bytes than were sent")
+        return str(answer.get("ETag", ""))
 
     def _body(self, content: Content) -> dict[str, Any]:
         """Return what carries a body. With the CRC-32 of the bytes as they were given, the store refuses what changed
@@ -209,19 +214,21 @@ class S3Upload:
         with self._lock:
             self._tags[number] = answer["ETag"]
 
-    def complete(self) -> None:
+    def complete(self) -> str:
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._tags.items())]
         again, self._completing = self._completing, True
         name = f"{self._where['Bucket']}/{self._where['Key']}"
         try:
             with _taken(name):
-                self._api._call(
+                answer = self._api._call(
                     "complete_multipart_upload", MultipartUpload={"Parts": parts}, IfNoneMatch="*", **self._where
                 )
+            return str(answer.get("ETag", ""))
         except (FileNotFoundError, FileExistsError):
             # The answer to the first try may have been lost after it was carried out.
             if not (again and self._is_ours(name)):
                 raise
+            return ""
 
     def _is_ours(self, name: str) -> bool:
         """Tell whether the object that is there has as many parts as ours; its key is ours alone, or it was absent."""

@@ -30,6 +30,9 @@ class PartWriter:
     process have on its way. What is lent is held by its owner. A failed part is raised by the next write, or by
     `finish`. Used by one thread.
 
+    Attributes:
+        nbytes: All that was written.
+
     Args:
         attempt: Calls a function with retries, and turns what fails into the errors of a Store.
     """
@@ -41,6 +44,7 @@ class PartWriter:
         self._api = api
         self._name = name
         self._attempt = attempt
+        self.nbytes = 0
         self._parts = [self._collected()]  # not sent; two at most, where both may yet become one request
         self._crc32 = 0  # of those two together
         self._size = 1  # of a part, in UPLOAD_BYTES
@@ -76,6 +80,7 @@ class PartWriter:
         return Collected(checked=self._api.checked)
 
     def _note(self, piece: memoryview) -> None:
+        self.nbytes += len(piece)
         if len(self._parts) > 1 and self._api.checked:  # of the first part alone it is the part's
             self._crc32 = crc32(piece, self._crc32)
 
@@ -93,15 +98,15 @@ class PartWriter:
         self._parts.append(self._collected())
         return most
 
-    def finish(self, put: Callable[[Content], object]) -> None:
-        """Let the object appear; `put` writes one that is no larger than two parts."""
+    def finish(self, put: Callable[[Content], object]) -> str | None:
+        """Let the object appear, and return its tag; `put` writes one that is no larger than two parts: then None."""
         if self._upload is None:
             after = self._parts[0] if len(self._parts) > 1 else None
             put(self._parts[-1].content(after=after, crc32=self._crc32))
-            return
+            return None
         self._send(last=True)
         self._wait()
-        self._attempt(self._upload.complete)
+        return str(self._attempt(self._upload.complete))
 
     def abort(self) -> None:
         """Leave nothing behind. Never raises: the caller has an error already."""

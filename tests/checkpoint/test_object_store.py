@@ -85,6 +85,7 @@ def test_a_failed_save_that_cannot_be_cleaned_up_says_why_it_failed_and_the_next
 
 def _killed(say: Any, url: str, options: dict[str, Any]) -> None:
     def die(store: Store) -> None:
+        store.settle()  # type: ignore[attr-defined]  # what is on its way arrives
         say(b"dying")
         os.kill(os.getpid(), 9)
 
@@ -188,6 +189,93 @@ def test_an_object_that_is_shorter_than_reported_is_not_published(root: Store) -
 
     with pytest.raises(SaveError, match="has 5 bytes"):
         save(root, 3, before=spoil)
+    assert keys(root) == []
+
+
+def test_an_object_that_never_came_is_not_published(root: Store) -> None:
+    def forget(store: Store) -> None:
+        store.delete(["shards/0.bin"])
+
+    with pytest.raises(SaveError, match=r"shards/0\.bin is missing"):
+        save(root, 3, before=forget)
+    assert keys(root) == []
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_what_a_store_does_not_say_that_it_has_is_looked_at_before_the_commit(
+    root: Store, arrives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptkit.storage.s3 import S3Api
+
+    put = S3Api.put
+
+    def mute(api: Any, name: str, data: Any, **options: Any) -> str:
+        if not name.endswith("shards/0.bin"):
+            return put(api, name, data, **options)
+        if arrives:
+            put(api, name, data, **options)
+        return ""  # an answer on the way, without the object's tag
+
+    monkeypatch.setattr(S3Api, "put", mute)
+    if arrives:
+        save(root, 3)
+        assert check(root) == [3]
+        return
+    with pytest.raises(SaveError, match=r"shards/0\.bin is missing"):
+        save(root, 3)
+    assert keys(root) == []
+
+
+def test_a_file_that_no_rank_says_it_wrote_is_not_published(root: Store) -> None:
+    def stray(store: Store) -> None:
+        store.write("extra", b"1")
+
+    with pytest.raises(SaveError, match="no rank says"):
+        save(root, 3, before=stray)
+    assert keys(root) == []
+
+
+def test_a_save_that_took_long_looks_at_its_lease_before_the_commit(
+    root: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptkit.checkpoint import lease as leases
+
+    def take_over(store: Store) -> None:
+        later = leases._now() + leases.TTL_S
+        monkeypatch.setattr(leases, "_now", lambda: later)
+        state = leases._State(2, "f" * 16, leases.this_process())
+        root.write(state.path, state.to_json())
+
+    with pytest.raises(LeaseHeldError, match="may not write any more"):
+        save(root, 3, before=take_over)
+    assert keys(root) == []
+
+
+def test_an_attempt_is_nobodys_once_its_lease_is_given_back(root: Store) -> None:
+    lease = acquire_lease(root)
+    root.write("step_00000003/0123456789abcdef/x", b"1")
+    assert [item.name for item in list_checkpoints(root).in_progress] == ["step_00000003"]
+    assert clean_leftovers(root) == []
+    lease.release()
+    assert [item.name for item in list_checkpoints(root).abandoned] == ["step_00000003"]
+    assert clean_leftovers(root) == ["step_00000003/0123456789abcdef"] and keys(root) == []
+
+
+def test_of_two_that_take_the_lease_of_a_store_without_conditions_at_once_the_first_does_not_commit(
+    root: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptkit.storage.remote import RemoteStore
+
+    monkeypatch.setattr(RemoteStore, "has_conditional_writes", False)
+
+    def take_too(store: Store) -> None:
+        from ckptkit.checkpoint.lease import _State, this_process
+
+        state = _State(1, "f" * 16, this_process())
+        root.write(state.path, state.to_json(), overwrite=True)
+
+    with pytest.raises(LeaseHeldError, match="is written by"):
+        save(root, 3, before=take_too)
     assert keys(root) == []
 
 
