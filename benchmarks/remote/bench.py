@@ -118,8 +118,8 @@ def theirs(url: str, options: Options, model: Holder) -> tuple[Callable[[], None
     return save, load
 
 
-def ours(url: str, options: Options, model: Holder) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return our save and load, each with a manager, a lease and a connection of its own."""
+def ours(url: str, options: Options, model: Holder, **how: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return our save and load, each with a manager, a lease and a connection of its own; `how`: options of load."""
     state = TrainState(model=model)
 
     def save() -> None:
@@ -128,7 +128,7 @@ def ours(url: str, options: Options, model: Holder) -> tuple[Callable[[], None],
 
     def load() -> None:
         with CheckpointManager(url, storage_options=options) as manager:
-            manager.load(state)
+            manager.load(state, **how)
 
     return save, load
 
@@ -180,26 +180,36 @@ def one_round(turn: int, options: Options, model: Holder) -> dict[str, float]:
 
 def memory(options: Options, model: Holder) -> dict[str, float]:
     """Return the growth of memory in a child process for each save and load: nothing is left from one before."""
+    jobs: dict[str, Callable[[], None]] = {}
+    for name, make in (("torch", theirs), ("ckptkit", ours)):
+        jobs[f"{name}_save"], jobs[f"{name}_load"] = make(f"s3://bench/memory-{name}", options, model)
+    for verb, how in LOADS.items():
+        jobs[f"ckptkit_{verb}"] = ours("s3://bench/memory-ckptkit", options, model, **how)[1]
+    return {f"{name}_growth_mb": _growth(job) for name, job in jobs.items()}
+
+
+def _growth(job: Callable[[], None]) -> float:
     import multiprocessing
 
-    found = {}
-    for name, make in (("torch", theirs), ("ckptkit", ours)):
-        for index, verb in enumerate(("save", "load")):
-            context = multiprocessing.get_context("fork")
-            answers = context.SimpleQueue()
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
 
-            def work(make: Any = make, index: int = index, name: str = name, answers: Any = answers) -> None:
-                grown: list[float] = []
-                with peak(grown):
-                    make(f"s3://bench/memory-{name}", options, model)[index]()
-                answers.put(grown[0])
-                os._exit(0)
+    def work() -> None:
+        grown: list[float] = []
+        with peak(grown):
+            job()
+        answers.put(grown[0])
+        os._exit(0)
 
-            child = context.Process(target=work)
-            child.start()
-            found[f"{name}_{verb}_growth_mb"] = answers.get()
-            child.join()
+    child = context.Process(target=work)
+    child.start()
+    found: float = answers.get()
+    child.join()
     return found
+
+
+# What torch's load does; and, without a second copy, what ours does by itself where memory is short.
+LOADS: dict[str, dict[str, Any]] = {"load_in_place": {"in_place": True}, "load_checked_first": {"max_memory": 0}}
 
 
 def requests(options: Options, model: Holder) -> dict[str, float]:
@@ -212,6 +222,10 @@ def requests(options: Options, model: Holder) -> dict[str, float]:
                 proxy.clear()
                 function()
                 counts[f"{name}_{verb}_requests"] = proxy.count
+        for verb, how in LOADS.items():
+            proxy.clear()
+            ours("s3://bench/counted-ckptkit", via, model, **how)[1]()
+            counts[f"ckptkit_{verb}_requests"] = proxy.count
         state = TrainState(model=model)
         with CheckpointManager("s3://bench/counted-ckptkit", storage_options=via) as manager:
             manager.save(2, state)

@@ -69,7 +69,7 @@ class Places:
     Attributes:
         now: What is read first.
         later: What is checked first, and read into live tensors once all ranks have checked all.
-        checks: How many slices may be checked at once, for what of the budget is left to that.
+        checks: How many slices may be checked at once.
     """
 
     def __init__(self, rank: int, *, in_place: bool, budget: int | None) -> None:
@@ -126,8 +126,8 @@ class Places:
         """Return the ids of the places that are read later: the largest."""
         if self.budget is None or sum(place.nbytes for place in self._live) <= self.budget:
             return set()
-        self.checks = max(1, min(_MOST_CHECKS, self.budget // 2 // CHECK_BYTES))
-        left = self.budget - min(self.budget // 2, self.checks * CHECK_BYTES)
+        self.checks = max(1, min(_MOST_CHECKS, self.budget // CHECK_BYTES))  # they hold it before the rest is read
+        left = self.budget
         chosen: set[int] = set()
         for place in sorted(self._live, key=lambda place: place.nbytes):
             left -= place.nbytes
