@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Codec, ObjectEntry, Role, TensorEntry
+from ckptkit.catalog.row_cuts import check_coverage
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -23,7 +25,8 @@ from ckptkit.errors import (
     UnsupportedFormatError,
 )
 from ckptkit.formats._pickle_bulk import load_metadata
-from ckptkit.formats._pickle_stubs import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata, TorchDType
+from ckptkit.formats._pickle_stubs import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata
+from ckptkit.formats.dcp_columns import BYTES_KIND, MAX_COUNT, MAX_NDIM, ZSTD, TensorColumns, in_bulk, tensor_dtype
 from ckptkit.formats.dcp_locate import Items, LocatedSlices, item_batches
 from ckptkit.formats.dcp_roles import RoleTable
 from ckptkit.formats.options import ReadOptions
@@ -35,11 +38,8 @@ __all__ = ["METADATA", "metadata_files", "open_catalog"]
 METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
-_ZSTD = "stream.zstd/1"
-_BYTES_KIND = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"
 _METADATA_KIND = "torch.distributed.checkpoint.metadata.Metadata"
 _MAX_METADATA_BYTES = 4 << 30
-_MAX_NDIM = 64
 _KINDS = {"other": "FIFO, a socket or a device"}
 
 Int64 = npt.NDArray[np.int64]
@@ -157,7 +157,7 @@ class _Part:
 
 def _is_counts(value: Any) -> bool:
     # Before it is hashed: a nested tuple from a hostile file may take exponential time.
-    return type(value) is tuple and len(value) <= _MAX_NDIM and all(type(v) is int for v in value)
+    return type(value) is tuple and len(value) <= MAX_NDIM and all(type(v) is int for v in value)
 
 
 class _Files:
@@ -230,14 +230,27 @@ class _Builder:
     def catalog(self) -> Catalog:
         for part in self.parts:
             self.paths.update(part.paths())
-            self._gather(part)
-        items = self._items()
-        roles = RoleTable(self.paths, self.rows)
-        tensors = self._tensors(items, roles)
+        columns = self._columns()
+        roles = RoleTable(self.paths, columns.names)
+        tensors = self._tensors(columns, roles)
         objects = {name: self._object(name, roles) for name in self.objects}
-        for entry in tensors.values():
-            entry.check_coverage()
+        check_coverage(list(tensors.values()))
         return Catalog(tensors, objects, self._info())
+
+    def _columns(self) -> TensorColumns:
+        """All slices as columns; what was unpickled is let go."""
+        only = self.parts[0]
+        if len(self.parts) == 1:
+            found = in_bulk(only.entries, only.storage, lambda path: self.files.number(path, only.name))
+            if found is not None:
+                columns, objects = found
+                self.objects = {name: (info, only.name) for name, info in objects.items()}
+                only.entries, only.storage = {}, {}
+                return columns
+        for part in self.parts:
+            self._gather(part)
+            part.entries, part.storage = {}, {}
+        return self._joined_rows()
 
     # --- gathering
 
@@ -249,7 +262,7 @@ class _Builder:
             places = grouped.pop(name, {})
             if isinstance(entry, TensorMetadata):
                 self._gather_tensor(part, name, entry, places)
-            elif isinstance(entry, Record) and entry.kind == _BYTES_KIND:
+            elif isinstance(entry, Record) and entry.kind == BYTES_KIND:
                 if None not in places:
                     raise IncompleteCheckpointError(f"{part.name}: it has no place for the entry {name!r:.80}.")
                 self.objects.setdefault(name, (places.pop(None), part.name))
@@ -264,12 +277,12 @@ class _Builder:
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> None:
         try:
-            dtype, shape, chunks = _dtype(entry.properties), entry.size, entry.chunks
+            dtype, shape, chunks = tensor_dtype(entry.properties), entry.size, entry.chunks
         except AttributeError:
             raise part.fault(f"the description of {name!r:.80} is incomplete") from None
         except UnsupportedFormatError as error:
             raise UnsupportedFormatError(f"{part.name}: tensor {name!r:.80}: {error}") from None
-        if not _is_counts(shape) or any(n < 0 or n >= 1 << 62 for n in shape) or type(chunks) is not list:
+        if not _is_counts(shape) or any(n < 0 or n >= MAX_COUNT for n in shape) or type(chunks) is not list:
             raise part.fault(f"the shape of {name!r:.80} is no shape")
         rows = self.rows.setdefault(name, _Rows(dtype, shape))
         if (rows.dtype, rows.shape) != (dtype, shape) or name in self.objects:
@@ -304,15 +317,43 @@ class _Builder:
 
     # --- columns
 
-    def _items(self) -> Items:
-        """All tensor items as columns, in the order of `rows`, empty parts left out."""
-        total = [len(r.starts) for r in self.rows.values()]
-        files = _column((r.files for r in self.rows.values()), np.int32)
-        starts = _column((r.starts for r in self.rows.values()), np.int64)
-        lengths = _column((r.lengths for r in self.rows.values()), np.int64)
-        zstd = _column((r.zstd for r in self.rows.values()), np.bool_)
-        self._check_ranges(files, starts, lengths)
-        return Items(self.store, self.files.paths, files, starts, lengths, zstd, np.cumsum([0, *total]))
+    def _joined_rows(self) -> TensorColumns:
+        """The rows of all tensors as columns."""
+        rows = self.rows
+        for name, item in rows.items():
+            try:
+                np.array([item.offsets, item.sizes], np.int64)
+            except (OverflowError, ValueError):
+                raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} is out of range.") from None
+        return TensorColumns(
+            list(rows),
+            [item.dtype for item in rows.values()],
+            [item.shape for item in rows.values()],
+            np.array([len(item.shape) for item in rows.values()], np.int64),
+            np.cumsum([0, *(len(item.starts) for item in rows.values())]),
+            _column((item.files for item in rows.values()), np.int32),
+            _column((item.starts for item in rows.values()), np.int64),
+            _column((item.lengths for item in rows.values()), np.int64),
+            _column((item.zstd for item in rows.values()), np.bool_),
+            _column((list(chain.from_iterable(item.offsets)) for item in rows.values()), np.int64),
+            _column((list(chain.from_iterable(item.sizes)) for item in rows.values()), np.int64),
+        )
+
+    def _tensors(self, columns: TensorColumns, roles: RoleTable) -> dict[str, TensorEntry]:
+        self._check_ranges(columns.files, columns.starts, columns.lengths)
+        numels = self._check_bytes(columns)
+        if not numels.all():
+            columns = columns.take(numels != 0)
+        items = Items.of(self.store, self.files.paths, self.files.ranks, columns)
+        entries: dict[str, TensorEntry] = {}
+        for i, (name, dtype, shape) in enumerate(zip(columns.names, columns.dtypes, columns.shapes, strict=True)):
+            found = roles.of(name)
+            entries[name] = TensorEntry(
+                name, dtype, shape, LocatedSlices(items, i), found.role, found.fqn, found.state,
+                self.paths.get(name, ()),
+            )  # fmt: skip
+        item_batches((entry.role, entry.slices) for entry in entries.values())
+        return entries
 
     def _check_ranges(self, files: Int32, starts: Int64, lengths: Int64) -> None:
         sizes = np.array(self.files.sizes, np.int64)
@@ -326,48 +367,26 @@ class _Builder:
                 f"[{int(starts[row])}, {int(starts[row] + lengths[row])}). It is truncated."
             )
 
-    def _tensors(self, items: Items, roles: RoleTable) -> dict[str, TensorEntry]:
-        entries: dict[str, TensorEntry] = {}
-        ranks = np.array(self.files.ranks, np.int32)
-        slices: list[LocatedSlices] = []
-        for i, (name, rows) in enumerate(self.rows.items()):
-            found = roles.of(name)
-            made = self._slices(name, rows, items, i, ranks)
-            slices.append(made)
-            entries[name] = TensorEntry(
-                name, rows.dtype, rows.shape, made, found.role, found.fqn, found.state, self.paths.get(name, ())
-            )
-        item_batches(items, [(entry.role, made) for entry, made in zip(entries.values(), slices, strict=True)])
-        return entries
-
-    def _slices(self, name: str, rows: _Rows, items: Items, index: int, ranks: Int32) -> LocatedSlices:
-        n, ndim = len(rows.starts), len(rows.shape)
-        try:
-            offsets = np.array(rows.offsets, np.int64).reshape(n, ndim)
-            sizes = np.array(rows.sizes, np.int64).reshape(n, ndim)
-        except (OverflowError, ValueError):
-            raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} is out of range.") from None
-        rows_at = np.arange(int(items.bounds[index]), int(items.bounds[index + 1]))
-        self._check_bytes(name, rows, sizes, items, rows_at)
-        keep = (sizes != 0).all(axis=1)
-        if not keep.all():
-            offsets, sizes, rows_at = offsets[keep], sizes[keep], rows_at[keep]
-        return LocatedSlices(name, rows.dtype, items, rows_at, offsets, sizes, ranks[items.files[rows_at]])
-
-    def _check_bytes(self, name: str, rows: _Rows, sizes: Int64, items: Items, rows_at: Int64) -> None:
-        """No part may declare more bytes than are stored for it: allocation comes after this."""
-        if (sizes < 0).any():
+    def _check_bytes(self, columns: TensorColumns) -> npt.NDArray[np.float64]:
+        """No part may declare more bytes than are stored for it: allocation comes after this. Returns elements."""
+        owners, numels = columns.owners, columns.numels()
+        negative = np.flatnonzero(columns.sizes < 0)
+        if len(negative):
+            row = int(np.searchsorted(columns.elements(), negative[0], side="right")) - 1
+            name = columns.names[int(owners[row])]
             raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} has a negative size.")
-        wanted = np.prod(sizes.astype(np.float64), axis=1) * dtype_of(rows.dtype).itemsize
-        plain = ~items.zstd[rows_at]
-        bad = np.flatnonzero(plain & (wanted > items.lengths[rows_at]))
+        itemsizes = np.array([dtype_of(dtype).itemsize for dtype in columns.dtypes], np.float64)
+        wanted = numels * itemsizes[owners] if len(owners) else numels
+        bad = np.flatnonzero(~columns.zstd & (wanted > columns.lengths))
         if len(bad):
-            row = int(bad[0])
-            path = items.paths[int(items.files[rows_at[row]])]
+            row, at = int(bad[0]), columns.elements()
+            name, path = columns.names[int(owners[row])], self.files.paths[int(columns.files[row])]
+            sizes = columns.sizes[int(at[row]) : int(at[row + 1])].tolist()
             raise CorruptCheckpointError(
-                f"{self._source}: the part of {name!r:.80} of sizes {sizes[row].tolist()} needs {wanted[row]:.0f} "
-                f"bytes, but {path} stores {int(items.lengths[rows_at[row]])} for it."
+                f"{self._source}: the part of {name!r:.80} of sizes {sizes} needs {wanted[row]:.0f} "
+                f"bytes, but {path} stores {int(columns.lengths[row])} for it."
             )
+        return numels
 
     @property
     def _source(self) -> str:
@@ -419,24 +438,12 @@ def _column(parts: Iterable[list[Any]], dtype: Any) -> npt.NDArray[Any]:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
-def _dtype(properties: Any) -> str:
-    """The dtype of TensorProperties, whose state is (dtype, layout, requires_grad, memory format, pinned)."""
-    state = properties.state if isinstance(properties, Record) else None
-    found = state[0] if isinstance(state, tuple) and state else (properties.fields.get("dtype") if state else None)
-    if not isinstance(found, TorchDType):
-        raise AttributeError("dtype")
-    layout = state[1] if isinstance(state, tuple) and len(state) > 1 else "strided"
-    if layout != "strided":
-        raise UnsupportedFormatError(f"its layout is {str(layout)[:40]}; only dense tensors are read.")
-    return dtype_of(found.name).name
-
-
 def _range(info: StorageInfo, part: _Part, name: str) -> tuple[int, int]:
     try:
         start, length = info.offset, info.length
     except AttributeError:
         raise part.fault(f"the place of {name!r:.80} is incomplete") from None
-    if type(start) is not int or type(length) is not int or not 0 <= start < 1 << 62 or not 0 <= length < 1 << 62:
+    if type(start) is not int or type(length) is not int or not 0 <= start < MAX_COUNT or not 0 <= length < MAX_COUNT:
         raise part.fault(f"the place of {name!r:.80} is no byte range")
     return start, length
 
@@ -445,8 +452,8 @@ def _is_zstd(info: StorageInfo, part: _Part, name: str) -> bool:
     transforms = info.transforms
     if not transforms:
         return False
-    if not isinstance(transforms, (list, tuple)) or list(transforms) != [_ZSTD]:
+    if not isinstance(transforms, (list, tuple)) or list(transforms) != [ZSTD]:
         raise UnsupportedFormatError(
-            f"{part.name}: {name!r:.80} was written through {str(transforms)[:80]}; only {_ZSTD!r} is known."
+            f"{part.name}: {name!r:.80} was written through {str(transforms)[:80]}; only {ZSTD!r} is known."
         )
     return True

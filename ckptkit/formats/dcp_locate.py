@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckptkit.catalog.entry import Codec, Role, SliceArray
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats._torch_zip import TorchArchive, read_archive
+from ckptkit.formats.dcp_columns import TensorColumns
 from ckptkit.formats.dcp_frames import Frame, FramedItems
 from ckptkit.formats.dcp_items import FRONT_BYTES, TAIL_BYTES, ItemEnds, ItemParser
 from ckptkit.formats.objects import memory_store, zstd_chunks
@@ -33,10 +34,12 @@ __all__ = ["Items", "LocatedSlices", "item_batches"]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
+UInt64 = npt.NDArray[np.uint64]
 
 _BATCH_ROWS = 1 << 16
 _BLOCK_ROWS = 1 << 13  # items whose ends are held at once
-_LAZY = frozenset(("starts", "nbytes", "algorithm", "digests", "digest_starts", "digest_nbytes", "strides", "codecs"))
+_NO_STRIDES: Mapping[int, tuple[int, ...]] = {}
+_NO_CODECS: Mapping[int, Codec] = {}
 _BLOCK_FILES = 128  # files that are open at once
 _HEAD = 9
 _ZIP = b"PK\x03\x04"
@@ -45,59 +48,136 @@ _MAX_FRAMES = 8
 _SLACK = 1 << 20  # what an item may be longer than its tensor, when it is decompressed
 
 
-@dataclass(frozen=True, slots=True)
 class Items:
-    """Every tensor item of a checkpoint as columns; rows [bounds[i], bounds[i + 1]) are those of tensor i."""
+    """Every tensor item of a checkpoint as columns; rows [bounds[i], bounds[i + 1]) are those of tensor i.
 
-    store: Store
-    paths: Sequence[str]
-    files: Int32
-    starts: Int64
-    lengths: Int64
-    zstd: npt.NDArray[np.bool_]
-    bounds: Int64
+    Attributes:
+        columns: What `.metadata` says of them.
+        starts, nbytes, digests, digest_starts, digest_nbytes: As `SliceArray` has them, once located.
+        checked: [t] whether all slices of a tensor have digests.
+        strides, codecs: By tensor, as `SliceArray` has them.
+    """
+
+    def __init__(self, store: Store, paths: Sequence[str], ranks: Int32, columns: TensorColumns) -> None:
+        self.store = store
+        self.paths = paths
+        self.ranks = ranks
+        self.columns = columns
+        self.elements = columns.elements()
+        count = len(columns.files)
+        self.starts, self.nbytes, self.digest_starts, self.digest_nbytes = (np.zeros(count, np.int64) for _ in range(4))
+        self.digests = np.zeros(count, np.uint64)
+        self.checked = np.zeros(len(columns.names), bool)
+        self.strides: dict[int, Mapping[int, tuple[int, ...]]] = {}
+        self.codecs: dict[int, Mapping[int, Codec]] = {}
+
+    @classmethod
+    def of(cls, store: Store, paths: Sequence[str], ranks: Sequence[int], columns: TensorColumns) -> Items:
+        """Return the items of these columns. `ranks`: who wrote each file."""
+        return cls(store, paths, np.array(ranks, np.int32)[columns.files], columns)
 
 
 class LocatedSlices(SliceArray):
     """Slices whose byte ranges are found when one of them is asked for, together with those of its batch.
 
-    Boxes, files and ranks are there from the start; `starts`, `nbytes`, `strides`, digests and codecs are not.
+    Boxes, files and ranks are there from the start; `starts`, `nbytes`, `strides`, digests and codecs are not. All are
+    views of the columns of all tensors, made when they are asked for.
     """
 
-    __slots__ = ("batch", "dtype", "items", "name", "rows")
+    __slots__ = ("batch", "hi", "items", "lo", "tensor")
 
-    def __init__(
-        self, name: str, dtype: str, items: Items, rows: Int64, offsets: Int64, sizes: Int64, ranks: Int32
-    ) -> None:
-        self.name = name
-        self.dtype = dtype
+    def __init__(self, items: Items, tensor: int) -> None:
         self.items = items
-        self.rows = rows
-        self.paths = items.paths
-        self.files = items.files[rows]
-        self.offsets = offsets
-        self.sizes = sizes
-        self.ranks = ranks
+        self.tensor = tensor
+        self.lo: int = int(items.columns.bounds[tensor])
+        self.hi: int = int(items.columns.bounds[tensor + 1])
         self.batch: _Batch | None = None
 
     def __len__(self) -> int:
-        return len(self.files)
+        return self.hi - self.lo
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached only where a slot of the base class is still empty.
-        if name not in _LAZY or self.batch is None:
-            raise AttributeError(name)
-        self.batch.locate()
-        return object.__getattribute__(self, name)
+    @property
+    def name(self) -> str:
+        return self.items.columns.names[self.tensor]
+
+    @property
+    def dtype(self) -> str:
+        return self.items.columns.dtypes[self.tensor]
+
+    @property
+    def paths(self) -> Sequence[str]:  # type: ignore[override]
+        return self.items.paths
+
+    @property
+    def files(self) -> Int32:  # type: ignore[override]
+        return self.items.columns.files[self.lo : self.hi]
+
+    @property
+    def ranks(self) -> Int32:  # type: ignore[override]
+        return self.items.ranks[self.lo : self.hi]
+
+    @property
+    def offsets(self) -> Int64:  # type: ignore[override]
+        return self._box(self.items.columns.offsets)
+
+    @property
+    def sizes(self) -> Int64:  # type: ignore[override]
+        return self._box(self.items.columns.sizes)
+
+    def _box(self, table: Int64) -> Int64:
+        items, ndim = self.items, len(self.items.columns.shapes[self.tensor])
+        first = int(items.elements[self.lo])
+        return table[first : first + (self.hi - self.lo) * ndim].reshape(self.hi - self.lo, ndim)
+
+    def _located(self) -> Items:
+        if self.batch is not None:
+            self.batch.locate()
+        return self.items
+
+    @property
+    def starts(self) -> Int64:  # type: ignore[override]
+        return self._located().starts[self.lo : self.hi]
+
+    @property
+    def nbytes(self) -> Int64:  # type: ignore[override]
+        return self._located().nbytes[self.lo : self.hi]
+
+    @property
+    def strides(self) -> Mapping[int, tuple[int, ...]]:  # type: ignore[override]
+        return self._located().strides.get(self.tensor, _NO_STRIDES)
+
+    @property
+    def codecs(self) -> Mapping[int, Codec]:  # type: ignore[override]
+        return self._located().codecs.get(self.tensor, _NO_CODECS)
+
+    @property
+    def algorithm(self) -> str | None:  # type: ignore[override]
+        return "crc32" if self._located().checked[self.tensor] else None
+
+    @property
+    def digests(self) -> UInt64 | None:  # type: ignore[override]
+        return self._digest_column(self._located().digests)
+
+    @property
+    def digest_starts(self) -> Int64 | None:  # type: ignore[override]
+        return self._digest_column(self._located().digest_starts)
+
+    @property
+    def digest_nbytes(self) -> Int64 | None:  # type: ignore[override]
+        return self._digest_column(self._located().digest_nbytes)
+
+    def _digest_column(self, column: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+        return column[self.lo : self.hi] if self.items.checked[self.tensor] else None
 
 
-def item_batches(items: Items, tensors: Iterable[tuple[Role, LocatedSlices]]) -> None:
+def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
     """Group the slices so that those of one role are located some ten thousand at a time."""
     by_role: dict[Role, _Batch] = {}
     for role, slices in tensors:
+        assert isinstance(slices, LocatedSlices)
         batch = by_role.get(role)
         if batch is None or (batch.count and batch.count + len(slices) > _BATCH_ROWS):
-            batch = by_role[role] = _Batch(items)
+            batch = by_role[role] = _Batch(slices.items)
         batch.add(slices)
 
 
@@ -117,7 +197,9 @@ class _Batch:
         """Fill in the columns of all members. Does nothing the second time."""
         with self._lock:
             if self.members:
-                _Locator(self.items, self.members).run()
+                _Locator(self.items, np.array([member.tensor for member in self.members], np.int64)).run()
+                for member in self.members:
+                    member.batch = None
                 self.members = []
 
 
@@ -153,17 +235,24 @@ class _Found:
 
 
 class _Locator:
-    def __init__(self, items: Items, members: Sequence[LocatedSlices]) -> None:
+    """Args:
+    tensors: Which of the items' tensors are located.
+    """
+
+    def __init__(self, items: Items, tensors: Int64) -> None:
+        columns = items.columns
+        self.items = items
         self.store = items.store
         self.paths = items.paths
-        self.members = members
-        rows = np.concatenate([m.rows for m in members])
-        self.files = items.files[rows]
-        self.starts = items.starts[rows]
-        self.lengths = items.lengths[rows]
-        self.zstd = items.zstd[rows]
-        self.bounds = np.cumsum([0, *(len(m) for m in members)])
-        self.found = _Found.empty(len(rows))
+        self.tensors = tensors
+        counts = columns.bounds[tensors + 1] - columns.bounds[tensors]
+        self.bounds = np.concatenate([[0], np.cumsum(counts)])
+        self.rows = np.repeat(columns.bounds[tensors] - self.bounds[:-1], counts) + np.arange(int(self.bounds[-1]))
+        self.files = columns.files[self.rows]
+        self.starts = columns.starts[self.rows]
+        self.lengths = columns.lengths[self.rows]
+        self.zstd = columns.zstd[self.rows]
+        self.found = _Found.empty(len(self.rows))
         self.parser = ItemParser()
         self.frames: list[Frame] = []
         self.templates: list[StoredTensor] = []
@@ -200,7 +289,7 @@ class _Locator:
 
     def _member(self, row: int) -> tuple[LocatedSlices, int]:
         member = int(np.searchsorted(self.bounds, row, side="right")) - 1
-        return self.members[member], row - int(self.bounds[member])
+        return LocatedSlices(self.items, int(self.tensors[member])), row - int(self.bounds[member])
 
     # --- one safetensors blob a file
 
@@ -303,17 +392,27 @@ class _Locator:
         if not template.contiguous:
             found.strides.update(dict.fromkeys(rows.tolist(), template.strides))
 
-    def _check_templates(self, member: LocatedSlices, first: int) -> None:
-        """Framed items hold what `.metadata` says, compared once for each kind of item a tensor has."""
-        numbers = self.found.templates[first : first + len(member)]
-        for number in distinct(numbers).tolist():
-            if number < 0:
-                continue
-            template, rows = self.templates[number], np.flatnonzero(numbers == number)
-            same = len(template.shape) == member.sizes.shape[1] and template.dtype == member.dtype
-            bad = rows[~(member.sizes[rows] == np.array(template.shape, np.int64)).all(axis=1)] if same else rows
-            if len(bad):
-                _check_tensor(template, member, int(bad[0]), self._label(first + int(bad[0])))
+    def _check_templates(self) -> None:
+        """Framed items hold what `.metadata` says, compared once for each kind of item."""
+        numbers = self.found.templates
+        order = np.argsort(numbers, kind="stable")
+        order = order[numbers[order] >= 0]
+        columns = self.items.columns
+        owners = np.repeat(self.tensors, np.diff(self.bounds))
+        for rows in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else ():
+            template = self.templates[int(numbers[rows[0]])]
+            shape = np.array(template.shape, np.int64)
+            alike = columns.ndims[owners[rows]] == len(shape)
+            kinds = distinct(owners[rows])
+            other = kinds[[columns.dtypes[tensor] != template.dtype for tensor in kinds.tolist()]]
+            alike &= ~np.isin(owners[rows], other)
+            begins = self.items.elements[self.rows[rows[alike]]]
+            sizes = columns.sizes[begins[:, None] + np.arange(len(shape))]
+            alike[alike] = (sizes == shape).all(axis=1)
+            if not alike.all():
+                row = int(rows[~alike].min())
+                member, at = self._member(row)
+                _check_tensor(template, member, at, self._label(row))
 
     def _label(self, row: int) -> str:
         path, start = self.paths[int(self.files[row])], int(self.starts[row])
@@ -338,21 +437,16 @@ class _Locator:
         self.found.codecs[row] = Codec("zstd", start, length)
 
     def _hand_out(self) -> None:
-        found = self.found
-        strides, codecs = _split(found.strides, self.bounds), _split(found.codecs, self.bounds)
-        for i, member in enumerate(self.members):
-            rows = slice(int(self.bounds[i]), int(self.bounds[i + 1]))
-            self._check_templates(member, rows.start)
-            checked = bool(found.checked[rows].all()) and len(member) > 0
-            member.algorithm = "crc32" if checked else None
-            member.digests = found.crc[rows] if checked else None
-            member.digest_starts = found.crc_starts[rows] if checked else None
-            member.digest_nbytes = found.crc_nbytes[rows] if checked else None
-            member.strides = strides.get(i, {})
-            member.codecs = codecs.get(i, {})
-            member.nbytes = found.nbytes[rows]
-            member.starts = found.starts[rows]
-            member.batch = None
+        self._check_templates()
+        found, items, counts = self.found, self.items, np.diff(self.bounds)
+        items.starts[self.rows], items.nbytes[self.rows] = found.starts, found.nbytes
+        items.digests[self.rows] = found.crc
+        items.digest_starts[self.rows], items.digest_nbytes[self.rows] = found.crc_starts, found.crc_nbytes
+        missing = np.bincount(np.repeat(np.arange(len(counts)), counts)[~found.checked], minlength=len(counts))
+        items.checked[self.tensors] = (missing == 0) & (counts > 0)
+        for values, table in ((found.strides, items.strides), (found.codecs, items.codecs)):
+            for member, own in _split(values, self.bounds).items():
+                table[int(self.tensors[member])] = own
 
 
 def _by_file(order: Int64, files: Int32) -> list[Int64]:

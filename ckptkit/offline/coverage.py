@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
+from ckptkit.catalog.row_cuts import check_coverage
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from ckptkit.formats.collector import collector_paused
@@ -30,13 +31,16 @@ def check_plan(plan: Plan) -> None:
         CorruptCheckpointError, IncompleteCheckpointError: A source tensor has gaps or overlaps.
         CheckpointMismatchError: The plan itself does not add up; nothing was written.
     """
-    for key in used_sources(plan):
+    sources = used_sources(plan)
+    for key in sources:
         if key not in plan.catalog.tensors:
             raise CheckpointMismatchError(f"the plan reads {key!r}, which the source does not have.")
-        plan.catalog.tensors[key].check_coverage()
+    check_coverage([plan.catalog.tensors[key] for key in sources])
     for placement in plan.placements:
-        _check_parts(plan.catalog, placement.tensor)
-        _check_boxes(placement.tensor, placement.offsets, placement.sizes, "the boxes that are written")
+        tensor = placement.tensor
+        _check_parts(plan.catalog, tensor)
+        if placement.sizes.tolist() != [list(tensor.shape)] or any(placement.offsets[0].tolist()):  # else the whole
+            _check_boxes(tensor, placement.offsets, placement.sizes, "the boxes that are written")
     _check_files(plan)
 
 
@@ -46,11 +50,11 @@ def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
             _check_parts(catalog, target)
         return
     _check_sources(catalog, tensor)
+    if len(tensor.parts) == 1 and tensor.parts[0].target_box == Box.whole(tensor.shape):
+        return
     ndim = len(tensor.shape)
     offsets = np.array([part.target_box.offsets for part in tensor.parts], np.int64).reshape(len(tensor.parts), ndim)
     sizes = np.array([part.target_box.sizes for part in tensor.parts], np.int64).reshape(len(tensor.parts), ndim)
-    if len(tensor.parts) == 1 and tensor.parts[0].target_box == Box.whole(tensor.shape):
-        return
     _check_boxes(tensor, offsets, sizes, "its parts")
 
 

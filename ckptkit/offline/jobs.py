@@ -7,7 +7,6 @@ walks over one box of the target. Pure; columns of numbers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.columns import distinct, first_of_equal, is_dense, row_major
+from ckptkit.catalog.columns import distinct, first_of_equal, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Catalog, TensorEntry
+from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Part, Target
-from ckptkit.catalog.tiles import pieces, source_layout
 from ckptkit.formats.collector import collector_paused
 from ckptkit.offline.casts import is_cast
 from ckptkit.offline.chains import ChainRows, Chains, chained
 from ckptkit.offline.checks import RecordTable
+from ckptkit.offline.copies import Copies, whole_copies
+from ckptkit.offline.part_pieces import PartPieces, in_source
 from ckptkit.offline.plan import ComputedTensor, OutputTensor, Placement, Plan
 from ckptkit.offline.sources import Origin
 
@@ -131,7 +131,12 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
         digests: Boxes are to be digested: what can be is chained.
     """
     builder = _Builder(plan.catalog, check=check, digests=digests)
-    for placement in plan.placements:
+    placements: Sequence[Placement] = plan.placements
+    if not by_boxes and not digests:
+        copies, placements = whole_copies(plan.catalog, placements)
+        if copies is not None:
+            builder.add_copies(copies)
+    for placement in placements:
         if by_boxes:
             builder.look_up(placement.tensor)
         else:
@@ -158,6 +163,29 @@ class _Builder:
 
     # --- placements
 
+    def add_copies(self, copies: Copies) -> None:
+        """Add the runs of many whole tensors at once."""
+        entries, owners = copies.entries, copies.owners
+        casts = np.array(
+            [self._cast(entry.dtype, placement.tensor.dtype)
+             for entry, placement in zip(entries, copies.placements, strict=True)], np.int64,
+        )  # fmt: skip
+        all_slices = [entry.slices for entry in entries]
+        origins = np.concatenate([self._path_origins(slices.paths)[slices.files] for slices in all_slices])[copies.rows]
+        self._columns.append([origins, copies.starts, copies.nbytes, copies.files, copies.targets, casts[owners]])
+        checked = np.array([slices.algorithm is not None and slices.digests is not None for slices in all_slices], bool)
+        keep = np.flatnonzero(checked[owners]) if self.check else owners[:0]
+        if len(keep):
+            algorithms = [RecordTable.names.index(s.algorithm) if s.algorithm else 0 for s in all_slices]
+            names = np.array([self._names.setdefault(entry.name, len(self._names)) for entry in entries], np.int64)
+            columns = [
+                np.concatenate(column)[copies.rows[keep]] for column in zip(*map(_digests, all_slices), strict=True)
+            ]
+            owners = owners[keep]
+            self._records.append(
+                [origins[keep], *columns[:2], np.array(algorithms, np.int64)[owners], names[owners], columns[2]]
+            )
+
     def add(self, placement: Placement) -> None:
         tensor = placement.tensor
         if isinstance(tensor, ComputedTensor) or not all(part.is_plain for part in tensor.parts):
@@ -166,7 +194,7 @@ class _Builder:
         strided: set[int] = set()
         pending = []
         for part in tensor.parts:
-            found = _PartPieces.of(self.catalog, placement, tensor, part)
+            found = PartPieces.of(self.catalog, placement, tensor, part)
             strided.update(found.rows[~found.dense].tolist())
             pending.append(found)
         if not strided and self.digests and self._chain(placement, pending):
@@ -177,7 +205,7 @@ class _Builder:
         if len(bad):
             self._add_strided(placement, tensor, bad)
 
-    def _chain(self, placement: Placement, found: Sequence[_PartPieces]) -> bool:
+    def _chain(self, placement: Placement, found: Sequence[PartPieces]) -> bool:
         """Add the runs of a tensor to the chains; False where they are none."""
         if not found or any(
             part.entry.slices.codecs or is_cast(part.entry.dtype, placement.tensor.dtype) for part in found
@@ -204,7 +232,7 @@ class _Builder:
             self._add_records(part.entry, part.slices)
         return True
 
-    def _add_runs(self, found: _PartPieces, placement: Placement, keep: npt.NDArray[np.bool_] | None) -> None:
+    def _add_runs(self, found: PartPieces, placement: Placement, keep: npt.NDArray[np.bool_] | None) -> None:
         entry, slices = found.entry, found.slices
         columns = [found.rows, slices, found.starts, found.nbytes, found.targets]
         if keep is not None:
@@ -272,24 +300,24 @@ class _Builder:
     def _origins(self, entry: TensorEntry) -> Int64:
         """The origin of each slice of a tensor."""
         slices = entry.slices
-        known = self._tables.get(id(slices.paths))
-        if known is None:  # the table is kept beside its id, so that the id stays its own
-            known = (slices.paths, np.array([self._origin(Origin(path)) for path in slices.paths], np.int64))
-            self._tables[id(slices.paths)] = known
-        result: Int64 = known[1][slices.files]
+        result: Int64 = self._path_origins(slices.paths)[slices.files]
         for row, codec in slices.codecs.items():
             result[row] = self._origin(Origin(slices.paths[int(slices.files[row])], codec))
         return result
+
+    def _path_origins(self, paths: Sequence[str]) -> Int64:
+        """The origin of each path of a table."""
+        known = self._tables.get(id(paths))
+        if known is None:  # the table is kept beside its id, so that the id stays its own
+            known = self._tables[id(paths)] = (paths, np.array([self._origin(Origin(p)) for p in paths], np.int64))
+        return known[1]
 
     def _add_records(self, entry: TensorEntry, rows: Int64) -> None:
         slices = entry.slices
         if not self.check or slices.digests is None or slices.algorithm is None:
             return
         rows = distinct(rows)
-        own = slices.digest_starts is None or slices.digest_nbytes is None
-        starts = slices.starts if own else slices.digest_starts
-        nbytes = slices.nbytes if own else slices.digest_nbytes
-        assert starts is not None and nbytes is not None
+        starts, nbytes, digests = _digests(slices)
         algorithm = RecordTable.names.index(slices.algorithm)
         owner = self._names.setdefault(entry.name, len(self._names))
         count = len(rows)
@@ -300,7 +328,7 @@ class _Builder:
                 nbytes[rows],
                 np.full(count, algorithm, np.int64),
                 np.full(count, owner, np.int64),
-                slices.digests[rows],
+                digests[rows],
             ]
         )
 
@@ -352,94 +380,12 @@ class _Builder:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _PartPieces:
-    """What one plain part of a target takes from slices, for all boxes of a placement. One row a piece."""
-
-    entry: TensorEntry
-    rows: Int64  # of the placement
-    slices: Int64
-    starts: Int64
-    nbytes: Int64
-    targets: Int64
-    dense: npt.NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, catalog: Catalog, placement: Placement, target: Target, part: Part) -> _PartPieces:
-        entry = catalog.tensors[part.source]
-        if entry.shape and target.shape == part.source_box.sizes == entry.shape and len(placement) == 1:
-            copied = cls._copied(entry, placement, target)
-            if copied is not None:
-                return copied
-        rows, lo, hi = _shared(placement, part.target_box)
-        offsets, sizes = _in_source(part, lo, hi)
-        found = pieces(entry, offsets, sizes)
-        rows = rows[found.boxes]
-        starts, strides = source_layout(entry, found)
-        # The same pieces in the target: their first element, and the stride each source dimension has there.
-        place = row_major(placement.sizes[rows])
-        index, steps = _in_target(part, found.offsets, placement.offsets[rows], place)
-        itemsize = dtype_of(target.dtype).itemsize
-        return cls(
-            entry,
-            rows,
-            found.rows,
-            starts,
-            found.numel() * dtype_of(entry.dtype).itemsize,
-            placement.starts[rows] + index * itemsize,
-            is_dense(found.sizes, strides) & is_dense(found.sizes, steps),
-        )
-
-    @classmethod
-    def _copied(cls, entry: TensorEntry, placement: Placement, target: Target) -> _PartPieces | None:
-        """The same where one whole tensor becomes another, from slices of whole rows: what most are, and there may be
-        many thousands of them. None where it is otherwise."""
-        shape, slices = entry.shape, entry.slices
-        if tuple(placement.sizes[0].tolist()) != shape or slices.strides or (slices.sizes[:, 1:] != shape[1:]).any():
-            return None
-        found = slices.distinct()
-        inner = math.prod(shape[1:])
-        count = len(found)
-        return cls(
-            entry,
-            np.zeros(count, np.int64),
-            found,
-            slices.starts[found],
-            slices.sizes[found, 0] * (inner * dtype_of(entry.dtype).itemsize),
-            placement.starts[0] + slices.offsets[found, 0] * (inner * dtype_of(target.dtype).itemsize),
-            np.ones(count, bool),
-        )
-
-
-def _shared(placement: Placement, box: Box) -> tuple[Int64, Int64, Int64]:
-    """The rows whose boxes share something with `box`, and what they share, as [lo, hi) in the target."""
-    lo = np.maximum(placement.offsets, np.array(box.offsets, np.int64))
-    hi = np.minimum(placement.offsets + placement.sizes, np.array(box.stops, np.int64))
-    rows = np.flatnonzero((hi > lo).all(axis=1))
-    return rows, lo[rows], hi[rows]
-
-
-def _in_source(part: Part, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-    """Boxes of the target, inside a plain part, as boxes of its source."""
-    n = len(lo)
-    offsets = np.tile(np.array(part.source_box.offsets, np.int64), (n, 1))
-    sizes = np.tile(np.array(part.source_box.sizes, np.int64), (n, 1))
-    for dim, source_dim in enumerate(part.source_dims()):
-        if source_dim is not None:
-            offsets[:, source_dim] += lo[:, dim] - part.target_box.offsets[dim]
-            sizes[:, source_dim] = hi[:, dim] - lo[:, dim]
-    return offsets, sizes
-
-
-def _in_target(part: Part, offsets: Int64, origin: Int64, strides: Int64) -> tuple[Int64, Int64]:
-    """Where source offsets fall in target boxes that start at `origin` with `strides`: index, stride by source dim."""
-    steps = np.zeros_like(offsets)
-    index = ((np.array(part.target_box.offsets, np.int64) - origin) * strides).sum(axis=1)
-    for dim, source_dim in enumerate(part.source_dims()):
-        if source_dim is not None:
-            index += (offsets[:, source_dim] - part.source_box.offsets[source_dim]) * strides[:, dim]
-            steps[:, source_dim] = strides[:, dim]
-    return index, steps
+def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
+    """What the digests of slices cover, start and bytes, and their values: zeros where there are none."""
+    values = slices.digests if slices.digests is not None else np.zeros(len(slices), np.uint64)
+    if slices.digest_starts is None or slices.digest_nbytes is None:
+        return slices.starts, slices.nbytes, values
+    return slices.digest_starts, slices.digest_nbytes, values
 
 
 def _band_target(placement: Placement, row: int, box: Box, part: Part) -> BandTarget | bool | None:
@@ -451,7 +397,7 @@ def _band_target(placement: Placement, row: int, box: Box, part: Part) -> BandTa
     if not inside.is_contiguous_in(box.sizes):
         return False
     lo, hi = np.array([shared.offsets], np.int64), np.array([shared.stops], np.int64)
-    offsets, sizes = _in_source(part, lo, hi)
+    offsets, sizes = in_source(part, lo, hi)
     start = int(placement.starts[row]) + inside.flat_start(box.sizes) * dtype_of(placement.tensor.dtype).itemsize
     source = Box(tuple(offsets[0].tolist()), tuple(sizes[0].tolist()))
     return BandTarget(source, int(placement.files[row]), start, placement.tensor.dtype, shared == box)
