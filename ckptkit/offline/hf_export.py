@@ -9,7 +9,7 @@ key map -> tied weights -> check against the base -> dtype.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,7 @@ from ckptkit.offline.plan import OutputFile, OutputTensor
 from ckptkit.storage.store import Store
 
 if TYPE_CHECKING:
+    from ckptkit.catalog.builtin_maps import Choice
     from ckptkit.offline.adapters import AdapterSplit
 
 __all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
@@ -82,6 +83,7 @@ class _Draft:
     weights: str = "model"
     untied: bool = False
     extra: list[str] = field(default_factory=list)
+    live: dict[str, str] = field(default_factory=dict)  # by source: its name before the key map
 
 
 def plan_export(
@@ -151,12 +153,14 @@ def _split_adapter(targets: Mapping[str, Target], *, mapped: bool) -> AdapterSpl
 
 def _map_names(draft: _Draft) -> None:
     options, config = draft.options, draft.base.config
+    draft.live = {target.sources[0]: name for name, target in draft.targets.items() if target.sources}
     if options.key_map is None and not draft.base.wanted and not _has_name(draft.targets, *_MAPPED):
         return
     if options.key_map is None:
         from ckptkit.catalog.builtin_maps import choose_map
 
         chosen = choose_map(draft.targets, wanted=draft.base.wanted, config=config)
+        chosen = _by_transformers(draft, chosen)
         mapped, key_map = chosen.mapped, chosen.key_map
         if key_map.name != "hf":
             draft.notes.append(f"key map {key_map.name}: {chosen.why}")
@@ -170,6 +174,17 @@ def _map_names(draft: _Draft) -> None:
     draft.key_map = key_map.name
     if options.key_map is not None:
         draft.notes += [f"key map {key_map.name}: {text} matched nothing" for text in mapped.unused]
+
+
+def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
+    """Where names of the base are still missing: what the installed transformers knows of the model."""
+    wanted = draft.base.wanted
+    if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
+        return chosen  # nothing is missing, or only that
+    from ckptkit.offline.transformers_names import live_model
+
+    model = live_model(draft.base.config, wanted)
+    return model.choose(draft.targets, wanted, chosen) if model is not None else chosen
 
 
 # --- the two kinds of export
@@ -283,6 +298,33 @@ def _settle_tied(draft: _Draft, store: Store) -> None:
     draft.untied = outcome.untied
     if wanted and (draft.base.config or {}).get("tie_word_embeddings"):
         draft.targets = restore_embedding(draft.targets, wanted)
+    if wanted and not draft.options.untie:
+        _drop_aliases(draft, same)
+
+
+def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None:
+    """Leave out second names that the base does not store, where transformers says that they are tied, and the bytes
+    are equal. Where all that the base has is there, and more."""
+    wanted, names = draft.base.wanted, draft.targets
+    extra = [name for name in names if name not in wanted]
+    if not extra or not wanted.keys() <= names.keys():
+        return
+    from ckptkit.offline.transformers_names import live_model
+
+    model = live_model(draft.base.config, wanted)
+    if model is None or not model.tied:
+        return
+    kept: dict[str, str] = {}
+    for name in wanted:
+        live = draft.live.get(_whole_source(names[name]) or "", "")
+        kept.setdefault(model.tied.get(live, live), name)
+    for name in extra:
+        live = draft.live.get(_whole_source(names[name]) or "", "")
+        other = kept.get(model.tied.get(live, live)) if live else None
+        if other is not None and same(names[name], names[other]):
+            draft.dropped.update(dict.fromkeys(names[name].sources, f"tied: the same bytes as {other!r}"))
+            draft.notes.append(f"{name} is tied to {other}: equal bytes, written once")
+            del names[name]
 
 
 def _whole_source(target: Target) -> str | None:

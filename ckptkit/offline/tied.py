@@ -33,6 +33,7 @@ _HEADS = (
     "output_projection.weight",
     "proj_out.weight",
     "output.weight",
+    "pred_layer.proj.weight",
 )
 _WHOLE_HEADS = ("decoder.weight",)  # of ModernBERT; below another module it may be anything
 _EMBEDDINGS = (
@@ -45,6 +46,7 @@ _EMBEDDINGS = (
     "tok_embeddings.weight",
     "embeddings.weight",
     "shared.weight",
+    "tokens_embed.weight",
 )
 # Of an encoder-decoder: the embeddings of its halves, beside the shared one.
 _HALVES = tuple(f"{half}.embed_tokens.weight" for half in ("encoder", "decoder", "text_encoder", "text_decoder"))
