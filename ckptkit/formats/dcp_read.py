@@ -21,6 +21,7 @@ from ckptkit.formats.dcp_digests import check_bytes
 from ckptkit.formats.dcp_exact import ExactReads
 from ckptkit.formats.dcp_fill import Filler, Verify
 from ckptkit.formats.dcp_plan import local_boxes
+from ckptkit.formats.dcp_same import Flattened
 from ckptkit.formats.objects import load_object_torch
 from ckptkit.formats.torch_bytes import parse_object
 from ckptkit.storage.store import Store
@@ -121,7 +122,11 @@ def plan_read(
 ) -> ReadPlan:
     """Return what `read_sharded` will do. Raises its CheckpointMismatchError and IncompleteCheckpointError."""
     started = time.perf_counter()
-    flat, paths = flatten_state_dict(state_dict)
+    flattened = Flattened.of(state_dict)
+    if flattened is None:
+        flat, by_name = flatten_state_dict(state_dict)
+        flattened = Flattened(flat, list(by_name.values()))
+    flat, paths = flattened.values, dict(zip(flattened.values, flattened.paths, strict=True))
     exact = ExactReads.of(catalog, store, _Boxes())
     rest = flat if exact is None else exact.take(flat)
     found, missing = _matched(catalog, rest, cast=cast, strict=strict)
