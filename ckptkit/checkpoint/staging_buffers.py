@@ -107,9 +107,8 @@ class StagingBuffers:
         """Have a view for each tensor. Returns whether most of them were not among those of the call before."""
         last, self._last = self._last, []
         changed = _changed(tensors, last)
-        if changed:
-            self._on_gpu = any(tensor.is_cuda for tensor in tensors)
         fresh = 4 * len(changed) > len(tensors)
+        self._on_gpu = (self._on_gpu and not fresh) or any(tensors[row].is_cuda for row in changed)
         if len(tensors) != len(self._layout) or any(
             self._layout[row] != (tensors[row].shape, tensors[row].dtype) for row in changed
         ):

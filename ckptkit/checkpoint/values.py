@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import itertools
 import math
 import operator
 import sys
@@ -74,7 +75,8 @@ class _Encoder:
     def _container(self, value: Any, path: str, depth: int) -> JSON:
         kind = type(value)
         if kind in (dict, collections.OrderedDict):
-            plain = kind is dict and all(type(key) is str and not key.startswith("$") for key in value)
+            plain = kind is dict and _STRINGS.issuperset(map(type, value))
+            plain = plain and not any(map(str.startswith, value, itertools.repeat("$")))
             if plain and {self._dtensor}.issuperset(map(type, value.values())):
                 return self._all_apart(value, path)
             if plain:
@@ -147,6 +149,7 @@ class _Encoder:
 
 _needs_grad = operator.attrgetter("requires_grad")
 _is_meta = operator.attrgetter("is_meta")
+_STRINGS = frozenset((str,))
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
 
 

@@ -29,6 +29,7 @@ from ckptkit.formats.torch_bytes import dump_object
 __all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "local_boxes", "plan_sharded"]
 
 _DIGEST = 16
+_NO_PROTOCOL = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, dict))
 Flat = dict[str, Any]
 
 
@@ -165,18 +166,19 @@ def plan_sharded(
     Raises:
         SaveError: A tensor is a partial sum, or an object would not load without running code.
     """
-    # A tensor is told first: asking whether it follows a protocol takes as long as all else about it.
-    plain = (torch.Tensor, dict)
-    values = {
-        k: v.state_dict() if not isinstance(v, plain) and isinstance(v, Stateful) else v for k, v in state_dict.items()
-    }
+    values = state_dict
+    if not _NO_PROTOCOL.issuperset(map(type, state_dict.values())):  # asking takes as long as all else about a tensor
+        values = {
+            k: v.state_dict() if type(v) not in _NO_PROTOCOL and isinstance(v, Stateful) else v
+            for k, v in state_dict.items()
+        }
     own = frozenset(private)
     fresh = None if previous is None or own != previous.private else _refreshed(previous, values)
     if fresh is not None:
         return fresh
     found = Flattened.of(values)
     if found is None:
-        flat, paths = flatten_state_dict(values)
+        flat, paths = flatten_state_dict(dict(values))
         found = Flattened(flat, list(paths.values()))
     places = Places.of(found.values)
     empty = ShardedPlan(
