@@ -32,6 +32,14 @@ _inherited: list[Any] = []  # what a fork has of its parent is never closed here
 _connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
 
 
+def _keep_what_was_inherited() -> None:
+    _inherited.extend(connection._held for connection in list(_connections.values()))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_what_was_inherited)
+
+
 class Known:
     """Contents of small files by their tags, so that what has not changed is not fetched again. Bounded."""
 
@@ -205,12 +213,27 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
         raise MissingExtraError(f"{protocol}:// needs a package that is not installed. {hint}") from error
     except ValueError as error:
         raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}") from error
+    _close_only_here(made)
     if protocol in ("s3", "s3a"):
         made.retries = 1
         _send_bodies_as_they_are(made)
     if protocol in ("gs", "gcs"):
         _without_inner_retries(made)
     return made
+
+
+def _close_only_here(fs: Any) -> None:
+    """Let a forked process leave the sessions of its parent alone when it ends: it would take their sockets out of the
+    parent's selector, which both share, and say goodbye on them."""
+    close, mine = getattr(type(fs), "close_session", None), os.getpid()
+    if close is None:
+        return
+
+    def close_session(*args: Any, **kwargs: Any) -> None:
+        if os.getpid() == mine:
+            close(*args, **kwargs)
+
+    fs.close_session = close_session  # what s3fs and gcsfs leave to weakref.finalize
 
 
 def _send_bodies_as_they_are(fs: Any) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import multiprocessing
 import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec.asyn
 import pytest
 
 from ckptkit.errors import StorageError
-from ckptkit.storage import open_store
+from ckptkit.storage import connection, open_store
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import is_transient
 from ckptkit.storage.store import ReadInto
@@ -35,6 +39,14 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def moto() -> Iterator[Options]:
     with servers.moto() as options:
         open_store("s3://bucket", storage_options=options).fs.mkdir("faults")
+        yield dict(options)
+
+
+@pytest.fixture(scope="module")
+def gcs() -> Iterator[Options]:
+    with servers.fake_gcs() as options:
+        os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
+        open_store("gs://bucket", storage_options=options).fs.mkdir("faults")
         yield dict(options)
 
 
@@ -188,6 +200,46 @@ def test_a_forked_process_opens_its_own_file_system(moto: Options) -> None:
     child.join(20)
     store._connection._locks[os.getpid()].release()
     assert child.exitcode == 0 and store.read("y") == b"from the child"
+
+
+@pytest.mark.parametrize("protocol", ["s3", "gs"])
+def test_a_forked_process_leaves_the_connections_of_its_parent_alone(
+    protocol: str, moto: Options, gcs: Options, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = moto if protocol == "s3" else gcs
+    with proxy_of(server["endpoint_url"]) as proxy:
+        store = RemoteStore(f"{protocol}://faults/ends", storage_options={**server, "endpoint_url": proxy.url})
+        store.write("x", b"1")
+        assert store.read("x") == b"1"  # over a connection that is kept
+        loop = store.fs.loop
+        pid = os.fork()
+        if not pid:
+            try:
+                _end(store, loop)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        proxy.clear()
+        assert store.read("x") == b"1" and proxy.count == 1
+    assert capfd.readouterr().err == ""
+
+
+def _end(store: RemoteStore, parents: Any) -> None:
+    """Do what the end of a process does, or its collector in the thread of its own loop."""
+    store.read("x")  # by a loop of its own
+    before = [held.fs for held in connection._inherited if held is not None]
+
+    async def finish() -> None:
+        for fs in before:
+            fs.close_session(parents, getattr(fs, "_s3creator", None) or fs._session)
+        await asyncio.sleep(0.05)
+
+    assert before
+    fsspec.asyn.sync(store.fs.loop, finish)
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 def test_many_threads_share_a_store(moto: Options) -> None:
