@@ -68,6 +68,7 @@ class Lease:
         have deleted some of it since. None: look."""
         self._state = state
         self._renewed = since
+        self._seen = since - TTL_S  # when it was looked at and was ours
         self._old = list(old)
         self._ground = _ground(root)
         self.turn = threading.Lock()  # of the saves of this process: one at a time
@@ -90,10 +91,7 @@ class Lease:
         three times as long. Never where one of two that write it at once is not refused."""
         root = self.root
         one_of_two = isinstance(root, RemoteStore) and root.has_conditional_writes is True
-        return one_of_two and self._is_fresh()
-
-    def _is_fresh(self) -> bool:
-        return not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
+        return one_of_two and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
 
     def try_conditional(self) -> None:
         """Find out by its file whether the store has conditional writes."""
@@ -114,6 +112,7 @@ class Lease:
         Args:
             view: A snapshot of the root, taken just now.
         """
+        started = _now()
         top = _top(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
         if top is None:
             raise SaveError(
@@ -125,6 +124,7 @@ class Lease:
                 f"{self.root.url} is written by {top.owner} now: this job did not renew its lease for more than "
                 f"{TTL_S:g} s (was it stopped?) and may not write any more."
             )
+        self._seen = started if view is None else self._seen
 
     def _put_back(self) -> _State | None:
         """Write the lease again where its file alone is gone, deleted by hand: the root is still the same. Another
@@ -152,7 +152,8 @@ class Lease:
         with self._lock:
             if self._stop.is_set():
                 return
-            sure = self.is_surely_ours()
+            seen = self.root.local_root is None and _now() - self._seen < TTL_S / 3
+            sure = seen or self.is_surely_ours()
             self._stop.set()
             _here.pop(self.nonce, None)
             state = replace(self._state, released=True)

@@ -39,8 +39,8 @@ ROW = np.dtype(
 
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # below this many bytes another file is not worth it
-_REMOTE_FILE = 48 << 20  # as _FILE, where each is a request, and a connection carries so much a second
-_ONE_REQUEST = 144 << 20  # a larger one goes in parts while it is written
+_REMOTE_FILE = 16 << 20  # as _FILE, where each is a request, and a connection carries a few of them a second
+_ONE_REQUEST = 216 << 20  # a larger one goes in parts while it is written
 _COPIED_FILES = 4  # on an object store, where what goes up is held for that alone
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 

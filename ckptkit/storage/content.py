@@ -108,22 +108,22 @@ class Collected:
             self._pieces.append(self._buffer.getvalue())
             self._buffer = io.BytesIO()
 
-    def content(self, *, after: Collected | None = None, crc32: int | None = None) -> Content:
+    def content(self, *, after: Sequence[Collected] = (), crc32: int | None = None) -> Content:
         """Return all of it, behind what `after` has.
 
         Args:
-            crc32: Of both together; its own alone is known.
+            crc32: Of all together; its own alone is known.
         """
-        before = [] if after is None else [after]
-        for one in (*before, self):
+        collected = (*after, self)
+        for one in collected:
             one._settle_lent()
             one._settle_buffer()
-        crc = self.crc32 if after is None else crc32
+        crc = crc32 if after else self.crc32
         return Content(
-            [piece for one in (*before, self) for piece in one._pieces],
-            copied=sum(one._copied for one in (*before, self)),
+            [piece for one in collected for piece in one._pieces],
+            copied=sum(one._copied for one in collected),
             crc32=crc if self._checked else None,
-            owners=[owner for one in (*before, self) for owner in one._owners],
+            owners=[owner for one in collected for owner in one._owners],
         )
 
 

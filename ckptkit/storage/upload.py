@@ -45,9 +45,10 @@ class PartWriter:
         self._name = name
         self._attempt = attempt
         self.nbytes = 0
-        self._parts = [self._collected()]  # not sent; two at most, where both may yet become one request
-        self._crc32 = 0  # of those two together
+        self._parts = [self._collected()]  # not sent; as many as may yet become one request together
+        self._crc32 = 0  # of those together
         self._size = 1  # of a part, in UPLOAD_BYTES
+        self._most = 2  # parts that one request takes
         self._upload: Upload | None = None
         self._sent: list[Future[None]] = []
         self._count = 0
@@ -69,7 +70,7 @@ class PartWriter:
         returned. `owner` keeps the memory alive until then.
         """
         if self._upload is None and len(self._parts) == 1 and self._parts[0].nbytes < UPLOAD_BYTES:
-            self._size = 2  # it costs no memory
+            self._size, self._most = 2, 3  # it costs no memory
         while start < stop:
             end = min(stop, start + self._room())
             self._parts[-1].lend(data, start, end, owner)
@@ -90,19 +91,19 @@ class PartWriter:
         room = most - self._parts[-1].nbytes
         if room > 0:
             return room
-        if self._upload is None and len(self._parts) == 1:
-            # A request less than in two parts is two requests and a wait less.
-            self._crc32 = self._parts[0].crc32
-        else:
+        # One request in place of two parts is two requests and a wait less.
+        if self._upload is not None or len(self._parts) == self._most:
             self._send(last=False)
+        elif len(self._parts) == 1:
+            self._crc32 = self._parts[0].crc32
         self._parts.append(self._collected())
         return most
 
     def finish(self, put: Callable[[Content], object]) -> str | None:
-        """Let the object appear, and return its tag; `put` writes one that is no larger than two parts: then None."""
+        """Let the object appear, and return its tag; `put` writes one that few parts make up: then None."""
         if self._upload is None:
-            after = self._parts[0] if len(self._parts) > 1 else None
-            put(self._parts[-1].content(after=after, crc32=self._crc32))
+            *before, last = self._parts
+            put(last.content(after=before, crc32=self._crc32))
             return None
         self._send(last=True)
         self._wait()
