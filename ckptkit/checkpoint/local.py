@@ -42,11 +42,9 @@ class LocalTensors:
     def of(cls, captured: Captured, rank: int, world_size: int, previous: object) -> LocalTensors:
         """Return the plan for a captured state. No communication."""
         views = tuple(part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False))
-        common = sorted(
-            f"{v.key} {v.dtype} {v.shape}" for v in views if v.layout is None and not captured.is_private(v.key)
-        )
+        common = sorted(f"{v.key} {v.dtype} {v.shape}" for v in views if v.layout is None and v.key not in captured.own)
         signature = xxhash.xxh3_128_digest("\n".join(common).encode("utf-8", "surrogatepass"))
-        private = {v.key for v in views if captured.is_private(v.key)}
+        private = {v.key for v in views if v.key in captured.own}
         mine = tuple(v for v in views if v.key in private or _is_writer(v, rank, world_size))
         aliases = {name: table for name, table in captured.aliases.items() if table}
         return cls(rank, world_size, views, mine, aliases, signature)

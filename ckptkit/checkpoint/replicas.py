@@ -98,6 +98,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
                 mine = f"{PER_RANK}.{rank}.{same}"
                 own[key] = {"$ref": mine}
                 captured.loose[mine] = holder[name]
+                captured.own.add(mine)
             del holder[name]
 
 
@@ -149,7 +150,7 @@ def _has_plain(captured: Captured) -> bool:
     """Whether there is a tensor beside DTensors that is not this rank's own: one look at all, not one at each."""
     from torch.distributed.tensor import DTensor
 
-    own, cut = captured.private(), {DTensor}
+    own, cut = captured.own, {DTensor}
     return any(
         not cut.issuperset(map(type, table.values() if table is not captured.loose else _others(table, own)))
         for table in captured.tables()
@@ -168,7 +169,7 @@ def _is_replica(key: str, tensor: torch.Tensor, captured: Captured) -> bool:
     import torch
 
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return plain and not tensor.is_meta and not tensor.is_quantized and not captured.is_private(key)
+    return plain and not tensor.is_meta and not tensor.is_quantized and key not in captured.own
 
 
 def _places(captured: Captured) -> Iterator[tuple[str, str, dict[Any, Any], Any]]:

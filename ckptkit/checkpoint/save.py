@@ -20,6 +20,7 @@ from ckptkit.checkpoint.parts import layout_of
 from ckptkit.checkpoint.replicas import Fingerprints, holding, part_ways, warn_of
 from ckptkit.checkpoint.report import PhaseClock
 from ckptkit.checkpoint.state import Captured, StateDictType, TrainState, capture
+from ckptkit.checkpoint.values import Seen
 from ckptkit.checkpoint.writers import ShardedTensors, TensorPlan, load_writers
 from ckptkit.errors import UsageError
 from ckptkit.formats.ckptkit import OBJECTS_NAME
@@ -122,6 +123,7 @@ class Saver:
         self.seen: Inventory | None = None
         """What is known to be there after the last save, on rank 0, where looking again costs requests."""
         self._plans: dict[StateDictType, TensorPlan] = {}
+        self._seen = Seen()
         load_writers()
         self._transfers: Any = None
         # Plain tensors that ranks differ in -> the rank whose copy is everybody's; None: not seen on any rank.
@@ -140,7 +142,11 @@ class Saver:
         self._open_transfers(request)
 
         def propose() -> Any:
-            captured = made[0].captured if made else capture(state, rank=self._coordinator.rank, step=request.step)
+            captured = (
+                made[0].captured
+                if made
+                else capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
+            )
             made.append(self._proposed(captured, state, request, clock))
             return made[-1].message()
 

@@ -7,12 +7,12 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import compress, repeat
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.optimizer_state import CapturedOptimizer, capture_optimizer
 from ckptkit.checkpoint.rng import capture_rng
-from ckptkit.checkpoint.values import JSON, encode
+from ckptkit.checkpoint.values import JSON, Seen, encode
 from ckptkit.errors import SaveError, UsageError
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class Captured:
         loose: Tensors outside of models and optimizers, by their full key.
         objects: JSON by key, the same on every rank.
         rank_objects: JSON by key, with the rank in the key.
+        own: The loose tensors that belong to `rank_objects`.
     """
 
     models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -139,6 +140,7 @@ class Captured:
     loose: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, JSON] = field(default_factory=dict)
     rank_objects: dict[str, JSON] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
 
     def tensors(self, *, aliases: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor with its key in the checkpoint; tied weights again under their other names on request."""
@@ -153,16 +155,11 @@ class Captured:
                 yield f"{name}.state.{fqn}.{state}", tensor
         yield from self.loose.items()
 
-    def is_private(self, key: str) -> bool:
-        """Tell whether a loose tensor belongs to this rank's own state."""
-        return any(key.startswith(f"{owner}.") or key == owner for owner in self.rank_objects)
-
-    def private(self) -> set[str]:
-        """Return the keys of all loose tensors that belong to this rank's own state."""
-        below = tuple(f"{owner}." for owner in self.rank_objects)
-        return {*compress(self.loose, map(str.startswith, self.loose, repeat(below)))} | (
-            self.loose.keys() & self.rank_objects.keys()
-        )
+    def add_own(self, key: str, value: Any) -> None:
+        """Add state of this rank alone."""
+        before = len(self.loose)
+        self.rank_objects[key] = encode(value, key, self.loose)
+        self.own.update(islice(reversed(self.loose), len(self.loose) - before))
 
     def tables(self) -> Iterator[Mapping[Any, torch.Tensor]]:
         """Yield every dict of tensors."""
@@ -172,10 +169,13 @@ class Captured:
         yield self.loose
 
 
-def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Captured:
+def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: Seen | None = None) -> Captured:
     """Return what a checkpoint of `state` holds on this rank; the tensors alias the live ones, nothing is changed.
 
     No communication (a model under FSDP2 reshards its unsharded parameters, which is local).
+
+    Args:
+        seen: What the captures before have met.
 
     Raises:
         UsageError: The optimizer holds parameters that are none of the models'.
@@ -206,22 +206,25 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
             captured.objects[key] = encode(_state_of(item, key), key, captured.loose)
     for name, item in state.parts("dataloader").items():
         key = f"{section('dataloader', name)}.{rank}"
-        captured.rank_objects[key] = encode(_state_of(item, key), key, captured.loose)
+        captured.add_own(key, _state_of(item, key))
     if state.rng:
-        captured.rank_objects[f"rng.{rank}"] = encode(capture_rng(), f"rng.{rank}", captured.loose)
-    _capture_extra(captured, state.extra, rank)
+        captured.add_own(f"rng.{rank}", capture_rng())
+    _capture_extra(captured, state.extra, rank, seen.turn() if seen is not None else None)
     captured.objects["step"] = int(state.step if step is None else step)
     return captured
 
 
-def _capture_extra(captured: Captured, extra: Mapping[str, Any], rank: int) -> None:
+def _capture_extra(captured: Captured, extra: Mapping[str, Any], rank: int, seen: Seen | None) -> None:
     for name, item in extra.items():
         _check_name(name, "extra")
         per_rank = isinstance(item, PerRank)
         value = item.value if per_rank else item
         key = f"extra.{name}.{rank}" if per_rank else f"extra.{name}"
         value = _state_of(value, key) if is_stateful(value) else value
-        (captured.rank_objects if per_rank else captured.objects)[key] = encode(value, key, captured.loose)
+        if per_rank:
+            captured.add_own(key, value)
+        else:
+            captured.objects[key] = encode(value, key, captured.loose, seen=seen)
 
 
 def is_stateful(value: Any) -> bool:

@@ -20,6 +20,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CorruptCheckpointError, SaveError
@@ -28,7 +29,7 @@ from ckptkit.formats.torch_bytes import dump_object, parse_object
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["JSON", "INLINE_BYTES", "encode", "decode", "references"]
+__all__ = ["JSON", "INLINE_BYTES", "Seen", "encode", "decode", "references"]
 
 JSON = Any  # None | bool | int | float | str | list[JSON] | dict[str, JSON]
 
@@ -38,23 +39,61 @@ INLINE_BYTES = 1024
 _MAX_DEPTH = 200
 
 
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
+class Seen:
+    """Which dicts of tensors the last capture met, and what became of them: the same ones need no second look."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, _Known] = {}
+        self._now: dict[str, _Known] = {}
+
+    def turn(self) -> Seen:
+        """Begin another capture."""
+        self._before, self._now = self._now, {}
+        return self
+
+    def find(self, path: str, value: dict[Any, Any]) -> _Known | None:
+        """Return what is known of a dict: it must have the very same tensors under the same keys."""
+        known = self._before.get(path)
+        if known is None or len(known.keys) != len(value) or known.keys != list(value):
+            return None
+        if not all(map(operator.is_, known.tensors, value.values())):
+            return None
+        self._now[path] = known
+        return known
+
+    def keep(self, path: str, known: _Known) -> None:
+        self._now[path] = known
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A dict of DTensors, the names of these in the checkpoint, and what stands for it in the JSON."""
+
+    keys: list[str]
+    tensors: list[torch.Tensor]
+    names: list[str]
+    tree: JSON
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], *, seen: Seen | None = None) -> JSON:
     """Return `value` as strict JSON; tensors too large for it are added to `tensors` under a key from `path`.
 
     Tensors are not copied: who keeps the result beyond the next training step must copy them.
 
     Args:
         path: Where the value stands, such as "extra.ema"; errors name it.
+        seen: What the captures before have met.
 
     Raises:
         SaveError: A value is of a type that no safe load gives back; the message names its path.
     """
-    return _Encoder(tensors).encode(value, path, 0)
+    return _Encoder(tensors, seen or Seen()).encode(value, path, 0)
 
 
 class _Encoder:
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], seen: Seen) -> None:
         self._tensors = tensors
+        self._seen = seen
         # Only where there is one: looking for the class takes longer than all else that is done about a tensor.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
@@ -75,6 +114,10 @@ class _Encoder:
     def _container(self, value: Any, path: str, depth: int) -> JSON:
         kind = type(value)
         if kind in (dict, collections.OrderedDict):
+            known = self._seen.find(path, value)
+            if known is not None and self._tensors.keys().isdisjoint(known.names):
+                self._tensors.update(zip(known.names, known.tensors, strict=True))
+                return known.tree
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
             plain = plain and not any(map(str.startswith, value, itertools.repeat("$")))
             if plain and {self._dtensor}.issuperset(map(type, value.values())):
@@ -88,7 +131,10 @@ class _Encoder:
             return {"$dict" if kind is dict else "$ordered": pairs}
         if kind in (set, frozenset):
             return {f"${kind.__name__}": [self.encode(item, path, depth + 1) for item in sorted(value, key=repr)]}
-        items = [self.encode(item, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]
+        if _WORDS.issuperset(map(type, value)):
+            items = list(value)
+        else:
+            items = [self.encode(item, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
 
     def _leaf(self, value: Any, path: str, depth: int) -> JSON:
@@ -129,13 +175,13 @@ class _Encoder:
 
     def _all_apart(self, values: dict[str, torch.Tensor], path: str) -> JSON:
         """Do for a dict of DTensors what `encode` does for each, by calls that take all of them."""
-        keys = list(map(f"{path}.".__add__, values))
-        tensors = values.values()
-        ours = self._tensors.keys().isdisjoint(keys)
-        if not ours or any(map(_needs_grad, tensors)) or any(map(_is_meta, tensors)):
+        names, tensors = list(map(f"{path}.".__add__, values)), list(values.values())
+        if not self._tensors.keys().isdisjoint(names) or any(map(_needs_grad, tensors)) or any(map(_is_meta, tensors)):
             return {key: self.encode(item, f"{path}.{key}", 0) for key, item in values.items()}
-        self._tensors.update(zip(keys, tensors, strict=True))
-        return {key: {"$ref": name} for key, name in zip(values, keys, strict=True)}
+        self._tensors.update(zip(names, tensors, strict=True))
+        tree = {key: {"$ref": name} for key, name in zip(values, names, strict=True)}
+        self._seen.keep(path, _Known(list(values), tensors, names, tree))
+        return tree
 
     def _apart(self, value: torch.Tensor, path: str) -> JSON:
         """Give the tensor a key of its own in the checkpoint."""
@@ -150,6 +196,7 @@ class _Encoder:
 _needs_grad = operator.attrgetter("requires_grad")
 _is_meta = operator.attrgetter("is_meta")
 _STRINGS = frozenset((str,))
+_WORDS = frozenset((str, int, bool, type(None)))  # stand for themselves
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
 
 

@@ -149,4 +149,4 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
     loose = captured.loose
     if not nested.keys().isdisjoint(loose):
         loose = {key: tensor for key, tensor in loose.items() if key not in nested}
-    return {**nested, **loose}, captured.private() - nested.keys()
+    return {**nested, **loose}, captured.own - nested.keys()

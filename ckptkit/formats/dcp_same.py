@@ -4,6 +4,7 @@ tensors at once: one that looks at a tensor after the other takes longer than co
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
@@ -20,7 +21,9 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _TENSORS = _PLAIN | {DTensor}
 _local_of = operator.attrgetter("_local_tensor")
 _spec_of = operator.attrgetter("_spec")
-_cut_of = operator.attrgetter("mesh", "placements", "tensor_meta")
+_mesh_of = operator.attrgetter("mesh")
+_placements_of = operator.attrgetter("placements")
+_meta_of = operator.attrgetter("tensor_meta")
 _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
 
@@ -46,7 +49,7 @@ class Places:
     anew: frozenset[int]
     dtensors: list[DTensor]
     memory: list[torch.Tensor]
-    columns: tuple[list[Any], ...]
+    columns: tuple[Sequence[Any], ...]
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Places:
@@ -63,7 +66,9 @@ class Places:
             cut, plain = ([row for row in rows if row not in hidden] for rows in (cut, plain))
             memory = [*map(_local_of, _at(values, cut)), *_at(values, plain)]
         dtensors = _at(values, cut)
-        return cls(list(flat), values, cut + plain, frozenset(anew), dtensors, memory, _columns(dtensors, memory))
+        return cls(
+            list(flat), values, cut + plain, frozenset(anew), dtensors, memory, _shared(_columns(dtensors, memory))
+        )
 
     def moved(self, flat: Mapping[str, Any]) -> list[str] | None:
         """Return which tensors of a flat state are not those of these places, or not there; None where its names, or
@@ -90,7 +95,10 @@ class Places:
         values = [None if row in rows else value for row, value in enumerate(self.values)]
         kept = [row not in rows for row in self.rows]
         cut = kept[: len(self.dtensors)]
-        columns = [list(compress(column, kept)) for column in self.columns]
+        columns = [
+            array("Q", compress(column, kept)) if isinstance(column, array) else list(compress(column, kept))
+            for column in self.columns
+        ]
         return Places(
             self.names,
             values,
@@ -113,14 +121,24 @@ class Places:
         return found
 
 
-def _columns(dtensors: list[DTensor], memory: list[torch.Tensor]) -> tuple[list[Any], ...]:
-    return (
-        list(map(_cut_of, map(_spec_of, dtensors))),  # first, as `rows` begins with them
-        list(map(torch.Tensor.data_ptr, memory)),
+def _columns(dtensors: list[DTensor], memory: list[torch.Tensor]) -> tuple[Sequence[Any], ...]:
+    specs = list(map(_spec_of, dtensors))
+    return (  # those of DTensors first, as `rows` begins with them
+        list(map(_mesh_of, specs)),
+        list(map(_placements_of, specs)),
+        list(map(_meta_of, specs)),
+        array("Q", map(torch.Tensor.data_ptr, memory)),
         list(map(_shape_of, memory)),
         list(map(torch.Tensor.stride, memory)),
         list(map(_dtype_of, memory)),
     )
+
+
+def _shared(columns: tuple[Sequence[Any], ...]) -> tuple[Sequence[Any], ...]:
+    """Let equal shapes and strides be one: what is kept is compared at each save, and is read from memory then."""
+    *head, shapes, strides, dtypes = columns
+    known: dict[Any, Any] = {}
+    return (*head, *([known.setdefault(item, item) for item in column] for column in (shapes, strides)), dtypes)
 
 
 def _is_memory(local: Any) -> bool:
