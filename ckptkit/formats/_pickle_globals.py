@@ -248,6 +248,9 @@ def _classes() -> dict[tuple[str, str], Any]:
     table = {(home, name): stub for home in _METADATA_HOMES for name, stub in _METADATA.items()}
     for name in ("MCoreMetadata", "MCoreSavePlan"):
         table["megatron.core.dist_checkpointing.strategies.torch", name] = _METADATA["Metadata"]
+    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
+        # megatron-core keeps the plans of all ranks in .metadata, so that a later save can reuse them.
+        table[f"{_DCP}.planner", name] = record_type(f"{_DCP}.planner.{name}")
     for full in _RECORDS:
         module, _, name = full.rpartition(".")
         table[module, name] = record_type(full)

@@ -1,0 +1,45 @@
+"""What megatron-core itself writes beside what any DCP has."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+from ckptkit.catalog.entry import Role
+from ckptkit.formats.detect import open_source
+
+WEIGHT = "decoder.layers.mlp.linear_fc1.weight"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A torch_dist checkpoint whose `.metadata` keeps the plans of all ranks, as megatron-core's writer has it."""
+    state = {
+        WEIGHT: torch.randn(3, 4, 5),
+        f"optimizer.state.exp_avg.{WEIGHT}": torch.randn(3, 4, 5),
+        "decoder.layers.mlp.linear_fc1._extra_state/shard_0_3": "amax",
+    }
+    folder = tmp_path / "iter_0000010"
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = None
+    metadata.all_local_plans = [create_default_local_save_plan(state, is_coordinator=True)]
+    metadata.mcore_data = {WEIGHT: {"nd_reformulated_orig_global_shape": (3, 4, 5)}}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    return folder
+
+
+def test_plans_that_megatron_keeps_in_the_metadata_are_no_hindrance(saved):
+    assert b"SavePlan" in (saved / ".metadata").read_bytes()
+    catalog = open_source(str(saved)).catalog
+    assert catalog.info.format == "megatron" and catalog.info.step == 10
+    assert list(catalog.by_role(Role.MODEL)) == [WEIGHT]
+    assert catalog.tensors[f"optimizer.state.exp_avg.{WEIGHT}"].fqn == WEIGHT
+    assert list(catalog.objects) == ["decoder.layers.mlp.linear_fc1._extra_state/shard_0_3"]
