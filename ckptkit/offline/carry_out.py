@@ -87,7 +87,8 @@ def carry_out(
         def copied() -> CopyReport:
             return execute(
                 plan, source.store, session.store, workers=how.workers, max_memory=how.max_memory, check=how.check,
-                progress=how.progress, only=session.only, journal=session.journal, digests=sealing is not None,
+                progress=how.progress, only=session.only, journal=session.journal, ledger=session.ledger,
+                digests=sealing is not None,
             )  # fmt: skip
 
         def proved() -> int:

@@ -20,6 +20,7 @@ from ckptkit.offline.boxes import BoxCopier
 from ckptkit.offline.chain_copy import ChainCopier, Digested
 from ckptkit.offline.chains import Chains
 from ckptkit.offline.checks import Verifier
+from ckptkit.offline.contents import Contents, records_of
 from ckptkit.offline.coverage import check_plan
 from ckptkit.offline.gather import Gatherer
 from ckptkit.offline.jobs import BandJob, Runs, TileJob, Work, prepare
@@ -36,6 +37,7 @@ from ckptkit.units import format_size
 
 if TYPE_CHECKING:
     from ckptkit.storage.journal import Journal
+    from ckptkit.storage.ledger import Ledger
 
 __all__ = ["CopyReport", "Progress", "execute"]
 
@@ -102,6 +104,7 @@ def execute(
     progress: Progress | None = None,
     only: Callable[[int], bool] | None = None,
     journal: Journal | None = None,
+    ledger: Ledger | None = None,
     digests: bool = False,
 ) -> CopyReport:
     """Write the files of a plan below `destination`, which has none of them.
@@ -116,6 +119,8 @@ def execute(
         only: Which files, by index, this process writes; None for all.
         journal: Of the destination, a local one: steps that it says are done are not done again. Whatever else lies
             in the destination is deleted.
+        ledger: Of the destination, a remote one: objects that it has from an interrupted run, and that hold what they
+            should, are not written again.
         digests: Take the digests of the boxes that are written, of as many as pass by from their start to their end.
 
     Raises:
@@ -147,7 +152,7 @@ def execute(
             run.into_local(destination, journal, whole)
         else:
             _check_room(plan, destination)
-            run.into_store(destination)
+            run.into_store(destination, ledger)
         run.check_rest()
     finally:
         run.close()
@@ -224,7 +229,7 @@ class _Execution:
         self.pool = Pool(workers, self.chunk)
         self.nbytes_read = 0
         self.steps = self.taken_over = 0
-        self._source = source
+        self.source = source
         self._progress = progress
         self._path = ""  # of the file at work, for people
         self._lock = threading.Lock()
@@ -276,7 +281,7 @@ class _Execution:
         def derive(world_size: int, rank: int) -> Share:
             owners = share_out(whole, world_size)
             kept = [index for index, owner in enumerate(owners) if owner == rank]
-            other = self._again(restricted(whole, kept), self._source, kept=kept)
+            other = self._again(restricted(whole, kept), self.source, kept=kept)
             try:
                 return other._share(other._steps(LocalSink(store, other.plan.files)))
             finally:
@@ -287,7 +292,7 @@ class _Execution:
         return taken
 
     def _share(self, steps: Sequence[_Step]) -> Share:
-        plan = fingerprint(self.plan, self.work, self._source, check=self.verifier is not None)
+        plan = fingerprint(self.plan, self.work, self.source, check=self.verifier is not None)
         return Share(plan, self.kept, self.work, steps)
 
     def _stated(self, index: int, step: _Step, journal: Journal | None) -> Job:
@@ -374,9 +379,12 @@ class _Execution:
     def _path_of(self, origin: int) -> str:
         return self.work.origins[int(origin)].path
 
-    def into_store(self, store: Store) -> None:
+    def into_store(self, store: Store, ledger: Ledger | None) -> None:
         from ckptkit.offline.sequential import SequentialCopier
 
+        spoken = None if ledger is None else _Spoken(self, ledger)
+        taken = frozenset() if spoken is None else spoken.take_over()
+        self.steps, self.taken_over = len(self.plan.files), len(taken)
         SequentialCopier(
             self.plan,
             self.gatherer,
@@ -385,6 +393,8 @@ class _Execution:
             tile_nbytes=max(self.tile_nbytes, self.chunk),
             big_nbytes=self.big_nbytes,
             done=self.done,
+            there=taken,
+            finished=None if spoken is None else spoken.finished,
         ).run(self.pool)
 
     def check_rest(self) -> None:
@@ -395,6 +405,42 @@ class _Execution:
         nothing = self.work.runs.take(np.zeros(0, np.int64))
         copier = StreamCopier(self.work, nothing, self.reader, None, self.verifier, wanted=rest, done=self.done)
         self.pool.run([partial(copier.copy_spans, job) for job in spans(nothing, self.work.records, rest)])
+
+
+class _Spoken:
+    """What is said of the objects of a run, and of those that it takes over."""
+
+    def __init__(self, run: _Execution, ledger: Ledger) -> None:
+        self._run = run
+        self._ledger = ledger
+        contents = Contents(run.plan, run.source, check=run.verifier is not None)
+        worth = [index for index, file in enumerate(run.plan.files) if ledger.is_worth(file.nbytes)]
+        self._contents = {index: contents.of(index) for index in worth}
+
+    def take_over(self) -> frozenset[int]:
+        """Return the files that are there. Others that an interrupted run has written are deleted."""
+        run, earlier = self._run, self._ledger.earlier
+        paths = {file.path: index for index, file in enumerate(run.plan.files) if file.path in earlier}
+        taken = {index for path, index in paths.items() if earlier[path].content == self._contents.get(index)}
+        for index in taken:
+            path = run.plan.files[index].path
+            self._ledger.keep(path)
+            if run.verifier is not None and earlier[path].checked:
+                run.verifier.proved[records_of(run.plan, index, run.work.maps)] = True
+        self._ledger.drop(path for path, index in paths.items() if index not in taken)
+        return frozenset(taken)
+
+    def finished(self, index: int) -> None:
+        """Say that a file is there whole."""
+        run, content = self._run, self._contents.get(index)
+        if content is None:
+            return
+        checked = False
+        if run.verifier is not None:
+            records = records_of(run.plan, index, run.work.maps)
+            checked = bool((records >= 0).all() and run.verifier.proved[records].all())
+        file = run.plan.files[index]
+        self._ledger.finished(file.path, file.nbytes, content, checked=checked)
 
 
 # --- what steps write: file, start, bytes

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ckptkit.errors import CheckpointExistsError, UsageError
+from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME
+from ckptkit.offline.checksums import SUMS_NAME
 from ckptkit.offline.plan import Plan
 from ckptkit.offline.resume import clear_strays
 from ckptkit.storage.journal import Journal, adopt, give_up, resumable
+from ckptkit.storage.ledger import Ledger
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import (
     clean_siblings,
@@ -29,6 +32,7 @@ from ckptkit.storage.store import Store, open_store, split_url
 __all__ = ["OutputPlace", "Session", "is_one_of_many", "open_target", "options_of_both"]
 
 T = TypeVar("T")
+_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # is written as well, or may be
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -39,11 +43,13 @@ class Session(Protocol):
         store: Where this process writes.
         only: Which files of the plan are its own, by index; None for all.
         journal: Where steps that are done are stated, so that the next run can go on; None where none can.
+        ledger: The same for objects of an object store.
     """
 
     store: Store
     only: Callable[[int], bool] | None
     journal: Journal | None
+    ledger: Ledger | None
 
     def everyone(self, fn: Callable[[], T]) -> list[T]:
         """Run `fn` on every rank; raises on all where it failed on any. Returns what it returned here, and, where
@@ -61,6 +67,7 @@ class _Alone:
         self.only: Callable[[int], bool] | None = None
         staged = isinstance(store, LocalStore) and leftover_of(os.path.basename(store.url)) is not None
         self.journal = Journal.beside(store) if staged and isinstance(store, LocalStore) else None
+        self.ledger: Ledger | None = getattr(store, "ledger", None)
 
     def everyone(self, fn: Callable[[], T]) -> list[T]:
         return [fn()]
@@ -124,7 +131,11 @@ class OutputPlace:
         # A shard is never held back: stores keep what comes last in memory.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
         options = self.storage_options
-        return stage(self.url, overwrite=self.overwrite, last=small, storage_options=options, resume=resume, gone=gone)
+        names = {**dict.fromkeys((*plan.last, *_BESIDE), -1), **{file.path: file.nbytes for file in plan.files}}
+        return stage(
+            self.url, overwrite=self.overwrite, last=small, storage_options=options, resume=resume, gone=gone,
+            names=names,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def _stage_file(self, *, resume: bool, gone: Collection[str]) -> Iterator[Store]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import numpy as np
@@ -36,7 +36,10 @@ class SequentialCopier:
         tile_nbytes: int,
         big_nbytes: int,
         done: Callable[[int, str], None],
+        there: Collection[int] = (),
+        finished: Callable[[int], None] | None = None,
     ) -> None:
+        """`there`: files that need not be written. `finished`: is told of each that is."""
         self._plan = plan
         self._gatherer = gatherer
         self._maps = maps
@@ -44,13 +47,15 @@ class SequentialCopier:
         self._tile_nbytes = tile_nbytes
         self._big_nbytes = big_nbytes
         self._done = done
+        self._there = there
+        self._finished = finished
 
     def run(self, pool: Pool) -> None:
         """Write all files, those of `Plan.last` after the others."""
         late = set(self._plan.last)
         for wanted in (False, True):
             indexes = [i for i, file in enumerate(self._plan.files) if (file.path in late) is wanted]
-            pool.run([partial(self._write, index) for index in indexes])
+            pool.run([partial(self._write, index) for index in indexes if index not in self._there])
 
     def _write(self, index: int, worker: Worker) -> None:
         file = self._plan.files[index]
@@ -66,6 +71,8 @@ class SequentialCopier:
                 writer.write(block)
                 last = len(block)
         self._done(last, file.path)
+        if self._finished is not None:
+            self._finished(index)
 
     def _blocks(self, events: list[_Event], worker: Worker) -> Iterator[memoryview]:
         for _, event in events:

@@ -15,6 +15,7 @@ from ckptkit.offline.publish import OutputPlace, Session
 from ckptkit.offline.resume import clear_strays
 from ckptkit.offline.shares import share_out
 from ckptkit.storage.journal import Journal, dead_statements
+from ckptkit.storage.ledger import Finished, Ledger
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import is_interruption, leftover_of, owner_path, sync_files, sync_tree, write_owner
 from ckptkit.storage.store import Store, open_store
@@ -28,8 +29,9 @@ _MEET_S = 120  # ranks that torchrun starts together are there within seconds
 class _Together:
     """The session of one rank among several."""
 
-    def __init__(self, store: Store, coordinator: Coordinator, plan: Plan) -> None:
+    def __init__(self, store: Store, coordinator: Coordinator, plan: Plan, ledger: Ledger | None) -> None:
         self.store = store
+        self.ledger = ledger
         self.journal = _journal_of(store, coordinator)
         self._coordinator = coordinator
         owners = share_out(plan, coordinator.world_size)
@@ -40,8 +42,8 @@ class _Together:
         outcome = Outcome.of(lambda: self._durable(fn))
         try:
             results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
-        except BaseException:
-            if not self._coordinator.is_main and self.store.local_root is None:
+        except BaseException as error:
+            if not self._coordinator.is_main and self.store.local_root is None and not is_interruption(error):
                 # Rank 0 clears away what it staged; on an object store it does not know of these.
                 with contextlib.suppress(OSError):
                     self.store.delete(self.own_paths)
@@ -127,15 +129,17 @@ def staged_together(place: OutputPlace, plan: Plan) -> Iterator[Session]:
         staged: list[Store] = []
         gone = _known_dead(place, coordinator)
 
-        def open_staging() -> str:
+        def open_staging() -> tuple[str, dict[str, Finished] | None]:
             staged.append(stack.enter_context(place.open(plan, resume=True, gone=gone)))
             clear_strays(staged[0], plan)
-            return staged[0].url
+            made = getattr(staged[0], "ledger", None)
+            return staged[0].url, None if made is None else dict(made.earlier)
 
-        url = coordinator.decide(open_staging, "making room for the result")
+        url, earlier = coordinator.decide(open_staging, "making room for the result")
         store = staged[0] if staged else open_store(url, storage_options=place.storage_options)
         coordinator.all_ok(lambda: _join(store, coordinator), "joining the others")
-        session = _Together(store, coordinator, plan)
+        ledger = None if earlier is None else Ledger(store, earlier)
+        session = _Together(store, coordinator, plan, getattr(store, "ledger", ledger))
         with session.until_published():
             yield session
             coordinator.decide(stack.close, "publishing the result")

@@ -339,6 +339,7 @@ def stage(
     storage_options: Mapping[str, Any] | None = None,
     resume: bool = False,
     gone: Collection[str] = (),
+    names: Mapping[str, int] | None = None,
 ) -> Iterator[Store]:
     """Yield a store to write a whole directory into; when the block ends well it is at `url`, durable.
 
@@ -350,7 +351,10 @@ def stage(
         last: Names that must appear after all others where files appear one by one (object stores):
             a reader finds the directory by them.
         resume: What a dead writer left with steps in its journal is taken over: the store may hold files. What is
-            interrupted, by Ctrl-C or because a rank died, is left with its steps for the next writer. Locally only.
+            interrupted, by Ctrl-C or because a rank died, is left with its steps for the next writer. On an object
+            store that is by the object (`Ledger`).
+        names: All that may be written, with its size where that is known, else -1. For object stores, where a dead
+            writer's objects are told from those of others by it.
         gone: Statements of writers on other machines that are known to be dead.
 
     Raises:
@@ -363,7 +367,7 @@ def stage(
         return
     from ckptkit.storage.staging_remote import stage_remote
 
-    with stage_remote(store, overwrite=overwrite, last=frozenset(last)) as remote:
+    with stage_remote(store, overwrite=overwrite, last=frozenset(last), names=names, resume=resume) as remote:
         yield remote
 
 

@@ -1,15 +1,28 @@
-"""A whole directory on an object store: final keys, those that readers look for last."""
+"""A whole directory on an object store: final keys, those that readers look for last.
+
+There is no rename, and what readers look for has plain names: so a writer of a directory owns all of it, until it is
+done. Whoever comes after a dead one takes the place of its statement by a put that must not replace, ends its uploads,
+and goes on with the objects that it had finished. No put of a writer replaces anything, so what a dead one had on its
+way can come late only where nothing is yet; before the names that readers look for are written, all is compared.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
-from ckptkit.errors import CheckpointExistsError
-from ckptkit.storage.staging import new_nonce, read_owner, write_owner
+from ckptkit.errors import CheckpointExistsError, StorageError
+from ckptkit.storage import ledger
+from ckptkit.storage.ledger import FOLDER, Finished, Ledger, read_ledger
+from ckptkit.storage.owner import this_process
+from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.staging import Writer, is_interruption, new_nonce, read_owner
 from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store
 
 __all__ = ["OWNER_NAME", "stage_remote"]
@@ -17,57 +30,202 @@ __all__ = ["OWNER_NAME", "stage_remote"]
 logger = logging.getLogger(__name__)
 
 OWNER_NAME = ".ckptkit-owner.json"  # first to come, last to go: the directory is being written
+_OWNER = re.compile(r"\.ckptkit-owner(?:-(\d{1,9}))?\.json")  # numbered: who takes over from whom
+_Items = Mapping[str, FileInfo]
 
 
 @contextlib.contextmanager
-def stage_remote(target: Store, *, overwrite: bool, last: frozenset[str]) -> Iterator[Store]:
-    """Yield a store that writes to the final keys of `target` and holds back the names in `last`."""
-    _clear(target, overwrite=overwrite, last=last)
-    write_owner(target, OWNER_NAME, new_nonce())
-    staged = _Staged(target, last)
+def stage_remote(
+    target: Store,
+    *,
+    overwrite: bool,
+    last: frozenset[str],
+    names: Mapping[str, int] | None = None,
+    resume: bool = False,
+) -> Iterator[Store]:
+    """Yield a store that writes to the final keys of `target` and holds back the names in `last`.
+
+    Args:
+        names: All that may be written, with its size where that is known, else -1. None: anything.
+        resume: See `stage`; the store that is yielded has the `ledger`.
+    """
+    place = _Place(target, last, names)
+    earlier = place.take(overwrite=overwrite, resume=resume)
+    staged = _Staged(target, last, ledger=Ledger(target, earlier))
     try:
         yield staged
+        place.check(staged.ledger)
         staged.put_last()
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
-            target.delete([*staged.written, OWNER_NAME])
+            if not (resume and is_interruption(error) and place.leave()):
+                place.clear([*staged.written, *staged.ledger.earlier])
         raise
-    target.delete([OWNER_NAME])
+    place.clear([])
 
 
-def _clear(target: Store, *, overwrite: bool, last: frozenset[str]) -> None:
-    """Make `target` free to write. Raises CheckpointExistsError."""
-    names = [item.path for item in target.list(recursive=True)]
-    if not names:
-        return
-    stated = read_owner(target, OWNER_NAME) if OWNER_NAME in names else None
-    alive = stated.owner.alive() if stated else None
-    if stated and alive is False:
-        logger.info("removing what %s left at %s", stated.owner, target.url)
-        target.delete([name for name in names if name != OWNER_NAME])
-        target.delete([OWNER_NAME])
-        return
-    if alive:
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """Who was, or is, writing a directory, by the newest statement in it.
+
+    Attributes:
+        number: Of the statement; -1 where there is none.
+        names: What that writer may have written; None where it does not say.
+    """
+
+    number: int
+    writer: Writer | None
+    names: frozenset[str] | None
+
+
+class _Place:
+    """The keys of a directory, and whose they are."""
+
+    def __init__(self, target: Store, last: frozenset[str], names: Mapping[str, int] | None) -> None:
+        self._target = target
+        self._last = last
+        self._names = names
+        self._own = OWNER_NAME
+        self._body = b""
+
+    def take(self, *, overwrite: bool, resume: bool) -> dict[str, Finished]:
+        """Make the directory this writer's, and return what of it is finished already.
+
+        Raises:
+            CheckpointExistsError: It is somebody else's, or there is something.
+        """
+        items = {item.path: item for item in self._target.list(recursive=True)}
+        left = self._left(items)
+        alive = left.writer.owner.alive() if left.writer else None
+        if items:
+            self._check_free(left, alive, overwrite=overwrite)
+        # Where the writer is known, and is gone, what it may have written goes, and nothing else.
+        known = left.names if left.writer is not None and not overwrite else None
+        self._state(left.number + 1, list(items) if known is None else known)
+        if left.writer is not None:
+            self._end_uploads(left.names)
+        earlier = read_ledger(self._target, items) if resume and left.writer is not None else {}
+        kept = {path: said for path, said in earlier.items() if (self._names or {}).get(path) == said.nbytes}
+        goes = [path for path in items if known is None or path in known or path.startswith(f"{FOLDER}/")]
+        goes = [path for path in goes if path not in kept and not _OWNER.fullmatch(path)]
+        if not kept:
+            self._delete(goes)
+        else:
+            logger.info("going on with %d objects that %s left at %s", len(kept), left.writer, self._target.url)
+            self._delete([path for path in goes if not path.startswith(f"{FOLDER}/")])
+        self._target.delete([path for path in items if _OWNER.fullmatch(path)])
+        return kept
+
+    def _left(self, items: _Items) -> _Left:
+        numbers = {int(match[1] or 0): path for path in items if (match := _OWNER.fullmatch(path))}
+        if not numbers:
+            return _Left(-1, None, None)
+        number = max(numbers)
+        names = None
+        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+            said = json.loads(self._target.read(numbers[number]).partition(b"\n")[2] or b"null")
+            if isinstance(said, list) and all(isinstance(name, str) for name in said):
+                names = frozenset(said)
+        return _Left(number, read_owner(self._target, numbers[number]), names)
+
+    def _check_free(self, left: _Left, alive: bool | None, *, overwrite: bool) -> None:
+        owner, url = left.writer.owner if left.writer else None, self._target.url
+        if alive:
+            raise CheckpointExistsError(f"{url} is being written by {owner}.")
+        if alive is False or overwrite:
+            return
+        if owner is not None:
+            raise CheckpointExistsError(
+                f"{url} exists already; {owner} was, or is, writing it. Where it is dead, the same command with "
+                "overwrite=True (--overwrite) goes on with what it has finished."
+            )
         raise CheckpointExistsError(
-            f"{target.url} is being written by {stated.owner if stated else 'another process'}."
+            f"{url} exists already; nothing was written. Choose another place, or replace it with overwrite=True "
+            "(--overwrite)."
         )
-    if not overwrite:
-        writer = f"; {stated.owner} was, or is, writing it" if stated else ""
-        raise CheckpointExistsError(
-            f"{target.url} exists already{writer}; nothing was written. Choose another place, or replace it with "
-            "overwrite=True (--overwrite)."
-        )
-    # There is no rename here. Without the names that readers look for, the old files are no checkpoint, so new and
-    # old ones can't be taken for one. The old files must go before a writer of the same names may come.
-    target.delete([name for name in names if name in last])
-    target.delete([name for name in names if name not in last])
+
+    def _state(self, number: int, goes: Iterable[str]) -> None:
+        """State that this process writes here. One of several contenders wins: the put must not replace.
+
+        Args:
+            goes: What there was, and is to be deleted: whoever comes after this process knows that.
+        """
+        self._own = f".ckptkit-owner-{number}.json" if number else OWNER_NAME
+        body = {"nonce": new_nonce(), "leased": False, **this_process().to_json()}
+        text = json.dumps(body) + ("" if self._names is None else "\n" + json.dumps(sorted({*self._names, *goes})))
+        self._body = text.encode()
+        try:
+            self._target.write(self._own, self._body)
+        except FileExistsError as error:
+            raise CheckpointExistsError(f"{self._target.url} is being written by another process.") from error
+
+    def _end_uploads(self, names: frozenset[str] | None) -> None:
+        """Throw away what a dead writer has begun to send: it could not come late any more, and it costs."""
+        target = self._target
+        if not isinstance(target, RemoteStore):
+            return
+        root = target._full("", root_allowed=True) + "/"
+        for upload in target.unfinished_uploads():
+            if names is None or upload.name.removeprefix(root) in names:
+                target._call("", lambda upload=upload: target._api.abort(upload))  # type: ignore[misc]
+
+    def _delete(self, paths: Iterable[str]) -> None:
+        """Delete objects. Without the names that readers look for, what is left is no checkpoint."""
+        names = list(paths)
+        self._target.delete([path for path in names if path in self._last])
+        self._target.delete([path for path in names if path not in self._last])
+
+    def check(self, finished: Ledger) -> None:
+        """Compare what lies there with what was written.
+
+        Raises:
+            StorageError: Somebody else writes here, or something was replaced.
+        """
+        items = {item.path: item for item in self._target.list(recursive=True)}
+        wanted = {path: n for path, n in (self._names or {}).items() if n >= 0 and path not in self._last}
+        wrong = [path for path, n in wanted.items() if path not in items or items[path].size != n]
+        told = [said for said in finished.said.values() if said.path not in wrong]
+        wrong += [said.path for said in told if not said.is_there(items.get(said.path))]
+        others = [path for path in items if _OWNER.fullmatch(path) and path != self._own]
+        if wrong or others or self._own not in items:
+            what = f"{wrong[0]} is not what was written" if wrong else "another process has taken it over"
+            raise StorageError(f"{self._target.url} was changed while it was written: {what}. Nothing was published.")
+
+    def leave(self) -> bool:
+        """Leave what is finished to whoever writes the same next; False where there is nothing. This process may live
+        on: it says that it is gone."""
+        items = self._target.list(FOLDER)
+        if not items or not self._is_ours():
+            return False
+        body, _, names = self._body.partition(b"\n")
+        gone = json.dumps({**json.loads(body), "started": "-"}).encode()
+        self._target.write(self._own, gone + b"\n" + names, overwrite=True)
+        return True
+
+    def _is_ours(self) -> bool:
+        try:
+            return self._target.read(self._own) == self._body
+        except FileNotFoundError:
+            return False
+
+    def clear(self, paths: Iterable[str]) -> None:
+        """Delete objects, what was said of any, and the statement. Nothing, where somebody else has taken over."""
+        names = list(paths)
+        if names and not self._is_ours():
+            return
+        spoken_of = any(n >= ledger.WORTH for n in (self._names or {}).values())
+        said = [item.path for item in self._target.list(FOLDER)] if spoken_of else []
+        self._target.delete([*names, *said, self._own])
 
 
 class _Staged:
     """A Store that remembers what it wrote, and keeps the names in `last` in memory until the end."""
 
-    def __init__(self, inner: Store, last: frozenset[str], prefix: str = "", root: _Staged | None = None) -> None:
+    def __init__(
+        self, inner: Store, last: frozenset[str], prefix: str = "", root: _Staged | None = None, *, ledger: Ledger
+    ) -> None:
         self.inner = inner
+        self.ledger = ledger
         self.url = inner.url
         self.prefix = prefix
         self.root = root or self
@@ -81,7 +239,7 @@ class _Staged:
         return None
 
     def child(self, path: str) -> _Staged:
-        return _Staged(self.inner.child(path), self.last, f"{self.prefix}{path}/", self.root)
+        return _Staged(self.inner.child(path), self.last, f"{self.prefix}{path}/", self.root, ledger=self.ledger)
 
     def _note(self, path: str) -> None:
         with self.root._lock:

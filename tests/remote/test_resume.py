@@ -1,0 +1,256 @@
+"""A conversion to an object store that was killed goes on with the objects that are whole, and with nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.errors import CheckpointExistsError, IntegrityError, StorageError
+from ckptkit.formats.detect import open_source
+from ckptkit.offline.convert import convert
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage import ledger, open_store, owner
+from ckptkit.storage.ledger import FOLDER, Ledger
+from ckptkit.storage.remote import RemoteStore
+from tests.checkpoint.saving import fork
+from tests.offline.test_resume import UNEVEN, went_on
+from tests.ranks import RankError, run_ranks
+from tests.storage.proxy import Proxy
+
+Options = dict[str, Any]
+MANY: Options = {"max_shard_size": "1kB"}  # ten files
+
+
+@pytest.fixture(autouse=True)
+def small_objects_are_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "WORTH", 500)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    shutil.copytree(UNEVEN / "ckpt", tmp_path / "in")
+    return tmp_path / "in"
+
+
+def command(source: str, url: str, s3: Options, options: Options) -> Any:
+    run = reshard if "world_size" in options else convert
+    return run(source, url, dst_storage_options=s3, workers=1, **options)
+
+
+def _dying(say: Any, source: str, url: str, s3: Options, options: Options, objects: int) -> None:
+    _die_after(objects)
+    command(source, url, s3, options)
+
+
+def _die_after(objects: int) -> None:
+    left, finished = [objects], Ledger.finished
+
+    def counted(self: Ledger, path: str, nbytes: int, content: str, *, checked: bool) -> None:
+        finished(self, path, nbytes, content, checked=checked)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Ledger.finished = counted  # type: ignore[method-assign]
+
+
+def killed(source: Path, url: str, s3: Options, objects: int, **options: Any) -> None:
+    assert fork(_dying, str(source), url, s3, options, objects)[0] == -signal.SIGKILL
+
+
+def objects(url: str, s3: Options) -> dict[str, bytes]:
+    """What lies there, without what says when it was made."""
+    store = open_store(url, storage_options=s3)
+    names = [item.path for item in store.list(recursive=True)]
+    said = ("README.md", "checkpoint.json", "manifest.safetensors")
+    return {name: b"" if name.rpartition("/")[2] in said else store.read(name) for name in names}
+
+
+def uploads(url: str, s3: Options) -> list[str]:
+    store = open_store(url, storage_options=s3)
+    assert isinstance(store, RemoteStore)
+    return [upload.name.rpartition("/")[2] for upload in store.unfinished_uploads()]
+
+
+def begin_upload(url: str, s3: Options, name: str) -> None:
+    store = open_store(url, storage_options=s3)
+    assert isinstance(store, RemoteStore)
+    store._api.upload(store._full(name))
+
+
+def moved(proxy: Proxy) -> int:
+    """Puts of objects of the export."""
+    return sum(method == "PUT" and "/model-" in path for method, path in proxy.seen)
+
+
+@pytest.mark.parametrize("finished", [1, 4])
+def test_a_killed_conversion_takes_over_what_is_whole(
+    source: Path, url: str, s3: Options, counted: tuple[Proxy, Options], finished: int
+) -> None:
+    killed(source, url, s3, finished, **MANY)
+    assert "model.safetensors.index.json" not in objects(url, s3)
+    proxy, through = counted
+    report = command(str(source), url, through, MANY)
+    assert f"{finished} of" in went_on(report.notes)
+    again = moved(proxy)
+    proxy.clear()
+    whole = command(str(source), f"{url}-whole", through, MANY)
+    assert again == moved(proxy) - finished
+    assert report.nbytes_read < whole.nbytes_read and report.checked == whole.checked
+    assert objects(url, s3) == objects(f"{url}-whole", s3)
+
+
+def test_a_killed_reshard_takes_over_what_is_whole(source: Path, url: str, s3: Options) -> None:
+    options = {"world_size": 3}
+    killed(source, f"{url}/step_00000000", s3, 2, **options)
+    report = command(str(source), f"{url}/step_00000000", s3, options)
+    assert "2 of" in went_on(report.notes)
+    command(str(source), f"{url}-whole/step_00000000", s3, options)
+    assert verify(f"{url}/step_00000000", storage_options=s3).ok
+    assert objects(url, s3) == objects(f"{url}-whole", s3)
+
+
+def test_its_uploads_are_ended_and_what_others_have_put_there_stays(source: Path, url: str, s3: Options) -> None:
+    killed(source, url, s3, 2, **MANY)
+    open_store(url, storage_options=s3).write("notes.txt", b"of a person")
+    begin_upload(url, s3, "model-00009-of-00010.safetensors")
+    begin_upload(url, s3, "somebody-elses.bin")
+    name = next(name for name in objects(url, s3) if name.startswith("model-"))
+    assert name
+    command(str(source), url, s3, MANY)
+    assert uploads(url, s3) == ["somebody-elses.bin"]
+    command(str(source), f"{url}-whole", s3, MANY)
+    assert objects(url, s3) == {**objects(f"{url}-whole", s3), "notes.txt": b"of a person"}
+
+
+def test_an_object_that_was_replaced_since_is_written_again(source: Path, url: str, s3: Options) -> None:
+    killed(source, url, s3, 3, **MANY)
+    store = open_store(url, storage_options=s3)
+    name = next(name for name in objects(url, s3) if name.startswith("model-"))
+    store.write(name, bytes(len(store.read(name))), overwrite=True)  # of the same size
+    assert "2 of" in went_on(command(str(source), url, s3, MANY).notes)
+    command(str(source), f"{url}-whole", s3, MANY)
+    assert objects(url, s3) == objects(f"{url}-whole", s3)
+
+
+@pytest.mark.parametrize("change", ["source", "plan", "check"])
+def test_what_is_not_the_same_work_is_written_again(source: Path, url: str, s3: Options, change: str) -> None:
+    killed(source, url, s3, 3, **MANY)
+    options = {**MANY, **{"plan": {"max_shard_size": "1.1kB"}, "check": {"check": False}}.get(change, {})}
+    if change == "source":
+        os.utime(source / "__0_0.distcp", ns=(0, 0))
+        os.utime(source / "__1_0.distcp", ns=(0, 0))
+    report = command(str(source), url, s3, options)
+    command(str(source), f"{url}-whole", s3, options)
+    assert objects(url, s3) == objects(f"{url}-whole", s3)
+    assert went_on(report.notes) == "" or change == "source"  # files of which nothing was changed are the same work
+
+
+def test_damage_of_the_source_that_the_first_run_had_not_seen_is_found(source: Path, url: str, s3: Options) -> None:
+    killed(source, url, s3, 2, **MANY)
+    for entry in open_source(str(source)).catalog.tensors.values():
+        for piece in entry.slices:
+            path = source / piece.path
+            stat, data = path.stat(), bytearray(path.read_bytes())
+            data[piece.start] ^= 1
+            path.write_bytes(data)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(IntegrityError):
+        command(str(source), url, s3, MANY)
+    assert objects(url, s3) == {}
+
+
+def test_what_a_zombie_puts_there_late_is_never_published(
+    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, late = Ledger.finished, []
+
+    def replaced(self: Ledger, path: str, nbytes: int, content: str, *, checked: bool) -> None:
+        done(self, path, nbytes, content, checked=checked)
+        if not late:
+            late.append(path)
+            store = open_store(url, storage_options=s3)
+            data = store.read(path)
+            store.write(path, data[:-1] + bytes([data[-1] ^ 1]), overwrite=True)
+
+    monkeypatch.setattr(Ledger, "finished", replaced)
+    with pytest.raises(StorageError, match=r"model-\S+ is not what was written"):
+        command(str(source), url, s3, MANY)
+    assert objects(url, s3) == {}
+
+
+def test_who_was_taken_over_from_publishes_nothing_and_deletes_nothing(
+    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, calls = Ledger.finished, []
+
+    def taken_over(self: Ledger, path: str, nbytes: int, content: str, *, checked: bool) -> None:
+        done(self, path, nbytes, content, checked=checked)
+        calls.append(path)
+        if len(calls) == 3:  # it looks dead from another machine, whose run is told to replace it
+            monkeypatch.setattr(Ledger, "finished", done)
+            real = owner.Owner.alive
+            monkeypatch.setattr(owner.Owner, "alive", lambda self: None)
+            assert "3 of" in went_on(command(str(source), url, s3, {**MANY, "overwrite": True}).notes)
+            monkeypatch.setattr(owner.Owner, "alive", real)
+
+    monkeypatch.setattr(Ledger, "finished", taken_over)
+    with pytest.raises((StorageError, FileExistsError)):
+        command(str(source), url, s3, MANY)
+    command(str(source), f"{url}-whole", s3, MANY)
+    assert objects(url, s3) == objects(f"{url}-whole", s3)
+
+
+def test_from_another_machine_it_goes_on_only_where_that_is_asked_for(
+    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(source, url, s3, 3, **MANY)
+    monkeypatch.setattr(owner, "_machine", lambda: "another/machine/altogether")
+    with pytest.raises(CheckpointExistsError, match="overwrite"):
+        command(str(source), url, s3, MANY)
+    assert "3 of" in went_on(command(str(source), url, s3, {**MANY, "overwrite": True}).notes)
+    assert not [name for name in objects(url, s3) if name.startswith(".")]
+
+
+def test_ctrl_c_leaves_what_is_whole_and_an_error_nothing(
+    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[BaseException] = [KeyboardInterrupt(), OSError("no")]
+    done = Ledger.finished
+
+    def stopped(self: Ledger, *args: Any, **kwargs: Any) -> None:
+        done(self, *args, **kwargs)
+        if raised:
+            raise raised[0]
+
+    monkeypatch.setattr(Ledger, "finished", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        command(str(source), url, s3, MANY)
+    assert [name for name in objects(url, s3) if name.startswith(FOLDER)]
+    del raised[0]
+    with pytest.raises(OSError, match="no"):
+        command(str(source), f"{url}-other", s3, MANY)
+    assert objects(f"{url}-other", s3) == {}
+    raised.clear()
+    assert "1 of" in went_on(command(str(source), url, s3, MANY).notes)
+
+
+def _team(source: str, url: str, s3: Options, kill: int) -> str:
+    ledger.WORTH = 500
+    if kill:
+        _die_after(kill)
+    return went_on(command(source, url, s3, MANY).notes)
+
+
+def test_a_team_goes_on_with_what_another_one_has_finished(source: Path, url: str, s3: Options) -> None:
+    with pytest.raises(RankError):
+        run_ranks(_team, 3, str(source), url, s3, 1)
+    assert "of" in run_ranks(_team, 2, str(source), url, s3, 0)[0]
+    command(str(source), f"{url}-whole", s3, MANY)
+    assert objects(url, s3) == objects(f"{url}-whole", s3)
