@@ -119,6 +119,7 @@ class CheckpointManager:
             storage_options=storage_options,
         )
         self._buffers = StagingBuffers()
+        self._stager = self._writer.buffers if self._writer else self._buffers
         self._in_flight: SaveHandle | None = None
         self._last_saved: int | None = None
         self._closed = False
@@ -173,10 +174,9 @@ class CheckpointManager:
             prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
             started = prepared.clock.seconds()
             tensors = self._staged(prepared)
-            stager = self._writer.buffers if self._writer else self._buffers
-            prepared.clock.add("stage", prepared.clock.seconds() - started, stager.staged)
+            prepared.clock.add("stage", prepared.clock.seconds() - started, self._stager.staged)
             stall = prepared.clock.seconds()
-            self._in_flight = SaveHandle(step, lambda: self._publish(prepared, tensors, stall))
+            self._in_flight = SaveHandle(step, lambda: self._publish_staged(prepared, tensors, stall))
             return self._in_flight.start()
 
     def wait(self) -> SaveReport | None:
@@ -398,6 +398,11 @@ class CheckpointManager:
             phases=prepared.clock.phases,
         )
         self._announce(report)
+        return report
+
+    def _publish_staged(self, prepared: Prepared, tensors: Sequence[torch.Tensor], stall: float) -> SaveReport:
+        report = self._publish(prepared, tensors, stall)
+        self._stager.get_ready()
         return report
 
     def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int]:

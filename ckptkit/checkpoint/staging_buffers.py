@@ -7,7 +7,7 @@ import mmap
 import operator
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,8 @@ __all__ = ["StagingBuffers", "stand_ins"]
 _ALIGNMENT = 64
 _SMALL = 2048  # elements: of larger tensors, each may have a call
 _PACK = 32768  # elements that torch.cat copies without handing them to threads, tensor by tensor
-_PACKED = frozenset(f"torch.{name}" for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32"))
+_numel, _is_contiguous, _is_conj, _is_neg = map(operator.methodcaller, ("numel", "is_contiguous", "is_conj", "is_neg"))
+_dtype_of = operator.attrgetter("dtype")
 _log = logging.getLogger(__name__)
 
 
@@ -43,7 +44,7 @@ class StagingBuffers:
         self._owner = os.getpid()
         self._registered = 0
         self._block: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
+        self._views = _Views()
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._packs: list[_Pack] = []
         self._single: list[int] = []
@@ -56,7 +57,7 @@ class StagingBuffers:
         """The bytes that are held."""
         return 0 if self._block is None else self._block.numel()
 
-    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def copy(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return copies of the tensors, all on the CPU and contiguous.
 
         Args:
@@ -66,26 +67,31 @@ class StagingBuffers:
         import torch
 
         with torch.no_grad():
-            fresh = self._fit(tensors)
+            self._fit(tensors)
+            views, single = self._views, self._single
             if self._on_gpu:
-                for view, tensor in zip(self._views, tensors, strict=True):
+                for view, tensor in zip(views, tensors, strict=True):
                     view.copy_(tensor, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
-                return self._views
-            single = self._single
+                return views
             for pack in self._packs:
-                if not pack.flat and not fresh:  # worth it from the second time on
-                    pack.flatten(tensors)
-                if not pack.copy():
-                    single = single + pack.rows
+                pack.copy(tensors)
             if single:
-                torch._foreach_copy_([self._views[row] for row in single], [tensors[row] for row in single])
-        return self._views
+                torch._foreach_copy_([views[row] for row in single], [tensors[row] for row in single])
+        return views
+
+    def get_ready(self) -> None:
+        """Do beforehand what makes the next copy of the same tensors quicker. Their elements are not read."""
+        import torch
+
+        with torch.no_grad():
+            for pack in self._packs:
+                pack.get_ready(self._last)
 
     def release(self) -> None:
         """Give the memory back."""
         self._drop()
-        self._views, self._layout, self.starts = [], [], []
+        self._views, self._layout, self.starts = _Views(), [], []
         self._packs, self._pack_of, self._single, self._last = [], {}, [], []
 
     def _drop(self) -> None:
@@ -103,8 +109,8 @@ class StagingBuffers:
         if self.fd >= 0 and self._owner == os.getpid():  # a forked process has no part in it
             self._drop()
 
-    def _fit(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Have a view for each tensor. Returns whether most of them were not among those of the call before."""
+    def _fit(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have a place for each tensor."""
         last, self._last = self._last, []
         changed = _changed(tensors, last)
         fresh = 4 * len(changed) > len(tensors)
@@ -123,13 +129,9 @@ class StagingBuffers:
                 if row in self._pack_of:
                     self._pack_of[row].put(row, tensors[row])
         self._last = list(tensors)
-        return fresh
 
     def _lay_out(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Cut the block into one view a tensor."""
-        import torch
-
-        self._views, self._packs = [], []
+        """Cut the block into one place a tensor."""
         packed = [] if self._on_gpu else _packed(tensors)
         inside = {row for rows in packed for row in rows}
         self._single = [row for row in range(len(tensors)) if row not in inside]
@@ -141,6 +143,8 @@ class StagingBuffers:
                 total += tensors[row].numel() * tensors[row].element_size()
             total = -(-total // _ALIGNMENT) * _ALIGNMENT
         if self._block is None or self._block.numel() < total:
+            self._views = _Views()
+            self._packs = []
             self._drop()  # the old block goes before the new one comes
             if self._shared and total:
                 self.fd, self._block = _allocate_shared(total)
@@ -149,22 +153,42 @@ class StagingBuffers:
                 self._block = _allocate(total, pinned=self._on_gpu)
             self.generation += 1
         self.starts, self.staged = starts, total
-        views: dict[int, torch.Tensor] = {}
+        self._views = _Views(self._block, starts, [(tensor.dtype, tensor.shape) for tensor in tensors])
+        self._packs = []
         for rows in packed:
-            first, sizes = tensors[rows[0]], [tensors[row].numel() for row in rows]
-            start, length = starts[rows[0]], sum(sizes) * first.element_size()
-            out = self._block[start : start + length].view(first.dtype)
-            self._packs.append(_Pack(rows, out))
-            self._packs[-1].flatten(tensors)
-            pieces: Sequence[torch.Tensor] = torch.split_with_sizes(out, sizes)
-            for row, piece in zip(rows, pieces, strict=True):
-                views[row] = piece.view(tensors[row].shape)
-        for row in self._single:
-            start, tensor = starts[row], tensors[row]
-            flat = self._block[start : start + tensor.numel() * tensor.element_size()]
-            views[row] = flat.view(tensor.dtype).view(tensor.shape)
-        self._views = [views[row] for row in range(len(tensors))]
+            dtype, last = tensors[rows[0]].dtype, tensors[rows[-1]]
+            stop = starts[rows[-1]] + last.numel() * last.element_size()
+            self._packs.append(_Pack(rows, self._block[starts[rows[0]] : stop].view(dtype)))
         self._pack_of = {row: pack for pack in self._packs for row in pack.rows}
+
+
+class _Views(Sequence["torch.Tensor"]):
+    """The parts of a block, made when they are asked for: thousands of small ones take longer than to fill them."""
+
+    def __init__(
+        self,
+        block: torch.Tensor | None = None,
+        starts: Sequence[int] = (),
+        looks: Sequence[tuple[torch.dtype, torch.Size]] = (),
+    ) -> None:
+        self._block, self._starts, self._looks = block, starts, looks
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._looks)
+
+    @overload
+    def __getitem__(self, row: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, row: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(row, slice):
+            return [self[at] for at in range(*row.indices(len(self)))]
+        if row not in self._made:
+            start, (dtype, shape) = self._starts[row], self._looks[row]  # IndexError ends an iteration
+            assert self._block is not None
+            self._made[row] = self._block[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return self._made[row]
 
 
 class _Pack:
@@ -180,24 +204,25 @@ class _Pack:
         self.flat: list[torch.Tensor] = []
         self._out = out
 
-    def flatten(self, tensors: Sequence[torch.Tensor]) -> None:
-        mine = [tensors[row] for row in self.rows]
-        self.flat = [tensor.view(-1) for tensor in mine] if all(map(_is_row, mine)) else []
+    def get_ready(self, tensors: Sequence[torch.Tensor]) -> None:
+        if not self.flat and tensors:
+            mine = [tensors[row] for row in self.rows]
+            self.flat = [tensor.view(-1) for tensor in mine] if _are_rows(mine) else []
 
     def put(self, row: int, tensor: torch.Tensor) -> None:
         """Take another tensor in the place of one."""
-        if self.flat and _is_row(tensor):
+        if self.flat and _are_rows([tensor]):
             self.flat[self.rows.index(row)] = tensor.view(-1)
         else:
             self.flat = []
 
-    def copy(self) -> bool:
-        """Copy all; False where that must be done one by one."""
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         import torch
 
         if self.flat:
             torch.cat(self.flat, out=self._out)
-        return bool(self.flat)
+        else:
+            self._out.copy_(torch._C._nn.flatten_dense_tensors([tensors[row] for row in self.rows]))
 
 
 def _changed(tensors: Sequence[torch.Tensor], last: Sequence[torch.Tensor]) -> Sequence[int]:
@@ -210,12 +235,12 @@ def _changed(tensors: Sequence[torch.Tensor], last: Sequence[torch.Tensor]) -> S
 
 def _packed(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return which tensors to lay side by side."""
-    rows: dict[torch.dtype, list[int]] = {}
+    rows: dict[Any, list[int]] = {}
+    numel: dict[Any, int] = {}
     found: list[list[int]] = []
-    numel: dict[torch.dtype, int] = {}
-    for row, tensor in enumerate(tensors):
-        size, dtype = tensor.numel(), tensor.dtype
-        if not 0 < size <= _SMALL or not _is_row(tensor) or str(dtype) not in _PACKED:
+    packed = _packed_dtypes()
+    for row, (size, dtype) in enumerate(zip(map(_numel, tensors), map(_dtype_of, tensors), strict=True)):
+        if not 0 < size <= _SMALL or dtype not in packed:
             continue
         if numel.get(dtype, _PACK) + size >= _PACK:
             numel[dtype], rows[dtype] = 0, []
@@ -225,8 +250,15 @@ def _packed(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return found
 
 
-def _is_row(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def _packed_dtypes() -> frozenset[Any]:
+    import torch
+
+    return frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32))
+
+
+def _are_rows(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each is one run of memory as it is."""
+    return all(map(_is_contiguous, tensors)) and not any(map(_is_conj, tensors)) and not any(map(_is_neg, tensors))
 
 
 def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

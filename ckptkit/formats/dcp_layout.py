@@ -23,15 +23,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ckptkit.errors import SaveError
 from ckptkit.formats.columns import pack, pack_texts
-from ckptkit.formats.dcp_bytes import is_dense
 from ckptkit.formats.dcp_encode import frame_tensor
 
-__all__ = ["Layout", "Path", "PlannedKey", "PlannedSlice", "Source", "local_box"]
+__all__ = ["Layout", "Path", "Piece", "PlannedKey", "PlannedSlice", "Source", "local_box"]
 
 _SPLIT = 1 << 20  # below, a replica is not worth cutting up
 Path = tuple[str | int, ...]
 Source = tuple[str, int]
 """A local piece of memory: the name of its tensor, and which of that one's shards it is."""
+Piece = tuple[int, tuple[int, ...], tuple[int, ...], Source, tuple[int, int, int] | None]
+"""The fields of a `PlannedSlice`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class _Cut:
 
     Attributes:
         place: (this rank's number among the holders of its part, how many there are).
+        whole: This rank writes all that it holds, for nobody else does.
     """
 
     number: int
@@ -84,6 +86,7 @@ class _Cut:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     place: tuple[int, int]
+    whole: bool
 
 
 class Layout:
@@ -91,7 +94,7 @@ class Layout:
 
     Attributes:
         objects: (name, path) of each object this rank writes.
-        sources, narrows, sizes: Of each slice, the memory it is a part of, which part, and its shape.
+        pieces: The fields of each slice.
     """
 
     def __init__(
@@ -102,32 +105,31 @@ class Layout:
         self._cuts: dict[Any, _Cut | None] = {}
         self._meshes: dict[DeviceMesh, int] = {}
         self._keys: list[tuple[str, Path, _Cut]] = []
-        self._slices: list[tuple[int, tuple[int, ...]]] = []
         self._shared_objects: list[str] = []
         self.objects: list[tuple[str, Path]] = []
-        self.sources: list[Source] = []
-        self.narrows: list[tuple[int, int, int] | None] = []
-        self.sizes: list[tuple[int, ...]] = []
+        self.pieces: list[Piece] = []
 
     def add(self, name: str, path: Path, value: Any, looks: tuple[Any, ...]) -> None:
         """Add one value of the state. `looks` is what all have in common that are cut alike; empty for objects."""
-        if isinstance(value, DTensor):
-            key = looks
-        elif isinstance(value, ShardedTensor):
-            self._add_shards(name, path, value)
-            return
-        elif isinstance(value, torch.Tensor) and is_dense(value):
-            key = (*looks, self._place(name))
-        else:
+        kind = len(looks)
+        if not kind:
             self._add_object(name, path)
             return
+        if kind == 3:  # a ShardedTensor says itself where its parts are
+            self._add_shards(name, path, value)
+            return
+        key = looks if kind > 3 else (*looks, self._place(name))
         try:
             cut = self._cuts[key]
         except KeyError:
             cut = self._cuts[key] = self._cut(name, value)
-        if cut is not None:
-            self._keys.append((name, path, cut))
-            self._add_box(name, cut)
+        if cut is None:
+            return
+        self._keys.append((name, path, cut))
+        if cut.whole:
+            self.pieces.append((len(self._keys) - 1, cut.offsets, cut.sizes, (name, 0), None))
+        else:
+            self._add_box((name, 0), cut, cut.offsets, cut.sizes)
 
     # --- for the agreement
 
@@ -162,8 +164,7 @@ class Layout:
 
     @cached_property
     def slices(self) -> list[PlannedSlice]:
-        rows = zip(self._slices, self.sizes, self.sources, self.narrows, strict=True)
-        return [PlannedSlice(key, offsets, sizes, source, narrow) for (key, offsets), sizes, source, narrow in rows]
+        return [PlannedSlice(*piece) for piece in self.pieces]
 
     @cached_property
     def meshes(self) -> list[dict[str, Any]]:
@@ -185,7 +186,7 @@ class Layout:
     def rows(self) -> dict[str, list[int]]:
         """Which slices each tensor has."""
         found: dict[str, list[int]] = {}
-        for row, (name, _) in enumerate(self.sources):
+        for row, (_, _, _, (name, _), _) in enumerate(self.pieces):
             found.setdefault(name, []).append(row)
         return found
 
@@ -208,17 +209,18 @@ class Layout:
 
     def _add_shards(self, name: str, path: Path, value: ShardedTensor) -> None:
         shape = tuple(value.size())
-        cut = _Cut(len(self._cuts), _dtype_name(value.dtype), shape, None, (), (), (0, 1))
+        cut = _Cut(len(self._cuts), _dtype_name(value.dtype), shape, None, (), (), (0, 1), False)
         self._cuts[name,] = cut
         self._keys.append((name, path, cut))
         for i, shard in enumerate(value.local_shards()):
             meta = shard.metadata
-            self._add_box(name, cut, i, tuple(meta.shard_offsets), tuple(meta.shard_sizes))
+            self._add_box((name, i), cut, tuple(meta.shard_offsets), tuple(meta.shard_sizes))
 
     def _cut(self, name: str, value: torch.Tensor) -> _Cut | None:
         number, dtype, shape = len(self._cuts), _dtype_name(value.dtype), tuple(value.shape)
         if not isinstance(value, DTensor):
-            return _Cut(number, dtype, shape, None, (0,) * len(shape), shape, self._place(name))
+            place = self._place(name)
+            return _Cut(number, dtype, shape, None, (0,) * len(shape), shape, place, place[1] == 1 and 0 not in shape)
         spec = value._spec
         mesh, placements = spec.mesh, spec.placements
         if any(isinstance(p, Partial) for p in placements):
@@ -235,48 +237,31 @@ class Layout:
                 count *= mesh.size(dim)
         if 0 in shape and any(c for c, p in zip(coordinate, placements, strict=True) if not isinstance(p, Replicate)):
             turn = count  # an empty tensor is recorded once
-        return _Cut(number, dtype, shape, (index, tuple(map(_text, placements))), offsets, sizes, (turn, count))
+        whole, texts = count == 1 and 0 not in sizes, tuple(map(_text, placements))
+        return _Cut(number, dtype, shape, (index, texts), offsets, sizes, (turn, count), whole)
 
-    def _add_box(
-        self,
-        name: str,
-        cut: _Cut,
-        shard: int = 0,
-        offsets: tuple[int, ...] | None = None,
-        sizes: tuple[int, ...] | None = None,
-    ) -> None:
+    def _add_box(self, source: Source, cut: _Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         """Add the pieces of a local box that this of its holders writes."""
-        offsets, sizes = cut.offsets if offsets is None else offsets, cut.sizes if sizes is None else sizes
-        number, count = cut.place
+        key, (number, count) = len(self._keys) - 1, cut.place
+        whole = (key, offsets, sizes, source, None)
         if 0 in sizes:
             if 0 in cut.shape and number == 0:
-                self._add_slice((name, shard), offsets, sizes, None)
+                self.pieces.append(whole)
             return
-        if count == 1:
-            self._add_slice((name, shard), offsets, sizes, None)
-            return
-        turn = zlib.crc32(name.encode("utf-8", "surrogatepass")) % count
+        turn = zlib.crc32(source[0].encode("utf-8", "surrogatepass")) % count
         nbytes = math.prod(sizes) * getattr(torch, cut.dtype).itemsize
         dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
         parts = min(count, nbytes // _SPLIT, sizes[dim] if sizes else 1)
         if parts <= 1:
             if number == turn:
-                self._add_slice((name, shard), offsets, sizes, None)
+                self.pieces.append(whole)
             return
         part = (number - turn) % count
         if part < parts:
             start, stop = part * sizes[dim] // parts, (part + 1) * sizes[dim] // parts
             cut_offsets = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
             cut_sizes = (*sizes[:dim], stop - start, *sizes[dim + 1 :])
-            self._add_slice((name, shard), cut_offsets, cut_sizes, (dim, start, stop - start))
-
-    def _add_slice(
-        self, source: Source, offsets: tuple[int, ...], sizes: tuple[int, ...], narrow: tuple[int, int, int] | None
-    ) -> None:
-        self._slices.append((len(self._keys) - 1, offsets))
-        self.sources.append(source)
-        self.sizes.append(sizes)
-        self.narrows.append(narrow)
+            self.pieces.append((key, cut_offsets, cut_sizes, source, (dim, start, stop - start)))
 
 
 @lru_cache(maxsize=65536)

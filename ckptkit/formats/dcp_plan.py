@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp_bytes import is_dense
 from ckptkit.formats.dcp_encode import frame_object, is_plain
-from ckptkit.formats.dcp_layout import Layout, Path, PlannedKey, PlannedSlice, local_box
+from ckptkit.formats.dcp_layout import Layout, Path, PlannedKey, PlannedSlice, Source, local_box
 from ckptkit.formats.dcp_same import Flattened, Places, flat_values
 from ckptkit.formats.torch_bytes import dump_object
 
@@ -134,8 +135,8 @@ class ShardedPlan:
 
     def replicated(self) -> dict[str, int]:
         """Return the keys that every rank is taken to hold, and a hash of what each is, of another shape another."""
-        shapes = {item[0]: repr(item) for item in self.structure}
-        return {name: _hash(shapes[name]) for name in _replicated(self)}
+        looks = dict(zip(self.flat, self.structure, strict=True))
+        return {name: _hash(repr((name, *looks[name]))) for name in _replicated(self)}
 
     def placed(self, *, rank: int, world_size: int, holders: Mapping[str, tuple[int, ...]]) -> ShardedPlan:
         """Return the plan of this rank of so many, given which ranks hold the replicated keys that not all do."""
@@ -187,7 +188,7 @@ def plan_sharded(
         tensors=[],
         records=[],
         reused=False,
-        structure=[_shape_of(name, value) for name, value in found.values.items()],
+        structure=_structure(places),
         flat=found.values,
         paths=found.paths,
         private=own,
@@ -204,27 +205,39 @@ def _refreshed(previous: ShardedPlan, values: Mapping[str, Any]) -> ShardedPlan 
     names = None if flat is None else previous.places.moved(flat)
     if flat is None or names is None:
         return None
-    shapes = dict(zip(flat, previous.structure, strict=True)) if names else {}
-    if any(_shape_of(name, flat[name]) != shapes[name] for name in names):
+    looks = dict(zip(flat, previous.structure, strict=True)) if names else {}
+    if any(_looks_of(flat[name]) != looks[name] for name in names):
         return None
     places = previous.places.after(flat, names)
-    return _filled(replace(previous, flat=flat, places=places, reused=True), names)
+    rows = [row for name in names for row in previous.layout.rows.get(name, ())]
+    return _filled(replace(previous, flat=flat, places=places, reused=True), rows)
 
 
 # --- what the state looks like
 
 
-def _shape_of(name: str, value: Any) -> tuple[Any, ...]:
+def _structure(places: Places) -> list[tuple[Any, ...]]:
+    """Return the looks of each value."""
+    found: list[tuple[Any, ...]] = [()] * len(places.values)
+    rest = set(range(len(found))).difference(places.rows)
+    for row, looks in zip(places.rows, places.looks(), strict=True):
+        found[row] = looks
+    for row in rest:
+        found[row] = _looks_of(places.values[row])
+    return found
+
+
+def _looks_of(value: Any) -> tuple[Any, ...]:
     """What must stay the same for a plan to be reused."""
     if isinstance(value, DTensor):
         spec = value._spec
-        return (name, value.dtype, value.shape, spec.mesh, spec.placements)
+        return (value.dtype, value.shape, spec.mesh, spec.placements)
     if isinstance(value, ShardedTensor):
         boxes = tuple((*s.metadata.shard_offsets, *s.metadata.shard_sizes) for s in value.local_shards())
-        return (name, value.dtype, value.size(), boxes)
+        return (value.dtype, value.size(), boxes)
     if isinstance(value, torch.Tensor) and is_dense(value):
-        return (name, value.dtype, value.shape)
-    return (name,)
+        return (value.dtype, value.shape)
+    return ()
 
 
 def _replicated(plan: ShardedPlan) -> list[str]:
@@ -246,16 +259,16 @@ def _assigned(plan: ShardedPlan, holders: Mapping[str, tuple[int, ...]], settled
     """Lay out what this rank writes, given the replicated keys that not all ranks hold."""
     layout = Layout(plan.rank, plan.world_size, plan.private, holders)
     last = []
-    for row, (name, value) in enumerate(plan.flat.items()):
-        if name in plan.private:
-            last.append((name, plan.paths[row], value, plan.structure[row][1:]))
+    for item in zip(plan.flat, plan.paths, plan.flat.values(), plan.structure, strict=True):
+        if item[0] in plan.private:
+            last.append(item)
         else:
-            layout.add(name, plan.paths[row], value, plan.structure[row][1:])
-    for private in last:
-        layout.add(*private)
-    tensors = [torch.empty(0)] * len(layout.sources)
+            layout.add(*item)
+    for item in last:
+        layout.add(*item)
+    tensors = [torch.empty(0)] * len(layout.pieces)
     laid = replace(plan, layout=layout, holders=dict(holders), settled=settled, tensors=tensors)
-    return _filled(laid, list(plan.flat))
+    return _filled(laid, range(len(layout.pieces)))
 
 
 # --- what is in memory
@@ -276,19 +289,22 @@ def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
     return [(Box.whole(tuple(value.shape)), _local(value, 0))]
 
 
-def _filled(plan: ShardedPlan, names: Sequence[str]) -> ShardedPlan:
-    """Point the plan at the memory of these keys of its state, and encode its objects."""
-    tensors, layout = list(plan.tensors), plan.layout
-    for name in names:
-        memory: dict[int, torch.Tensor] = {}
-        for row in layout.rows.get(name, ()):
-            index, sizes, narrow = layout.sources[row][1], layout.sizes[row], layout.narrows[row]
-            if index not in memory:
-                memory[index] = _dense(name, _local(plan.flat[name], index))
-            tensors[row] = piece = memory[index] if narrow is None else memory[index].narrow(*narrow)
-            if piece.shape != sizes:
-                raise SaveError(f"{name}: this rank holds {list(piece.shape)}, its placement says {list(sizes)}.")
-    records = [_encode(name, plan.flat[name]) for name, _ in layout.objects]
+def _filled(plan: ShardedPlan, rows: Sequence[int]) -> ShardedPlan:
+    """Point these slices of the plan at the memory of its state, and encode its objects."""
+    tensors, pieces, memory = list(plan.tensors), plan.layout.pieces, dict[Source, torch.Tensor]()
+    if len(rows) == len(tensors):
+        # All at once, those that are known to be plain memory. Of our own: `p.data = ...` does not change them.
+        sources = zip(map(plan.places.names.__getitem__, plan.places.rows), repeat(0), strict=False)
+        memory.update(zip(sources, map(torch.Tensor.detach, plan.places.memory), strict=False))
+    for row in rows:
+        _, _, sizes, source, narrow = pieces[row]
+        local = memory.get(source)
+        if local is None:
+            local = memory[source] = _dense(source[0], _local(plan.flat[source[0]], source[1]))
+        tensors[row] = local = local if narrow is None else local.narrow(*narrow)
+        if local.shape != sizes:
+            raise SaveError(f"{source[0]}: this rank holds {list(local.shape)}, its placement says {list(sizes)}.")
+    records = [_encode(name, plan.flat[name]) for name, _ in plan.layout.objects]
     return replace(plan, tensors=tensors, records=records)
 
 
@@ -301,7 +317,7 @@ def _local(value: Any, index: int) -> torch.Tensor:
         local = value.local_shards()[index].tensor
     else:
         local = value
-    return local.detach()  # of our own, also where it takes part in no gradient: `p.data = ...` does not change it
+    return local.detach()
 
 
 def _dense(name: str, local: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import operator
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ _MOVED = 16  # so many at a time are taken for tensors that move at every save
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _TENSORS = _PLAIN | {DTensor}
 _local_of = operator.attrgetter("_local_tensor")
+_layout_of = operator.attrgetter("layout")
+_is_quantized = operator.attrgetter("is_quantized")
+_STRIDED = frozenset((torch.strided,))
 _spec_of = operator.attrgetter("_spec")
 _mesh_of = operator.attrgetter("mesh")
 _placements_of = operator.attrgetter("placements")
@@ -60,7 +63,9 @@ class Places:
         plain = [row for row, kind in enumerate(kinds) if kind in _PLAIN]
         anew = {row for row, kind in enumerate(kinds) if kind not in _TENSORS and isinstance(values[row], torch.Tensor)}
         memory = [*map(_local_of, _at(values, cut)), *_at(values, plain)]
-        hidden = {row for row, local in zip(cut + plain, memory, strict=True) if not _is_memory(local)}
+        hidden: set[int] = set()
+        if not _are_memory(memory):
+            hidden = {row for row, local in zip(cut + plain, memory, strict=True) if not _are_memory([local])}
         if hidden:
             anew |= hidden
             cut, plain = ([row for row in rows if row not in hidden] for rows in (cut, plain))
@@ -69,6 +74,13 @@ class Places:
         return cls(
             list(flat), values, cut + plain, frozenset(anew), dtensors, memory, _shared(_columns(dtensors, memory))
         )
+
+    def looks(self) -> Iterable[tuple[Any, ...]]:
+        """Return what each of `rows` is: dtype and shape, of DTensors also mesh and placements."""
+        meshes, placements, _, _, shapes, _, dtypes = self.columns
+        cut = len(self.dtensors)
+        of_cut = zip(map(_dtype_of, self.dtensors), map(_shape_of, self.dtensors), meshes, placements, strict=True)
+        return chain(of_cut, zip(dtypes[cut:], shapes[cut:], strict=True))
 
     def moved(self, flat: Mapping[str, Any]) -> list[str] | None:
         """Return which tensors of a flat state are not those of these places, or not there; None where its names, or
@@ -141,8 +153,10 @@ def _shared(columns: tuple[Sequence[Any], ...]) -> tuple[Sequence[Any], ...]:
     return (*head, *([known.setdefault(item, item) for item in column] for column in (shapes, strides)), dtypes)
 
 
-def _is_memory(local: Any) -> bool:
-    return type(local) in _PLAIN and local.layout is torch.strided and not local.is_quantized
+def _are_memory(locals_: list[Any]) -> bool:
+    """Whether all are plain memory."""
+    plain = _PLAIN.issuperset(map(type, locals_)) and _STRIDED.issuperset(map(_layout_of, locals_))
+    return plain and not any(map(_is_quantized, locals_))
 
 
 def _at(values: list[Any], rows: list[int]) -> list[Any]:
