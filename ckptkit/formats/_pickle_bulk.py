@@ -1,9 +1,10 @@
-"""Reads `.metadata`: by our own unpickler, or where it describes very many slices, by C's after a walk over it.
+"""Reads large pickles, of `.metadata` and of torch.save: by C's unpickler after a walk over them, the others by ours.
 
 A million slices are some forty million opcodes: half a minute in Python, seconds in C. What C's unpickler leaves
-open is closed by the walk: opcodes that no DCP metadata has, memo indices that only cost memory, integers and
-containers out of proportion. Whatever is unusual goes the slow way. One thing the walk can't see is a dict key that
-is a tuple of tuples made to take for ever to hash: a hostile file of over 1 MB can cost time, never run code.
+open is closed by the walk: opcodes that no such pickle has, memo indices that only cost memory, integers and
+containers out of proportion. Whatever is unusual goes the slow way. One thing the walk over `.metadata` can't see is a
+dict key that is a tuple of tuples made to take for ever to hash: a hostile file of over 1 MB can cost time, never run
+code. In pickles of torch.save no tuple may be in two places, so that hashing any takes no longer than reading it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ import pickle
 import re
 import struct
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.formats._restricted_pickle import MAX_PICKLE_BYTES, guarded, loads, resolver
+from ckptkit.formats._pickle_machine import PersistentLoad
+from ckptkit.formats._pickle_stubs import Function
+from ckptkit.formats._restricted_pickle import MAX_PICKLE_BYTES, Table, Unknown, guarded, loads, resolver
 from ckptkit.formats.collector import collector_paused
 
-__all__ = ["load_metadata"]
+__all__ = ["load_archived", "load_metadata"]
+
+Resolve: TypeAlias = Callable[[str, str], Any]
 
 _BULK_BYTES = 1 << 20  # four tenths of a second in Python
 
@@ -30,6 +36,22 @@ _RUN = re.compile(
     rb"|\x8a(?:\x05[\x00-\xff]{5}|\x06[\x00-\xff]{6}|\x07[\x00-\xff]{7}|\x08[\x00-\xff]{8}))*"
 )
 _FRAME = 0x95
+
+_OLD_PROTOCOL = b"\x80\x02"
+
+# The same of protocol 2, by which torch.save pickles: a memo index is named in the file, and is bounded by its length.
+_CONSTANT = (
+    rb"[N\x88\x89)(\]}aesuR\x81bQ]|K[\x00-\xff]|M[\x00-\xff]{2}|J[\x00-\xff]{4}|G[\x00-\xff]{8}"
+    rb"|\x8a(?:\x05[\x00-\xff]{5}|\x06[\x00-\xff]{6}|\x07[\x00-\xff]{7}|\x08[\x00-\xff]{8})"
+    rb"|c[A-Za-z0-9_.]{1,200}\n[A-Za-z0-9_.]{1,200}\n"
+)
+_GET = rb"h[\x00-\xff]|j[\x00-\xff]{4}"
+_PUT = rb"q[\x00-\xff]|r[\x00-\xff]{4}"
+_BOUNDED_PUT = rb"q[\x00-\xff]|r[\x00-\xff]{2}[\x00-%s]\x00"
+_TUPLE = rb"[t\x85\x86\x87]"
+# What is passed over, opcode by opcode so that no argument is taken for one, then what is wanted, or the end.
+_TUPLE_PUTS = re.compile(rb"(?:%s|%s|%s|%s(?![qr]))*(?:%s(%s)|\Z)" % (_CONSTANT, _GET, _PUT, _TUPLE, _TUPLE, _PUT))
+_GETS = re.compile(rb"(?:%s|%s|%s)*(?:(%s)|\Z)" % (_CONSTANT, _PUT, _TUPLE, _GET))
 _SHORT_TEXT, _TEXT = 0x8C, ord("X")
 _PROTO, _STOP = 0x80, ord(".")
 _CONTAINERS = b"]}\x85\x86\x87"
@@ -41,7 +63,9 @@ def load_metadata(data: bytes, *, file: str) -> Any:
         return loads(data, file=file)
     if copyreg._extension_registry or not _is_usual(data):  # type: ignore[attr-defined]
         return loads(data, file=file)
-    return guarded(file, lambda: _load_in_c(data, file))
+    if len(data) > 16 * MAX_PICKLE_BYTES:
+        raise CorruptCheckpointError(f"{file}: {len(data)} bytes of metadata are more than any checkpoint needs.")
+    return guarded(file, lambda: _load_in_c(data, resolver(file, None, "refuse")))
 
 
 def _is_usual(data: bytes) -> bool:
@@ -74,23 +98,91 @@ def _is_usual(data: bytes) -> bool:
             return opcode == _STOP
 
 
+def load_archived(
+    data: bytes, *, file: str, functions: Table, persistent_load: PersistentLoad, unknown: Unknown
+) -> Any:
+    """Return what the pickle of a torch.save archive describes. Raises as `_restricted_pickle.loads` does."""
+    slowly = partial(loads, data, file=file, functions=functions, persistent_load=persistent_load, unknown=unknown)
+    if len(data) < _BULK_BYTES or copyreg._extension_registry or not _is_usual_archive(data):  # type: ignore[attr-defined]
+        return slowly()
+    resolve = resolver(file, functions, unknown)
+
+    def flat(module: str, name: str) -> Any:
+        found = resolve(module, name)
+        return _FLAT_TUPLE if found is tuple else found
+
+    try:
+        return guarded(file, lambda: _load_in_c(data, flat, persistent_load))
+    except _UnusualError:
+        return slowly()
+
+
+class _UnusualError(Exception):
+    """To be read by our own unpickler."""
+
+
+def _flat_tuple(values: Any = ()) -> tuple[int, ...]:
+    """torch.Size: of integers alone, so that no tuple comes to be in two places this way."""
+    if not all(type(value) is int for value in values):
+        raise _UnusualError
+    return tuple(values)
+
+
+_FLAT_TUPLE = Function("torch.Size", _flat_tuple)
+
+
+def _is_usual_archive(data: bytes) -> bool:
+    """Tell whether the pickle has only the opcodes that a pickler writes for torch.save (protocol 2).
+
+    Beside what `_is_usual` says: memo indices below a quarter of the length, and no tuple that is fetched again.
+    """
+    if data[:2] != _OLD_PROTOCOL or len(data) - len(data.translate(None, _CONTAINERS)) > len(data) // 8:
+        return False
+    most = re.escape(bytes([min(len(data) >> 18, 0xFF)]))
+    match = re.compile(b"(?:" + b"|".join((_CONSTANT, _GET, _TUPLE, _BOUNDED_PUT % most)) + b")*").match
+    runs: list[bytes] = []
+    pos, end = 2, len(data)
+    while True:
+        found = match(data, pos)
+        assert found is not None
+        runs.append(found[0])
+        pos = found.end()
+        if pos >= end or data[pos] != _TEXT:
+            return pos < end and data[pos] == _STOP and _shares_no_tuple(b"N".join(runs))
+        pos += 5 + int.from_bytes(data[pos + 1 : pos + 5], "little")
+
+
+def _shares_no_tuple(opcodes: bytes) -> bool:
+    """Tell whether no memo index under which a tuple is put is fetched. `opcodes`: a pickle's without its texts."""
+    puts = set(_TUPLE_PUTS.findall(opcodes))
+    for get in set(_GETS.findall(opcodes)) - {b""}:
+        index = int.from_bytes(get[1:], "little")
+        if b"r" + index.to_bytes(4, "little") in puts or (index < 256 and b"q" + bytes([index]) in puts):
+            return False
+    return True
+
+
 class _Unpickler(pickle.Unpickler):
     """C's unpickler over the same allow-list."""
 
-    def __init__(self, data: bytes, resolve: Callable[[str, str], Any]) -> None:
+    def __init__(self, data: bytes, resolve: Resolve, persistent_load: PersistentLoad | None) -> None:
         # Buffered: without peek() the C code asks for every opcode by itself.
         super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 20))
         self._resolve = resolve
+        self._persistent_load = persistent_load
 
     def find_class(self, module: str, name: str) -> Any:
         return self._resolve(module, name)
 
+    def persistent_load(self, identity: Any) -> Any:
+        if self._persistent_load is None:
+            raise ValueError("it refers to storages, which this file has none of")
+        return self._persistent_load(identity)
 
-def _load_in_c(data: bytes, file: str) -> Any:
-    if len(data) > 16 * MAX_PICKLE_BYTES:
-        raise CorruptCheckpointError(f"{file}: {len(data)} bytes of metadata are more than any checkpoint needs.")
+
+def _load_in_c(data: bytes, resolve: Resolve, persistent_load: PersistentLoad | None = None) -> Any:
     try:
         with collector_paused():
-            return _Unpickler(data, resolver(file, None, "refuse")).load()
+            return _Unpickler(data, resolve, persistent_load).load()
     except (pickle.UnpicklingError, struct.error) as error:
         raise ValueError(str(error)) from None

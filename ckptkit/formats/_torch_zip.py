@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
-from ckptkit.formats._restricted_pickle import MAX_PICKLE_BYTES, Unknown, loads
+from ckptkit.formats._pickle_bulk import load_archived
+from ckptkit.formats._restricted_pickle import MAX_PICKLE_BYTES, Unknown
 from ckptkit.formats._torch_records import (
     DTensorRecord,
     ShardedTensorRecord,
@@ -316,7 +317,7 @@ class _Reader:
         pickled = self._member("data.pkl")
         if "byteorder" in self.layout.members:
             check_byteorder(self._member("byteorder"), file=self.file)
-        value = loads(
+        value = load_archived(
             pickled, file=self.file, functions=rebuilder.functions, persistent_load=self._storage, unknown=unknown
         )
         self._locate()

@@ -8,7 +8,7 @@ numbers by the same rules. What does not fit the frame is parsed in full as well
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,11 +112,9 @@ class Frame:
         same[28:30] = name == "data.pkl"  # the length of the padding
         return np.frombuffer(front[member.header : member.header + size], np.uint8), same
 
-    def parse(self, fronts: Sequence[memoryview], tails: Sequence[memoryview], lengths: Int64) -> FramedItems:
-        """Parse the items with these first and last bytes. All fronts must be equally long."""
+    def parse(self, front: UInt8, tail: UInt8, lengths: Int64) -> FramedItems:
+        """Parse the items with these first and last bytes, [n, any] and [n, self.nbytes]."""
         n = len(lengths)
-        front = np.frombuffer(b"".join(fronts), np.uint8).reshape(n, -1)
-        tail = np.frombuffer(b"".join(t[-self.nbytes :] for t in tails), np.uint8).reshape(n, self.nbytes)
         fits = (tail[:, self._same] == self._tail[self._same]).all(axis=1)
         numbers = {name: self._numbers(tail, entry) for name, entry in zip(self.names, self._entries, strict=True)}
         fits &= self._in_order(numbers, tail, lengths)

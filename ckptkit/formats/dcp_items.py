@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,10 +29,13 @@ __all__ = ["FRONT_BYTES", "TAIL_BYTES", "ItemEnds", "ItemParser"]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
+UInt8 = npt.NDArray[np.uint8]
 
 FRONT_BYTES = 1024
 TAIL_BYTES = 1024
 _JOIN = 4096  # bytes between two ranges that are read rather than skipped
+_TURN = 128  # reads
+_SLOW_S = 100e-6  # for one of them: longer than a thread costs
 
 
 class ItemEnds:
@@ -51,25 +55,48 @@ class ItemEnds:
         heads = np.flatnonzero(breaks)
         lasts = np.r_[heads[1:], len(low)] - 1
         span_low, span_high = low[heads], np.maximum.reduceat(high, heads)
-        self._span = np.cumsum(breaks) - 1
-        self._low, self._high, self._base = low, high, span_low
-        self._buffers = [memoryview(bytearray(int(n))) for n in span_high - span_low]
-        reads = [
-            ReadInto(paths[int(f)], int(start), buffer)
-            for f, start, buffer in zip(file[lasts], span_low, self._buffers, strict=True)
-        ]
-        store.read_many(reads)
-
-    def _range(self, i: int) -> memoryview:
-        span = int(self._span[i])
-        base = int(self._base[span])
-        return self._buffers[span][int(self._low[i]) - base : int(self._high[i]) - base]
+        span_stops = np.cumsum(span_high - span_low)
+        moved = (span_stops - span_high)[np.cumsum(breaks) - 1]  # from the file to where it is held
+        self._low, self._high = low + moved, high + moved
+        self._held = np.empty(int(span_stops[-1]) if len(span_stops) else 0, np.uint8)
+        view = self._held.data
+        begins = (span_stops - (span_high - span_low)).tolist()
+        columns = (file[lasts].tolist(), span_low.tolist(), begins, span_stops.tolist())
+        _read(store, [ReadInto(paths[f], start, view[a:b]) for f, start, a, b in zip(*columns, strict=True)])
 
     def front(self, i: int) -> memoryview:
-        return self._range(2 * i)
+        """The first bytes of an item."""
+        return self._held[self._low[2 * i] : self._high[2 * i]].data
 
     def tail(self, i: int) -> memoryview:
-        return self._range(2 * i + 1)
+        """The last bytes of an item."""
+        return self._held[self._low[2 * i + 1] : self._high[2 * i + 1]].data
+
+    def fronts(self, rows: Int64) -> UInt8:
+        """The first bytes of items that have as many, [n, FRONT_BYTES]."""
+        return self._windows(self._low[2 * rows], FRONT_BYTES)
+
+    def tails(self, rows: Int64, nbytes: int) -> UInt8:
+        """The last `nbytes` bytes of items that have as many, [n, nbytes]."""
+        return self._windows(self._high[2 * rows + 1] - nbytes, nbytes)
+
+    def _windows(self, begins: Int64, nbytes: int) -> UInt8:
+        every = np.lib.stride_tricks.as_strided(self._held, (len(self._held) - nbytes + 1, nbytes), (1, 1))
+        windows: UInt8 = every[begins]
+        return windows
+
+
+def _read(store: Store, reads: Sequence[ReadInto]) -> None:
+    """Read many short ranges: in turn while they are at hand, as a page cache's are; else several at once."""
+    begin = 0
+    while store.local_root is not None and begin < len(reads):
+        started = time.perf_counter()
+        turn = reads[begin : begin + _TURN]
+        store.read_many(turn, workers=1)
+        begin += _TURN
+        if time.perf_counter() - started > _SLOW_S * len(turn):
+            break
+    store.read_many(reads[begin:])
 
 
 class ItemParser:

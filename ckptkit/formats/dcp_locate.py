@@ -37,7 +37,7 @@ Int32 = npt.NDArray[np.int32]
 UInt64 = npt.NDArray[np.uint64]
 
 _BATCH_ROWS = 1 << 16
-_BLOCK_ROWS = 1 << 13  # items whose ends are held at once
+_BLOCK_ROWS = 1 << 12  # items whose ends are held at once
 _NO_STRIDES: Mapping[int, tuple[int, ...]] = {}
 _NO_CODECS: Mapping[int, Codec] = {}
 _BLOCK_FILES = 128  # files that are open at once
@@ -361,9 +361,7 @@ class _Locator:
         tried, others = left[long], left[~long]
         if not len(tried):
             return left
-        parsed = frame.parse(
-            [ends.front(i) for i in tried.tolist()], [ends.tail(i) for i in tried.tolist()], lengths[long]
-        )
+        parsed = frame.parse(ends.fronts(tried), ends.tails(tried, frame.nbytes), lengths[long])
         fits = parsed.fits
         templates = [self.parser.template(raw, self._label(int(rows[tried[0]]))) for raw in parsed.distinct]
         for number, template in enumerate(templates):

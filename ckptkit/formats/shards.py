@@ -8,6 +8,7 @@ rows that the rank holds, in the order in which they lie in its memory.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,26 @@ def local_parts(
         UnsupportedFormatError: A placement is partial: the values still have to be summed over ranks.
         CorruptCheckpointError: The placements do not fit the mesh, the tensor, or the local shape.
     """
+    parts = _local_parts(
+        shape,
+        tuple(mesh_shape),
+        tuple(coordinate),
+        tuple(placements),
+        local_shape,
+        None if order is None else tuple(order),
+    )
+    return list(parts)
+
+
+@functools.lru_cache(maxsize=1024)  # of the same few shapes, cut alike, a model has thousands of tensors
+def _local_parts(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[PlacementRecord, ...],
+    local_shape: tuple[int, ...] | None,
+    order: tuple[int, ...] | None,
+) -> tuple[LocalPart, ...]:
     _check_placements(shape, mesh_shape, coordinate, placements)
     orders: list[tuple[Sequence[int], bool]] = [(order or range(len(placements)), False)]
     if order is None and any(placement.kind == "strided_shard" for placement in placements):
@@ -66,7 +87,7 @@ def local_parts(
         rows = _rows(shape, mesh_shape, coordinate, placements, mesh_dims, plain=plain)
         found = tuple(sum(stop - start for start, stop in runs) for runs in rows)
         if local_shape is None or found == local_shape:
-            return list(_boxes(shape, rows))
+            return tuple(_boxes(shape, rows))
     raise CorruptCheckpointError(
         f"the local tensor has shape {list(local_shape or ())}, but {_describe(placements)} of shape {list(shape)} on "
         f"a mesh of {list(mesh_shape)} at {list(coordinate)} is {list(found)}."

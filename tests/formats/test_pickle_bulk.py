@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.errors import CorruptCheckpointError, UnsafePickleError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsafePickleError
 from ckptkit.formats import _pickle_bulk
-from ckptkit.formats._pickle_bulk import _is_usual, load_metadata
+from ckptkit.formats._pickle_bulk import _is_usual, _is_usual_archive, load_archived, load_metadata
 from ckptkit.formats._pickle_stubs import Record, Stub
 from ckptkit.formats._restricted_pickle import loads
+from ckptkit.formats._torch_records import Storage, StoredTensor
+from ckptkit.formats._torch_zip import read_archive
 from ckptkit.formats.dcp_metadata import RecordColumns, encode_metadata
+from ckptkit.storage.local import LocalStore
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +131,6 @@ def test_garbage_collection_is_on_again_after_an_error(zoo: Path) -> None:
 def test_a_catalog_is_the_same_either_way(zoo: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptkit.formats import dcp_locate
     from ckptkit.formats.dcp import open_catalog
-    from ckptkit.storage.local import LocalStore
 
     def rows() -> dict[str, Any]:
         catalog = open_catalog(LocalStore(zoo / name))
@@ -138,3 +140,103 @@ def test_a_catalog_is_the_same_either_way(zoo: Path, name: str, monkeypatch: pyt
     monkeypatch.setattr(_pickle_bulk, "_BULK_BYTES", 1 << 40)
     monkeypatch.setattr(dcp_locate, "_FEW", 1 << 40)  # every item parsed in full, none by a frame
     assert rows() == in_bulk
+
+
+# --- torch.save
+
+
+def archives(zoo: Path) -> list[Path]:
+    files = [path for pattern in ("*.pt", "*.bin", "*.ckpt") for path in zoo.rglob(pattern)]
+    return sorted(path for path in files if path.is_file() and not path.relative_to(zoo).parts[0].startswith("hostile"))
+
+
+def archived(path: Path) -> tuple[str, Any, int]:
+    """What the archive holds, or how it is refused, and how many pickles C's unpickler read."""
+    in_c: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        load = _pickle_bulk._load_in_c
+        patch.setattr(_pickle_bulk, "_load_in_c", lambda *args: (in_c.append(1), load(*args))[1])
+        try:
+            return "read", described(read_archive(LocalStore(path.parent), path.name).value), len(in_c)
+        except CkptkitError as error:
+            return "refused", str(error), len(in_c)
+
+
+def described(value: Any) -> Any:
+    """As `shown`, records of tensors field by field."""
+    if isinstance(value, dict):
+        return [(described(k), described(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(described, value)]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, (StoredTensor, Storage)) or hasattr(value, "__dataclass_fields__"):
+        slots = getattr(type(value), "__slots__", None) or vars(value)
+        return (type(value).__name__, [described(getattr(value, slot)) for slot in slots])
+    return shown(value)
+
+
+def test_both_unpicklers_agree_on_all_archives_of_the_zoo(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = archives(zoo)
+    in_bulk = [archived(file) for file in files]
+    assert sum(count for _, _, count in in_bulk) > 40
+    monkeypatch.setattr(_pickle_bulk, "_BULK_BYTES", 1 << 40)
+    for file, found in zip(files, in_bulk, strict=True):
+        alone = archived(file)
+        assert alone[2] == 0
+        assert found[:2] == alone[:2], file
+
+
+def usual(*opcodes: bytes) -> bool:
+    padding = b"K\x00" * (1 << 18)  # a memo index may be a quarter of the length
+    return _is_usual_archive(b"\x80\x02" + b"".join(opcodes) + padding + b".")
+
+
+def test_a_pickle_of_torch_save_passes_the_walk() -> None:
+    shared = ["a"]
+    value = {"a": (1, 70000, 1 << 40, -0.5), "b": [shared, shared, "x" * 300, None, True], "c": ((1, 2), (1, 2, 3, 4))}
+    assert _is_usual_archive(pickle.dumps(value, 2))
+    assert usual(b"K\x01\x85r\x05\x00\x00\x00", b"K\x02q\x06h\x06")
+
+
+def test_a_tuple_in_two_places_goes_the_slow_way() -> None:
+    """Tuples of the same tuple, thirty deep: hashing them would take minutes."""
+    inner: Any = (1,)
+    for _ in range(3):
+        inner = (inner, inner)
+    assert not _is_usual_archive(pickle.dumps({inner: 1}, 2))
+    assert not usual(b"K\x01\x85r\x05\x00\x00\x00", b"h\x05\x85")
+    assert not usual(b"K\x01\x85q\x05", b"j\x05\x00\x00\x00\x85")
+    assert not usual(b"(K\x01tq\x05", b"X\x01\x00\x00\x00h", b"h\x05")
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"K\x01r\x00\x00\x00\x7f", b"\x82\x01", b"K\x01P1\n", b"]2", b"\x8b\x00\x00\x00\x10", b"\x8f",
+        b"\x95" + bytes(8), b"X\xff\xff\xff\x7fa", b"\x94", b"cos\nsy stem\n",
+    ],
+)  # fmt: skip
+def test_what_torch_save_never_writes_goes_the_slow_way(opcodes: bytes) -> None:
+    assert usual(b"K\x01")
+    assert not usual(opcodes)
+
+
+def test_a_hostile_archive_is_refused_by_either_unpickler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (exec, ("open('ran', 'w')",))
+
+    monkeypatch.chdir(tmp_path)
+    data = pickle.dumps({"a": [1, 2], "w": Evil()}, 2)
+    assert _is_usual_archive(data)
+    with pytest.raises(UnsafePickleError, match=r"x: its pickle asks for '__builtin__\.exec'|builtins"):
+        load_archived(data, file="x", functions={}, persistent_load=lambda _: None, unknown="refuse")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tuple_of_what_are_no_integers_is_read_by_our_own() -> None:
+    data = b"\x80\x02c__builtin__\ntuple\nq\x00]q\x01(X\x01\x00\x00\x00aK\x01e\x85q\x02Rq\x03."
+    assert _is_usual_archive(data)
+    found = load_archived(data, file="x", functions={}, persistent_load=lambda _: None, unknown="refuse")
+    assert found == ("a", 1)

@@ -25,7 +25,7 @@ from ckptkit.catalog.entry import Role
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import dcp, torch_save
 from ckptkit.formats._pickle_bulk import _is_usual, _load_in_c
-from ckptkit.formats._restricted_pickle import guarded, loads
+from ckptkit.formats._restricted_pickle import guarded, loads, resolver
 from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats._torch_zip import read_archive
 from ckptkit.formats.objects import TensorValue, plain, read_tensor
@@ -59,7 +59,8 @@ def metadata_in_c(rng: random.Random, _: Path) -> None:
     if not _is_usual(data):
         return
     outcome = []
-    for load in (lambda: guarded("f", lambda: _load_in_c(data, "f")), lambda: loads(data, file="f")):
+    resolve = resolver("f", None, "refuse")
+    for load in (lambda: guarded("f", lambda: _load_in_c(data, resolve)), lambda: loads(data, file="f")):
         try:
             load()
             outcome.append("ok")
@@ -135,7 +136,8 @@ def archives_of_items(rng: random.Random, folder: Path) -> None:
     members, directory = parse_directory(item[-1024:], len(item), file="f")
     frame = Frame.of(item[:1024], item[-1024:], Layout(members, directory, "f").members, directory, len(item))
     assert frame is not None
-    parsed = frame.parse([memoryview(damaged[:1024])], [memoryview(damaged[-1024:])], np.array([len(damaged)]))
+    front, tail = (np.frombuffer(part, np.uint8)[None] for part in (damaged[:1024], damaged[-frame.nbytes :]))
+    parsed = frame.parse(front, tail, np.array([len(damaged)]))
     if not parsed.fits[0]:
         return
     template = ItemParser().template(parsed.distinct[0], "f")
