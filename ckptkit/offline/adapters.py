@@ -34,7 +34,7 @@ _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<leaf>weight|bias))?"
 )
-_BASE_LAYER = re.compile(r"(?:\.token_adapter)?\.base_layer\.")
+_BASE_LAYER = re.compile(r"(?:\.token_adapter)?(?:\.base_layer)+\.")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 # Rows of an embedding that were trained (trainable_token_indices).
 _TOKENS = re.compile(r"(?P<module>.+\.token_adapter)\.(?P<leaf>trainable_tokens_delta)(?:\.(?P<adapter>[^.]+))?")
@@ -68,6 +68,7 @@ class AdapterSplit:
         others: Adapter tensors that are no pair: magnitudes of DoRA, biases of LoRA, trained tokens; by name in an
             adapter file.
         saved: Modules trained whole (modules_to_save), by name in an adapter file.
+        biases: Of the base model, by name in an adapter file: some adapters were trained with them.
         names: The adapters that are there: "default".
         dropped: Sources that go nowhere, with the reason.
     """
@@ -78,6 +79,7 @@ class AdapterSplit:
     saved: dict[str, Target] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     dropped: dict[str, str] = field(default_factory=dict)
+    biases: dict[str, Target] = field(default_factory=dict)
 
 
 def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
@@ -108,6 +110,9 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
             split.dropped.update(dict.fromkeys(target.sources, "the original of a module that was trained whole"))
         else:
             _add_base(split, _BASE_LAYER.sub(".", plain), target)
+            if "bias" in plain:
+                split.biases[plain] = target
+    _name_modules(split)
     if len(adapters) > 1:
         raise UnsupportedFormatError(
             f"the checkpoint holds several adapters: {', '.join(adapters)}. Choose one with --exclude '*.NAME.*' for "
@@ -169,7 +174,8 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
         made["r"] = ranks[0]  # read off the tensors, not guessed
     for pair in split.pairs.values():
         said = _by_pattern(made.get("rank_pattern"), pair.module, made.get("r"))
-        if said != _rank(pair):
+        stacked = bool(made.get("target_parameters")) and bool(said) and not _rank(pair) % said  # r for each expert
+        if said != _rank(pair) and not stacked:
             raise CheckpointMismatchError(
                 f"the adapter config says rank {said} for {pair.module!r}, its tensors have rank {_rank(pair)}."
             )
@@ -183,25 +189,47 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
 
 
 def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict[str, Target], tuple[str, ...]]:
-    """Return the tensors of adapter_model.safetensors under PEFT's names, and notes.
-
-    Raises:
-        UnsupportedFormatError: The config asks for biases to be stored, whose names are not settled here.
-    """
-    if config.get("bias", "none") != "none":
-        raise UnsupportedFormatError(f"adapters with bias={config['bias']!r} can't be exported; only bias='none'.")
+    """Return the tensors of adapter_model.safetensors under PEFT's names, and notes."""
     made: dict[str, Target] = {}
     for module, pair in split.pairs.items():
         names = ("lora_embedding_A", "lora_embedding_B") if pair.embedding else ("lora_A.weight", "lora_B.weight")
         for name, target in zip(names, (pair.a, pair.b), strict=True):
             if target is not None:
                 made[f"{_ROOT}{module}.{name}"] = target
-    made.update({_ROOT + name: target for name, target in (*split.others.items(), *split.saved.items())})
+    others = {name: target for name, target in split.others.items() if not _is_tied_token_adapter(name, split, config)}
+    made.update({_ROOT + name: target for name, target in (*others.items(), *split.saved.items())})
+    made.update({_ROOT + name: target for name, target in _trained_biases(split, config).items()})
     start = config.get("init_lora_weights")
     notes: tuple[str, ...] = ()
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         notes = (f"init_lora_weights={start!r} changed the base weights at the start: the adapter fits only that base",)
     return {name: replace(target, name=name) for name, target in made.items()}, notes
+
+
+def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
+    """Whether rows of a head are those of the embedding, which a list of indices means: PEFT stores them once."""
+    indices = config.get("trainable_token_indices")
+    head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
+    return (
+        head and isinstance(indices, list) and sum(_TOKENS.fullmatch(other) is not None for other in split.others) > 1
+    )
+
+
+def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str, Target]:
+    """The base model's biases that belong to the adapter: all, or those of the modules that have one.
+
+    Raises:
+        UnsupportedFormatError: The config's `bias` is none that PEFT knows.
+    """
+    kind = config.get("bias", "none")
+    if kind not in ("none", "all", "lora_only"):
+        raise UnsupportedFormatError(
+            f"adapters with bias={kind!r} can't be exported; PEFT has none, all and lora_only."
+        )
+    if kind == "none":
+        return {}
+    modules = tuple(f"{module}.base_layer.bias" for module in split.pairs)
+    return {name: target for name, target in split.biases.items() if kind == "all" or name in modules}
 
 
 def merge_adapter(
@@ -295,7 +323,7 @@ def _tensor(raw: npt.NDArray[np.uint8], target: Target) -> Any:
 
 
 def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> None:
-    module, kind = match["module"].replace(".base_layer", ""), match["kind"]
+    module, kind = match["module"], match["kind"]
     if kind == "lora_magnitude_vector":
         split.others[f"{module}.lora_magnitude_vector"] = target
     elif match["leaf"] == "bias":
@@ -307,6 +335,16 @@ def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> No
             pair.a = target
         else:
             pair.b = target
+
+
+def _name_modules(split: AdapterSplit) -> None:
+    """Give pairs the names of their modules in the base model. Adapters of several parameters of one module
+    (target_parameters) wrap each other: those keep the names that tell them apart."""
+    plain = [module.replace(".base_layer", "") for module in split.pairs]
+    for module, name in zip(list(split.pairs), plain, strict=True):
+        pair = split.pairs.pop(module)
+        pair.module = name if plain.count(name) == 1 else module
+        split.pairs[pair.module] = pair
 
 
 def _add_base(split: AdapterSplit, name: str, target: Target) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +93,51 @@ def test_merging_is_what_peft_does(tmp_path: Path, dtype: str, adapter_dtype: st
     save_file({n: t.contiguous() for n, t in merged.items()}, tmp_path / "merged.safetensors")
     assert load_file(tmp_path / "merged.safetensors")["q.weight"].dtype == getattr(torch, dtype)
     same_bits(found, bits_of(tmp_path / "merged.safetensors"))
+
+
+@pytest.mark.parametrize("case", [
+    {"target_modules": ["q"], "bias": "all"},
+    {"target_modules": ["q"], "bias": "lora_only"},
+    {"target_modules": ["q"], "lora_bias": True},
+    {"target_modules": ["q"], "modules_to_save": ["k"]},
+    {"target_modules": ["q"], "target_parameters": ["experts.up", "experts.down"]},
+], ids=lambda case: "-".join(map(str, case)))  # fmt: skip
+def test_an_adapter_file_is_what_peft_saves(tmp_path: Path, case: dict[str, Any]) -> None:
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from safetensors.torch import save_file
+
+    class Experts(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.randn(3, 6, 4))
+            self.down = torch.nn.Parameter(torch.randn(3, 4, 6))
+
+    base = torch.nn.ModuleDict({"q": torch.nn.Linear(6, 4), "k": torch.nn.Linear(6, 5), "experts": Experts()})
+    config = {"r": 2, "lora_alpha": 6, **case}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, peft.LoraConfig(**config))
+        model.save_pretrained(tmp_path / "adapter")
+        (tmp_path / "run").mkdir()
+        state = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
+        save_file(state, tmp_path / "run" / "model.safetensors")
+    store = open_store(str(tmp_path / "run"))
+    catalog = safetensors.open_catalog(store)
+    export = plan_export(store, catalog, options=ExportOptions(adapter_config=config))
+    same_bits(carried_out(store, catalog, export), bits_of(tmp_path / "adapter" / "adapter_model.safetensors"))
+
+
+def test_rows_that_head_and_embedding_share_are_stored_once() -> None:
+    rows = {f"{module}.token_adapter.trainable_tokens_delta.default": (2, 4) for module in ("embed_tokens", "lm_head")}
+    split = split_adapter(lora(**{name.replace(".", "__"): shape for name, shape in rows.items()}))
+    assert split is not None
+    config = {"r": 2, "lora_alpha": 1}
+    shared, _ = export_adapter(split, {**config, "trainable_token_indices": [1, 2]})
+    assert sum("token_adapter" in name for name in shared) == 1 and not any("lm_head" in name for name in shared)
+    named = {"embed_tokens": [1, 2], "lm_head": [1, 2]}
+    assert (
+        sum("token_adapter" in n for n in export_adapter(split, {**config, "trainable_token_indices": named})[0]) == 2
+    )
 
 
 def test_a_config_above_the_checkpoint_is_found_and_named(zoo: Path) -> None:
