@@ -303,7 +303,7 @@ def choose(
     if found is not None and found.name in damaged:
         before = inventory.committed[: inventory.committed.index(found)]
         found = next((item for item in reversed(before) if item.name not in damaged), None)
-    return None if found is None else (found.path, found.record.without_files())
+    return None if found is None else (found.path, found.record)
 
 
 def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, str] | None = None) -> Committed:

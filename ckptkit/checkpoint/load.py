@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog
@@ -23,8 +24,10 @@ from ckptkit.checkpoint.rng import reseed, restore_rng
 from ckptkit.checkpoint.state import PerRank, TrainState, canonical_modules, is_stateful, model_tensors, section
 from ckptkit.errors import (
     CheckpointMismatchError,
+    CheckpointNotFoundError,
     CkptkitError,
     CorruptCheckpointError,
+    IncompleteCheckpointError,
     LoadError,
     UsageError,
 )
@@ -49,12 +52,17 @@ def restore(
     *,
     coordinator: Coordinator,
     workers: int = 0,
+    ready: Callable[[], None] | None = None,
 ) -> LoadReport:
     """Load the checkpoint that `opened` gives into `state`, on all ranks or on none. All ranks must call it.
 
     Everything is checked first, and read beside the state as far as memory allows; where a rank fails in that, every
     rank raises and nothing has changed. What is too much for that is read again then, straight into the state: an error
     that comes so late says that the state is half loaded, and it can't be saved.
+
+    Args:
+        ready: Waits until the checkpoint may be read, on a rank that must; what it raises comes before what opening the
+            checkpoint did.
 
     Raises:
         CheckpointMismatchError: Lists all that does not fit, the same on every rank.
@@ -73,7 +81,8 @@ def restore(
         return staged.unchecked() if options.verify and options.verify != "read" else []
 
     with clock.phase("plan"):
-        shares = coordinator.settle(Outcome.of(lambda: _or_error(plan)), "loading", then=_shared)
+        planned = plan if ready is None else partial(_meanwhile, ready, plan)
+        shares = coordinator.settle(Outcome.of(lambda: _or_error(planned)), "loading", then=_shared)
     staged, report = made[0]
 
     def read() -> Any:
@@ -134,6 +143,17 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
         raise said from error
 
 
+def _meanwhile(ready: Callable[[], None], plan: Callable[[], Any]) -> Any:
+    try:
+        return plan()
+    except FileNotFoundError as error:
+        if isinstance(error, CkptkitError):
+            raise
+        raise IncompleteCheckpointError(f"{error}. Was it deleted while it was opened?") from error
+    finally:
+        ready()
+
+
 def _or_error(part: Callable[[], Any]) -> Any:
     """Return what `part` returned, or the ckptkit error that it raised: rank 0 makes one error of all."""
     try:
@@ -161,6 +181,9 @@ def _raise_one(errors: Sequence[CkptkitError | None]) -> None:
     kinds = {type(error) for error in errors if error is not None}
     if not kinds:
         return
+    gone = next((error for error in errors if isinstance(error, CheckpointNotFoundError)), None)
+    if gone is not None:
+        raise gone  # which explains whatever others did not find
     lines = [text if len(ranks) == len(errors) else f"rank {ranks}: {text}" for text, ranks in texts.items()]
     kind = kinds.pop() if len(kinds) == 1 else LoadError
     if kinds and all(issubclass(other, CorruptCheckpointError) for other in kinds):

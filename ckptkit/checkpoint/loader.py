@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ class Loader:
                     raise CorruptCheckpointError(chosen.reason)
                 path, record = chosen
                 name = record.name
-                report = self._load_committed(path, state, options, resume=True)
+                report = self._load_committed(path, state, options, resume=True, chosen=record)
                 self.resumed_from = name
                 self.given_up.update(damaged)
                 return path, record, report
@@ -142,20 +143,60 @@ class Loader:
         return None
 
     def _load_committed(
-        self, path: str, state: TrainState, options: LoadOptions, *, resume: bool = False
+        self,
+        path: str,
+        state: TrainState,
+        options: LoadOptions,
+        *,
+        resume: bool = False,
+        chosen: CommitRecord | None = None,
     ) -> LoadReport:
         store = self._root.child(path)
         with ExitStack() as stack:
             # Rank 0 holds the pin for all: it leaves only once every rank has read.
             pin = pin_while_reading(self._root, path, why="resumed from" if resume else "load")
-            record = self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
+            record, pinned = self._begin_pin(pin, stack, chosen)
             report = restore(
-                state, lambda: (open_catalog(store, record=record), store), options, coordinator=self._coordinator
+                state,
+                lambda: (open_catalog(store, record=record), store),
+                options,
+                coordinator=self._coordinator,
+                ready=pinned,
             )
             if resume and self._coordinator.is_main:
                 self._hold.keep(stack.pop_all())  # `ckptkit prune` beside this job must not delete it either
         self._announce_load(report)
         return report
+
+    def _begin_pin(
+        self, pin: AbstractContextManager[CommitRecord], stack: ExitStack, chosen: CommitRecord | None
+    ) -> tuple[CommitRecord, Callable[[], None] | None]:
+        """Pin a checkpoint on rank 0, and return its record on all, and what waits for the pin.
+
+        On an object store a pin is three requests in a row: what `chosen` names is opened meanwhile. Nothing of the
+        state is read before the pin is there, and what was opened was deleted if it can't be had.
+        """
+        if chosen is None or self._root.local_root is not None:
+            return self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint"), None
+        if not self._coordinator.is_main:
+            return chosen, lambda: None
+        pool = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-pin")
+        entered = pool.submit(pin.__enter__)
+        pool.shutdown(wait=False)
+
+        def leave(kind: Any, error: Any, trace: Any) -> None:
+            if entered.exception() is None:
+                pin.__exit__(kind, error, trace)
+
+        stack.push(leave)
+
+        def pinned() -> None:
+            if entered.result().save_id != chosen.save_id:
+                raise CheckpointNotFoundError(
+                    f"{self._url}/{chosen.name} was replaced while it was opened. Load again."
+                )
+
+        return chosen, pinned
 
     def _load_url(self, url: str, state: TrainState, options: LoadOptions) -> LoadReport:
         from ckptkit.formats.detect import open_source

@@ -59,18 +59,31 @@ def open_catalog(
     prefix = f"{record.data}/" if record.data else ""
     if record.manifest is None:
         raise IncompleteCheckpointError(f"{store.url}: its commit record names no manifest.")
-    data = _checked(place, record.manifest, record.files.get(record.manifest))
+    data, objects_data = _index_files(place, record, record.manifest)
     manifest = Manifest.from_bytes(data, file=f"{prefix}{record.manifest}")
     _check_places(manifest, record, f"{store.url}/{prefix}{record.manifest}")
     if prefix:
         manifest = replace(manifest, paths=[prefix + path for path in manifest.paths])
     catalog = manifest.catalog()
     objects = {name: _moved(entry, prefix) for name, entry in catalog.objects.items()}
-    if OBJECTS_NAME in record.files:
-        data = _checked(place, OBJECTS_NAME, record.files[OBJECTS_NAME], most=_MAX_OBJECTS_BYTES)
-        objects.update(_json_objects(data, prefix + OBJECTS_NAME))
+    if objects_data is not None:
+        objects.update(_json_objects(objects_data, prefix + OBJECTS_NAME))
     info = _info(catalog.info, record, prefix)
     return Catalog(catalog.tensors, objects, replace(info, notes=(*info.notes, *notes)))
+
+
+def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
+    """Return the manifest and, where there is one, `objects.json`; at once, where each is a request."""
+
+    def objects() -> bytes | None:
+        found = record.files.get(OBJECTS_NAME)
+        return None if found is None else _checked(place, OBJECTS_NAME, found, most=_MAX_OBJECTS_BYTES)
+
+    if place.local_root is not None:
+        return _checked(place, manifest, record.files.get(manifest)), objects()
+    with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-open") as pool:
+        other = pool.submit(objects)
+        return _checked(place, manifest, record.files.get(manifest)), other.result()
 
 
 def open_manifest(store: Store) -> Catalog | None:

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_GAP = 512 << 10  # a request costs about as long as reading this much
+_LITTLE = 24 << 20  # where all that is to be read is no more, a connection each for all of it would take long
+_LEAST = 8 << 20  # of that
 _PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
 _S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE), storage_options={...}"
 _GCS = "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, storage_options={...}"
@@ -197,9 +199,9 @@ class RemoteStore:
             if read.view.nbytes:
                 by_file.setdefault(read.path, []).append(read)
         jobs: list[_Job] = []
-        # Enough requests for all that may be in flight to share the work, and no more.
-        least = self._api.read_bytes
-        most = min(2 * least, max(least, sum(read.view.nbytes for read in reads) // 8))
+        # Enough requests for all that may be in flight to share the work, and no more; of little, a few.
+        large, total = self._api.read_bytes, sum(read.view.nbytes for read in reads)
+        most = min(2 * large, max(large if total > _LITTLE else min(_LEAST, large), total // 8))
         for path, items in by_file.items():
             ranges = [(item.start, item.start + item.view.nbytes) for item in items]
             for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=sys.maxsize):
