@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import os
 import threading
@@ -22,6 +23,7 @@ from ckptkit.formats.dcp_encode import RecordFrame, crc32
 from ckptkit.formats.layout import FileRecord
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import Store
+from ckptkit.storage.writeback import start_writing
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,7 @@ _FILE = 16 << 20  # below this many bytes another file is not worth it
 _REMOTE_FILE = 16 << 20  # as _FILE, where each is a request, and a connection carries a few of them a second
 _ONE_REQUEST = 216 << 20  # a larger one goes in parts while it is written
 _COPIED_FILES = 4  # on an object store, where what goes up is held for that alone
+_DIRTY = 16 << 20  # a GiB takes 0.36 s on a disk so; 0.38 at 32 MiB, 0.47 where nothing is begun before the sync
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 
@@ -233,8 +236,9 @@ class _Job:
             return
         # Not reserved beforehand: the space was checked, appending is laid out well, and reserving costs 3 % on tmpfs.
         fd = self.store.create(self.file.path)
+        write = functools.partial(_write_all, fd, path=self.file.path)
         try:
-            yield lambda data: _write_all(fd, data, self.file.path)
+            yield _begun_early(fd, write) if self.sync else write
             if self.sync:
                 started = time.perf_counter()
                 _checked(self.file.path, os.fsync, fd)
@@ -306,6 +310,21 @@ class _Job:
             self._outline.update(self._pending)
             self._write(memoryview(self._pending))
             self._pending = bytearray()
+
+
+def _begun_early(fd: int, write: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what writes, and has the disk begin long before the sync."""
+    dirty = 0
+
+    def write_and_begin(data: Any) -> None:
+        nonlocal dirty
+        write(data)
+        dirty += len(data)
+        if dirty >= _DIRTY:
+            dirty = 0
+            start_writing(fd)
+
+    return write_and_begin
 
 
 def _write_all(fd: int, data: Any, path: str) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
-import functools
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
+
+from ckptkit.storage.writeback import start_writing
 
 __all__ = ["KernelCopy", "copy_range", "pick", "splice_range", "start_writing", "takes_turns"]
 
@@ -24,7 +24,6 @@ _SET_PIPE_SIZE = 1031  # F_SETPIPE_SZ of linux/fcntl.h; in `fcntl` since Python 
 _PIPE = 1 << 20  # what any user may have; the kernel's own copy takes 64 KiB at a time
 _NO_SHARING = ("ext2", "ext3", "ext4")  # copy_file_range is a splice in 64 KiB steps here, slower by a fifth
 _TURNS = (*_NO_SHARING, "tmpfs", "xfs", "btrfs", "f2fs", "zfs", "overlay")
-_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _pipes = threading.local()
 
 
@@ -47,27 +46,6 @@ def takes_turns(folder: str) -> bool:
     A second one spins at its door, which costs a processor and gains nothing.
     """
     return _file_system(folder) in _TURNS
-
-
-def start_writing(descriptor: int) -> None:
-    """Have the disk begin to write what is in memory of a file, and don't wait: the sync at the end has less to do.
-
-    Nothing is durable by it, and where the system can't, nothing is lost by that.
-    """
-    begin = _sync_file_range()
-    if begin is not None:
-        begin(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
-
-
-@functools.lru_cache(maxsize=1)
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    try:
-        call = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):
-        return None
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    result: Callable[[int, int, int, int], int] = call
-    return result
 
 
 def copy_range(source: int, start: int, target: int, at: int, nbytes: int) -> tuple[int, bool]:

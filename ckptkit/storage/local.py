@@ -18,6 +18,7 @@ from ckptkit.errors import IncompleteCheckpointError, NoSpaceError, StorageError
 from ckptkit.storage.coalesce import Span, coalesce
 from ckptkit.storage.paths import checked_path
 from ckptkit.storage.store import FileInfo, ReadInto
+from ckptkit.storage.writeback import start_writing
 
 __all__ = ["LocalStore"]
 
@@ -28,6 +29,7 @@ _RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
 _MAX_GAP = 64 << 10  # below this, reading on is cheaper than another system call
 _MAX_SPAN = 8 << 20
+_DIRTY = 16 << 20  # written to memory only, from which on the disk is told to begin
 _Infos = list[FileInfo]  # the class has a method called list
 _Jobs = list[tuple[int, str, Span, list[ReadInto]]]
 _Reads = list[ReadInto]
@@ -281,7 +283,7 @@ class LocalStore:
         fd = self.create(part)
         try:
             with _errors(full):
-                yield _LocalWriter(fd)
+                yield _LocalWriter(fd, begins=sync)
                 if sync:
                     os.fsync(fd)
         except BaseException:
@@ -385,15 +387,25 @@ class LocalStore:
 
 
 class _LocalWriter:
-    """Appends to a descriptor, all or an error."""
+    """Appends to a descriptor, all or an error.
 
-    def __init__(self, fd: int) -> None:
+    Args:
+        begins: The disk begins to write before the sync at the end.
+    """
+
+    def __init__(self, fd: int, *, begins: bool = False) -> None:
         self.fd = fd
+        self._begins = begins
+        self._dirty = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data).cast("B")
+        self._dirty += len(view)
         while len(view):
             view = view[os.write(self.fd, view) :]
+        if self._begins and self._dirty >= _DIRTY:
+            self._dirty = 0
+            start_writing(self.fd)
 
 
 def _file_info(path: str, status: os.stat_result) -> FileInfo:

@@ -258,6 +258,17 @@ def test_staged_copies_of_something_else_are_refused(tmp_path, staged):
         write_part(plan, LocalStore(str(tmp_path)), tensors=staged)
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_disk_begins_before_the_sync_at_the_end(tmp_path, monkeypatch, sync):
+    begun: list[int] = []
+    monkeypatch.setattr("ckptkit.formats.dcp_files._DIRTY", 1 << 20)
+    monkeypatch.setattr("ckptkit.formats.dcp_files.start_writing", lambda fd: begun.append(os.fstat(fd).st_size))
+    plan = plan_sharded({f"w{i}": torch.zeros(300, 1024) for i in range(4)})
+    part = write_part(plan, LocalStore(tmp_path), workers=1, sync=sync)
+    assert len(begun) == (4 if sync else 0)
+    assert all(0 < size < part.nbytes for size in begun)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_the_files_named_are_the_files_on_disk(tmp_path, workers):
     import xxhash

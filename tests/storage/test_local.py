@@ -98,3 +98,17 @@ class TestLocalStore(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> LocalStore:
         return LocalStore(tmp_path / "root")
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_disk_begins_before_the_sync_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr("ckptkit.storage.local._DIRTY", 100)
+    monkeypatch.setattr("ckptkit.storage.local.start_writing", lambda fd: begun.append(os.fstat(fd).st_size))
+    with LocalStore(tmp_path).writer("file", sync=sync) as writer:
+        for _ in range(10):
+            writer.write(b"x" * 30)
+    assert begun == ([120, 240] if sync else [])
+    assert (tmp_path / "file").read_bytes() == b"x" * 300
