@@ -134,7 +134,18 @@ def call_with_retries(function: Callable[[], T]) -> T:
         say("the storage does not answer (%s); trying again for up to %g s", type(error).__name__, patience)
         return True
 
-    caller = stamina.RetryingCaller(
-        attempts=attempts, timeout=patience, wait_initial=0.1, wait_max=WAIT_MAX_S, wait_jitter=0.5
+    @stamina.retry(
+        on=worth_it, attempts=attempts, timeout=patience, wait_initial=0.1, wait_max=WAIT_MAX_S, wait_jitter=0.5
     )
-    return caller(worth_it, function)
+    def ckptkit_request() -> T:
+        return function()
+
+    return ckptkit_request()
+
+
+def _is_others(record: logging.LogRecord) -> bool:
+    return "ckptkit_request" not in str(getattr(record, "stamina.callable", ""))
+
+
+# It warns of each retry, as "stamina.retry_scheduled"; what is worth a word is said above. Others' retries stay.
+logging.getLogger("stamina").addFilter(_is_others)

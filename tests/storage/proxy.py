@@ -12,8 +12,29 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-Rule = Callable[[int, str, str], str]
-"""(number of the request, method, path) -> "pass", "503", "reset", "lost", "cut" or "slow"."""
+
+@dataclass(frozen=True)
+class Answer:
+    """What the proxy says by itself, without asking the server."""
+
+    status: int
+    code: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def body(self) -> bytes:
+        return f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>on purpose</Message></Error>".encode()
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The server's answer, its body changed."""
+
+    change: Callable[[bytes], bytes]
+
+
+Rule = Callable[[int, str, str], "str | Answer | Changed"]
+"""(number of the request, method, path) -> "pass", "503", "reset", "lost", "cut", "slow", or an answer."""
 
 
 @dataclass
@@ -23,10 +44,12 @@ class Proxy:
     url: str
     rule: Rule = lambda number, method, path: "pass"
     seen: list[tuple[str, str]] = field(default_factory=list)
+    sent: int = 0  # bytes of all bodies
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def clear(self) -> None:
         self.seen.clear()
+        self.sent = 0
 
     @property
     def count(self) -> int:
@@ -59,10 +82,13 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         with self.proxy.lock:
             self.proxy.seen.append((self.command, self.path))
+            self.proxy.sent += len(body)
             number = len(self.proxy.seen)
         fate = self.proxy.rule(number, self.command, self.path)
         if fate == "503":
-            self._answer(503, [("Content-Type", "application/xml")], b"<Error><Code>SlowDown</Code></Error>")
+            fate = Answer(503, "SlowDown")
+        if isinstance(fate, Answer):
+            self._answer(fate.status, [("Content-Type", "application/xml"), *fate.headers], fate.body)
             return
         if fate == "reset":
             self.close_connection = True
@@ -75,6 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
+        if isinstance(fate, Changed):
+            data = fate.change(data)
         self._answer(status, headers, data, cut=fate == "cut" and len(data) > 1)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any
@@ -142,6 +170,19 @@ def proxy_of(url: str) -> Iterator[Proxy]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def first_of_each(fate: str | Answer) -> Rule:
+    """Return the rule that gives `fate` to each request that is seen for the first time."""
+    seen: set[tuple[str, str]] = set()
+
+    def rule(number: int, method: str, path: str) -> str | Answer:
+        if (method, path) in seen:
+            return "pass"
+        seen.add((method, path))
+        return fate
+
+    return rule
 
 
 def every_third(fate: str) -> Rule:

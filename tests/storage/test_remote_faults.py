@@ -24,7 +24,7 @@ from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import is_transient
 from ckptkit.storage.store import ReadInto
 from tests.storage import servers
-from tests.storage.proxy import Proxy, every_third, proxy_of
+from tests.storage.proxy import Proxy, every_third, first_of_each, proxy_of
 
 Options = dict[str, Any]
 PART = 5 << 20  # the least that S3 takes
@@ -127,6 +127,15 @@ def test_a_server_that_fails_for_good_is_one_error_in_bounded_time(
     with pytest.raises(StorageError, match="CKPTKIT_STORAGE_TIMEOUT"):
         store.read("x")
     assert 2 <= via.count <= 4  # the retries of s3fs and botocore do not multiply ours
+
+
+def test_a_retry_that_helps_is_not_worth_a_warning(
+    store: RemoteStore, via: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    via.rule = first_of_each("503")
+    store.write("x", b"1")
+    assert store.read("x") == b"1"
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def test_a_failed_upload_leaves_neither_an_object_nor_parts(store: RemoteStore, via: Proxy) -> None:
