@@ -50,7 +50,7 @@ def _interrupted(dst: str, *, overwrite: bool) -> str:
 
     if split_url(dst)[0] != "file":
         replaced = "; what --overwrite was to replace may be gone" * overwrite
-        return f"{dst} was not made{replaced}. Run the same command again to start anew."
+        return f"{dst} was not made{replaced}. Run the same command again: it goes on with the objects that are whole."
     if not overwrite and (os.path.isfile(dst) or (os.path.isdir(dst) and os.listdir(dst))):
         return f"{dst} is complete, or is as it was before."
     untouched = f"{dst} is as it was before" if overwrite and os.path.exists(dst) else f"{dst} was not made"

@@ -147,9 +147,12 @@ class OutputPlace:
                 "overwrite=True (--overwrite)."
             )
         if not isinstance(store, LocalStore):
-            if found is not None:
-                store.delete([self.file_name])
-            yield store  # its writer makes the file appear whole or not at all
+            from ckptkit.storage.staging_remote import stage_object
+
+            with stage_object(store, self.file_name, overwrite=self.overwrite):
+                if found is not None:
+                    store.delete([self.file_name])
+                yield store  # its writer makes the file appear whole or not at all
             return
         nonce = new_nonce()
         staging = staging_name(self.file_name, nonce)

@@ -22,10 +22,10 @@ from ckptkit.storage import ledger
 from ckptkit.storage.ledger import FOLDER, Finished, Ledger, read_ledger
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.remote import RemoteStore
-from ckptkit.storage.staging import Writer, is_interruption, new_nonce, read_owner
+from ckptkit.storage.staging import Writer, is_interruption, new_nonce, read_owner, write_owner
 from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store
 
-__all__ = ["OWNER_NAME", "stage_remote"]
+__all__ = ["OWNER_NAME", "stage_object", "stage_remote"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,41 @@ def stage_remote(
                 place.clear([*staged.written, *staged.ledger.earlier])
         raise
     place.clear([])
+
+
+@contextlib.contextmanager
+def stage_object(target: Store, name: str, *, overwrite: bool) -> Iterator[Store]:
+    """Yield `target`, for a single object to be written to it: what a dead writer had begun to send of it is ended.
+
+    Raises:
+        CheckpointExistsError: Somebody else writes it, or may do so.
+    """
+    statement = f".{name}{OWNER_NAME}"
+    stated = read_owner(target, statement)
+    if stated is not None:
+        alive = stated.owner.alive()
+        if alive or (alive is None and not overwrite):
+            raise CheckpointExistsError(f"{target.url}/{name} is being written by {stated.owner}, or was.")
+        _end_uploads(target, frozenset({name}))
+        target.delete([statement])
+    try:
+        write_owner(target, statement, new_nonce())
+    except FileExistsError as error:
+        raise CheckpointExistsError(f"{target.url}/{name} is being written by another process.") from error
+    try:
+        yield target
+    finally:
+        target.delete([statement])
+
+
+def _end_uploads(target: Store, names: frozenset[str] | None) -> None:
+    """Throw away what a dead writer has begun to send: it could not come late any more, and it costs."""
+    if not isinstance(target, RemoteStore):
+        return
+    root = target._full("", root_allowed=True) + "/"
+    for upload in target.unfinished_uploads():
+        if names is None or upload.name.removeprefix(root) in names:
+            target._call("", lambda upload=upload: target._api.abort(upload))  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +138,7 @@ class _Place:
         known = left.names if left.writer is not None and not overwrite else None
         self._state(left.number + 1, list(items) if known is None else known)
         if left.writer is not None:
-            self._end_uploads(left.names)
+            _end_uploads(self._target, left.names)
         earlier = read_ledger(self._target, items) if resume and left.writer is not None else {}
         kept = {path: said for path, said in earlier.items() if (self._names or {}).get(path) == said.nbytes}
         goes = [path for path in items if known is None or path in known or path.startswith(f"{FOLDER}/")]
@@ -158,16 +193,6 @@ class _Place:
             self._target.write(self._own, self._body)
         except FileExistsError as error:
             raise CheckpointExistsError(f"{self._target.url} is being written by another process.") from error
-
-    def _end_uploads(self, names: frozenset[str] | None) -> None:
-        """Throw away what a dead writer has begun to send: it could not come late any more, and it costs."""
-        target = self._target
-        if not isinstance(target, RemoteStore):
-            return
-        root = target._full("", root_allowed=True) + "/"
-        for upload in target.unfinished_uploads():
-            if names is None or upload.name.removeprefix(root) in names:
-                target._call("", lambda upload=upload: target._api.abort(upload))  # type: ignore[misc]
 
     def _delete(self, paths: Iterable[str]) -> None:
         """Delete objects. Without the names that readers look for, what is left is no checkpoint."""

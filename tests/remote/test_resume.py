@@ -8,14 +8,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckptkit.errors import CheckpointExistsError, IntegrityError, StorageError
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
-from ckptkit.storage import ledger, open_store, owner
+from ckptkit.storage import ledger, open_store, owner, upload
 from ckptkit.storage.ledger import FOLDER, Ledger
 from ckptkit.storage.remote import RemoteStore
 from tests.checkpoint.saving import fork
@@ -75,7 +77,7 @@ def objects(url: str, s3: Options) -> dict[str, bytes]:
 def uploads(url: str, s3: Options) -> list[str]:
     store = open_store(url, storage_options=s3)
     assert isinstance(store, RemoteStore)
-    return [upload.name.rpartition("/")[2] for upload in store.unfinished_uploads()]
+    return [found.name.rpartition("/")[2] for found in store.unfinished_uploads()]
 
 
 def begin_upload(url: str, s3: Options, name: str) -> None:
@@ -239,6 +241,25 @@ def test_ctrl_c_leaves_what_is_whole_and_an_error_nothing(
     assert objects(f"{url}-other", s3) == {}
     raised.clear()
     assert "1 of" in went_on(command(str(source), url, s3, MANY).notes)
+
+
+def _dying_in_an_upload(say: Any, source: str, url: str, s3: Options) -> None:
+    from ckptkit.storage.s3 import S3Upload
+
+    upload.UPLOAD_BYTES = 5 << 20
+    S3Upload.part = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    convert(source, url, to="torch", dst_storage_options=s3)
+
+
+def test_of_a_single_file_what_a_dead_writer_had_begun_to_send_is_ended(tmp_path: Path, url: str, s3: Options) -> None:
+    save_file({"w": np.zeros((12 << 20,), np.uint8)}, tmp_path / "m.safetensors")
+    source, file = str(tmp_path / "m.safetensors"), f"{url}/model.pt"
+    assert fork(_dying_in_an_upload, source, file, s3)[0] == -signal.SIGKILL
+    begin_upload(url, s3, "other.pt")
+    assert sorted(uploads(url, s3)) == ["model.pt", "other.pt"]
+    convert(source, file, to="torch", dst_storage_options=s3)
+    assert uploads(url, s3) == ["other.pt"]
+    assert list(objects(url, s3)) == ["model.pt"]
 
 
 def _team(source: str, url: str, s3: Options, kill: int) -> str:

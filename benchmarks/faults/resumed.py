@@ -1,0 +1,89 @@
+"""Kill conversions at any point, run them again, and compare; print a table.
+
+python -m benchmarks.faults.resumed --rounds 30 --only alone team shrunk s3
+
+One process, a team of three (all of them killed, or one), a team of three gone on from by two or by one, and uploads to
+S3 killed at each request, which is carried out or not. Each second run must give the same bytes and leave nothing; and
+what it writes is counted against a run from nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptkit.storage.store import open_store
+from tests.offline.resumes import kill_on_disk, kill_remote, make_source, objects, run_remote
+from tests.storage import servers
+from tests.storage.proxy import proxy_of
+
+Row = tuple[int, int, int, int, float]  # rounds, killed, went on, less was moved, share that was moved
+
+
+def on_disk(first: int, second: int, rounds: int, seed: int) -> Row:
+    """Kill at random file operations."""
+    place = Path(tempfile.mkdtemp(prefix="resumed-"))
+    source = make_source(place, tensors=48, rows=128, ranks=16)
+    options = {"max_shard_size": "1MB", "workers": 1}
+    found = [kill_on_disk(source, place, first, second, options, seed + i) for i in range(rounds)]
+    shutil.rmtree(place)
+    killed = [item for item in found if item is not None]
+    on = [item for item in killed if item.taken]
+    less = [item for item in on if item.moved < item.whole]
+    return rounds, len(killed), len(on), len(less), sum(i.moved for i in on) / max(1, sum(i.whole for i in on))
+
+
+def remote(rounds: int, seed: int) -> Row:
+    """Kill at each request in turn."""
+    place = Path(tempfile.mkdtemp(prefix="resumed-"))
+    source = make_source(place, tensors=48, rows=512, ranks=4)
+    options = {"max_shard_size": "12.6MB", "workers": 1}
+    with servers.moto() as s3, proxy_of(s3["endpoint_url"]) as proxy:
+        through = {**s3, "endpoint_url": proxy.url}
+        open_store("s3://resumed", storage_options=through).fs.mkdir("resumed")
+        run_remote(source, "s3://resumed/whole", through, options)
+        proxy.clear()
+        run_remote(source, "s3://resumed/whole2", through, options)
+        whole, requests, expected = proxy.sent, proxy.count, objects("s3://resumed/whole", through)
+        taken, less, sent, killed = 0, 0, 0, 0
+        for i in range(rounds):
+            url, nth = f"s3://resumed/{seed + i}", 1 + (seed + i * 7) % requests
+            found = kill_remote(source, url, proxy, through, options, nth, carried_out=bool(i % 2))
+            assert objects(url, through) == expected, nth
+            if found is None:
+                continue
+            killed += 1
+            if found[0]:
+                taken, less, sent = taken + 1, less + (found[1] < whole), sent + found[1]
+    shutil.rmtree(place)
+    return rounds, killed, taken, less, sent / max(1, taken * whole)
+
+
+WHAT: dict[str, Callable[[int, int], Row]] = {
+    "alone": lambda rounds, seed: on_disk(1, 1, rounds, seed),
+    "team": lambda rounds, seed: on_disk(3, 3, rounds, seed),
+    "shrunk": lambda rounds, seed: on_disk(3, 2, rounds, seed),
+    "one": lambda rounds, seed: on_disk(3, 1, rounds, seed),
+    "s3": remote,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", choices=list(WHAT), default=list(WHAT))
+    arguments = parser.parse_args()
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    print("| what | rounds | killed | went on | wrote less | of a run from nothing |\n|---|---|---|---|---|---|")
+    for name in arguments.only:
+        rounds, killed, on, less, share = WHAT[name](arguments.rounds, arguments.seed)
+        print(f"| {name} | {rounds} | {killed} | {on} | {less} | {share:.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
