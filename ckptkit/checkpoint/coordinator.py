@@ -162,7 +162,14 @@ class Coordinator:
         results: list[T] | None = self.settle(Outcome.of(fn), what)
         return results
 
-    def settle(self, outcome: Outcome, what: str, *, then: Callable[[list[Any]], Any] | None = None) -> Any:
+    def settle(
+        self,
+        outcome: Outcome,
+        what: str,
+        *,
+        then: Callable[[list[Any]], Any] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
         """Exchange outcomes. Returns what `then` made of all values, on every rank; without `then`, the
         values on rank 0 and None on the others.
 
@@ -170,6 +177,7 @@ class Coordinator:
             then: Rank 0 runs it once every rank is well. Its failure is everybody's failure; a ckptkit
                 error without an errno is raised as it is by every rank. What it returns is sent to all: keep it
                 small.
+            meanwhile: Run on this rank while messages travel. It must not raise.
 
         Raises:
             RankFailedError: As for `all_ok`.
@@ -177,11 +185,11 @@ class Coordinator:
         self._begin()
         value = None
         if self.is_main:
-            verdict, value, outcome = self._judge(outcome, what, then)
+            verdict, value, outcome = self._judge(outcome, what, then, meanwhile)
             self._tell_all(verdict.message())
         else:
             self._tell_main(outcome.message())
-            verdict = self._hear()
+            verdict = self._hear(meanwhile)
         if isinstance(outcome.cause, _STOPS):
             raise outcome.cause
         if verdict.error is None:
@@ -234,8 +242,14 @@ class Coordinator:
 
     # --- rank 0 judges
 
-    def _judge(self, own: Outcome, what: str, then: Callable[[list[Any]], Any] | None) -> tuple[Outcome, Any, Outcome]:
-        outcomes, lost = self._collect(own)
+    def _judge(
+        self,
+        own: Outcome,
+        what: str,
+        then: Callable[[list[Any]], Any] | None,
+        meanwhile: Callable[[], None] | None,
+    ) -> tuple[Outcome, Any, Outcome]:
+        outcomes, lost = self._collect(own, meanwhile)
         bad = {rank: item for rank, item in outcomes.items() if item.error is not None}
         bad |= {rank: Outcome(error=text, interrupted=True) for rank, text in lost.items()}
         if bad:
@@ -250,11 +264,13 @@ class Coordinator:
             return _verdict(what, {0: done}) if happened else done, None, done
         return done, done.value, own
 
-    def _collect(self, own: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
+    def _collect(self, own: Outcome, meanwhile: Callable[[], None] | None) -> tuple[dict[int, Outcome], dict[int, str]]:
         """Return the outcomes by rank, and what is known of the ranks that gave none."""
         found, lost = {0: own}, {}
         deadline = time.monotonic() + self.timeout_s
         headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}
+        if meanwhile is not None:
+            meanwhile()
         for rank, (header, work) in headers.items():
             try:
                 self._wait(work, deadline - time.monotonic())
@@ -350,10 +366,12 @@ class Coordinator:
             with contextlib.suppress(RuntimeError):
                 self._board().set(self._key(), pickle.dumps((value, self._broken)))
 
-    def _hear(self) -> Any:
+    def _hear(self, meanwhile: Callable[[], None] | None = None) -> Any:
         """Return rank 0's message; where the connection broke, what it left on the board."""
+        header, work = self._expect(0)
+        if meanwhile is not None:
+            meanwhile()
         try:
-            header, work = self._expect(0)
             self._wait(work, 2 * self.timeout_s + _GRACE_S)
             return self._body(0, header, self.timeout_s)
         except RuntimeError as error:

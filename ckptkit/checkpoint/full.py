@@ -125,6 +125,10 @@ class FullTensors:
     def nbytes(self) -> int:
         return sum(item.nbytes for file in self.files if file.writer == self.rank for item in file.items)
 
+    @property
+    def reused(self) -> bool:
+        return bool(self.files)
+
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> FullTensors:
         known = tuple(signatures)
         if known != self.signatures or not self.files:

@@ -57,6 +57,10 @@ class LocalTensors:
     def nbytes(self) -> int:
         return sum(view.nbytes for view in self.mine) + 512 * len(self.mine)
 
+    @property
+    def reused(self) -> bool:
+        return False
+
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
         """Where ranks hold different plain tensors, each writes all of its own: one may be alone in having it."""
         if len(set(signatures)) <= 1:

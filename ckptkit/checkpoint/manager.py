@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ckptkit.checkpoint.async_save import SaveHandle, collecting_later
 from ckptkit.checkpoint.coordinator import Coordinator
@@ -29,9 +29,6 @@ from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.formats.layout import CommitRecord, checkpoint_name
 from ckptkit.storage.store import open_store
 from ckptkit.units import parse_duration, parse_size
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["CheckpointManager"]
 
@@ -120,6 +117,8 @@ class CheckpointManager:
         )
         self._buffers = StagingBuffers()
         self._stager = self._writer.buffers if self._writer else self._buffers
+        if self._writer is not None:
+            self._writer.wait_ready()
         self._in_flight: SaveHandle | None = None
         self._last_saved: int | None = None
         self._closed = False
@@ -171,12 +170,10 @@ class CheckpointManager:
             )
         self._settle()
         with collecting_later():
-            prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
-            started = prepared.clock.seconds()
-            tensors = self._staged(prepared)
-            prepared.clock.add("stage", prepared.clock.seconds() - started, self._stager.staged)
+            request = self._request(step, metrics, client_state, tag, overwrite)
+            prepared = self._saver.prepare(state, request, stage=self._stage)
             stall = prepared.clock.seconds()
-            self._in_flight = SaveHandle(step, lambda: self._publish_staged(prepared, tensors, stall))
+            self._in_flight = SaveHandle(step, lambda: self._publish_staged(prepared, stall))
             return self._in_flight.start()
 
     def wait(self) -> SaveReport | None:
@@ -355,13 +352,15 @@ class CheckpointManager:
             resumed_from=self._loader.resumed_from,
         )
 
-    def _staged(self, prepared: Prepared) -> Sequence[torch.Tensor]:
-        """Return copies of what is to be written. A failure waits for `publish`: the other ranks are on their way."""
+    def _stage(self, prepared: Prepared) -> None:
+        """Copy what is to be written. A failure waits for `publish`: the other ranks are on their way."""
+        started = prepared.clock.seconds()
         try:
-            return (self._writer.stage if self._writer else self._buffers.copy)(prepared.plan.tensors)
+            prepared.staged = (self._writer.stage if self._writer else self._buffers.copy)(prepared.plan.tensors)
         except Exception as error:  # noqa: BLE001  memory, most likely: `publish` raises it on every rank
             prepared.failure = error
-            return stand_ins(prepared.plan.tensors)
+            prepared.staged = stand_ins(prepared.plan.tensors)
+        prepared.clock.add("stage", prepared.clock.seconds() - started, self._stager.staged)
 
     def _settle(self) -> None:
         """Wait for the save under way; raise its error if nobody has seen it."""
@@ -400,8 +399,8 @@ class CheckpointManager:
         self._announce(report)
         return report
 
-    def _publish_staged(self, prepared: Prepared, tensors: Sequence[torch.Tensor], stall: float) -> SaveReport:
-        report = self._publish(prepared, tensors, stall)
+    def _publish_staged(self, prepared: Prepared, stall: float) -> SaveReport:
+        report = self._publish(prepared, prepared.staged, stall)
         self._stager.get_ready()
         return report
 

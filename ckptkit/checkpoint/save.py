@@ -65,6 +65,7 @@ class Prepared:
     Attributes:
         side_files: On rank 0, what `index` writes beside the tensors.
         failure: What went wrong on this rank since: `publish` tells all ranks.
+        staged: Copies of `plan.tensors`; None where nobody asked for them.
     """
 
     request: SaveRequest
@@ -75,6 +76,7 @@ class Prepared:
     clock: PhaseClock
     side_files: Mapping[str, bytes] = field(default_factory=dict)
     failure: Exception | None = None
+    staged: Sequence[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,14 @@ class Saver:
         self._keepers: dict[str, int] | None = None
         self._holdings: list[bytes] = []  # which plain tensors each rank had when they were compared one by one
 
-    def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
+    def prepare(
+        self, state: TrainState, request: SaveRequest, *, stage: Callable[[Prepared], None] | None = None
+    ) -> Prepared:
         """Capture and plan; all ranks agree. Nothing is written. All ranks must call it, in the training's thread.
+
+        Args:
+            stage: Sets `staged`, or `failure`; raises nothing. It runs while ranks agree, where that is likely to
+                change nothing, and again where it did.
 
         Raises:
             RankFailedError: Some rank could not capture its state; the same on every rank.
@@ -152,13 +160,25 @@ class Saver:
 
         with clock.phase("plan"):
             outcome = Outcome.of(propose)
-        with clock.phase("agree"):
-            signatures, alike = self._exchanged(outcome)
-            if not alike and self._found_differences(made[0]):
-                signatures, _ = self._exchanged(Outcome.of(propose))
-            prepared = made[-1].prepared
-            prepared.plan = prepared.plan.settle(signatures, self._all_gather)
+        started, staging = clock.seconds(), 0.0
+
+        def meanwhile() -> None:
+            nonlocal staging
+            if stage is not None and outcome.error is None and made[0].prepared.plan.reused:
+                before = clock.seconds()
+                stage(made[0].prepared)
+                staging = clock.seconds() - before
+
+        signatures, alike = self._exchanged(outcome, meanwhile)
+        if not alike and self._found_differences(made[0]):
+            signatures, _ = self._exchanged(Outcome.of(propose))
+        prepared = made[-1].prepared
+        before, prepared.plan = prepared.plan, prepared.plan.settle(signatures, self._all_gather)
+        clock.add("agree", clock.seconds() - started - staging)
         self._plans[request.state_dict_type] = prepared.plan
+        same = prepared.plan is before or prepared.plan.tensors is before.tensors
+        if stage is not None and not (same and prepared.staged is not None):
+            stage(prepared)
         return prepared
 
     def publish(self, prepared: Prepared, tensors: Sequence[torch.Tensor] | None = None) -> CommitRecord:
@@ -287,7 +307,7 @@ class Saver:
 
     # --- talking
 
-    def _exchanged(self, outcome: Outcome) -> tuple[list[bytes], bool]:
+    def _exchanged(self, outcome: Outcome, meanwhile: Callable[[], None] | None = None) -> tuple[list[bytes], bool]:
         """Return all ranks' signatures, and whether their plain tensors are the same, as far as digests tell: ranks
         that have the same ones also have the same in them, and who has which was looked into before."""
 
@@ -298,7 +318,9 @@ class Saver:
             one_each = len(set(digests)) == len(set(held))
             return signatures, one_each and (len(set(held)) <= 1 or held == self._holdings)
 
-        exchanged: tuple[list[bytes], bool] = self._coordinator.settle(outcome, "planning the save", then=agreed)
+        exchanged: tuple[list[bytes], bool] = self._coordinator.settle(
+            outcome, "planning the save", then=agreed, meanwhile=meanwhile
+        )
         return exchanged
 
     def _found_differences(self, proposal: _Proposal) -> bool:

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from ckptkit.formats.dcp_encode import RecordFrame
     from ckptkit.formats.dcp_files import Written
 
-__all__ = ["Answer", "Block", "Request", "main", "receive", "send"]
+__all__ = ["READY", "Answer", "Block", "Request", "main", "receive", "send"]
 
 _LENGTH = struct.Struct("<Q")
 _WATCH_MS = 1000
+READY = "ready"
+"""Said once, by a process that has imported all it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ def main(fd: int, parent: int) -> None:
     threading.Thread(target=_watch, args=(fd, parent), daemon=True, name="ckptkit-watch").start()
     block = memoryview(b"")
     try:
+        send(connection, READY)
         while True:
             message, passed = receive(connection)
             if message is None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from ckptkit.checkpoint.staging_buffers import StagingBuffers
-from ckptkit.checkpoint.writer_child import Block, Request, receive, send
+from ckptkit.checkpoint.writer_child import READY, Block, Request, receive, send
 from ckptkit.errors import SaveError, UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = ["SharedSnapshot", "WriterProcess"]
 
 _LOOK_S = 0.5  # how often a process that does not answer is looked at
 _GRACE_S = 5.0
+_READY_S = 10.0
 # The child imports what this process could import, whatever lies in the working directory.
 _CODE = "import sys; sys.path[:] = {path!r}; from ckptkit.checkpoint.writer_child import main; main({fd}, {parent})"
 
@@ -54,6 +55,12 @@ class WriterProcess:
     def stage(self, tensors: Sequence[torch.Tensor]) -> SharedSnapshot:
         """Copy the tensors; the copies stay as they are until the next call."""
         return SharedSnapshot(self, self.buffers.copy(tensors))
+
+    def wait_ready(self) -> None:
+        """Return once the process can write: what starts does not share the cores with the first save then. One that
+        does not come is dealt with by the first write."""
+        with contextlib.suppress(EOFError, OSError):
+            self._child.hear_ready(_READY_S)
 
     @property
     def pid(self) -> int:
@@ -134,22 +141,34 @@ class _Child:
         )
         theirs.close()
         self._block = -1
+        self._ready = False
         self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid())
+
+    def hear_ready(self, seconds: float) -> None:
+        """Wait until the process is ready, at most so long."""
+        if not self._ready and select.select([self.connection], [], [], seconds)[0]:
+            self._ready = receive(self.connection)[0] == READY
 
     def ask(self, request: Request, buffers: StagingBuffers) -> Any:
         try:
+            while not self._ready:
+                self.hear_ready(_LOOK_S)
+                self._look()
             if buffers.generation != self._block:
                 send(self.connection, Block(buffers.nbytes), buffers.fd)
                 self._block = buffers.generation
             send(self.connection, request)
             while not select.select([self.connection], [], [], _LOOK_S)[0]:
-                # The socket may be held open by processes that the training has forked.
-                if self.process.poll() is not None:
-                    raise EOFError
+                self._look()
             answer, _ = receive(self.connection)
         except (EOFError, OSError) as error:
             raise SaveError(f"the process that writes checkpoints {self._fate()}; nothing was published.") from error
         return answer
+
+    def _look(self) -> None:
+        # The socket may be held open by processes that the training has forked.
+        if self.process.poll() is not None:
+            raise EOFError
 
     def _fate(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -38,6 +38,7 @@ class TensorPlan(Protocol):
         tensors: The memory it contributes; a stager copies these, nothing else.
         nbytes: About how much it will write.
         signature: Equal on all ranks that agree on what they hold in common.
+        reused: It is laid out as the one before: most likely, agreeing with the other ranks changes nothing.
     """
 
     @property
@@ -46,6 +47,8 @@ class TensorPlan(Protocol):
     def nbytes(self) -> int: ...
     @property
     def signature(self) -> bytes: ...
+    @property
+    def reused(self) -> bool: ...
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
         """Return the plan that fits what the other ranks hold. Collective where signatures are new."""
@@ -94,6 +97,10 @@ class ShardedTensors:
     @property
     def signature(self) -> bytes:
         return self.plan.signature
+
+    @property
+    def reused(self) -> bool:
+        return self.plan.reused
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedTensors:
         return replace(self, plan=self.plan.settle(signatures, all_gather))
