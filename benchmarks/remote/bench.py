@@ -282,11 +282,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_server_options(parser)
     parser.add_argument("--only-time", action="store_true")
+    parser.add_argument(
+        "--fresh", action="store_true", help="one save and one load in a fresh process, with CPU seconds"
+    )
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = Holder(args.mb, args.tensors)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder, contextlib.ExitStack() as stack:
         near = stack.enter_context(serve(Path(folder), args.server, etags=args.etags))
+        if args.fresh:
+            from benchmarks.remote.fresh import run
+
+            far = stack.enter_context(far_away(near, args.latency, args.rate))
+            run(near, far, model, args.rounds, show)
+            return
         if not args.only_time:
             show(memory(near, model))
             show(requests(near, model))
@@ -296,7 +305,7 @@ def main() -> None:
 
 
 def show(row: dict[str, float]) -> dict[str, float]:
-    print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
+    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     return row
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import os
 import threading
@@ -30,6 +31,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "GCSFS_", "CLOUDSDK_", "STORAGE_EMULATOR", "HF_", "FSSPEC_", "HOME")
 _inherited: list[Any] = []  # what a fork has of its parent is never closed here: it would speak on its parent's sockets
 _connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
+_latest: collections.deque[Connection] = collections.deque(maxlen=2)  # whose users may be back in a moment
 
 
 def _keep_what_was_inherited() -> None:
@@ -114,6 +116,7 @@ class Connection:
         self._locks: dict[int, threading.Lock] = {}
         self._held: _OfProcess | None = None
         self.conditional: bool | None = None  # whether put-if-absent works here; None: not tried yet
+        self.failed_at: float | None = None  # monotonic; all tries of a call failed, and none worked since
 
     @classmethod
     def shared(cls, protocol: str, options: Mapping[str, Any]) -> Connection:
@@ -124,6 +127,8 @@ class Connection:
         found = _connections.get(key)
         if found is None:  # no lock: two at once do no harm, and a fork could keep it
             found = _connections[key] = cls(protocol, options)
+        if found not in _latest:
+            _latest.append(found)
         return found
 
     def _mine(self) -> _OfProcess:
