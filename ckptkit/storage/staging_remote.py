@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 OWNER_NAME = ".ckptkit-owner.json"  # first to come, last to go: the directory is being written
 _OWNER = re.compile(r"\.ckptkit-owner(?:-(\d{1,9}))?\.json")  # numbered: who takes over from whom
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")
 _Items = Mapping[str, FileInfo]
 
 
@@ -122,6 +123,7 @@ class _Place:
         self._names = names
         self._own = OWNER_NAME
         self._body = b""
+        self._probes: list[str] = []
 
     def take(self, *, overwrite: bool, resume: bool) -> dict[str, Finished]:
         """Make the directory this writer's, and return what of it is finished already.
@@ -129,7 +131,10 @@ class _Place:
         Raises:
             CheckpointExistsError: It is somebody else's, or there is something.
         """
-        items = {item.path: item for item in self._target.list(recursive=True)}
+        found = {item.path: item for item in self._target.list(recursive=True)}
+        # Whoever tries the store leaves this for a moment, or where it is killed: it is nothing.
+        self._probes = [path for path in found if _PROBE.fullmatch(path)]
+        items = {path: item for path, item in found.items() if path not in self._probes}
         left = self._left(items)
         alive = left.writer.owner.alive() if left.writer else None
         if items:
@@ -240,7 +245,7 @@ class _Place:
             return
         spoken_of = any(n >= ledger.WORTH for n in (self._names or {}).values())
         said = [item.path for item in self._target.list(FOLDER)] if spoken_of else []
-        self._target.delete([*names, *said, self._own])
+        self._target.delete([*names, *said, *self._probes, self._own])
 
 
 class _Staged:

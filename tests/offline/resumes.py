@@ -177,9 +177,12 @@ def kill_remote(
     if code == 0:
         return None
     assert code == -signal.SIGKILL, code
+    store = open_store(url, storage_options=through)
+    names = [item.path for item in store.list(recursive=True)]
+    if "model.safetensors.index.json" in names and not any(name.startswith(".") for name in names):
+        return None
     proxy.clear()
     taken = run_remote(source, url, through, options)
-    store = open_store(url, storage_options=through)
     assert isinstance(store, RemoteStore)
     assert store.unfinished_uploads() == []
     return taken, proxy.sent

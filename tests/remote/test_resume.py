@@ -141,6 +141,14 @@ def test_an_object_that_was_replaced_since_is_written_again(source: Path, url: s
     assert objects(url, s3) == objects(f"{url}-whole", s3)
 
 
+def test_who_was_killed_while_it_tried_the_store_has_left_nothing_that_counts(
+    source: Path, url: str, s3: Options
+) -> None:
+    open_store(url, storage_options=s3).write(f".probe-{16 * 'a'}.part", b"?")
+    command(str(source), url, s3, MANY)
+    assert not [name for name in objects(url, s3) if name.startswith(".")]
+
+
 @pytest.mark.parametrize("change", ["source", "plan", "check"])
 def test_what_is_not_the_same_work_is_written_again(source: Path, url: str, s3: Options, change: str) -> None:
     killed(source, url, s3, 3, **MANY)
