@@ -35,7 +35,13 @@ T = TypeVar("T")
 _MAX_GAP = 512 << 10  # a request costs about as long as reading this much
 _LITTLE = 24 << 20  # where all that is to be read is no more, a connection each for all of it would take long
 _LEAST = 8 << 20  # of that
-_PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
+_ERRNO: dict[type[OSError], int] = {  # those of fsspec have none
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    PermissionError: errno.EACCES,
+}
+_PASSED_ON = tuple(_ERRNO)
+_DOWN_S = 60.0  # so long a store that failed for good is not waited for again
 _S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE), storage_options={...}"
 _GCS = "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, storage_options={...}"
 _CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS}
@@ -99,14 +105,18 @@ class RemoteStore:
 
     def _call(self, path: str, function: Callable[[], T]) -> T:
         """Return what `function` does, retried where that is worth it, its failures as the errors of a Store."""
-        started = time.monotonic()
+        started, failed_at = time.monotonic(), self._connection.failed_at
         try:
-            return call_with_retries(function)
+            # What cleans up after a failure does not wait all that time again, each call for itself.
+            result = call_with_retries(function, least=failed_at is not None and started - failed_at < _DOWN_S)
+            self._connection.failed_at = None
+            return result
         except _PASSED_ON as error:
+            self._connection.failed_at = None
             text = f"{self._shown(path)}: {_text(error)}"
             if isinstance(error, PermissionError):
                 text += _hint(self.protocol)
-            raise type(error)(error.errno or errno.EIO, text) from _harmless(error)
+            raise type(error)(error.errno or _ERRNO[_kind(error)], text) from _harmless(error)
         except StorageError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a file system raises becomes an error of ours
@@ -114,6 +124,7 @@ class RemoteStore:
             if "Credential" in type(error).__name__:
                 text += _hint(self.protocol)
             if is_transient(error):
+                self._connection.failed_at = time.monotonic()
                 text += (
                     f" (tried for {time.monotonic() - started:.0f} s; CKPTKIT_STORAGE_TIMEOUT, now {timeout_s():g}s, "
                     "sets how long)"
@@ -132,10 +143,7 @@ class RemoteStore:
     def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
         full = self._full(path, root_allowed=True)
         root = self._full("", root_allowed=True)
-        try:
-            found = self._call(path, lambda: self._api.list(full, recursive=recursive))
-        except FileNotFoundError:
-            return []
+        found = self._call(path, lambda: self._api.list(full, recursive=recursive))
         entries = [_file_info(item["name"].rstrip("/")[len(root) :].lstrip("/"), item) for item in found]
         # A store may list the folder itself, as a marker object.
         return sorted((e for e in entries if e.path not in ("", path)), key=_path)
@@ -143,10 +151,7 @@ class RemoteStore:
     def list_at_once(self, path: str = "") -> _Infos | None:
         """Return every file below `path`, sorted by path, where few requests list them all; else None."""
         full, root = self._full(path, root_allowed=True), self._full("", root_allowed=True)
-        try:
-            found = self._call(path, lambda: self._api.list_at_once(full))
-        except FileNotFoundError:
-            return []
+        found = self._call(path, lambda: self._api.list_at_once(full))
         if found is None:
             return None
         return sorted((_file_info(item["name"][len(root) :].lstrip("/"), item) for item in found), key=_path)
@@ -375,6 +380,10 @@ class RemoteStore:
         for upload in found:
             self._call(path, lambda upload=upload: self._api.abort(upload))  # type: ignore[misc]
         return len(found)
+
+
+def _kind(error: OSError) -> type[OSError]:
+    return next(kind for kind in _ERRNO if isinstance(error, kind))
 
 
 def _hint(protocol: str) -> str:

@@ -116,13 +116,16 @@ def timeout_s() -> float:
         raise UsageError(f"{TIMEOUT_VARIABLE}={text!r} is no duration; write 90s or 5m.") from error
 
 
-def call_with_retries(function: Callable[[], T]) -> T:
+def call_with_retries(function: Callable[[], T], *, least: bool = False) -> T:
     """Return what `function` returns, called again after transient errors with growing, jittered waits.
+
+    Args:
+        least: Try once again only: the storage has just failed for as long as anybody waits.
 
     It takes no arguments: the library logs those of what it retries, and they may be megabytes, or secret.
     """
     patience = timeout_s()
-    attempts = ATTEMPTS if patience <= TIMEOUT_S else None
+    attempts = 2 if least else ATTEMPTS if patience <= TIMEOUT_S else None
     failures = 0
 
     def worth_it(error: Exception) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import errno
 import multiprocessing
 import os
 import socket
@@ -24,7 +25,7 @@ from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import is_transient
 from ckptkit.storage.store import ReadInto
 from tests.storage import servers
-from tests.storage.proxy import Proxy, every_third, first_of_each, proxy_of
+from tests.storage.proxy import Answer, Proxy, every_third, first_of_each, proxy_of
 
 Options = dict[str, Any]
 PART = 5 << 20  # the least that S3 takes
@@ -136,6 +137,90 @@ def test_a_retry_that_helps_is_not_worth_a_warning(
     store.write("x", b"1")
     assert store.read("x") == b"1"
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_a_server_that_failed_for_good_is_not_waited_for_again_until_it_answers(
+    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 4)
+    store.write("x", b"1")
+    via.rule = lambda number, method, path: "503"
+    counts = []
+    for _ in range(3):
+        via.clear()
+        with pytest.raises(StorageError):
+            store.read("x")
+        counts.append(via.count)
+    assert counts == [4, 2, 2]  # what cleans up after a failure takes a fraction of its time
+    via.rule = lambda number, method, path: "pass"
+    assert store.read("x") == b"1"
+    via.clear()
+    via.rule = lambda number, method, path: "503" if number < 4 else "pass"
+    assert store.read("x") == b"1" and via.count == 4
+
+
+FINAL = [
+    (Answer(403, "AccessDenied"), PermissionError),
+    (Answer(400, "ExpiredToken"), PermissionError),
+    (Answer(403, "RequestTimeTooSkewed"), PermissionError),
+    (Answer(404, "NoSuchBucket"), FileNotFoundError),
+    (Answer(400, "AuthorizationHeaderMalformed"), StorageError),
+    (Answer(507, "InsufficientStorage"), StorageError),
+]
+
+
+@pytest.mark.parametrize(("answer", "error"), FINAL, ids=[answer.code for answer, _ in FINAL])
+def test_what_no_retry_helps_is_an_error_at_once(
+    store: RemoteStore, via: Proxy, answer: Answer, error: type[OSError]
+) -> None:
+    via.clear()
+    via.rule = lambda number, method, path: answer
+    calls = (lambda: store.read("x"), lambda: store.list(), lambda: store._put("x", store._full("x"), b"1"))
+    for call in calls:
+        with pytest.raises(error) as caught:
+            call()
+        assert caught.value.errno not in (None, errno.EIO) or answer.status == 507
+    assert via.count == len(calls)
+
+
+@pytest.mark.parametrize("fate", ["once", "always"])
+def test_an_upload_that_is_completed_with_an_error_in_an_answer_of_200_is_no_success(
+    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch, fate: str
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 3)
+    data = os.urandom(3 * PART)
+    said = 0
+
+    def rule(number: int, method: str, path: str) -> str | Answer:
+        nonlocal said
+        if method != "POST" or "uploadId" not in path or (fate == "once" and said):
+            return "pass"
+        said += 1
+        return Answer(200, "InternalError")  # S3 sends its 200 before it knows
+
+    via.rule = rule
+    if fate == "once":
+        with store.writer("big") as out:
+            out.write(data)
+        assert store.read("big") == data
+    else:
+        with pytest.raises(StorageError), store.writer("big") as out:
+            out.write(data)
+        via.rule = lambda number, method, path: "pass"
+        assert store.list() == [] and store.unfinished_uploads() == []
+
+
+@pytest.mark.parametrize("lost", ["part", "complete"])
+def test_an_upload_that_the_store_has_forgotten_leaves_nothing(store: RemoteStore, via: Proxy, lost: str) -> None:
+    def rule(number: int, method: str, path: str) -> str | Answer:
+        is_it = "partNumber=2" in path if lost == "part" else method == "POST" and "uploadId" in path
+        return Answer(404, "NoSuchUpload") if is_it else "pass"
+
+    via.rule = rule
+    with pytest.raises(FileNotFoundError), store.writer("big") as out:
+        out.write(bytes(3 * PART))
+    via.rule = lambda number, method, path: "pass"
+    assert store.list() == [] and store.unfinished_uploads() == []
 
 
 def test_a_failed_upload_leaves_neither_an_object_nor_parts(store: RemoteStore, via: Proxy) -> None:
