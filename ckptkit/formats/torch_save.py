@@ -16,6 +16,7 @@ from ckptkit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    UnsafePickleError,
 )
 from ckptkit.formats._restricted_pickle import Unknown, loads
 from ckptkit.formats._torch_legacy import is_legacy, is_tar, read_legacy, read_tar
@@ -94,6 +95,17 @@ def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> T
         allow_pickle: Classes that are not on the allow-list become inert records instead of an error.
     """
     unknown: Unknown = "record" if allow_pickle else "refuse"
+    try:
+        return _read_any(store, path, unknown)
+    except UnsafePickleError as error:
+        if allow_pickle or "is not on the allow-list" not in str(error):
+            raise
+        raise UnsafePickleError(
+            f"{error} --allow-pickle reads the tensors beside it, and runs nothing of it either."
+        ) from None
+
+
+def _read_any(store: Store, path: str, unknown: Unknown) -> TorchArchive:
     head = store.read(path, 0, 512)
     if head[:2] == b"PK":
         return read_archive(store, path, unknown=unknown)

@@ -20,6 +20,7 @@ from ckptkit.errors import (
     UnsupportedFormatError,
 )
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.torch_save import open_catalog, open_file
 from ckptkit.storage.local import LocalStore
 from tests.formats.readback import assert_model_equals, tensor_bytes
@@ -266,3 +267,19 @@ def test_what_is_no_torch_file_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.bin").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match=r"x\.bin: "):
         open_catalog(LocalStore(tmp_path))
+
+
+def test_a_refused_class_beside_the_weights_names_the_way_to_read_them(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    module = types.ModuleType("trainers_own")
+    module.Setting = type("Setting", (), {"__module__": "trainers_own"})  # type: ignore[attr-defined]
+    sys.modules["trainers_own"] = module
+    try:
+        value = {"state_dict": {"w": torch.ones(2)}, "hyper_parameters": {"a": module.Setting()}}  # type: ignore[attr-defined]
+        torch.save(value, tmp_path / "x.ckpt")
+    finally:
+        del sys.modules["trainers_own"]
+    with pytest.raises(UnsafePickleError, match=r"trainers_own\.Setting.*--allow-pickle reads the tensors"):
+        open_catalog(LocalStore(tmp_path))
+    catalog = open_catalog(LocalStore(tmp_path), options=ReadOptions(allow_pickle=True))
+    assert [entry.shape for entry in catalog.by_role(Role.MODEL).values()] == [(2,)]
