@@ -4,7 +4,8 @@ A million slices are some forty million opcodes: half a minute in Python, second
 open is closed by the walk: opcodes that no such pickle has, memo indices that only cost memory, integers and
 containers out of proportion. Whatever is unusual goes the slow way. One thing the walk over `.metadata` can't see is a
 dict key that is a tuple of tuples made to take for ever to hash: a hostile file of over 1 MB can cost time, never run
-code. In pickles of torch.save no tuple may be in two places, so that hashing any takes no longer than reading it.
+code. In smaller ones, and in those of torch.save, no tuple may be in two places: hashing any takes no longer
+than reading it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = ["load_archived", "load_metadata"]
 Resolve: TypeAlias = Callable[[str, str], Any]
 
 _BULK_BYTES = 1 << 20  # four tenths of a second in Python
+_LEAST_BYTES = 1 << 15  # a hundredth
 
 # Runs of opcodes whose length is known without looking at lengths: constants, small integers, memo, tuples, calls.
 _RUN = re.compile(
@@ -52,6 +54,11 @@ _TUPLE = rb"[t\x85\x86\x87]"
 # What is passed over, opcode by opcode so that no argument is taken for one, then what is wanted, or the end.
 _TUPLE_PUTS = re.compile(rb"(?:%s|%s|%s|%s(?![qr]))*(?:%s(%s)|\Z)" % (_CONSTANT, _GET, _PUT, _TUPLE, _TUPLE, _PUT))
 _GETS = re.compile(rb"(?:%s|%s|%s)*(?:(%s)|\Z)" % (_CONSTANT, _PUT, _TUPLE, _GET))
+
+# And of protocol 4, for the smaller ones of `.metadata`.
+_VALUE = rb"1|%s|\x93" % _CONSTANT
+_MEMOIZED = re.compile(rb"(?:%s|%s|%s(?!\x94))*(%s?\x94|\Z)" % (_VALUE, _GET, _TUPLE, _TUPLE))
+_FETCHED = re.compile(rb"(?:%s|\x94|%s)*(?:(%s)|\Z)" % (_VALUE, _TUPLE, _GET))
 _SHORT_TEXT, _TEXT = 0x8C, ord("X")
 _PROTO, _STOP = 0x80, ord(".")
 _CONTAINERS = b"]}\x85\x86\x87"
@@ -59,21 +66,26 @@ _CONTAINERS = b"]}\x85\x86\x87"
 
 def load_metadata(data: bytes, *, file: str) -> Any:
     """Return what the pickle of a metadata file describes. Raises as `_restricted_pickle.loads` does."""
-    if len(data) < _BULK_BYTES:
+    strict = len(data) < _BULK_BYTES
+    if (strict and len(data) < _LEAST_BYTES) or copyreg._extension_registry:  # type: ignore[attr-defined]
         return loads(data, file=file)
-    if copyreg._extension_registry or not _is_usual(data):  # type: ignore[attr-defined]
+    if not _is_usual(data, strict=strict):
         return loads(data, file=file)
     if len(data) > 16 * MAX_PICKLE_BYTES:
         raise CorruptCheckpointError(f"{file}: {len(data)} bytes of metadata are more than any checkpoint needs.")
-    return guarded(file, lambda: _load_in_c(data, resolver(file, None, "refuse")))
+    resolve = resolver(file, None, "refuse")
+    if strict:
+        return _flatly(data, file, resolve, None, partial(loads, data, file=file))
+    return guarded(file, lambda: _load_in_c(data, resolve))
 
 
-def _is_usual(data: bytes) -> bool:
+def _is_usual(data: bytes, *, strict: bool = False) -> bool:
     """Tell whether the pickle has only the opcodes that a pickler writes for DCP metadata (protocol 4 or 5).
 
     That leaves no memo index from the file (MEMOIZE counts by itself), no extension codes, no persistent ids,
     no integers over 8 bytes, no sets, lengths that end inside the file, and no more containers than a description
     of slices has (a container costs 50 bytes of memory for a byte of file).
+    `strict`: Nor a tuple that is fetched again.
     """
     if len(data) - len(data.translate(None, _CONTAINERS)) > len(data) // 8:
         return False
@@ -82,9 +94,13 @@ def _is_usual(data: bytes) -> bool:
     if data[:1] != b"\x80" or data[1:2] not in (b"\x04", b"\x05"):
         return False
     pos = 2
+    runs: list[bytes] = []
     while True:
         found = match(data, pos)
-        pos = found.end() if found else pos
+        if found:
+            pos = found.end()
+            if strict:
+                runs.append(found[0])
         if pos >= end:
             return False
         opcode = data[pos]
@@ -95,7 +111,7 @@ def _is_usual(data: bytes) -> bool:
         elif opcode == _FRAME:
             pos += 9
         else:
-            return opcode == _STOP
+            return opcode == _STOP and (not strict or _memoizes_no_tuple(b"N".join(runs)))
 
 
 def load_archived(
@@ -105,7 +121,13 @@ def load_archived(
     slowly = partial(loads, data, file=file, functions=functions, persistent_load=persistent_load, unknown=unknown)
     if len(data) < _BULK_BYTES or copyreg._extension_registry or not _is_usual_archive(data):  # type: ignore[attr-defined]
         return slowly()
-    resolve = resolver(file, functions, unknown)
+    return _flatly(data, file, resolver(file, functions, unknown), persistent_load, slowly)
+
+
+def _flatly(
+    data: bytes, file: str, resolve: Resolve, persistent_load: PersistentLoad | None, slowly: Callable[[], Any]
+) -> Any:
+    """Unpickle in C, where calls make no tuples but of integers; what needs others is read `slowly`."""
 
     def flat(module: str, name: str) -> Any:
         found = resolve(module, name)
@@ -160,6 +182,13 @@ def _shares_no_tuple(opcodes: bytes) -> bool:
         if b"r" + index.to_bytes(4, "little") in puts or (index < 256 and b"q" + bytes([index]) in puts):
             return False
     return True
+
+
+def _memoizes_no_tuple(opcodes: bytes) -> bool:
+    """The same where memo indices are counted: by MEMOIZE, of protocol 4."""
+    memo = _MEMOIZED.findall(opcodes)
+    gets = {int.from_bytes(get[1:], "little") for get in set(_FETCHED.findall(opcodes)) - {b""}}
+    return not any(len(memo[index]) == 2 for index in gets if index < len(memo))
 
 
 class _Unpickler(pickle.Unpickler):

@@ -24,6 +24,7 @@ UInt8 = npt.NDArray[np.uint8]
 _CENTRAL = 46  # bytes of a directory entry before its name: APPNOTE.TXT 4.3.12
 _CRC, _PACKED, _SIZE, _HEADER = 16, 20, 24, 42  # offsets in a directory entry
 _END64, _LOCATOR, _END = 56, 20, 22
+_ELSEWHERE = 0xFFFFFFFF  # the number is in a zip64 field
 _CHECKED = ("data.pkl", "data/0")  # members whose checksum and size may differ from item to item
 _LITTLE = b"little"
 _VARYING = (".data/serialization_id",)
@@ -76,9 +77,13 @@ class Frame:
                 self._vary(pos + _CRC, 4)
             pos += _CENTRAL + len(member.name.encode())
         self._end64 = pos
-        self._vary(pos + 48, 8)  # offset of the directory
-        self._vary(pos + _END64 + 8, 8)  # offset of the zip64 end record
-        self._vary(pos + _END64 + _LOCATOR + 16, 4)
+        self._end = pos
+        self._wide = self.nbytes - pos > _END  # torch always writes the zip64 end records, other writers where needed
+        if self._wide:
+            self._vary(pos + 48, 8)  # offset of the directory
+            self._vary(pos + _END64 + 8, 8)  # offset of the zip64 end record
+            self._end += _END64 + _LOCATOR
+        self._vary(self._end + 16, 4)  # offset of the directory
         self._pickle = self._local(front, "data.pkl")
         header = self._pickle[0]
         self._pickle_start = len(header) + int(_u2(header[None, :], np.array([28]))[0])
@@ -90,7 +95,8 @@ class Frame:
         """Return the frame of an item; None where it is not laid out as torch's own writer does."""
         names = {"data.pkl", "data/0"}
         entries = sum(_CENTRAL + len(m.name.encode()) for m in members.values())
-        if not names <= members.keys() or length - directory != entries + _END64 + _LOCATOR + _END:
+        ends = (entries + _END, entries + _END64 + _LOCATOR + _END)
+        if not names <= members.keys() or length - directory not in ends:
             return None
         headers = [m.header for m in members.values()]
         if members["data.pkl"].header != 0 or headers != sorted(headers) or len(tail) < length - directory:
@@ -113,7 +119,11 @@ class Frame:
         return np.frombuffer(front[member.header : member.header + size], np.uint8), same
 
     def parse(self, front: UInt8, tail: UInt8, lengths: Int64) -> FramedItems:
-        """Parse the items with these first and last bytes, [n, any] and [n, self.nbytes]."""
+        """Parse the items with these first and last bytes, [n, any] and [n, self.nbytes].
+
+        Where an item is shorter than its row of `front`, what comes after its end is never looked at: every member is
+        checked to lie before the directory.
+        """
         n = len(lengths)
         fits = (tail[:, self._same] == self._tail[self._same]).all(axis=1)
         numbers = {name: self._numbers(tail, entry) for name, entry in zip(self.names, self._entries, strict=True)}
@@ -136,16 +146,17 @@ class Frame:
 
     def _numbers(self, tail: UInt8, entry: int) -> tuple[Int64, Int64, Int64]:
         """(CRC-32, bytes, header) of one member; its two sizes must agree, else the size is made impossible."""
-        packed, size = _u4(tail, entry + _PACKED), _u4(tail, entry + _SIZE)
-        return _u4(tail, entry + _CRC), np.where(packed == size, size, 1 << 40), _u4(tail, entry + _HEADER)
+        packed, size, header = (_u4(tail, entry + at) for at in (_PACKED, _SIZE, _HEADER))
+        plain = (packed == size) & (size != _ELSEWHERE) & (header != _ELSEWHERE)
+        return _u4(tail, entry + _CRC), np.where(plain, size, 1 << 40), header
 
     def _directory(self, tail: UInt8) -> Int64:
-        return _u8(tail, self._end64 + 48)
+        return _u8(tail, self._end64 + 48) if self._wide else _u4(tail, self._end + 16)
 
     def _in_order(
         self, numbers: Mapping[str, tuple[Int64, Int64, Int64]], tail: UInt8, lengths: Int64
     ) -> npt.NDArray[np.bool_]:
-        """Members one after the other, then the directory, then the three end records, which agree."""
+        """Members one after the other, then the directory, then the end records, which agree."""
         fits = np.ones(len(lengths), bool)
         stop = np.zeros(len(lengths), np.int64)
         for name, member in zip(self.names, self.members, strict=True):
@@ -154,9 +165,10 @@ class Frame:
             stop = header + LOCAL_HEADER.size + len(member.name.encode()) + nbytes
         directory = self._directory(tail)
         fits &= (stop <= directory) & (directory == lengths - self.nbytes)
-        fits &= _u8(tail, self._end64 + _END64 + 8) == lengths - (_END64 + _LOCATOR + _END)
-        narrow = _u4(tail, self._end64 + _END64 + _LOCATOR + 16)
-        fits &= (narrow == directory) | (narrow == 0xFFFFFFFF)
+        if self._wide:
+            fits &= _u8(tail, self._end64 + _END64 + 8) == lengths - (_END64 + _LOCATOR + _END)
+            narrow = _u4(tail, self._end + 16)
+            fits &= (narrow == directory) | (narrow == _ELSEWHERE)
         return fits
 
     def _matches(self, front: UInt8, at: Int64, local: tuple[UInt8, npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:

@@ -58,7 +58,9 @@ class ItemEnds:
         span_stops = np.cumsum(span_high - span_low)
         moved = (span_stops - span_high)[np.cumsum(breaks) - 1]  # from the file to where it is held
         self._low, self._high = low + moved, high + moved
-        self._held = np.empty(int(span_stops[-1]) if len(span_stops) else 0, np.uint8)
+        held = int(span_stops[-1]) if len(span_stops) else 0
+        self._held = np.empty(held + FRONT_BYTES, np.uint8)
+        self._held[held:] = 0
         view = self._held.data
         begins = (span_stops - (span_high - span_low)).tolist()
         columns = (file[lasts].tolist(), span_low.tolist(), begins, span_stops.tolist())
@@ -73,7 +75,7 @@ class ItemEnds:
         return self._held[self._low[2 * i + 1] : self._high[2 * i + 1]].data
 
     def fronts(self, rows: Int64) -> UInt8:
-        """The first bytes of items that have as many, [n, FRONT_BYTES]."""
+        """The first bytes of items, [n, FRONT_BYTES]; after the end of a shorter one come any."""
         return self._windows(self._low[2 * rows], FRONT_BYTES)
 
     def tails(self, rows: Int64, nbytes: int) -> UInt8:

@@ -357,7 +357,7 @@ class _Locator:
     def _framed(self, frame: Frame, ends: ItemEnds, rows: Int64, left: Int64) -> Int64:
         """Locate those items of `left` that fit the frame; return the others."""
         lengths = self.lengths[rows[left]]
-        long = lengths >= max(FRONT_BYTES, frame.nbytes)
+        long = lengths >= frame.nbytes
         tried, others = left[long], left[~long]
         if not len(tried):
             return left

@@ -142,6 +142,27 @@ def test_a_catalog_is_the_same_either_way(zoo: Path, name: str, monkeypatch: pyt
     assert rows() == in_bulk
 
 
+def test_both_unpicklers_agree_on_smaller_metadata_too(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pickle_bulk, "_BULK_BYTES", 1 << 40)
+    monkeypatch.setattr(_pickle_bulk, "_LEAST_BYTES", 0)
+    for file in metadata_files(zoo):
+        data = file.read_bytes()
+        assert _is_usual(data, strict=True) or not _is_usual(data), file
+        assert shown(load_metadata(data, file="m")) == shown(loads(data, file="m")), file
+
+
+def test_smaller_metadata_with_a_tuple_in_two_places_go_the_slow_way() -> None:
+    inner: Any = (1,)
+    for _ in range(3):
+        inner = (inner, inner)
+    data = pickle.dumps([{inner: 1}, "x" * 64], 4)
+    assert _is_usual(data)
+    assert not _is_usual(data, strict=True)
+    start = b"\x80\x04" + b"N" * 64 + b"X\x01\x00\x00\x00a\x94K\x01\x85\x94"
+    assert not _is_usual(start + b"j\x01\x00\x00\x00\x86.", strict=True)
+    assert _is_usual(start + b"h\x00\x86.", strict=True)
+
+
 # --- torch.save
 
 
@@ -204,7 +225,8 @@ def test_a_tuple_in_two_places_goes_the_slow_way() -> None:
     inner: Any = (1,)
     for _ in range(3):
         inner = (inner, inner)
-    assert not _is_usual_archive(pickle.dumps({inner: 1}, 2))
+    assert _is_usual_archive(pickle.dumps([{(1, (2, 3)): 1}, "x" * 64], 2))
+    assert not _is_usual_archive(pickle.dumps([{inner: 1}, "x" * 64], 2))
     assert not usual(b"K\x01\x85r\x05\x00\x00\x00", b"h\x05\x85")
     assert not usual(b"K\x01\x85q\x05", b"j\x05\x00\x00\x00\x85")
     assert not usual(b"(K\x01tq\x05", b"X\x01\x00\x00\x00h", b"h\x05")
