@@ -30,7 +30,8 @@ def options() -> Iterator[dict[str, Any]]:
     import s3fs
 
     with moto() as found:
-        s3fs.S3FileSystem(**found, skip_instance_cache=True).mkdir("bucket")
+        # All moto servers of a process share what they hold.
+        s3fs.S3FileSystem(**found, skip_instance_cache=True).makedirs("bucket", exist_ok=True)
         yield dict(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 import threading
 import time
 from collections import Counter
@@ -44,11 +45,13 @@ class Proxy:
     url: str
     rule: Rule = lambda number, method, path: "pass"
     seen: list[tuple[str, str]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)  # of each that was seen, names in lower case
     sent: int = 0  # bytes of all bodies
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def clear(self) -> None:
         self.seen.clear()
+        self.headers.clear()
         self.sent = 0
 
     @property
@@ -82,6 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         with self.proxy.lock:
             self.proxy.seen.append((self.command, self.path))
+            self.proxy.headers.append({name.lower(): value for name, value in self.headers.items()})
             self.proxy.sent += len(body)
             number = len(self.proxy.seen)
         fate = self.proxy.rule(number, self.command, self.path)
@@ -154,14 +158,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def proxy_of(url: str) -> Iterator[Proxy]:
-    """Run a proxy of the server at `url` on loopback."""
+def proxy_of(url: str, *, tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
+    """Run a proxy of the server at `url` on loopback; with `tls` it is spoken to over HTTPS."""
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None
     handler = type("Handler", (_Handler,), {"target": (parts.hostname, parts.port)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    proxy = Proxy(f"http://127.0.0.1:{server.server_port}")
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    proxy = Proxy(f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}")
     handler.proxy = proxy  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
