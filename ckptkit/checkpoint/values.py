@@ -176,7 +176,7 @@ class _Encoder:
     def _all_apart(self, values: dict[str, torch.Tensor], path: str) -> JSON:
         """Do for a dict of DTensors what `encode` does for each, by calls that take all of them."""
         names, tensors = list(map(f"{path}.".__add__, values)), list(values.values())
-        if not self._tensors.keys().isdisjoint(names) or any(map(_needs_grad, tensors)) or any(map(_is_meta, tensors)):
+        if not self._tensors.keys().isdisjoint(names) or any(map(_is_meta, tensors)):
             return {key: self.encode(item, f"{path}.{key}", 0) for key, item in values.items()}
         self._tensors.update(zip(names, tensors, strict=True))
         tree = {key: {"$ref": name} for key, name in zip(values, names, strict=True)}
@@ -193,7 +193,6 @@ class _Encoder:
         return {"$ref": key}
 
 
-_needs_grad = operator.attrgetter("requires_grad")
 _is_meta = operator.attrgetter("is_meta")
 _STRINGS = frozenset((str,))
 _WORDS = frozenset((str, int, bool, type(None)))  # stand for themselves

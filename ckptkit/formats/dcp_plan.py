@@ -43,7 +43,7 @@ class ShardedPlan:
             in the plan before where it is the same memory.
         records: The encoded bytes of each object.
         flat, paths: The state, and where each of its values stands.
-        structure: Of each value, what must stay the same for a plan to be reused.
+        structure: Of each value of `flat`, what must stay the same for a plan to be reused.
         reused: The layout is that of `previous`.
     """
 
@@ -52,7 +52,7 @@ class ShardedPlan:
     tensors: list[torch.Tensor]
     records: list[bytes]
     reused: bool
-    structure: list[tuple[Any, ...]] = field(repr=False)
+    structure: dict[str, tuple[Any, ...]] = field(repr=False)
     flat: Flat = field(repr=False)
     paths: Sequence[Path] = field(repr=False)
     private: frozenset[str] = field(repr=False)
@@ -135,8 +135,7 @@ class ShardedPlan:
 
     def replicated(self) -> dict[str, int]:
         """Return the keys that every rank is taken to hold, and a hash of what each is, of another shape another."""
-        looks = dict(zip(self.flat, self.structure, strict=True))
-        return {name: _hash(repr((name, *looks[name]))) for name in _replicated(self)}
+        return {name: _hash(repr((name, *self.structure[name]))) for name in _replicated(self)}
 
     def placed(self, *, rank: int, world_size: int, holders: Mapping[str, tuple[int, ...]]) -> ShardedPlan:
         """Return the plan of this rank of so many, given which ranks hold the replicated keys that not all do."""
@@ -205,8 +204,7 @@ def _refreshed(previous: ShardedPlan, values: Mapping[str, Any]) -> ShardedPlan 
     names = None if flat is None else previous.places.moved(flat)
     if flat is None or names is None:
         return None
-    looks = dict(zip(flat, previous.structure, strict=True)) if names else {}
-    if any(_looks_of(flat[name]) != looks[name] for name in names):
+    if any(_looks_of(flat[name]) != previous.structure[name] for name in names):
         return None
     places = previous.places.after(flat, names)
     rows = [row for name in names for row in previous.layout.rows.get(name, ())]
@@ -216,15 +214,13 @@ def _refreshed(previous: ShardedPlan, values: Mapping[str, Any]) -> ShardedPlan 
 # --- what the state looks like
 
 
-def _structure(places: Places) -> list[tuple[Any, ...]]:
+def _structure(places: Places) -> dict[str, tuple[Any, ...]]:
     """Return the looks of each value."""
-    found: list[tuple[Any, ...]] = [()] * len(places.values)
-    rest = set(range(len(found))).difference(places.rows)
+    found: list[tuple[Any, ...] | None] = [None] * len(places.values)
     for row, looks in zip(places.rows, places.looks(), strict=True):
         found[row] = looks
-    for row in rest:
-        found[row] = _looks_of(places.values[row])
-    return found
+    rest = zip(found, places.values, strict=True)
+    return dict(zip(places.names, [_looks_of(v) if looks is None else looks for looks, v in rest], strict=True))
 
 
 def _looks_of(value: Any) -> tuple[Any, ...]:
@@ -259,7 +255,7 @@ def _assigned(plan: ShardedPlan, holders: Mapping[str, tuple[int, ...]], settled
     """Lay out what this rank writes, given the replicated keys that not all ranks hold."""
     layout = Layout(plan.rank, plan.world_size, plan.private, holders)
     last = []
-    for item in zip(plan.flat, plan.paths, plan.flat.values(), plan.structure, strict=True):
+    for item in zip(plan.flat, plan.paths, plan.flat.values(), plan.structure.values(), strict=True):
         if item[0] in plan.private:
             last.append(item)
         else:
@@ -326,6 +322,8 @@ def _dense(name: str, local: torch.Tensor) -> torch.Tensor:
             f"{name}: its shards are {type(local).__name__}, which are not plain memory, so that no part of them could "
             "be loaded alone. Save their inner tensors instead."
         )
+    if local.is_meta:
+        raise SaveError(f"{name}: the tensor is on the meta device: it has no values to save.")
     return local
 
 

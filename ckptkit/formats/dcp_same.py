@@ -22,6 +22,8 @@ _TENSORS = _PLAIN | {DTensor}
 _local_of = operator.attrgetter("_local_tensor")
 _layout_of = operator.attrgetter("layout")
 _is_quantized = operator.attrgetter("is_quantized")
+_is_meta = operator.attrgetter("is_meta")
+_STRINGS = frozenset((str,))
 _STRIDED = frozenset((torch.strided,))
 _spec_of = operator.attrgetter("_spec")
 _mesh_of = operator.attrgetter("mesh")
@@ -59,9 +61,11 @@ class Places:
         """Return the places of a flat state's tensors as they are now."""
         values = list(flat.values())
         kinds = list(map(type, values))
-        cut = [row for row, kind in enumerate(kinds) if kind is DTensor]
-        plain = [row for row, kind in enumerate(kinds) if kind in _PLAIN]
-        anew = {row for row, kind in enumerate(kinds) if kind not in _TENSORS and isinstance(values[row], torch.Tensor)}
+        every = range(len(kinds))
+        cut = list(compress(every, map(operator.is_, kinds, repeat(DTensor))))
+        plain = list(compress(every, map(_PLAIN.__contains__, kinds)))
+        known = set(compress(every, map(_TENSORS.__contains__, kinds)))
+        anew = {row for row in set(every) - known if isinstance(values[row], torch.Tensor)}
         memory = [*map(_local_of, _at(values, cut)), *_at(values, plain)]
         hidden: set[int] = set()
         if not _are_memory(memory):
@@ -156,7 +160,7 @@ def _shared(columns: tuple[Sequence[Any], ...]) -> tuple[Sequence[Any], ...]:
 def _are_memory(locals_: list[Any]) -> bool:
     """Whether all are plain memory."""
     plain = _PLAIN.issuperset(map(type, locals_)) and _STRIDED.issuperset(map(_layout_of, locals_))
-    return plain and not any(map(_is_quantized, locals_))
+    return plain and not any(map(_is_quantized, locals_)) and not any(map(_is_meta, locals_))
 
 
 def _at(values: list[Any], rows: list[int]) -> list[Any]:
@@ -184,6 +188,10 @@ def flat_values(nested: Mapping[str, Any], paths: list[Path] | None = None) -> d
     Args:
         paths: Gets the path of each.
     """
+    if _is_flat(nested):
+        if paths is not None:
+            paths.extend(zip(nested, strict=True))
+        return dict(nested)
     flat: dict[str, Any] = {}
     count = 0
 
@@ -214,6 +222,14 @@ def flat_values(nested: Mapping[str, Any], paths: list[Path] | None = None) -> d
 
     descend("", (), list(map(str, nested)), nested.values())
     return flat if len(flat) == count else None
+
+
+def _is_flat(nested: Mapping[str, Any]) -> bool:
+    return (
+        type(nested) is dict
+        and _STRINGS.issuperset(map(type, nested))
+        and _TENSORS.issuperset(map(type, nested.values()))
+    )
 
 
 def _is_leaf(items: list[Any]) -> bool:
