@@ -103,12 +103,12 @@ def manager_loads(url: str, options: Options, model: Holder) -> Steps:
 
 
 def floor(url: str, options: Options, model: Holder) -> Steps:
-    from benchmarks.remote.bench import floor as puts
+    from benchmarks.remote.bench import signed_puts
 
-    total = sum(p.nbytes for p in model.parameters()) >> 20
-    yield  # nothing of it is for the first time
-    puts(options, max(1, total))
-    yield
+    send = signed_puts(options, max(6, sum(p.nbytes for p in model.parameters()) >> 20))
+    for _ in range(2):
+        send()
+        yield
 
 
 def our_puts(url: str, options: Options, model: Holder) -> Steps:
@@ -159,12 +159,17 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def in_child(make: Callable[[], Steps], server: int, count: Callable[[], int] = lambda: 0) -> dict[str, float]:
+def in_child(
+    make: Callable[[], Steps], server: int, model: Holder, count: Callable[[], int] = lambda: 0
+) -> dict[str, float]:
     """Run the two steps in a process of their own; return seconds, CPU seconds and what `count` counted of each."""
     context = multiprocessing.get_context("fork")
+    tensors = [parameter.detach() for parameter in model.parameters()]
     mine, its = context.Pipe()
 
     def work() -> None:
+        for tensor in tensors:
+            tensor.mul_(1)  # the memory of a job is its own: no pages are shared with a parent
         steps, row = make(), dict[str, float]()
         for which in ("first", "next"):
             mine.send("ready")  # the other side of this pipe waits, and notes what it has counted so far
@@ -208,7 +213,7 @@ def run(near: Options, far: Options, model: Holder, rounds: int, show: Callable[
         via = {**near, "endpoint_url": proxy.url}
         for name, make in {**SAVES, **LOADS}.items():
             if name != "floor":
-                steps = in_child(partial(make, "s3://bench/counted", via, model), server, lambda: proxy.count)
+                steps = in_child(partial(make, "s3://bench/counted", via, model), server, model, lambda: proxy.count)
                 counted[name] = {key: value for key, value in steps.items() if key.endswith("requests")}
     for group in (SAVES, LOADS):
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in group}
@@ -216,7 +221,7 @@ def run(near: Options, far: Options, model: Holder, rounds: int, show: Callable[
             names = list(group)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 place = f"s3://bench/fresh{turn}" if group is SAVES else "s3://bench/fresh0"
-                rows[name].append(in_child(partial(group[name], place, far, model), server))
+                rows[name].append(in_child(partial(group[name], place, far, model), server, model))
         base = rows["torch_save" if group is SAVES else "torch_load"]
         for name, found in rows.items():
             line: dict[str, Any] = {"contestant": name, "rounds": rounds}

@@ -400,9 +400,10 @@ class SaveAttempt:
         # 3. Invariant: a rank that reports success has its bytes on disk, where rank 0 will look for them.
         self._place.look()
         mine = {path: _file_record(path, item) for path, item in files.items()}
-        self._place.sync(mine)
-        self._place.check_own(mine)
-        return mine
+        if self.coordinator.world_size > 1 or self.root.local_root is not None:
+            self._place.sync(mine)
+            self._place.check_own(mine)
+        return mine  # a rank that is alone does so while its index is on its way, and before it publishes
 
     def _publish(
         self,
@@ -420,9 +421,9 @@ class SaveAttempt:
         with self._lease_checked():
             if complete is not None:
                 summed = {path: _file_record(path, item) for path, item in complete([p for _, p in reports]).items()}
-                self._place.sync(path for path in summed if path not in files)
-                files |= summed
                 own |= summed
+            self._place.sync(path for path in own if path not in files)
+            files |= own
             # 5. Invariant: what the record will name is there, whole, and nothing else is.
             self._place.check_all(files, own)
         record = CommitRecord(
