@@ -36,6 +36,7 @@ def work(options: dict[str, Any], megabytes: int, count: int, rounds: int) -> li
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from ckptkit import DCPReader, DCPWriter
     from ckptkit.checkpoint.manager import CheckpointManager
     from ckptkit.checkpoint.state import TrainState
 
@@ -62,8 +63,13 @@ def work(options: dict[str, Any], megabytes: int, count: int, rounds: int) -> li
         manager = CheckpointManager(url, storage_options=options)
         row["save_s"] = timed(lambda: manager.save(1, state))
         row["next_save_s"] = timed(lambda: manager.save(2, state))
+        for name, number in (("dcp_save_s", 1), ("dcp_next_save_s", 2)):
+            writer = DCPWriter(f"s3://bench/dcp{turn}-{number}", storage_options=options)
+            row[name] = timed(lambda writer=writer: dcp.save(sharded, storage_writer=writer))
         row["torch_load_s"] = timed(lambda: dcp.load(sharded, storage_reader=FsspecReader(theirs, **fresh)))
         row["load_s"] = timed(lambda: manager.load(state))
+        reader = DCPReader(f"s3://bench/dcp{turn}-1", storage_options=options)
+        row["dcp_load_s"] = timed(lambda: dcp.load(sharded, storage_reader=reader))
         manager.close()
         return row
 
@@ -80,7 +86,9 @@ def main() -> None:
         options = stack.enter_context(far_away(near, args.latency, args.rate))
         found = run_ranks(work, args.ranks, options, args.mb, args.tensors, args.rounds)
         rows = [show(row) for row in found[0]]
-    show({"ranks": args.ranks, **ratios_of(rows)})
+    best = ratios_of(rows)
+    best |= {f"{name}_ratio": best["torch_save_s"] / best[f"{name}_s"] for name in ("dcp_save", "dcp_next_save")}
+    show({"ranks": args.ranks, **best, "dcp_load_ratio": best["torch_load_s"] / best["dcp_load_s"]})
 
 
 if __name__ == "__main__":
