@@ -140,7 +140,6 @@ class _Opening:
         self.view = root
         self.inventory = Inventory(root.url)
         self.after: Inventory | None = None  # once it is committed, where looking again takes requests
-        self.is_hint_ours = False  # whether what is called `latest` was written by the save before
         self._settling: Future[None] | None = None
 
     def open(self, requests: Sequence[_Request]) -> _Start:
@@ -162,7 +161,7 @@ class _Opening:
         if self.root.local_root is not None or taken or (kept is not None and name in _names(kept)):
             settle()
         elif kept is not None:
-            self.inventory, self.is_hint_ours = kept, True
+            self.inventory = kept
         else:
             pool = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-open")
             self._settling = pool.submit(settle)
@@ -472,7 +471,11 @@ class SaveAttempt:
             for path, data in hints.items():
                 with contextlib.suppress(OSError):
                     self.root.write(f"{self.name}/{path}", data, overwrite=True)
-        write_hint(self.root, self.name, view=self._opening.view, ours=self._opening.is_hint_ours)
+        lease = self._opening.lease
+        ours = lease is not None and lease.wrote_hint
+        wrote = write_hint(self.root, self.name, view=self._opening.view, ours=ours)
+        if lease is not None and self.root.local_root is None:
+            lease.wrote_hint = wrote
 
     def _after_commit(self, record: CommitRecord) -> None:
         self.after = self._opening.after

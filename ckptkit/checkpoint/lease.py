@@ -66,6 +66,8 @@ class Lease:
         self.inventory: Inventory | None = None
         """What the last save under this lease left on an object store, where none but its holder saves; others may
         have deleted some of it since. None: look."""
+        self.wrote_hint = False
+        """Whether the last save under this lease wrote `latest`, on an object store: then it need not be looked at."""
         self._state = state
         self._renewed = since
         self._seen = since - TTL_S  # when it was looked at and was ours

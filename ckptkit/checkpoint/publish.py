@@ -288,8 +288,10 @@ class RemotePlace:
         return found is not None and found.save_id == self.save_id
 
 
-def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool = False) -> None:
+def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool = False) -> bool:
     """Let the file `latest` name the newest checkpoint, for people; nothing here reads it. Never raises.
+
+    Returns whether it does: a file of somebody else's is left alone.
 
     Args:
         view: A snapshot of `root`.
@@ -301,11 +303,13 @@ def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool 
         found = None if ours else view.info(LATEST_HINT)
         if found is not None:
             if found.kind != "file" or found.size > 200:
-                return
+                return False
             stated = view.read(LATEST_HINT).decode().strip()
             if step_of_name(stated) is None and find_record(root, record_path(stated)) is None:
-                return  # somebody else's file of that name
+                return False  # somebody else's file of that name
         root.write(LATEST_HINT, f"{name}\n".encode(), overwrite=True, sync=False)
+        return True
+    return False
 
 
 def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, int]) -> None:

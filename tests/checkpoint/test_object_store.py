@@ -252,6 +252,50 @@ def test_a_save_that_took_long_looks_at_its_lease_before_the_commit(
     assert keys(root) == []
 
 
+def test_a_file_of_somebody_else_that_is_called_latest_stays_through_all_saves_of_a_run(root: Store) -> None:
+    root.write("latest", b"my notes")
+    lease = acquire_lease(root)
+    for step in (1, 2):
+        save(root, step, lease=lease)
+    lease.release()
+    assert root.read("latest") == b"my notes" and check(root) == [1, 2]
+
+
+def test_a_step_that_was_saved_under_the_same_lease_is_refused_before_anything_is_sent(root: Store) -> None:
+    lease = acquire_lease(root)
+    save(root, 1, lease=lease)
+    before = keys(root)
+    with pytest.raises(CheckpointExistsError, match="was saved already"):
+        begin_save(root, 1, lease=lease)
+    save(root, 2, lease=lease)
+    lease.release()
+    assert check(root) == [1, 2] and set(before) < set(keys(root))
+
+
+def test_a_failed_save_under_a_lease_is_cleaned_up_by_the_next_one(
+    root: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = acquire_lease(root)
+    save(root, 1, lease=lease)
+
+    def fail(store: Store) -> None:
+        store.settle()  # type: ignore[attr-defined]
+        monkeypatch.setattr("ckptkit.storage.remote.RemoteStore.delete_tree", _denied)
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(RankFailedError):
+        save(root, 2, lease=lease, before=fail)
+    assert any("step_00000002" in key for key in keys(root))
+    monkeypatch.undo()
+    save(root, 3, lease=lease)
+    lease.release()
+    assert check(root) == [1, 3] and not any("step_00000002" in key for key in keys(root))
+
+
+def _denied(store: Store, path: str) -> None:
+    raise PermissionError(13, path)
+
+
 def test_an_attempt_is_nobodys_once_its_lease_is_given_back(root: Store) -> None:
     lease = acquire_lease(root)
     root.write("step_00000003/0123456789abcdef/x", b"1")
