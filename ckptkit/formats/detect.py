@@ -13,7 +13,7 @@ from typing import Any
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UnsafePathError
 from ckptkit.formats.collector import collector_paused
-from ckptkit.formats.format_list import RECORD, UNNAMED, Format, Place, format_of, open_torch, reader
+from ckptkit.formats.format_list import RECORD, TORCH_ENDINGS, UNNAMED, Format, Place, format_of, open_torch, reader
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.steps import ordered, parse_step
 from ckptkit.storage import Store, open_store
@@ -266,7 +266,7 @@ def _pointed_at(place: Place, url: str, depth: int) -> _Found | None:
 
 def _only_child(place: Place, url: str, depth: int) -> _Found | None:
     """The one directory, or numbered file, that is a checkpoint."""
-    files = [step.name for step in ordered(n for n in place.files if n.endswith(".ckpt"))]
+    files = _numbered_files(place)
     if files:
         single = _single_file(files[0])
         return place, f"{url}/{files[0]}", single, f"{files[0]} is {_among(len(files))} in {url}."
@@ -281,6 +281,17 @@ def _only_child(place: Place, url: str, depth: int) -> _Found | None:
         return None
     name, (inner, inner_url, form, note) = found[0]
     return inner, inner_url, form, f"{name}/ is the only checkpoint in {url}. {note}".strip()
+
+
+def _numbered_files(place: Place) -> list[str]:
+    """Files that are a step each, newest first. Of other endings than .ckpt only where the newest step has one file:
+    else model and optimizer may be two of them."""
+    steps = ordered(n for n in place.files if n.endswith(".ckpt"))
+    if not steps:
+        steps = ordered(n for n in place.files if n.endswith(TORCH_ENDINGS))
+        if len(steps) > 1 and (steps[0].step, steps[0].epoch) == (steps[1].step, steps[1].epoch):
+            return []
+    return [step.name for step in steps]
 
 
 def _among(count: int) -> str:

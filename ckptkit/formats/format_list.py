@@ -15,13 +15,14 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.steps import parse_step
 from ckptkit.storage import FileInfo, Store
 
-__all__ = ["FORMATS", "RECORD", "UNNAMED", "Format", "Place", "format_of", "open_torch", "reader"]
+__all__ = ["FORMATS", "RECORD", "TORCH_ENDINGS", "UNNAMED", "Format", "Place", "format_of", "open_torch", "reader"]
 
 RECORD = "checkpoint.json"
 _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 # Names that a tool gives to weights; a safetensors file of any other name counts only where nothing else is there.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
+TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # of files that torch.save wrote
 _TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 
 
@@ -82,7 +83,7 @@ def reader(module: str) -> Any:
 
 
 def _only_torch_file(place: Place) -> bool:
-    names = [name for name in place.files if name.endswith((".pt", ".pth", ".ckpt", ".bin"))]
+    names = [name for name in place.files if name.endswith(TORCH_ENDINGS)]
     return len(names) == 1 and parse_step(names[0]) is None
 
 

@@ -28,8 +28,11 @@ def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
         raise CorruptCheckpointError(f"numbered files of {len(sets)} checkpoints lie together: {sorted(sets)}.")
     stem, total = sets.pop()
     have = {int(match[2]) for match in matches}
-    if len(have) != int(total) or have != set(range(1, int(total) + 1)):
-        absent = itertools.islice((i for i in itertools.count(1) if i not in have), 8)
-        gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.{extension}" for i in absent if i <= int(total)]
-        raise IncompleteCheckpointError(f"{len(have)} of {int(total)} shards are there; missing: {', '.join(gone)}.")
+    first = 0 if 0 in have else 1  # some tools count from 0
+    wanted = range(first, first + int(total))
+    if len(have) != len(wanted) or have != set(wanted):
+        absent = itertools.islice((i for i in wanted if i not in have), 8)
+        gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.{extension}" for i in absent]
+        there = f"{len(have)} of {int(total)} shards are there; "
+        raise IncompleteCheckpointError(there + (f"missing: {', '.join(gone)}." if gone else "others are too many."))
     return sorted(match[0] for match in matches)

@@ -33,7 +33,7 @@ from ckptkit.storage.store import Store
 
 __all__ = ["EXTENSIONS", "INDEX_SUFFIX", "is_torch_file", "open_catalog", "open_file", "read_torch_file"]
 
-EXTENSIONS = (".pt", ".bin", ".ckpt", ".pth")
+EXTENSIONS = (".pt", ".bin", ".ckpt", ".pth", ".pth.tar", ".th")
 INDEX_SUFFIX = ".bin.index.json"
 _MAX_INDEX_BYTES = 128 << 20
 

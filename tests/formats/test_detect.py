@@ -204,3 +204,29 @@ def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
         metadata = file_metadata(rank, 2, [], [part])
         save_file({"w": np.full((2, 2), rank, np.float32)}, tmp_path / file_name(rank), metadata=metadata)
     assert open_source(str(tmp_path)).catalog.by_role(Role.MODEL)["w"].shape == (4, 2)
+
+
+def _torch_file(path: Path, value: float) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"model": {"w": torch.full((2,), value)}}, path)
+
+
+def test_files_of_steps_in_a_directory_give_the_newest(tmp_path):
+    for step in (9, 10, 2):
+        _torch_file(tmp_path / f"step_{step}.pt", step)
+    source = open_source(str(tmp_path))
+    assert source.url.endswith("/step_10.pt") and "newest of 3 files" in source.note
+    assert list(source.catalog.by_role(Role.MODEL)) == ["w"]
+
+
+def test_two_files_of_one_step_are_not_guessed(tmp_path):
+    _torch_file(tmp_path / "model_step_10.pt", 1)
+    _torch_file(tmp_path / "optim_step_10.pt", 2)
+    with pytest.raises(CheckpointNotFoundError, match=r"model_step_10\.pt"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model_best.pth.tar", "weights.th", "step_100.pt"])
+def test_the_only_file_of_a_directory_is_read_whatever_torch_users_call_it(tmp_path, name):
+    _torch_file(tmp_path / name, 1)
+    assert list(open_source(str(tmp_path)).catalog.by_role(Role.MODEL)) == ["w"]

@@ -294,3 +294,12 @@ def test_one_rank_shard_alone_asks_for_the_directory(tmp_path):
     _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
     with pytest.raises(IncompleteCheckpointError, match="directory"):
         safetensors.open_file(open_store(str(tmp_path)), "shard-00001-model-00001-of-00001.safetensors")
+
+
+def test_shards_that_are_counted_from_0_are_complete_without_an_index(tmp_path):
+    for i in range(2):
+        save_file({f"w{i}": np.ones(2, np.float32)}, tmp_path / f"model-0000{i}-of-00002.safetensors")
+    assert sorted(safetensors.open_catalog(open_store(str(tmp_path))).tensors) == ["w0", "w1"]
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"missing: model-00001-of-00002\.safetensors\.$"):
+        safetensors.open_catalog(open_store(str(tmp_path)))
