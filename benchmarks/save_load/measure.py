@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ckptkit.checkpoint.coordinator import Coordinator
+
 Result = dict[str, tuple[float, float]]
 
 
@@ -53,6 +55,7 @@ class Bench:
         self.state = state
         self.root = root
         self.sync = sync
+        self.coordinator = Coordinator()
         self.plan: Any = None
         self.planner: Any = None
 
@@ -95,29 +98,22 @@ class Bench:
         from ckptkit.formats.dcp_write import write_sharded
         from ckptkit.storage import open_store
 
-        rank, world = dist.get_rank(), dist.get_world_size()
-
-        def gather(data: bytes) -> list[bytes] | None:
-            found: list[Any] | None = [None] * world if rank == 0 else None
-            dist.gather_object(data, found)
-            return found
+        ranks = self.coordinator  # as the manager has its ranks talk
 
         def all_gather(data: bytes) -> list[bytes]:
-            found: list[Any] = [None] * world
-            dist.all_gather_object(found, data)
-            return found
+            return ranks.broadcast(ranks.gather(data))
 
         _, self.plan = write_sharded(
             self.state,
             open_store(path),
-            gather=gather,
+            gather=ranks.gather,
             all_gather=all_gather,
-            rank=rank,
-            world_size=world,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
             previous=self.plan,
             sync=self.sync,
         )
-        dist.barrier()
+        ranks.barrier()
 
     def sharded_load(self, path: str) -> None:
         from ckptkit.formats.ckptkit import open_manifest
