@@ -14,7 +14,7 @@ from typing import Any
 from ckptkit.catalog.invert import inverse_rules
 from ckptkit.catalog.names import Mapped, NameMap
 from ckptkit.catalog.patterns import NamePattern
-from ckptkit.catalog.rules import Drop, Rename, RopePermute, Rule, Split, Unstack, written_templates
+from ckptkit.catalog.rules import Concat, Drop, Rename, RopePermute, Rule, Split, Unstack, written_templates
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CkptkitError, UsageError
 
@@ -70,9 +70,37 @@ _LLAVA = _rename(
             "audio_tower",
             "vision_model",
             "multi_modal_projector",
+            "vision_embed_tokens",
         )
     ),
     ("model.image_newline", "image_newline"),
+)
+_ARIA = _rename(
+    ("{p:*}.experts.gate_up_proj", "{p}.experts.fc1.weight"),
+    ("{p:*}.experts.down_proj", "{p}.experts.fc2.weight"),
+)
+
+
+def _attention(at: str, to: str) -> tuple[tuple[str, str], ...]:
+    """The four layers of attention in vision models; with their names on the hub."""
+    hub = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "output.dense"}
+    return tuple((f"{at}.attention.{x}_proj.{{leaf}}", f"{to}.attention.{name}.{{leaf}}") for x, name in hub.items())
+
+
+_VIT = _rename(
+    *_attention("{p:*}layers.{n:d}", "{p}encoder.layer.{n}"),
+    ("{p:*}layers.{n:d}.mlp.fc1.{leaf}", "{p}encoder.layer.{n}.intermediate.dense.{leaf}"),
+    ("{p:*}layers.{n:d}.mlp.fc2.{leaf}", "{p}encoder.layer.{n}.output.dense.{leaf}"),
+    ("{p:*}layers.{n:d}.layernorm_{at}.{leaf}", "{p}encoder.layer.{n}.layernorm_{at}.{leaf}"),
+)
+_DINOV2: tuple[Rule, ...] = (
+    *_rename(*_attention("{p:*}encoder.layer.{n:d}", "{p}encoder.layer.{n}")),
+    Concat(
+        (_p("{p:*}.mlp.gate_proj.{leaf}"), _p("{p:*}.mlp.up_proj.{leaf}")),
+        "{p}.mlp.weights_in.{leaf}",
+        sizes="equal",
+    ),
+    *_rename(("{p:*}.mlp.down_proj.{leaf}", "{p}.mlp.weights_out.{leaf}")),
 )
 # Towers that the hub keeps one module deeper than transformers 5 has them (CLIP, SigLIP).
 _VISION_MODEL = _rename(("{p:*}vision_tower.{rest:*}", "{p}vision_tower.vision_model.{rest}"))
@@ -174,6 +202,9 @@ BUILTIN_MAPS: dict[str, NameMap] = {
         NameMap("hf5-granitemoe", _GRANITE, note="the hub's names for granitemoe's experts, which stay stacked"),
         NameMap("hf5-nemotron-h", _NEMOTRON_H, note="stacked experts and prefix of nemotron_h"),
         NameMap("hf5-gpt-neox", _GPT_NEOX, note="lm_head.* to embed_out.* (gpt_neox)"),
+        NameMap("hf5-aria", _ARIA, note="the hub's names for aria's experts, which stay stacked"),
+        NameMap("hf5-vit", _VIT, note="layers.N to encoder.layer.N, with the hub's names in it (vit, deit)"),
+        NameMap("hf5-dinov2", _DINOV2, note="the hub's names for the layers of dinov2"),
         NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and its kin)"),
         NameMap(
             "vlm-vision-model", _VISION_MODEL, note="vision_tower.* to vision_tower.vision_model.* (CLIP and SigLIP)"
@@ -344,7 +375,8 @@ def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
     by_type = map_for_model_type(_model_type(config))
     titan = ["torchtitan-llama3"] if config.get("model_type") != "qwen3" else []
     names = ["hf5-experts", "hf5-mixtral", "hf5-phimoe", "hf5-jamba", "hf5-lfm2-moe", "hf5-ernie4.5-moe",
-             "hf5-exaone-moe", "hf5-granitemoe", "hf5-nemotron-h", "hf5-gpt-neox", "vlm-llava", "vlm-qwen2",
+             "hf5-exaone-moe", "hf5-granitemoe", "hf5-nemotron-h", "hf5-gpt-neox", "hf5-aria", "hf5-vit", "hf5-dinov2",
+             "vlm-llava", "vlm-qwen2",
              "vlm-vision-model", *titan]  # fmt: skip
     if str(config.get("model_type", "")).startswith("qwen3"):
         names.append("torchtitan-qwen3")

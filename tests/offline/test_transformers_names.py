@@ -55,10 +55,28 @@ def test_live_names_become_those_that_transformers_saves(case, tmp_path):
     assert all(torch.equal(got[name], tensor) and got[name].shape == tensor.shape for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("ViTForImageClassification", SMALL),
+        ("DeiTModel", SMALL),
+        ("Dinov2Model", SMALL),
+        ("Dinov2Model", {**SMALL, "use_swiglu_ffn": True}),
+        ("AriaTextForCausalLM", {**SMALL, "num_key_value_heads": 2, "moe_num_experts": 4, "head_dim": 8}),
+    ],
+)
+def test_these_families_need_no_transformers(kind, settings, tmp_path, monkeypatch):
+    expected = trained(kind, settings, tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    got = exported(tmp_path)
+    assert sorted(got) == sorted(expected)
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
 def test_an_entry_of_the_table_that_is_not_known_leaves_the_names_and_the_refusal(tmp_path, monkeypatch):
-    trained(*KINDS["dinov2 with a fused gate"], tmp_path)
+    trained(*KINDS["gte, queries keys and values in one"], tmp_path)
     monkeypatch.delitem(transformers_names._STEPS, "Concatenate")
-    with pytest.raises(CheckpointMismatchError, match="q_proj"):
+    with pytest.raises(CheckpointMismatchError, match="qkv_proj"):
         exported(tmp_path)
 
 
