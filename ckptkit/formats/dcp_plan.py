@@ -187,7 +187,7 @@ def plan_sharded(
         tensors=[],
         records=[],
         reused=False,
-        structure=_structure(places),
+        structure=_structure(places, found.values),
         flat=found.values,
         paths=found.paths,
         private=own,
@@ -214,12 +214,12 @@ def _refreshed(previous: ShardedPlan, values: Mapping[str, Any]) -> ShardedPlan 
 # --- what the state looks like
 
 
-def _structure(places: Places) -> dict[str, tuple[Any, ...]]:
+def _structure(places: Places, flat: Flat) -> dict[str, tuple[Any, ...]]:
     """Return the looks of each value."""
     found: list[tuple[Any, ...] | None] = [None] * len(places.values)
     for row, looks in zip(places.rows, places.looks(), strict=True):
         found[row] = looks
-    rest = zip(found, places.values, strict=True)
+    rest = zip(found, flat.values(), strict=True)
     return dict(zip(places.names, [_looks_of(v) if looks is None else looks for looks, v in rest], strict=True))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, repeat
+from itertools import accumulate, chain, compress, count, repeat
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor
 __all__ = ["Flattened", "Places", "flat_values"]
 
 Path = tuple[str | int, ...]
-_MOVED = 16  # so many at a time are taken for tensors that move at every save
+_MOVED = 64  # so many may be such as move at every save
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _TENSORS = _PLAIN | {DTensor}
 _local_of = operator.attrgetter("_local_tensor")
 _layout_of = operator.attrgetter("layout")
 _is_quantized = operator.attrgetter("is_quantized")
+_is_contiguous = torch.Tensor.is_contiguous
 _is_meta = operator.attrgetter("is_meta")
 _STRINGS = frozenset((str,))
 _STRIDED = frozenset((torch.strided,))
@@ -46,6 +47,7 @@ class Places:
             before (generators give their state as a new tensor each time).
         memory: The local part of each of `rows`.
         columns: What else must be the same.
+        odd: Which of `memory` could be seen as negative, or conjugate, where it is; `bits`: which are.
     """
 
     names: list[str]
@@ -55,6 +57,8 @@ class Places:
     dtensors: list[DTensor]
     memory: list[torch.Tensor]
     columns: tuple[Sequence[Any], ...]
+    odd: list[int]
+    bits: list[tuple[bool, bool]]
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Places:
@@ -75,9 +79,12 @@ class Places:
             cut, plain = ([row for row in rows if row not in hidden] for rows in (cut, plain))
             memory = [*map(_local_of, _at(values, cut)), *_at(values, plain)]
         dtensors = _at(values, cut)
-        return cls(
-            list(flat), values, cut + plain, frozenset(anew), dtensors, memory, _shared(_columns(dtensors, memory))
-        )
+        for row in anew:
+            values[row] = None
+        odd = list(compress(count(), map(_could_be_odd, map(_dtype_of, memory), map(_is_contiguous, memory))))
+        columns = _shared(_columns(dtensors, memory))
+        rows = cut + plain
+        return cls(list(flat), values, rows, frozenset(anew), dtensors, memory, columns, odd, _bits(memory, odd))
 
     def looks(self) -> Iterable[tuple[Any, ...]]:
         """Return what each of `rows` is: dtype and shape, of DTensors also mesh and placements."""
@@ -103,26 +110,30 @@ class Places:
 
     def after(self, flat: Mapping[str, Any], names: Sequence[str]) -> Places:
         """Return the places once these tensors have moved, without what they were."""
-        if len(names) > len(self.anew) + _MOVED:
-            return Places.of(flat)
         if len(names) == len(self.anew):  # all of which are always among them
             return self
+        if len(names) > _MOVED:
+            return Places.of(flat)
         rows = {self.names.index(name) for name in names} - self.anew
         values = [None if row in rows else value for row, value in enumerate(self.values)]
         kept = [row not in rows for row in self.rows]
-        cut = kept[: len(self.dtensors)]
         columns = [
             array("Q", compress(column, kept)) if isinstance(column, array) else list(compress(column, kept))
             for column in self.columns
         ]
+        memory = list(compress(self.memory, kept))
+        places = list(accumulate(kept))
+        odd = [places[place] - 1 for place in self.odd if kept[place]]
         return Places(
             self.names,
             values,
             list(compress(self.rows, kept)),
             self.anew | rows,
-            list(compress(self.dtensors, cut)),
-            list(compress(self.memory, kept)),
+            list(compress(self.dtensors, kept)),
+            memory,
             tuple(columns),
+            odd,
+            [bits for place, bits in zip(self.odd, self.bits, strict=True) if kept[place]],
         )
 
     def _elsewhere(self) -> frozenset[int] | set[int]:
@@ -134,6 +145,9 @@ class Places:
         for now, then in zip(_columns(self.dtensors, self.memory), self.columns, strict=True):
             if now != then:
                 found.update(compress(self.rows, map(operator.ne, now, then)))
+        bits = _bits(self.memory, self.odd)
+        if bits != self.bits:
+            found.update(self.rows[place] for place in compress(self.odd, map(operator.ne, bits, self.bits)))
         return found
 
 
@@ -148,6 +162,14 @@ def _columns(dtensors: list[DTensor], memory: list[torch.Tensor]) -> tuple[Seque
         list(map(torch.Tensor.stride, memory)),
         list(map(_dtype_of, memory)),
     )
+
+
+def _could_be_odd(dtype: torch.dtype, contiguous: bool) -> bool:
+    return not contiguous or dtype.is_complex
+
+
+def _bits(memory: list[torch.Tensor], odd: list[int]) -> list[tuple[bool, bool]]:
+    return [(memory[place].is_conj(), memory[place].is_neg()) for place in odd]
 
 
 def _shared(columns: tuple[Sequence[Any], ...]) -> tuple[Sequence[Any], ...]:
@@ -192,36 +214,38 @@ def flat_values(nested: Mapping[str, Any], paths: list[Path] | None = None) -> d
         if paths is not None:
             paths.extend(zip(nested, strict=True))
         return dict(nested)
-    flat: dict[str, Any] = {}
-    count = 0
+    found = _Flattening(paths)
+    found.descend("", (), list(map(str, nested)), nested.values())
+    return found.values if len(found.values) == found.count else None
 
-    def add(prefix: str, path: Path, keys: Iterable[Any], items: Iterable[Any], number: int) -> None:
-        nonlocal count
-        flat.update(zip(map(prefix.__add__, map(str, keys)), items, strict=True))
-        count += number
-        if paths is not None:
-            paths.extend(zip(*map(repeat, path), keys, strict=False))
 
-    def visit(prefix: str, path: Path, keys: Iterable[Any], items: Iterable[Any]) -> None:
+class _Flattening:
+    """Values by name, as they are met; containers of nothing but tensors are met at once."""
+
+    def __init__(self, paths: list[Path] | None) -> None:
+        self.values: dict[str, Any] = {}
+        self.count = 0
+        self._paths = paths
+
+    def descend(self, prefix: str, path: Path, keys: Collection[Any], items: Collection[Any]) -> None:
+        if _TENSORS.issuperset(map(type, items)):
+            self._add(prefix, path, keys, items)
+            return
         for key, item in zip(keys, items, strict=True):
             if type(item) not in _TENSORS:
-                inner = (*path, key)
                 if isinstance(item, Mapping):
-                    descend(f"{prefix}{key}.", inner, list(map(str, item)), item.values())
+                    self.descend(f"{prefix}{key}.", (*path, key), list(map(str, item)), item.values())
                     continue
                 if isinstance(item, list) and not _is_leaf(item):
-                    descend(f"{prefix}{key}.", inner, range(len(item)), item)
+                    self.descend(f"{prefix}{key}.", (*path, key), range(len(item)), item)
                     continue
-            add(prefix, path, (key,), (item,), 1)
+            self._add(prefix, path, (key,), (item,))
 
-    def descend(prefix: str, path: Path, keys: Any, items: Iterable[Any]) -> None:
-        if _TENSORS.issuperset(map(type, items)):
-            add(prefix, path, keys, items, len(keys))
-        else:
-            visit(prefix, path, keys, items)
-
-    descend("", (), list(map(str, nested)), nested.values())
-    return flat if len(flat) == count else None
+    def _add(self, prefix: str, path: Path, keys: Collection[Any], items: Collection[Any]) -> None:
+        self.values.update(zip(map(prefix.__add__, map(str, keys)), items, strict=True))
+        self.count += len(keys)
+        if self._paths is not None:
+            self._paths.extend(zip(*map(repeat, path), keys, strict=False))
 
 
 def _is_flat(nested: Mapping[str, Any]) -> bool:

@@ -229,6 +229,84 @@ def test_buffers_grow_with_the_state_and_keep_every_dtype() -> None:
         assert torch.equal(view.view(torch.uint8), tensor.view(torch.uint8))
 
 
+def small_and_large() -> list[torch.Tensor]:
+    """What is copied side by side, and what is not: by size, dtype, strides and the negative bit."""
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+    made = [torch.randn(4, 5).mul(9).to(dtype) for dtype in dtypes for _ in range(40)]
+    negative = torch.randn(6, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    odd = [torch.randn(6, 4).t(), torch.randn(9)[::2], torch.randn(()), torch.zeros(0, 3), negative.clone(), negative]
+    return [*made, *odd, torch.randn(70, 70), *(torch.full((2000,), float(i)) for i in range(40))]
+
+
+def test_whatever_was_replaced_or_changed_a_snapshot_is_the_tensors_as_they_are() -> None:
+    buffers = StagingBuffers()
+    tensors = small_and_large()
+
+    def check() -> None:
+        for view, tensor in zip(buffers.copy(tensors), tensors, strict=True):
+            assert view.dtype == tensor.dtype
+            assert view.is_contiguous()
+            assert torch.equal(view, tensor)
+
+    for turn in range(6):
+        check()
+        buffers.get_ready()
+        check()
+        for tensor in tensors:
+            tensor.copy_(tensor.roll(1, 0)) if tensor.dim() else tensor.fill_(turn)
+        check()
+        tensors[turn] = torch.randn(5, 4).t()  # of the same shape: in another order
+        tensors[41 + turn] = torch.randn(4, 5).to(torch.bfloat16)
+    tensors = [tensor.clone() for tensor in tensors]
+    check()
+    tensors.pop(3)
+    check()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_memory_that_was_exchanged_below_a_tensor_is_what_is_saved(tmp_path: Path, kind: str) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(30)))
+    extra = {"table": {str(i): torch.full((300,), float(i)) for i in range(4)}}
+    state = TrainState(model=model, extra=extra)
+    changes: list[Any] = [
+        lambda: None,
+        lambda: [setattr(p, "data", torch.randn_like(p)) for p in model.parameters()],
+        lambda: setattr(model[3].weight, "data", torch.randn(3, 3).t()),
+        lambda: extra["table"].update({"1": torch.randn(300)}),
+        lambda: extra["table"].update({"new": torch.randn(300)}),
+        lambda: setattr(extra["table"]["2"], "data", torch.randn(2, 150)),
+    ]
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        for step, change in enumerate(changes):
+            change()
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+            tables = {name: value.clone() for name, value in extra["table"].items()}
+            manager.save_async(step, state)
+            with torch.no_grad():
+                for tensor in [*model.parameters(), *extra["table"].values()]:
+                    tensor.zero_()
+            again = TrainState(model=nn.Sequential(*(nn.Linear(3, 3) for _ in range(30))), extra={"table": None})
+            manager.load(again)
+            assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())  # type: ignore[union-attr]
+            assert again.extra["table"].keys() == tables.keys()
+            assert all(torch.equal(value, tables[name]) for name, value in again.extra["table"].items())
+
+
+def test_what_the_caller_adds_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    seen = {"files": ["a"]}
+    metrics = {"loss": 1.0}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save_async(1, TrainState(model=nn.Linear(2, 2)), client_state=seen, metrics=metrics)
+        seen["files"].append("b")
+        metrics["loss"] = 2.0
+        gate.opened.set()
+        report = manager.load(TrainState(model=nn.Linear(2, 2)))
+    assert report is not None
+    assert (report.client_state, report.metrics) == ({"files": ["a"]}, {"loss": 1.0})
+
+
 def test_a_closed_manager_holds_no_buffers(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save_async(1, TrainState(model=nn.Linear(30, 30)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,11 @@ State = dict[str, Any]
 
 
 def state() -> State:
-    model = {"w": torch.nn.Parameter(torch.randn(4, 4)), "b": torch.randn(3)}
+    model = {
+        "w": torch.nn.Parameter(torch.randn(4, 4)),
+        "b": torch.randn(3),
+        "z": torch.randn(3, dtype=torch.complex64),
+    }
     return {"model": model, "optimizer": {"param_groups": [{"lr": 0.1, "params": ["w"]}], "step": torch.tensor(1.0)}}
 
 
@@ -77,12 +82,32 @@ def values(s: State) -> None:
         s["model"]["w"].add_(1)
 
 
-CHANGES = [swap, bits, turn, shrink, elsewhere, another, wider, sparse, an_object, a_setting, order, more, values]
+def conjugate(s: State) -> None:
+    s["model"]["z"].data = s["model"]["z"].data.conj()
+
+
+CHANGES = [
+    swap,
+    conjugate,
+    bits,
+    turn,
+    shrink,
+    elsewhere,
+    another,
+    wider,
+    sparse,
+    an_object,
+    a_setting,
+    order,
+    more,
+    values,
+]
 
 
 def described(plan: ShardedPlan) -> Any:
-    names = [(plan.keys[item.key], item.offsets, item.sizes) for item in plan.slices]
+    names: list[Any] = [(plan.keys[item.key], item.offsets, item.sizes) for item in plan.slices]
     memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in plan.tensors]
+    names.append([t.is_conj() for t in plan.tensors])
     return names, memory, plan.objects, plan.records, plan.nbytes, plan.digest, plan.table
 
 
@@ -100,6 +125,41 @@ def test_of_the_same_structure_a_plan_is_taken_over(change: Callable[[State], No
     plan = plan_sharded(made)
     change(made)
     assert plan_sharded(made, previous=plan).reused
+
+
+def test_tensors_that_move_at_each_save_are_looked_at_anew_and_not_kept() -> None:
+    made: State = {f"t{i}": torch.full((3,), float(i)) for i in range(60)}
+    plan = plan_sharded(made)
+    for moving in (("t3", "t7"), ("t3", "t7"), ("t7", "t9"), tuple(made), ("t1",)):
+        gone = [weakref.ref(made[name]) for name in moving]
+        made.update({name: torch.randn(3) for name in moving})
+        plan = plan_sharded(made, previous=plan)
+        assert plan.reused
+        assert described(plan) == described(plan_sharded(made))
+        assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def test_how_names_are_nested_is_part_of_what_ranks_agree_on() -> None:
+    nested = [{"a": {"b": torch.ones(2)}}, {"a.b": torch.ones(2)}, {"a": {"b": torch.ones(3)}}, {"a": {"b": 1}}]
+    assert len({plan_sharded(one).digest for one in nested}) == len(nested)
+    assert plan_sharded(nested[0]).digest == plan_sharded({"a": {"b": torch.zeros(2)}}).digest
+
+
+def test_memory_that_does_not_fit_its_placement_is_refused_on_the_spot(ranks: Any) -> None:
+    assert ranks.run(misfits, 1)[0] == ["w: this rank holds [3, 2], its placement says [4, 2].", "meta"]
+
+
+def misfits() -> list[str]:
+    mesh = init_device_mesh("cpu", (1,))
+    found = []
+    for local in (torch.ones(3, 2), torch.ones(4, 2, device="meta")):
+        made = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        made._local_tensor = local
+        try:
+            plan_sharded({"w": made})
+        except SaveError as error:
+            found.append("meta" if "meta device" in str(error) else str(error))
+    return found
 
 
 def dtensors() -> list[Any]:
