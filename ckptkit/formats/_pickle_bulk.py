@@ -51,14 +51,15 @@ _GET = rb"h[\x00-\xff]|j[\x00-\xff]{4}"
 _PUT = rb"q[\x00-\xff]|r[\x00-\xff]{4}"
 _BOUNDED_PUT = rb"q[\x00-\xff]|r[\x00-\xff]{2}[\x00-%s]\x00"
 _TUPLE = rb"[t\x85\x86\x87]"
-# What is passed over, opcode by opcode so that no argument is taken for one, then what is wanted, or the end.
-_TUPLE_PUTS = re.compile(rb"(?:%s|%s|%s|%s(?![qr]))*(?:%s(%s)|\Z)" % (_CONSTANT, _GET, _PUT, _TUPLE, _TUPLE, _PUT))
-_GETS = re.compile(rb"(?:%s|%s|%s)*(?:(%s)|\Z)" % (_CONSTANT, _PUT, _TUPLE, _GET))
+# What is passed over, opcode by opcode so that no argument is taken for one, then what is wanted, or the end. Compiled
+# where they are used: that takes milliseconds.
+_TUPLE_PUTS = rb"(?:%s|%s|%s|%s(?![qr]))*(?:%s(%s)|\Z)" % (_CONSTANT, _GET, _PUT, _TUPLE, _TUPLE, _PUT)
+_GETS = rb"(?:%s|%s|%s)*(?:(%s)|\Z)" % (_CONSTANT, _PUT, _TUPLE, _GET)
 
 # And of protocol 4, for the smaller ones of `.metadata`.
 _VALUE = rb"1|%s|\x93" % _CONSTANT
-_MEMOIZED = re.compile(rb"(?:%s|%s|%s(?!\x94))*(%s?\x94|\Z)" % (_VALUE, _GET, _TUPLE, _TUPLE))
-_FETCHED = re.compile(rb"(?:%s|\x94|%s)*(?:(%s)|\Z)" % (_VALUE, _TUPLE, _GET))
+_MEMOIZED = rb"(?:%s|%s|%s(?!\x94))*(%s?\x94|\Z)" % (_VALUE, _GET, _TUPLE, _TUPLE)
+_FETCHED = rb"(?:%s|\x94|%s)*(?:(%s)|\Z)" % (_VALUE, _TUPLE, _GET)
 _SHORT_TEXT, _TEXT = 0x8C, ord("X")
 _PROTO, _STOP = 0x80, ord(".")
 _CONTAINERS = b"]}\x85\x86\x87"
@@ -176,8 +177,8 @@ def _is_usual_archive(data: bytes) -> bool:
 
 def _shares_no_tuple(opcodes: bytes) -> bool:
     """Tell whether no memo index under which a tuple is put is fetched. `opcodes`: a pickle's without its texts."""
-    puts = set(_TUPLE_PUTS.findall(opcodes))
-    for get in set(_GETS.findall(opcodes)) - {b""}:
+    puts = set(re.findall(_TUPLE_PUTS, opcodes))
+    for get in set(re.findall(_GETS, opcodes)) - {b""}:
         index = int.from_bytes(get[1:], "little")
         if b"r" + index.to_bytes(4, "little") in puts or (index < 256 and b"q" + bytes([index]) in puts):
             return False
@@ -186,8 +187,8 @@ def _shares_no_tuple(opcodes: bytes) -> bool:
 
 def _memoizes_no_tuple(opcodes: bytes) -> bool:
     """The same where memo indices are counted: by MEMOIZE, of protocol 4."""
-    memo = _MEMOIZED.findall(opcodes)
-    gets = {int.from_bytes(get[1:], "little") for get in set(_FETCHED.findall(opcodes)) - {b""}}
+    memo = re.findall(_MEMOIZED, opcodes)
+    gets = {int.from_bytes(get[1:], "little") for get in set(re.findall(_FETCHED, opcodes)) - {b""}}
     return not any(len(memo[index]) == 2 for index in gets if index < len(memo))
 
 

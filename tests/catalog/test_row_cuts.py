@@ -1,0 +1,81 @@
+"""Tensors cut in rows are told at once just where one by one they would be; all others are left to the full check."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.catalog.entry import SliceArray, TensorEntry
+from ckptkit.catalog.row_cuts import check_coverage, row_cuts
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+
+
+def entry(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]], name: str = "w") -> TensorEntry:
+    n, ndim = len(boxes), len(shape)
+    zeros = np.zeros(n, np.int64)
+    offsets, sizes = (np.array([box[i] for box in boxes], np.int64).reshape(n, ndim) for i in (0, 1))
+    return TensorEntry(name, "float32", shape, SliceArray(["f"], zeros.astype(np.int32), zeros, zeros, offsets, sizes))
+
+
+ROWS = entry((5, 3), ((0, 0), (2, 3)), ((2, 0), (3, 3)))
+CUT = {
+    "rows": ROWS,
+    "the whole": entry((4,), ((0,), (4,))),
+    "an empty part": entry((2,), ((0,), (2,)), ((2,), (0,))),
+    "no elements": entry((0, 7)),
+    "a scalar": entry((), ((), ())),
+}
+NOT_CUT = {
+    "columns": entry((2, 4), ((0, 0), (2, 2)), ((0, 2), (2, 2))),
+    "a gap": entry((5,), ((0,), (2,)), ((3,), (2,))),
+    "an end that is missing": entry((5,), ((0,), (2,)), ((2,), (2,))),
+    "a beginning that is missing": entry((5,), ((1,), (4,))),
+    "replicas": entry((2,), ((0,), (2,)), ((0,), (2,))),
+    "another order": entry((4,), ((2,), (2,)), ((0,), (2,))),
+    "nothing": entry((3,)),
+    "too much": entry((3,), ((0,), (4,))),
+    "a negative size": entry((3,), ((0,), (4,)), ((4,), (-1,))),
+    "sizes that overflow": entry((4,), ((0,), (1 << 62,)), ((1 << 62, ), (1 << 62,)), ((-(1 << 63),), (1 << 62,))),
+    "a scalar twice": entry((), ((), ()), ((), ())),
+    "a hostile shape": entry((1 << 70,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CUT)
+def test_slices_that_are_the_rows_in_order_are_cut(kind: str) -> None:
+    for others in ([], [ROWS], [NOT_CUT["columns"], NOT_CUT["a gap"]]):
+        assert row_cuts([*others, CUT[kind]]).cut[-1]
+        assert row_cuts([CUT[kind], *others]).cut[0]
+
+
+@pytest.mark.parametrize("kind", NOT_CUT)
+def test_any_others_are_not(kind: str) -> None:
+    for others in ([], [ROWS], [CUT["the whole"], CUT["no elements"]]):
+        assert not row_cuts([*others, NOT_CUT[kind]]).cut[-1]
+        assert not row_cuts([NOT_CUT[kind], *others]).cut[0]
+
+
+def test_the_columns_are_those_of_the_first_dimension() -> None:
+    found = row_cuts([ROWS, CUT["a scalar"], CUT["the whole"]])
+    assert found.bounds.tolist() == [0, 2, 3, 4]
+    assert found.offsets.tolist() == [0, 2, 0, 0]
+    assert found.sizes.tolist() == [2, 3, 1, 4]
+
+
+def test_what_is_not_cut_is_checked_in_full() -> None:
+    check_coverage([ROWS, NOT_CUT["columns"], NOT_CUT["replicas"], NOT_CUT["another order"]])
+    with pytest.raises(IncompleteCheckpointError, match="'gap'"):
+        check_coverage([ROWS, entry((5,), ((0,), (2,)), ((3,), (2,)), name="gap")])
+    with pytest.raises(CorruptCheckpointError, match="'big'"):
+        check_coverage([entry((3,), ((0,), (4,)), name="big")])
+
+
+@given(st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 4)), max_size=4), st.integers(0, 5), st.integers(1, 2))
+def test_whatever_is_called_cut_is_covered(slices: list[tuple[int, int]], height: int, width: int) -> None:
+    tensor = entry((height, width), *(((a, 0), (n, width)) for a, n in slices))
+    if row_cuts([tensor]).cut[0]:
+        tensor.check_coverage()
+        rows = [row for a, n in slices for row in range(a, a + n)]
+        assert rows == list(range(height))
