@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -224,6 +225,46 @@ def test_saves_loads_and_looks_take_few_requests(counted: tuple[Proxy, Options],
         "latest of a new process": 4,
     }
     assert all(counts[name] <= most[name] for name in most), counts
+
+
+def test_saves_take_fewer_requests_than_torchs_writer(counted: tuple[Proxy, Options], url: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    from ckptkit import DCPReader, DCPWriter
+
+    proxy, options = counted
+    model = nn.ParameterList([nn.Parameter(torch.rand(1 << 19)) for _ in range(9)])  # 18 MiB: two files
+    state, counts = TrainState(model=model), {}
+
+    def count(name: str, function: Callable[[], object]) -> None:
+        proxy.clear()
+        function()
+        counts[name] = proxy.count
+
+    def one_save() -> None:
+        with CheckpointManager(f"{url}/one", storage_options=options) as manager:
+            manager.save(1, state)
+
+    tensors = model.state_dict()
+    fresh = {**options, "skip_instance_cache": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a process that is alone
+        count("torch", lambda: dcp.save(dict(tensors), storage_writer=FsspecWriter(f"{url}/torch", **fresh)))
+        count(
+            "DCPWriter",
+            lambda: dcp.save(dict(tensors), storage_writer=DCPWriter(f"{url}/dcp", storage_options=options)),
+        )
+        count(
+            "DCPReader",
+            lambda: dcp.load(dict(tensors), storage_reader=DCPReader(f"{url}/dcp", storage_options=options)),
+        )
+    count("manager, one save and its end", one_save)
+    with CheckpointManager(f"{url}/run", storage_options=options) as manager:
+        manager.save(1, state)
+        count("manager", lambda: manager.save(2, state))
+    assert counts["DCPWriter"] <= 5 and counts["DCPReader"] <= 6 and counts["manager"] <= 7, counts
+    assert counts["manager, one save and its end"] < counts["torch"], counts
 
 
 def test_commands_read_many_small_tensors_in_few_requests(
