@@ -306,8 +306,11 @@ def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None
     """Leave out second names that the base does not store, where transformers says that they are tied, and the bytes
     are equal. Where all that the base has is there, and more."""
     wanted, names = draft.base.wanted, draft.targets
-    extra = [name for name in names if name not in wanted]
-    if not extra or not wanted.keys() <= names.keys():
+    if not wanted.keys() <= names.keys() or len(names) == len(wanted):
+        return
+    kinds = {_kind(names[name]) for name in wanted}
+    extra = [name for name in names if name not in wanted and _kind(names[name]) in kinds]
+    if not extra:
         return
     from ckptkit.offline.transformers_names import live_model
 
@@ -325,6 +328,11 @@ def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None
             draft.dropped.update(dict.fromkeys(names[name].sources, f"tied: the same bytes as {other!r}"))
             draft.notes.append(f"{name} is tied to {other}: equal bytes, written once")
             del names[name]
+
+
+def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
+    """What a second name has in common with the first."""
+    return target.dtype, target.shape, target.name.rpartition(".")[2]
 
 
 def _whole_source(target: Target) -> str | None:
@@ -455,5 +463,10 @@ def _why_unused(draft: _Draft, name: str) -> str:
 
 def _advice(draft: _Draft) -> str:
     if any(fault.startswith("unexpected") for fault in draft.faults):
-        return "\n  Try --key-map, --strip-prefix, or --exclude NAME for what the model has no place for."
+        from importlib.util import find_spec
+
+        advice = "\n  Try --key-map, --strip-prefix, or --exclude NAME for what the model has no place for."
+        if draft.missing and find_spec("transformers") is None:
+            advice += " With transformers 5 installed, the names it gives to models in memory are known too."
+        return advice
     return "\n  Is --base the model that was trained? See: ckptkit inspect URL"

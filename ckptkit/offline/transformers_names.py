@@ -86,13 +86,11 @@ def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> Liv
         import transformers
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
-    except ImportError:
-        return None
-    names = config.get("architectures")
-    kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        return None
-    try:
+
+        names = config.get("architectures")
+        kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            return None
         settings = {key: value for key, value in config.items() if key != "quantization_config"}
         with torch.device("meta"):
             model = kind(transformers.AutoConfig.for_model(**settings))
