@@ -12,7 +12,15 @@ from urllib.parse import urlsplit
 from ckptkit.errors import StorageError
 from ckptkit.storage.connection import UPLOAD_BYTES, Connection
 from ckptkit.storage.content import Body, Content
-from ckptkit.storage.object_api import Entries, Entry, FsspecApi, Sink, UnfinishedUpload, Uploads
+from ckptkit.storage.object_api import (
+    Entries,
+    Entry,
+    FsspecApi,
+    NotConditionalError,
+    Sink,
+    UnfinishedUpload,
+    Uploads,
+)
 
 __all__ = ["S3Api"]
 
@@ -133,9 +141,13 @@ class S3Api(FsspecApi):
             return bool(mark) and self._call("head_object", Bucket=bucket, Key=key)["Metadata"].get(_MARK) == mark
         return False
 
+    def condition(self) -> dict[str, Any]:
+        """Return what lets a put not replace; nothing where that was tried in vain: some servers refuse the header."""
+        return {} if self.connection.conditional is False else {"IfNoneMatch": "*"}
+
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
         bucket, key = self._split(name)
-        more: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+        more = self.condition() if if_absent else {}
         if mark:
             more["Metadata"] = {_MARK: mark}
         more |= self._body(Content.of(data))
@@ -221,7 +233,10 @@ class S3Upload:
         try:
             with _taken(name):
                 answer = self._api._call(
-                    "complete_multipart_upload", MultipartUpload={"Parts": parts}, IfNoneMatch="*", **self._where
+                    "complete_multipart_upload",
+                    MultipartUpload={"Parts": parts},
+                    **self._api.condition(),
+                    **self._where,
                 )
             return str(answer.get("ETag", ""))
         except (FileNotFoundError, FileExistsError):
@@ -282,6 +297,8 @@ def _taken(name: str) -> Iterator[None]:
     except OSError as error:
         if _status(error) == 412:  # Ceph and others word it so that s3fs takes it for a bad argument
             raise FileExistsError(errno.EEXIST, f"{name} exists already") from error
+        if _status(error) == 501:
+            raise NotConditionalError(errno.ENOTSUP, f"{name}: the server knows no conditional puts") from error
         raise
 
 

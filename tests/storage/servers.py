@@ -80,12 +80,12 @@ def moto() -> Iterator[Mapping[str, Any]]:
 
 
 @contextmanager
-def rclone(folder: Path, *flags: str) -> Iterator[Mapping[str, Any]]:
-    """S3 with real signatures over the files of `folder`; no conditional writes."""
+def rclone(folder: Path, *flags: str, port: int = 0) -> Iterator[Mapping[str, Any]]:
+    """S3 with real signatures over the files of `folder`; no conditional writes. `port` 0: a free one."""
     binary = shutil.which("rclone", path=str(Path(sys.executable).parent))
     if binary is None:
         raise RuntimeError("rclone is not in this environment; the extra 'test' installs it")
-    port = free_port()
+    port = port or free_port()
     command = [
         binary,
         "serve",

@@ -1,0 +1,209 @@
+"""Each request of each operation fails once; servers restart, lack what S3 has, and lie."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stamina
+import torch
+from moto.core import DEFAULT_ACCOUNT_ID as ACCOUNT
+from moto.s3.models import s3_backends
+
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.errors import CorruptCheckpointError, RankFailedError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.prune import prune
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage import open_store
+from tests.remote.test_end_to_end import full, run_cli, state_of
+from tests.storage import servers
+from tests.storage.proxy import Answer, Changed, Proxy, proxy_of
+
+Options = dict[str, Any]
+
+
+@pytest.fixture
+def at_once() -> Iterator[None]:
+    """Retries without waits."""
+    stamina.set_testing(True, attempts=8)
+    yield
+    stamina.set_testing(False)
+
+
+def save(url: str, options: Options, step: int, **how: Any) -> None:
+    with CheckpointManager(url, storage_options=options, **how) as manager:
+        manager.save(step, state_of(step))
+
+
+def loads(url: str, options: Options, step: int) -> None:
+    state = state_of(99)
+    with CheckpointManager(url, storage_options=options) as manager:
+        assert manager.load(state) is not None and manager.latest() == step
+    assert all(torch.equal(value, full(state_of(step))[name]) for name, value in full(state).items())
+
+
+def each_in_turn() -> Callable[[int, str, str], str]:
+    """Return the rule that fails each request that is seen for the first time, each in another way."""
+    seen: set[tuple[str, str]] = set()
+
+    def rule(number: int, method: str, path: str) -> str:
+        if (method, path) in seen:
+            return "pass"
+        seen.add((method, path))
+        return ("503", "reset", "lost", "cut")[len(seen) % 4]
+
+    return rule
+
+
+def test_each_request_of_each_operation_may_fail_once(
+    counted: tuple[Proxy, Options], s3: Options, url: str, at_once: None
+) -> None:
+    proxy, options = counted
+    run = f"{url}/run"
+    operations: dict[str, Callable[[], object]] = {
+        "save": lambda: [save(run, options, step) for step in (1, 2)],
+        "load": lambda: loads(run, options, 2),
+        "ls": lambda: run_cli("ls", run, *(f"--storage-option={name}={value}" for name, value in options.items())),
+        "convert": lambda: convert(run, f"{url}/dcp", to="dcp", world_size=2, storage_options=options),
+        "reshard": lambda: reshard(run, f"{url}/three", world_size=3, verify=True, storage_options=options),
+        "verify": lambda: verify(f"{run}/latest", storage_options=options),
+        "rotate": lambda: save(run, options, 3, retention=RetentionPolicy(max_num=2)),
+        "prune": lambda: prune(run, policy=RetentionPolicy(max_num=1), storage_options=options),
+    }
+    for name, operation in operations.items():
+        proxy.clear()
+        proxy.rule = each_in_turn()
+        operation()
+        assert proxy.count >= 2, name
+    proxy.rule = lambda number, method, path: "pass"
+    loads(run, s3, 3)
+    root = open_store(run, storage_options=s3)
+    assert [item.step for item in list_checkpoints(root).committed] == [3]
+    assert not any("step_00000001" in item.path or "step_00000002" in item.path for item in root.list(recursive=True))
+    assert verify(f"{url}/three", storage_options=s3).ok
+    assert verify(f"{url}/dcp", storage_options=s3).ok
+    assert root.unfinished_uploads() == []  # type: ignore[attr-defined]
+
+
+def test_a_save_survives_a_server_that_restarts_in_its_middle(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    port = servers.free_port()
+    with ExitStack() as stack:
+        first = stack.enter_context(ExitStack())
+        near = dict(first.enter_context(servers.rclone(tmp_path, port=port)))
+        proxy = stack.enter_context(proxy_of(near["endpoint_url"]))
+        options = {**near, "endpoint_url": proxy.url}
+        save("s3://bucket/run", options, 1)
+        restarted = []
+
+        def rule(number: int, method: str, path: str) -> str:
+            if method != "PUT" or ".distcp" not in path or restarted:
+                return "pass"
+            restarted.append(path)
+            first.close()
+            stack.enter_context(servers.rclone(tmp_path, port=port))
+            return "reset"
+
+        proxy.rule = rule
+        save("s3://bucket/run", options, 2)
+        assert restarted
+        loads("s3://bucket/run", near, 2)
+
+
+def test_a_server_that_refuses_conditions_is_written_to_without(
+    counted: tuple[Proxy, Options], url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 5 << 20)
+    proxy, options = counted
+    proxy.rule = lambda number, method, path: (
+        Answer(501, "NotImplemented") if "if-none-match" in proxy.headers[number - 1] else "pass"
+    )
+    options = {**options, "default_fill_cache": False}  # a connection of its own: what servers can is remembered
+    with caplog.at_level(logging.WARNING):
+        save(url, options, 1)
+        loads(url, options, 1)
+        store = open_store(url, storage_options=options)
+        with store.writer("large") as out:
+            out.write(bytes(12 << 20))
+    proxy.rule = lambda number, method, path: "pass"
+    assert any("conditional writes" in record.message for record in caplog.records)
+    with pytest.raises(FileExistsError):
+        store.write("large", b"1")
+
+
+def test_wrong_bytes_and_short_answers_are_found_by_whoever_reads(
+    counted: tuple[Proxy, Options], s3: Options, url: str
+) -> None:
+    proxy, options = counted
+    save(f"{url}/run", s3, 1)
+
+    def flipped(data: bytes) -> bytes:
+        return bytes(byte ^ 1 for byte in data) if len(data) > 100 else data
+
+    lies: list[Callable[[bytes], bytes]] = []
+
+    def rule(number: int, method: str, path: str) -> str | Changed:
+        return Changed(lies[-1]) if method == "GET" and path.endswith("__0_0.distcp") else "pass"
+
+    proxy.rule = rule
+    for lie in (lambda data: data[:-5], flipped):
+        lies.append(lie)
+        for how in ({}, {"max_memory": 0}):
+            state = state_of(99)
+            before = full(state)
+            with (
+                CheckpointManager(f"{url}/run", storage_options=options) as manager,
+                pytest.raises(CorruptCheckpointError),
+            ):
+                manager.load(state, **how)
+            assert all(torch.equal(value, before[name]) for name, value in full(state).items())
+        assert not verify(f"{url}/run/latest", storage_options=options).ok
+    with pytest.raises(CorruptCheckpointError):
+        convert(f"{url}/run", f"{url}/dcp", to="dcp", storage_options=options)
+    with pytest.raises(CorruptCheckpointError):
+        reshard(f"{url}/run", f"{url}/two", world_size=2, storage_options=options)
+    proxy.rule = lambda number, method, path: "pass"
+    assert {item.path for item in open_store(url, storage_options=s3).list()} == {"run"}
+
+
+def test_a_bucket_that_is_not_there_is_no_run_without_checkpoints(s3: Options) -> None:
+    url = "s3://there-is-no-such-bucket/run"
+    with CheckpointManager(url, storage_options=s3) as manager:
+        with pytest.raises(RankFailedError, match="bucket does not exist"):
+            manager.load(state_of(1))
+        with pytest.raises(RankFailedError, match="bucket does not exist"):
+            manager.save(1, state_of(1))
+    code, text = run_cli("ls", url, *(f"--storage-option={name}={value}" for name, value in s3.items()))
+    assert code == 1 and "bucket does not exist" in text
+
+
+@pytest.mark.parametrize("below", ["a b/\u00fc+%20#x?&=y/run", "k=v/run,1;'(2)!*@$", "trailing/"])
+def test_any_key_will_do(s3: Options, url: str, below: str) -> None:
+    here = f"{url}/{below}"
+    save(here, s3, 1)
+    loads(here, s3, 1)
+    reshard(here, f"{url}/o\u00fc #1/two", world_size=2, storage_options=s3)
+    assert verify(f"{url}/o\u00fc #1/two", storage_options=s3).ok
+
+
+def test_a_run_at_the_root_of_a_bucket_leaves_a_thousand_others_alone(s3: Options) -> None:
+    root = open_store("s3://whole-bucket", storage_options=s3)
+    root.fs.makedirs("whole-bucket", exist_ok=True)  # type: ignore[attr-defined]
+    names = [f"step-{i}/f" if i % 2 else f"loose{i}" for i in range(1001)]
+    for name in names:
+        s3_backends[ACCOUNT]["aws"].put_object("whole-bucket", name, b"x")
+    for step in (1, 2, 3):
+        save("s3://whole-bucket", s3, step, retention=RetentionPolicy(max_num=2))
+    loads("s3://whole-bucket/", s3, 3)
+    prune("s3://whole-bucket", policy=RetentionPolicy(max_num=1), storage_options=s3)
+    left = {item.path for item in root.list(recursive=True)}
+    assert set(names) < left
+    assert {path.split("/")[0] for path in left - set(names)} == {".ckptkit", "latest", "step_00000003"}
