@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.catalog.targets import Target
 from ckptkit.offline.hf_base import BaseModel, WantedTensor
 from ckptkit.offline.tied import config_ties, tied_pairs
 
-__all__ = ["Comparison", "compare_with_base", "unexpected_buffers"]
+__all__ = ["Comparison", "absent_layers", "compare_with_base", "unexpected_buffers"]
 
 # Buffers that old versions of transformers stored and that every version computes.
+_LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
 
 
@@ -60,6 +62,21 @@ def unexpected_buffers(targets: Mapping[str, Target], wanted: Mapping[str, Wante
         for name in targets
         if name not in wanted and _COMPUTED.fullmatch(name)
     }
+
+
+def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what is missing where all that there is to compare with is a config: the layers that it counts.
+
+    transformers would fill them with random numbers. Names that don't number layers tell nothing.
+    """
+    inner = config.get("text_config")
+    count = config.get("num_hidden_layers", inner.get("num_hidden_layers") if isinstance(inner, Mapping) else None)
+    found = {int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}
+    if type(count) is not int or not found or count > 100_000:
+        return ()
+    absent = [number for number in range(count) if number not in found]
+    shown = ", ".join(map(str, absent[:4])) + (", ..." if len(absent) > 4 else "")
+    return (f"missing: layers {shown}: the config has num_hidden_layers {count}",) if absent else ()
 
 
 def _vocabulary(name: str) -> str:

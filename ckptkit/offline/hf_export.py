@@ -353,6 +353,10 @@ def _drop_buffers(draft: _Draft) -> None:
 
 def _compare(draft: _Draft) -> None:
     if not draft.base.wanted:
+        if draft.base.config and not (draft.options.include or draft.options.exclude):
+            from ckptkit.offline.hf_compare import absent_layers
+
+            draft.faults += absent_layers(draft.targets, draft.base.config)
         return
     from ckptkit.offline.hf_compare import compare_with_base
 

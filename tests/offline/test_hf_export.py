@@ -180,6 +180,18 @@ def test_all_differences_from_the_base_are_listed_at_once(tmp_path: Path) -> Non
         assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("config", [{"num_hidden_layers": 3}, {"text_config": {"num_hidden_layers": 3}}])
+def test_layers_that_a_config_counts_and_nobody_gives_are_missing(tmp_path: Path, config: dict[str, Any]) -> None:
+    source = write(tmp_path / "in", ones("model.layers.0.a.weight", "model.layers.1.a.weight", "model.norm.weight"))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    with pytest.raises(CheckpointMismatchError, match="missing: layers 2: the config has num_hidden_layers 3"):
+        plan(source, tmp_path / "base")
+    assert plan(source, tmp_path / "base", exclude=("*.norm.*",)).tensors
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    assert len(plan(source, tmp_path / "base").tensors) == 3
+
+
 def test_without_strict_the_differences_are_returned(tmp_path: Path) -> None:
     write(tmp_path / "src", ones("a", "extra"))
     base = write(tmp_path / "base", ones("a", "gone"))

@@ -198,6 +198,31 @@ def test_a_key_map_is_found_by_name_file_or_as_it_is(tmp_path):
     assert built_in is not None
 
 
+RULES = """
+from ckptkit.catalog.builtin_maps import builtin_map
+MAP = builtin_map("torchtitan-llama3")
+def made():
+    return MAP
+NOTHING = 3
+"""
+
+
+def test_a_key_map_is_what_an_installed_package_says(tmp_path, monkeypatch):
+    (tmp_path / "my_rules.py").write_text(RULES)
+    info = tmp_path / "my_rules-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-rules\nVersion: 1.0\n")
+    points = "mine = my_rules:MAP\nby-function = my_rules:made\nwrong = my_rules:NOTHING.real.__int__\n"
+    (info / "entry_points.txt").write_text(f"[ckptkit.key_maps]\n{points}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_rules
+
+    assert resolve_key_map("mine") is my_rules.MAP
+    assert resolve_key_map("by-function") is my_rules.MAP
+    with pytest.raises(UsageError, match="gives int, no NameMap"):
+        resolve_key_map("wrong")
+
+
 @pytest.mark.parametrize("name", ["no-such-map", "missing.toml"])
 def test_an_unknown_key_map_is_wrong_usage(name):
     with pytest.raises(UsageError):
