@@ -160,12 +160,13 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
     def lines(self) -> Iterator[str]:
-        """Yield one line a tensor: source -> target with file, shape, dtype, bytes; then what is left over."""
+        """Yield one line a tensor: source -> target with dtype, shape, bytes and files; then what is left over."""
         for placement in self.placements:
             tensor = placement.tensor
             yield (
                 f"{_renamed(tensor)}  {_dtypes(self.catalog, tensor)} {list(tensor.shape)} "
                 f"{format_size(int(placement.nbytes().sum()))}  {_places(self, placement)}"
+                f"  from {_listed(_source_files(self.catalog, tensor.sources))}"
             )
         for file in self.files:
             yield f"{file.path}  {format_size(file.nbytes)}"
@@ -205,11 +206,20 @@ def _dtypes(catalog: Catalog, tensor: OutputTensor) -> str:
 
 
 def _places(plan: Plan, placement: Placement) -> str:
-    files = [plan.files[i].path for i in distinct(placement.files)[:3].tolist()]
+    files = [plan.files[i].path for i in distinct(placement.files).tolist()]
     if len(placement) == 1:
         return f"{files[0]} @ {int(placement.starts[0])}"
-    count = len(distinct(placement.files))
-    return f"{len(placement)} boxes in {', '.join(files)}" + (f", ... ({count} files)" if count > 3 else "")
+    return f"{len(placement)} boxes in {_listed(files)}"
+
+
+def _listed(files: Sequence[str]) -> str:
+    return ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
+
+
+def _source_files(catalog: Catalog, names: Iterable[str]) -> list[str]:
+    """Return the files that hold the slices of these tensors, in order."""
+    slices = [catalog.tensors[name].slices for name in dict.fromkeys(names)]
+    return sorted({item.paths[i] for item in slices for i in distinct(item.files).tolist()})
 
 
 def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:
@@ -237,5 +247,10 @@ def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:
 
 def _source_json(catalog: Catalog, key: str) -> dict[str, Any]:
     entry = catalog.tensors[key]
-    files = sorted({entry.slices.paths[i] for i in distinct(entry.slices.files).tolist()})
-    return {"name": key, "dtype": entry.dtype, "shape": list(entry.shape), "slices": len(entry.slices), "files": files}
+    return {
+        "name": key,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "slices": len(entry.slices),
+        "files": _source_files(catalog, [key]),
+    }

@@ -15,7 +15,11 @@ from ckptkit.formats.dcp_columns import in_bulk
 from ckptkit.storage.local import LocalStore
 from tests.conftest import ZOO
 
-FOLDERS = sorted(path.parent for path in ZOO.rglob(".metadata") if path.relative_to(ZOO).parts[0][:2] not in ("ho", "br"))
+FOLDERS = sorted(
+    path.parent
+    for path in ZOO.rglob(".metadata")
+    if not path.relative_to(ZOO).parts[0].startswith(("hostile", "broken"))
+)
 
 
 def part(folder: Path) -> Any:
