@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -332,6 +333,10 @@ def _end(store: RemoteStore, parents: Any) -> None:
 
     assert before
     fsspec.asyn.sync(store.fs.loop, finish)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        found = finalizer.peek()
+        if found is not None and found[1].__module__ == "tempfile":
+            finalizer.detach()  # the directories of other tests are the parent's, who still needs them
     atexit._run_exitfuncs()
     os._exit(0)
 
