@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,16 @@ import numpy.typing as npt
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats._torch_zip import TorchArchive, read_archive
 from ckptkit.formats.dcp_columns import TensorColumns
+from ckptkit.formats.dcp_found import Found, check_tensor, decoded_ends, in_header
 from ckptkit.formats.dcp_frames import Frame, FramedItems
-from ckptkit.formats.dcp_items import FRONT_BYTES, TAIL_BYTES, ItemEnds, ItemParser
+from ckptkit.formats.dcp_items import ItemEnds, ItemParser
 from ckptkit.formats.objects import memory_store, zstd_chunks
 from ckptkit.formats.safetensors_dcp import saved_offsets
-from ckptkit.formats.safetensors_parse import SafetensorsHeader, read_header
+from ckptkit.formats.safetensors_parse import read_header
 from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Items", "LocatedSlices", "item_batches"]
@@ -203,37 +203,6 @@ class _Batch:
                 self.members = []
 
 
-@dataclass(slots=True)
-class _Found:
-    """The columns that are being found, one row an item of the batch."""
-
-    starts: Int64
-    nbytes: Int64
-    crc: npt.NDArray[np.uint64]
-    crc_starts: Int64
-    crc_nbytes: Int64
-    checked: npt.NDArray[np.bool_]
-    templates: Int64  # index of the parsed pickle of a framed item; -1 for others, which were checked one by one
-    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    codecs: dict[int, Codec] = field(default_factory=dict)
-
-    @classmethod
-    def empty(cls, n: int) -> _Found:
-        zeros = [np.zeros(n, np.int64) for _ in range(4)]
-        return cls(
-            zeros[0], zeros[1], np.zeros(n, np.uint64), zeros[2], zeros[3], np.zeros(n, np.bool_), np.full(n, -1)
-        )
-
-    def put(self, row: int, tensor: StoredTensor) -> None:
-        storage = tensor.storage
-        self.starts[row], self.nbytes[row] = tensor.start, tensor.nbytes
-        self.crc_starts[row], self.crc_nbytes[row] = storage.start, storage.nbytes
-        if storage.crc32 is not None:
-            self.crc[row], self.checked[row] = storage.crc32, True
-        if not tensor.contiguous:
-            self.strides[row] = tensor.strides
-
-
 class _Locator:
     """Args:
     tensors: Which of the items' tensors are located.
@@ -252,7 +221,7 @@ class _Locator:
         self.starts = columns.starts[self.rows]
         self.lengths = columns.lengths[self.rows]
         self.zstd = columns.zstd[self.rows]
-        self.found = _Found.empty(len(self.rows))
+        self.found = Found.empty(len(self.rows))
         self.parser = ItemParser()
         self.frames: list[Frame] = []
         self.templates: list[StoredTensor] = []
@@ -322,7 +291,7 @@ class _Locator:
         offsets = saved_offsets(header, path)
         for row in rows.tolist():
             member, at = self._member(row)
-            self.found.starts[row], self.found.nbytes[row] = _in_header(header, offsets, path, member, at)
+            self.found.starts[row], self.found.nbytes[row] = in_header(header, offsets, path, member, at)
 
     # --- zips
 
@@ -350,7 +319,7 @@ class _Locator:
             return read_archive(self.store, path, start, length)
 
         tensor, frame = self.parser.parse(ends.front(i), ends.tail(i), path, start, length, label, whole)
-        _check_tensor(tensor, member, at, label)
+        check_tensor(tensor, member, at, label)
         self.found.put(row, tensor)
         return frame
 
@@ -410,7 +379,7 @@ class _Locator:
             if not alike.all():
                 row = int(rows[~alike].min())
                 member, at = self._member(row)
-                _check_tensor(template, member, at, self._label(row))
+                check_tensor(template, member, at, self._label(row))
 
     def _label(self, row: int) -> str:
         path, start = self.paths[int(self.files[row])], int(self.starts[row])
@@ -430,7 +399,7 @@ class _Locator:
             return read_archive(memory_store(path, data), path, 0, size)
 
         tensor, _ = self.parser.parse(front, tail, path, 0, size, label, whole)
-        _check_tensor(tensor, member, at, label)
+        check_tensor(tensor, member, at, label)
         self.found.put(row, tensor)
         self.found.codecs[row] = Codec("zstd", start, length)
 
@@ -475,43 +444,3 @@ def _split(values: dict[int, Any], bounds: Int64) -> dict[int, dict[int, Any]]:
         member = int(np.searchsorted(bounds, row, side="right")) - 1
         out.setdefault(member, {})[row - int(bounds[member])] = value
     return out
-
-
-def _in_header(
-    header: SafetensorsHeader, offsets: dict[str, tuple[int, ...]], path: str, member: LocatedSlices, at: int
-) -> tuple[int, int]:
-    found = header.tensors.get(member.name)
-    box = tuple(member.offsets[at].tolist()), tuple(member.sizes[at].tolist())
-    if found is None:
-        raise IncompleteCheckpointError(f"{path}: tensor {member.name!r:.80} is not in it, though .metadata says so.")
-    stored = offsets.get(member.name, (0,) * len(found.shape)), found.shape
-    if stored != box:
-        raise IncompleteCheckpointError(
-            f"{path}: tensor {member.name!r:.80} has only its part at {list(stored[0])} of sizes {list(stored[1])}, "
-            f"not the one at {list(box[0])} of sizes {list(box[1])}. torch keeps one part a file in this format: the "
-            "rest was lost when it was saved."
-        )
-    if found.dtype != member.dtype:
-        raise CorruptCheckpointError(
-            f"{path}: tensor {member.name!r:.80} is {found.dtype}, .metadata says {member.dtype}."
-        )
-    return found.start, found.nbytes
-
-
-def _check_tensor(tensor: StoredTensor, member: LocatedSlices, at: int, label: str) -> None:
-    sizes = tuple(member.sizes[at].tolist())
-    if tensor.dtype != member.dtype or tensor.shape != sizes:
-        raise CorruptCheckpointError(
-            f"{label} holds {tensor.dtype} {list(tensor.shape)}, but .metadata says {member.dtype} {list(sizes)}. "
-            "Files of two saves may have been mixed."
-        )
-
-
-def decoded_ends(packed: bytes, limit: int, *, file: str) -> tuple[memoryview, memoryview, int]:
-    """Return the first and last bytes of what zstd decodes to, and its length; at most `limit`."""
-    front, tail, size = bytearray(), b"", 0
-    for chunk in zstd_chunks(packed, limit, file=file):
-        front += chunk[: max(0, FRONT_BYTES - len(front))]
-        tail = (tail + chunk)[-TAIL_BYTES:]
-        size += len(chunk)
-    return memoryview(bytes(front)), memoryview(tail), size

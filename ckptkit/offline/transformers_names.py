@@ -8,6 +8,7 @@ where. Names come from the table's own functions; what happens to the elements i
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import CkptkitError
 
 __all__ = ["LiveModel", "live_model"]
+
+logger = logging.getLogger(__name__)
 
 _COUNTS = re.compile(r".*(layers?|depths?|blocks?)$")
 
@@ -96,7 +99,10 @@ def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> Liv
             model = kind(transformers.AutoConfig.for_model(**settings))
         transforms = tuple(get_model_conversion_mapping(model, add_legacy=False))
         return LiveModel(_tied(model), transforms, model.config, PrefixChange)
-    except Exception:  # noqa: BLE001 - a library's insides, in any version: without it names stay as they are
+    except ImportError:
+        return None
+    except Exception as error:  # noqa: BLE001 - a library's insides, in any version: without it names stay as they are
+        logger.warning("transformers can't say how it names the tensors of %s: %s", config.get("architectures"), error)
         return None
 
 
