@@ -97,3 +97,17 @@ def test_a_config_with_more_layers_than_tensors_is_not_built():
 @pytest.mark.parametrize("name", ["Trainer", "load_tool", "pipeline", "nothing"])
 def test_only_classes_of_models_are_called(name):
     assert live_model({"architectures": [name], "model_type": "llama"}, ["a"]) is None
+
+
+def test_a_fault_of_transformers_is_said_and_names_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import conversion_mapping
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("an odd version")
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", fails)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    assert live_model(config, ["a", "b"]) is None
+    assert "LlamaForCausalLM" in caplog.text and "an odd version" in caplog.text
