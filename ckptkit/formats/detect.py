@@ -291,6 +291,8 @@ def _numbered_files(place: Place) -> list[str]:
         steps = ordered(n for n in place.files if n.endswith(TORCH_ENDINGS))
         if len(steps) > 1 and (steps[0].step, steps[0].epoch) == (steps[1].step, steps[1].epoch):
             return []
+        if steps and reader("rank_directory").are_rank_files(place.store, place.files):
+            return []
     return [step.name for step in steps]
 
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo
-from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError
 from ckptkit.formats import fsdp1_local
+from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord
+from ckptkit.formats._torch_zip import read_archive
 from ckptkit.formats.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.rank_files import is_tensor, join, missing_ranks, read_archives, refuse_bare_parts
@@ -16,7 +18,7 @@ from ckptkit.formats.side_files import file_names, find_side_files
 from ckptkit.formats.verl import model_entries, parameters
 from ckptkit.storage import Store
 
-__all__ = ["is_rank_directory", "open_catalog"]
+__all__ = ["are_rank_files", "is_rank_directory", "open_catalog"]
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
 _KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # where a metadata.pkl of torch_checkpointing lies beside
@@ -27,6 +29,23 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 def is_rank_directory(files: Sequence[str]) -> bool:
     """Tell whether files that differ only in a rank lie there, from rank 0 on."""
     return any(0 in ranks and len(ranks) > 1 for ranks in _groups(files).values())
+
+
+def are_rank_files(store: Store, files: Sequence[str]) -> bool:
+    """Tell whether the numbers in these files' names are ranks, though they could be steps: rank 0's has parts.
+
+    Reads the pickle of that file, where the numbers run from 0 on.
+    """
+    groups = _groups(files)
+    template = _model_group(groups)
+    if template is None or sorted(groups[template]) != list(range(len(groups[template]))):
+        return False
+    try:
+        value = _below(read_archive(store, groups[template][0]).value, _MODEL_KEYS)
+    except CkptkitError:
+        return False  # as the newest of steps, it is not opened
+    tensors = value.values() if isinstance(value, dict) else ()
+    return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:

@@ -230,3 +230,15 @@ def test_two_files_of_one_step_are_not_guessed(tmp_path):
 def test_the_only_file_of_a_directory_is_read_whatever_torch_users_call_it(tmp_path, name):
     _torch_file(tmp_path / name, 1)
     assert list(open_source(str(tmp_path)).catalog.by_role(Role.MODEL)) == ["w"]
+
+
+def test_files_of_parts_that_are_numbered_like_steps_are_the_ranks(tmp_path, zoo):
+    actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
+    for rank in range(2):
+        shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / f"checkpoint_{rank}.pt")
+    source = open_source(str(tmp_path))
+    assert source.catalog.info.format == "rank-files"
+    assert source.catalog.by_role(Role.MODEL).keys() == open_source(str(actor)).catalog.by_role(Role.MODEL).keys()
+    (tmp_path / "checkpoint_1.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"only the part of rank 0|checkpoint_1\.pt"):
+        open_source(str(tmp_path))
