@@ -400,9 +400,7 @@ class CheckpointManager:
         return report
 
     def _publish_staged(self, prepared: Prepared, stall: float) -> SaveReport:
-        report = self._publish(prepared, prepared.staged, stall)
-        self._stager.get_ready()
-        return report
+        return self._publish(prepared, prepared.staged, stall)
 
     def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int]:
         """Return (step, bytes) of what was deleted, and how many are kept. Raises nothing: the save is done."""

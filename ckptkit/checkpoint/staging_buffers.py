@@ -7,7 +7,10 @@ import mmap
 import operator
 import os
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -16,9 +19,8 @@ __all__ = ["StagingBuffers", "stand_ins"]
 
 _ALIGNMENT = 64
 _SMALL = 2048  # elements: of larger tensors, each may have a call
-_PACK = 32768  # elements that torch.cat copies without handing them to threads, tensor by tensor
-_numel, _is_contiguous, _is_conj, _is_neg = map(operator.methodcaller, ("numel", "is_contiguous", "is_conj", "is_neg"))
-_dtype_of = operator.attrgetter("dtype")
+_PACK = 32767  # elements that torch.cat copies without handing them to threads, tensor by tensor
+_shape_of, _dtype_of, _is_cuda = map(operator.attrgetter, ("shape", "dtype", "is_cuda"))
 _log = logging.getLogger(__name__)
 
 
@@ -45,10 +47,9 @@ class StagingBuffers:
         self._registered = 0
         self._block: torch.Tensor | None = None
         self._views = _Views()
-        self._layout: list[tuple[torch.Size, torch.dtype]] = []
+        self._looks: list[tuple[torch.Size, torch.dtype]] = []
         self._packs: list[_Pack] = []
         self._single: list[int] = []
-        self._pack_of: dict[int, _Pack] = {}
         self._last: list[torch.Tensor] = []
         self._on_gpu = False
 
@@ -61,8 +62,7 @@ class StagingBuffers:
         """Return copies of the tensors, all on the CPU and contiguous.
 
         Args:
-            tensors: One that was among those of the call before is taken to be where it was, and as it was, but for
-                its elements: views that nobody else has.
+            tensors: One that stood there in the call before, too, is taken to be of the shape and dtype that it was.
         """
         import torch
 
@@ -80,19 +80,11 @@ class StagingBuffers:
                 torch._foreach_copy_([views[row] for row in single], [tensors[row] for row in single])
         return views
 
-    def get_ready(self) -> None:
-        """Do beforehand what makes the next copy of the same tensors quicker. Their elements are not read."""
-        import torch
-
-        with torch.no_grad():
-            for pack in self._packs:
-                pack.get_ready(self._last)
-
     def release(self) -> None:
         """Give the memory back."""
         self._drop()
-        self._views, self._layout, self.starts = _Views(), [], []
-        self._packs, self._pack_of, self._single, self._last = [], {}, [], []
+        self._views, self._looks, self.starts = _Views(), [], []
+        self._packs, self._single, self._last = [], [], []
 
     def _drop(self) -> None:
         if self._registered:
@@ -112,36 +104,18 @@ class StagingBuffers:
     def _fit(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have a place for each tensor."""
         last, self._last = self._last, []
-        changed = _changed(tensors, last)
-        fresh = 4 * len(changed) > len(tensors)
-        self._on_gpu = (self._on_gpu and not fresh) or any(tensors[row].is_cuda for row in changed)
-        if len(tensors) != len(self._layout) or any(
-            self._layout[row] != (tensors[row].shape, tensors[row].dtype) for row in changed
-        ):
-            self._layout = []  # until there is memory for the new one
-            self._lay_out(tensors)
-            self._layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        elif fresh:
-            for pack in self._packs:
-                pack.flat = []
-        else:
-            for row in changed:
-                if row in self._pack_of:
-                    self._pack_of[row].put(row, tensors[row])
+        if len(tensors) != len(last) or not all(map(operator.is_, tensors, last)):
+            self._on_gpu = any(map(_is_cuda, tensors))
+            looks = list(zip(map(_shape_of, tensors), map(_dtype_of, tensors), strict=True))
+            if looks != self._looks:
+                self._looks = []  # until there is memory for the new one
+                self._lay_out(looks)
+                self._looks = looks
         self._last = list(tensors)
 
-    def _lay_out(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _lay_out(self, looks: list[tuple[torch.Size, torch.dtype]]) -> None:
         """Cut the block into one place a tensor."""
-        packed = [] if self._on_gpu else _packed(tensors)
-        inside = {row for rows in packed for row in rows}
-        self._single = [row for row in range(len(tensors)) if row not in inside]
-        starts = [0] * len(tensors)
-        total = 0
-        for rows in [*packed, *([row] for row in self._single)]:
-            for row in rows:
-                starts[row] = total
-                total += tensors[row].numel() * tensors[row].element_size()
-            total = -(-total // _ALIGNMENT) * _ALIGNMENT
+        starts, packs, self._single, total = _places(looks, pack=not self._on_gpu)
         if self._block is None or self._block.numel() < total:
             self._views = _Views()
             self._packs = []
@@ -153,13 +127,8 @@ class StagingBuffers:
                 self._block = _allocate(total, pinned=self._on_gpu)
             self.generation += 1
         self.starts, self.staged = starts, total
-        self._views = _Views(self._block, starts, [(tensor.dtype, tensor.shape) for tensor in tensors])
-        self._packs = []
-        for rows in packed:
-            dtype, last = tensors[rows[0]].dtype, tensors[rows[-1]]
-            stop = starts[rows[-1]] + last.numel() * last.element_size()
-            self._packs.append(_Pack(rows, self._block[starts[rows[0]] : stop].view(dtype)))
-        self._pack_of = {row: pack for pack in self._packs for row in pack.rows}
+        self._views = _Views(self._block, starts, looks)
+        self._packs = [_Pack(rows, self._block[starts[rows[0]] :], *looks[rows[0]]) for rows in packs]
 
 
 class _Views(Sequence["torch.Tensor"]):
@@ -169,7 +138,7 @@ class _Views(Sequence["torch.Tensor"]):
         self,
         block: torch.Tensor | None = None,
         starts: Sequence[int] = (),
-        looks: Sequence[tuple[torch.dtype, torch.Size]] = (),
+        looks: Sequence[tuple[torch.Size, torch.dtype]] = (),
     ) -> None:
         self._block, self._starts, self._looks = block, starts, looks
         self._made: dict[int, torch.Tensor] = {}
@@ -185,80 +154,65 @@ class _Views(Sequence["torch.Tensor"]):
         if isinstance(row, slice):
             return [self[at] for at in range(*row.indices(len(self)))]
         if row not in self._made:
-            start, (dtype, shape) = self._starts[row], self._looks[row]  # IndexError ends an iteration
+            start, (shape, dtype) = self._starts[row], self._looks[row]  # IndexError ends an iteration
             assert self._block is not None
             self._made[row] = self._block[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
         return self._made[row]
 
 
 class _Pack:
-    """Small tensors of one dtype that lie side by side in the block: one call copies all.
+    """Small tensors of one dtype and shape that lie side by side in the block: one call copies all.
 
     Attributes:
         rows: Which of the tensors.
-        flat: Each of them as one row, of the same memory; empty while nobody has made them.
     """
 
-    def __init__(self, rows: list[int], out: torch.Tensor) -> None:
+    def __init__(self, rows: list[int], block: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
         self.rows = rows
-        self.flat: list[torch.Tensor] = []
-        self._out = out
-
-    def get_ready(self, tensors: Sequence[torch.Tensor]) -> None:
-        if not self.flat and tensors:
-            mine = [tensors[row] for row in self.rows]
-            self.flat = [tensor.view(-1) for tensor in mine] if _are_rows(mine) else []
-
-    def put(self, row: int, tensor: torch.Tensor) -> None:
-        """Take another tensor in the place of one."""
-        if self.flat and _are_rows([tensor]):
-            self.flat[self.rows.index(row)] = tensor.view(-1)
-        else:
-            self.flat = []
+        out = block[: len(rows) * shape.numel() * dtype.itemsize].view(dtype)
+        self._is_scalar = not shape
+        self._out = out if self._is_scalar else out.view(len(rows) * shape[0], *shape[1:])
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         import torch
 
-        if self.flat:
-            torch.cat(self.flat, out=self._out)
-        else:
-            self._out.copy_(torch._C._nn.flatten_dense_tensors([tensors[row] for row in self.rows]))
+        join = torch.stack if self._is_scalar else torch.cat
+        join([tensors[row] for row in self.rows], out=self._out)
 
 
-def _changed(tensors: Sequence[torch.Tensor], last: Sequence[torch.Tensor]) -> Sequence[int]:
-    """Return which tensors are not the very ones of before."""
-    if len(tensors) != len(last):
-        return range(len(tensors))
-    same = bytes(map(operator.is_, tensors, last))
-    return [row for row, kept in enumerate(same) if not kept] if 0 in same else ()
-
-
-def _packed(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return which tensors to lay side by side."""
-    rows: dict[Any, list[int]] = {}
-    numel: dict[Any, int] = {}
-    found: list[list[int]] = []
+def _places(
+    looks: Sequence[tuple[torch.Size, torch.dtype]], *, pack: bool
+) -> tuple[list[int], list[list[int]], list[int], int]:
+    """Return where each of such tensors starts, which of them lie side by side, which alone, and where the last ends."""
+    kinds: dict[tuple[torch.Size, torch.dtype], int] = {}
+    kind_of = np.fromiter(map(kinds.setdefault, looks, count()), np.int64, len(looks))  # the first one of its kind
+    order = np.argsort(kind_of, kind="stable")
+    stops = np.searchsorted(kind_of[order], list(kinds.values()), side="right").tolist()
+    starts = np.zeros(len(looks), np.int64)
+    packs: list[list[int]] = []
+    single: list[int] = []
+    begin = total = 0
     packed = _packed_dtypes()
-    for row, (size, dtype) in enumerate(zip(map(_numel, tensors), map(_dtype_of, tensors), strict=True)):
-        if not 0 < size <= _SMALL or dtype not in packed:
-            continue
-        if numel.get(dtype, _PACK) + size >= _PACK:
-            numel[dtype], rows[dtype] = 0, []
-            found.append(rows[dtype])
-        rows[dtype].append(row)
-        numel[dtype] += size
-    return found
+    for (shape, dtype), stop in zip(kinds, stops, strict=True):
+        rows, begin, numel = order[begin:stop], stop, shape.numel()
+        nbytes = numel * dtype.itemsize
+        many = min(len(rows), _PACK // numel) if pack and 0 < numel <= _SMALL and dtype in packed else 1
+        step = -(-many * nbytes // _ALIGNMENT) * _ALIGNMENT
+        at = np.arange(len(rows))
+        starts[rows] = total + at // many * step + at % many * nbytes
+        total += -(-len(rows) // many) * step
+        chosen = rows.tolist()
+        if many > 1:
+            packs += [chosen[first : first + many] for first in range(0, len(chosen), many)]
+        else:
+            single += chosen
+    return starts.tolist(), packs, single, total
 
 
 def _packed_dtypes() -> frozenset[Any]:
     import torch
 
     return frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32))
-
-
-def _are_rows(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each is one run of memory as it is."""
-    return all(map(_is_contiguous, tensors)) and not any(map(_is_conj, tensors)) and not any(map(_is_neg, tensors))
 
 
 def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
