@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 from urllib.parse import quote
 
+from ckptkit.errors import StorageError
 from ckptkit.storage.content import Body, Content
 from ckptkit.storage.gcs_batch import MOST, batch_answers, batch_of_deletions
 from ckptkit.storage.object_api import Entries, Entry, FsspecApi
@@ -72,6 +73,11 @@ class GcsApi(FsspecApi):
                     page = self.fs.call("GET", "b/{}/o", bucket, json_out=True, **asked)
             except FileNotFoundError as error:  # gcsfs says which path it asked for
                 raise FileNotFoundError(errno.ENOENT, f"the bucket does not exist: {bucket}") from error
+            if not isinstance(page, dict) or page.get("kind") != "storage#objects":
+                raise StorageError(
+                    errno.EBADMSG,
+                    f"gs://{bucket}: what {self.fs._location} answers is no listing of Google Cloud Storage",
+                )
             items = [item for item in page.get("items", ()) if not item["name"].endswith("/")]  # markers of folders
             folders = [{"name": f"{bucket}/{prefix}", "type": "directory"} for prefix in page.get("prefixes", ())]
             yield [self.fs._process_object(bucket, item) for item in items] + folders
@@ -203,7 +209,7 @@ def _denied() -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno is None and str(error).startswith("Forbidden"):
-            raise PermissionError(errno.EACCES, str(error)) from error
+            raise PermissionError(errno.EACCES, str(error).replace("\n", ": ")) from error
         raise
     except Exception as error:  # the HttpError of gcsfs is none of the system's
         status: Any = getattr(error, "code", None)

@@ -41,8 +41,8 @@ def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, str]]:
     message = BytesParser().parsebytes(f"Content-Type: {content_type}\r\n\r\n".encode() + body)
     found = {}
     for i, part in enumerate(message.get_payload() if message.is_multipart() else ()):
-        number = _NUMBER.search(str(part.get("Content-ID", "")).strip())  # type: ignore[union-attr]
-        said = part.get_payload(decode=True)  # type: ignore[union-attr]
+        number = _NUMBER.search(str(part.get("Content-ID", "")).strip())
+        said = part.get_payload(decode=True)
         status = _STATUS.match(said.lstrip()) if isinstance(said, bytes) else None
         if status and isinstance(said, bytes):
             text = said.replace(b"\r\n", b"\n").partition(b"\n\n")[2]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ckptkit.errors import IncompleteCheckpointError, StorageError
 from ckptkit.shown import keep_secret, without_secrets
+from ckptkit.storage.advice import advice_on
 from ckptkit.storage.coalesce import Scatter, coalesce
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.content import Content
@@ -42,9 +43,6 @@ _ERRNO: dict[type[OSError], int] = {  # those of fsspec have none
 }
 _PASSED_ON = tuple(_ERRNO)
 _DOWN_S = 60.0  # so long a store that failed for good is not waited for again
-_S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE), storage_options={...}"
-_GCS = "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, storage_options={...}"
-_CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS}
 _KNOWN_BYTES = 4 << 20  # a larger file is not kept in memory
 _Infos = list[FileInfo]  # the class has a method called list
 _Job = tuple[str, int, int, list[ReadInto]]
@@ -115,14 +113,12 @@ class RemoteStore:
             self._connection.failed_at = None
             text = f"{self._shown(path)}: {_text(error)}"
             if isinstance(error, PermissionError):
-                text += _hint(self.protocol)
+                text += advice_on(error, self.protocol)
             raise type(error)(error.errno or _ERRNO[_kind(error)], text) from _harmless(error)
         except StorageError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a file system raises becomes an error of ours
-            text = f"{self._shown(path)}: {type(error).__name__}: {_text(error)}"
-            if "Credential" in type(error).__name__:
-                text += _hint(self.protocol)
+            text = f"{self._shown(path)}: {type(error).__name__}: {_text(error)}{advice_on(error, self.protocol)}"
             if is_transient(error):
                 self._connection.failed_at = time.monotonic()
                 text += (
@@ -369,8 +365,10 @@ class RemoteStore:
         full = self._full(path, root_allowed=True)
         try:
             found = self._call(path, lambda: self._api.unfinished(full))
-        except (FileNotFoundError, StorageError) as error:
-            logger.debug("%s does not list unfinished uploads: %s", self.url, error)
+        except (FileNotFoundError, PermissionError, StorageError) as error:
+            # Not everybody who may write may see what others have begun (s3:ListBucketMultipartUploads).
+            say = logger.warning if isinstance(error, PermissionError) else logger.debug
+            say("%s does not list unfinished uploads, which may be left and cost: %s", self.url, error)
             return []
         return [upload for upload in found if time.time() - upload.started >= older_than_s]
 
@@ -384,12 +382,6 @@ class RemoteStore:
 
 def _kind(error: OSError) -> type[OSError]:
     return next(kind for kind in _ERRNO if isinstance(error, kind))
-
-
-def _hint(protocol: str) -> str:
-    """Say where credentials are given."""
-    known = _CREDENTIALS.get(protocol, "storage_options={...}")
-    return f". Give credentials by {known}, or --storage-option NAME=VALUE."
 
 
 def _api_of(protocol: str, connection: Connection) -> ObjectApi:
@@ -439,6 +431,8 @@ def _stop(item: ReadInto) -> int:
 
 def _text(error: BaseException) -> str:
     words = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error
+    if isinstance(error, RecursionError):  # botocore follows a redirect that leads nowhere
+        words = "each answer is a redirect, and none says where to"
     return without_secrets(str(words))
 
 

@@ -59,7 +59,7 @@ class S3Api(FsspecApi):
         found: list[Entry] = []
         more: dict[str, Any] = {} if recursive else {"Delimiter": "/"}
         while True:
-            page = self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
+            page = self._page(bucket, prefix, more)
             found += _files(bucket, page)
             found += [{"name": f"{bucket}/{p['Prefix']}", "type": "directory"} for p in page.get("CommonPrefixes", ())]
             if not page.get("IsTruncated"):
@@ -71,12 +71,22 @@ class S3Api(FsspecApi):
         found: list[Entry] = []
         more: dict[str, Any] = {}
         for _ in range(_PAGES):
-            page = self._call("list_objects_v2", Bucket=bucket, Prefix=f"{key}/" if key else "", **more)
+            page = self._page(bucket, f"{key}/" if key else "", more)
             found += _files(bucket, page)
             if not page.get("IsTruncated"):
                 return found
             more["ContinuationToken"] = page["NextContinuationToken"]
         return None
+
+    def _page(self, bucket: str, prefix: str, more: dict[str, Any]) -> Any:
+        page = self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
+        if "IsTruncated" not in page and "Name" not in page:  # else a portal's page is a run without checkpoints
+            raise StorageError(
+                errno.EBADMSG,
+                f"s3://{bucket}: what {self.fs.s3.meta.endpoint_url} answers is no listing of S3. Is there a proxy, or "
+                "a page to log in, between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
+            )
+        return page
 
     def exists(self, name: str) -> bool:
         bucket, key = self._split(name)

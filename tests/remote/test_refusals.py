@@ -1,0 +1,141 @@
+"""Stores that refuse: what is said, what goes on without, and that no refusal looks like an empty run."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.pins import _announced
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.errors import StorageError
+from ckptkit.storage import open_store
+from tests.remote.test_end_to_end import run_cli
+from tests.remote.test_turns import loads, save
+from tests.storage import servers
+from tests.storage.proxy import Answer, Proxy, Rule, proxy_of
+
+Options = dict[str, Any]
+_counter = itertools.count(50 << 20)
+
+
+@dataclass(frozen=True)
+class Page(Answer):
+    """What is between us and the store answers all with a page of its own."""
+
+    @property
+    def body(self) -> bytes:
+        return b"<html><body><h1>Please log in</h1></body></html>"
+
+
+@pytest.fixture
+def through(counted: tuple[Proxy, Options]) -> tuple[Proxy, Options]:
+    """The proxy, and options for a connection of its own: what redirects say is remembered."""
+    proxy, options = counted
+    return proxy, {**options, "default_block_size": next(_counter)}
+
+
+REFUSALS = [
+    (Answer(301, "PermanentRedirect"), "AWS_DEFAULT_REGION="),  # botocore goes round in circles
+    (Answer(301, "PermanentRedirect", (("x-amz-bucket-region", "eu-west-1"),)), "AWS_DEFAULT_REGION=eu-west-1"),
+    (Answer(400, "AuthorizationHeaderMalformed"), "another region"),
+    (Answer(400, "ExpiredToken"), "token has expired"),
+    (Answer(403, "RequestTimeTooSkewed"), "clock of this machine"),
+    (Answer(403, "InvalidAccessKeyId"), "that the store knows by AWS_ACCESS_KEY_ID"),
+    (Answer(403, "SignatureDoesNotMatch"), "that the store knows by AWS_ACCESS_KEY_ID"),
+    (Answer(403, "AccessDenied"), "ListObjectsV2 is not allowed here"),
+]
+
+
+@pytest.mark.parametrize(("answer", "advice"), REFUSALS, ids=[f"{i}-{item[0].code}" for i, item in enumerate(REFUSALS)])
+def test_a_refusal_is_said_with_what_to_do(
+    through: tuple[Proxy, Options], url: str, answer: Answer, advice: str
+) -> None:
+    proxy, options = through
+    proxy.rule = lambda number, method, path: answer
+    with pytest.raises(OSError, match=advice) as caught:
+        open_store(url, storage_options=options).list()
+    assert "recursion" not in str(caught.value) and options["secret"] not in str(caught.value)
+
+
+def test_a_page_in_place_of_a_listing_is_no_run_without_checkpoints(
+    through: tuple[Proxy, Options], s3: Options, url: str
+) -> None:
+    proxy, options = through
+    save(url, s3, 1)
+    proxy.rule = lambda number, method, path: Page(200, "")
+    for step in (1, 2):
+        with pytest.raises(StorageError, match="is no listing of S3"):
+            loads(url, options, step)
+    with pytest.raises(StorageError, match="is no listing of S3"):
+        save(url, options, 2)
+
+
+def test_a_page_in_place_of_a_listing_is_no_empty_bucket_of_google() -> None:
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
+    with servers.fake_gcs() as server, proxy_of(server["endpoint_url"]) as proxy:
+        store = open_store("gs://bucket/run", storage_options={**server, "endpoint_url": proxy.url})
+        store.fs.mkdir("bucket")  # type: ignore[attr-defined]
+        assert store.list() == []
+        for page in (b"{}", b"[]", b"null"):
+            proxy.rule = lambda number, method, path, page=page: Said(200, "", (), page)  # type: ignore[misc]
+            with pytest.raises(StorageError, match="is no listing of Google"):
+                store.list()
+        proxy.rule = lambda number, method, path: Page(200, "")
+        with pytest.raises(StorageError):
+            store.list()
+
+
+@dataclass(frozen=True)
+class Said(Answer):
+    text: bytes = b""
+
+    @property
+    def body(self) -> bytes:
+        return self.text
+
+
+def denied(is_it: Any) -> Rule:
+    return lambda number, method, path: Answer(403, "AccessDenied") if is_it(method, path) else "pass"
+
+
+@pytest.fixture
+def without_deletions(through: tuple[Proxy, Options]) -> Iterator[Options]:
+    proxy, options = through
+    proxy.rule = denied(lambda method, path: method == "DELETE" or "?delete" in path)
+    yield options
+    proxy.rule = lambda number, method, path: "pass"
+
+
+def test_who_may_not_delete_trains_on_and_is_told(
+    without_deletions: Options, s3: Options, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            save(url, without_deletions, step, retention=RetentionPolicy(max_num=1))
+    said = [record.getMessage() for record in caplog.records]
+    assert any("step_00000001 could not be deleted" in text and "DeleteObjects is not allowed" in text for text in said)
+    root = open_store(url, storage_options=s3)
+    assert [item.step for item in list_checkpoints(root).committed] == [1, 2, 3]
+    assert not _announced(root, "step_00000001")  # else whoever reads it would wait for a deletion that never comes
+    loads(url, s3, 3)
+
+
+def test_who_may_not_list_uploads_prunes_and_is_told(
+    through: tuple[Proxy, Options], url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy, options = through
+    proxy.rule = denied(lambda method, path: method == "GET" and "?uploads" in path)
+    for step in (1, 2):
+        save(url, options, step)
+    given = (f"--storage-option={name}={options[name]}" for name in ("endpoint_url", "key", "secret"))
+    with caplog.at_level(logging.WARNING):
+        code, text = run_cli("prune", url, "--max-num", "1", *given)
+    assert code == 0 and "step_00000001" in text
+    assert any("does not list unfinished uploads" in record.getMessage() for record in caplog.records)
