@@ -11,6 +11,7 @@ from ckptkit.catalog.entry import ObjectEntry, Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats._pickle_stubs import Record
 from ckptkit.formats._torch_records import StoredTensor
+from ckptkit.formats.deepspeed_experts import group_order
 from ckptkit.formats.deepspeed_layout import Shape
 from ckptkit.formats.optimizer_files import plain_value
 from ckptkit.formats.rank_files import Joined, join, missing_ranks, read_archives
@@ -33,6 +34,7 @@ class ModelStates:
 
     Attributes:
         values: The files' contents; with ZeRO-3 one a rank, else one.
+        file: The name of the first.
         param_shapes: Name -> shape of each parameter group, in the order of the flat layout.
         shared: Tied name -> the name it is stored under.
         frozen: Name -> shape of the parameters that were not trained.
@@ -43,6 +45,7 @@ class ModelStates:
     param_shapes: Sequence[Mapping[str, Shape]]
     shared: Mapping[str, str]
     frozen: Mapping[str, Shape]
+    file: str
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -100,6 +103,7 @@ class OptimStates:
         param_groups: Settings of the base optimizer's groups.
         paddings: Alignment padding after each parameter, by group; [] where none was recorded.
         fragments: For each rank, by group: name -> (numel, start); [] where none was recorded.
+        partitions: Into how many parts each group is cut: fewer than ranks where they are experts.
     """
 
     world_size: int
@@ -109,6 +113,7 @@ class OptimStates:
     param_groups: Sequence[Mapping[str, Any]]
     paddings: Sequence[Sequence[int]]
     fragments: Sequence[Sequence[Mapping[str, tuple[int, int]]]]
+    partitions: Sequence[int]
 
 
 def read_model_states(store: Store, files: Sequence[str], pattern: re.Pattern[str]) -> ModelStates:
@@ -137,6 +142,7 @@ def read_model_states(store: Store, files: Sequence[str], pattern: re.Pattern[st
         [_shapes(group, names[0]) for group in groups],
         {str(alias): str(kept) for alias, kept in dict(first.get("shared_params") or {}).items()},
         _shapes(first.get("frozen_param_shapes") or {}, names[0]),
+        names[0],
     )
 
 
@@ -149,7 +155,8 @@ def read_optim_states(
         return None
     values = read_archives(store, [match[0] for match in matches])
     inner = [_optimizer_dict(value, match[0]) for value, match in zip(values, matches, strict=True)]
-    world_size = _partition_count(inner[0], len(matches), matches[0][0])
+    partitions = _partitions(inner[0], len(matches), matches[0][0])
+    world_size = max(partitions)
     template = matches[0][0].replace(f"rank_{matches[0][2]}_", "rank_{rank}_", 1)
     missing_ranks([int(match[2]) for match in matches], world_size, template)
     key = "fp32_flat_groups" if models.stage3 else "single_partition_of_fp32_groups"
@@ -159,6 +166,14 @@ def read_optim_states(
     base = [value.get("optimizer_state_dict" if models.stage3 else "base_optimizer_state") for value in inner]
     groups = base[0].get("param_groups") if isinstance(base[0], dict) else None
     states = [_states(state) for state in base]
+    fragments = [[_fragments(group) for group in value.get("param_slice_mappings") or []] for value in inner]
+    if len(set(partitions)) > 1:  # with experts, each rank may have the groups in another order
+        for rank, value in enumerate(inner):
+            order = group_order(inner[0], value, file=matches[rank][0])
+            weights[rank], states[rank], fragments[rank] = (
+                [of_rank[index] for index in order] if len(of_rank) == len(order) else of_rank
+                for of_rank in (weights[rank], states[rank], fragments[rank])
+            )
     check_steps(states, [match[0] for match in matches])
     check_copies([_flats(*rank) for rank in zip(weights, states, strict=True)], [match[0] for match in matches])
     return OptimStates(
@@ -168,7 +183,8 @@ def read_optim_states(
         states,
         groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else [],
         [] if models.stage3 else [list(group) for group in inner[0].get("param_alignment_paddings") or []],
-        [] if models.stage3 else [[_fragments(group) for group in v.get("param_slice_mappings") or []] for v in inner],
+        [] if models.stage3 else fragments,
+        partitions if len(partitions) == len(weights[0]) else [world_size] * len(weights[0]),
     )
 
 
@@ -201,19 +217,18 @@ def _optimizer_dict(value: Any, file: str) -> Mapping[str, Any]:
     return inner
 
 
-def _partition_count(inner: Mapping[str, Any], files: int, file: str) -> int:
-    count = inner.get("partition_count", files)
-    counts = set(count) if isinstance(count, list) else {count}
-    if len(counts) > 1:
-        raise UnsupportedFormatError(f"{file}: its groups have {sorted(counts)} partitions: it has expert parallelism.")
-    (count,) = counts or {files}
-    if type(count) is not int or not 0 < count < 1 << 24:
-        raise CorruptCheckpointError(f"{file}: partition_count is {count!r:.40}.")
-    if files > count:
+def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
+    """Into how many parts each group is cut; the dense ones by all ranks."""
+    recorded = inner.get("partition_count", files)
+    counts = recorded if isinstance(recorded, list) and recorded else [recorded or files]
+    for count in counts:
+        if type(count) is not int or not 0 < count < 1 << 24:
+            raise CorruptCheckpointError(f"{file}: partition_count is {count!r:.40}.")
+    if files > max(counts):
         raise CorruptCheckpointError(
-            f"there are optimizer files of {files} ranks; {file} says {count}. Two saves lie together."
+            f"there are optimizer files of {files} ranks; {file} says {max(counts)}. Two saves lie together."
         )
-    return count
+    return counts
 
 
 def _stage(inner: Mapping[str, Any], stage3: bool) -> int:

@@ -11,7 +11,9 @@ import pytest
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.deepspeed_experts import parts_of
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.master_check import check_masters
 from ckptkit.formats.safetensors import open_file
 from ckptkit.formats.same_save import check_counters
 from ckptkit.storage import open_store
@@ -177,3 +179,104 @@ def test_a_trainers_checkpoint_carries_the_config_beside_the_tag(tmp_path):
     assert source.url.endswith("checkpoint-2")
     assert source.catalog.info.side_files == ("config.json",)
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == _expected("zero1_frozen_w2")
+
+
+MOE = "moe_groups_in_any_order_w4"  # two layers with experts over 2 and over 4 ranks
+
+
+def test_moments_of_experts_lie_where_their_masters_do():
+    catalog = open_source(str(FIXTURES / MOE / "ckpt")).catalog
+    masters = catalog.by_role(Role.MASTER)
+    moments = {(e.fqn, e.state): e for e in catalog.by_role(Role.OPTIMIZER).values()}
+    assert len(masters) == 47
+    for fqn, master in masters.items():
+        for state in ("exp_avg", "exp_avg_sq"):
+            found = [(part.rank, part.box) for part in moments[fqn, state].slices]
+            assert found == [(part.rank, part.box) for part in master.slices], fqn
+    last = "layers.1.moe.deepspeed_moe.experts.deepspeed_experts.7.2.bias"
+    assert last in catalog.objects["optimizer.param_groups.2.params"].value
+
+
+@pytest.mark.parametrize("missing", ["layer_1_expert_5_mp_rank_00_model_states.pt", "layer_0_expert_1_mp_rank_00"])
+def test_a_missing_file_of_an_expert_is_named(tmp_path, missing):
+    folder = _copy(tmp_path, MOE)
+    next(folder.glob(f"{missing}*")).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=missing):
+        open_source(str(folder))
+
+
+def test_an_experts_file_under_another_experts_name_is_refused(tmp_path):
+    folder = _copy(tmp_path, MOE)
+    name = "layer_1_expert_{}_mp_rank_00_model_states.pt"
+    shutil.copy(folder / name.format(3), folder / name.format(4))
+    with pytest.raises(CorruptCheckpointError, match=r"layer_1_expert_4_mp.* no weight of expert 4"):
+        open_source(str(folder))
+
+
+def test_experts_that_are_not_those_of_the_ranks_are_refused(tmp_path):
+    folder = _copy(tmp_path, "moe_data_first_w4")
+    other = {"layer_0_expert_0": (b"experts.0.", b"experts.1."), "layer_0_expert_1": (b"experts.1.", b"experts.0.")}
+    renamed = {}
+    for name, (old, new) in other.items():
+        with zipfile.ZipFile(folder / f"{name}_mp_rank_00_model_states.pt") as archive:
+            renamed[new] = {m: archive.read(m).replace(old, new) for m in archive.namelist()}
+    for name, (old, _) in other.items():
+        with zipfile.ZipFile(folder / f"{name}_mp_rank_00_model_states.pt", "w") as archive:
+            for member, data in renamed[old].items():
+                archive.writestr(member, data)
+    with pytest.raises(CorruptCheckpointError, match=r"deepspeed_experts.*expert_0_mp_rank.*Are the files of one save"):
+        open_source(str(folder))
+
+
+LAYER = "m.deepspeed_moe.experts.deepspeed_experts."
+
+
+def test_neighbouring_ranks_hold_the_same_experts_where_the_config_says_so():
+    def ranks(first: bool) -> list[list[int]]:
+        params = {f"{LAYER}{i}.w": (2,) for i in range(3)}
+        parts = parts_of(params, partitions=2, world_size=6, data_first=first, counts={LAYER: 9})
+        assert [list(part.renamed(params))[-1].split(".")[-2] for part in parts] == ["2", "5", "8"]
+        return [list(part.ranks) for part in parts]
+
+    assert ranks(False) == [[0, 3], [1, 4], [2, 5]]
+    assert ranks(True) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_group_of_some_of_a_ranks_experts_counts_them_all():
+    """DeepSpeed cuts large groups into several."""
+    params = {f"{LAYER}1.w": (2,)}
+    parts = parts_of(params, partitions=1, world_size=2, data_first=False, counts={LAYER: 6})
+    assert [list(part.renamed(params)) for part in parts] == [[f"{LAYER}1.w"], [f"{LAYER}4.w"]]
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_experts_that_the_ranks_cannot_share_out_are_refused(partitions):
+    with pytest.raises(CorruptCheckpointError, match=r"\[3\] experts"):
+        parts_of({f"{LAYER}0.w": (2,)}, partitions=partitions, world_size=4, data_first=False, counts={LAYER: 3})
+
+
+def test_groups_of_parameters_that_are_cut_otherwise_and_are_no_experts_are_refused():
+    with pytest.raises(UnsupportedFormatError, match="ds_to_universal"):
+        parts_of({"w": (2,)}, partitions=2, world_size=4, data_first=False, counts={})
+
+
+def test_experts_without_zero_are_read_and_what_is_left_is_said(tmp_path):
+    """Without ZeRO the model file has no shapes, and each expert parallel rank an optimizer file."""
+    folder = _copy(tmp_path, MOE)
+    for path in folder.glob("*zero_pp*"):
+        path.unlink()
+    shutil.copy(FIXTURES / "zero0_bf16_w3" / "ckpt" / "global_step2" / "mp_rank_00_model_states.pt", folder)
+    (folder / "expp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    catalog = open_source(str(folder)).catalog
+    assert "layers.1.moe.deepspeed_moe.experts.deepspeed_experts.7.2.bias" in catalog.by_role(Role.MODEL)
+    assert any("expp_rank_0_mp_rank_00_optim_states.pt" in note for note in catalog.info.notes)
+
+
+def test_without_zero_the_optimizer_and_its_masters_are_read_from_the_model_file():
+    source = open_source(str(FIXTURES / "zero0_bf16_w3" / "ckpt"))
+    catalog = source.catalog
+    masters = catalog.by_role(Role.MASTER)
+    assert len(masters) == 10 and check_masters(source.store, catalog) == []
+    states = [(e.fqn, e.state) for e in catalog.by_role(Role.OPTIMIZER).values()]
+    assert {fqn for fqn, state in states if state == "exp_avg"} == set(masters)
+    assert catalog.objects["optimizer.param_groups.1.weight_decay"].value == 0.0
