@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckptkit.errors import MissingExtraError, UsageError
+from ckptkit.storage.signing import sign_beside
 
 __all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection"]
 
@@ -255,6 +256,7 @@ def _send_bodies_as_they_are(fs: Any) -> None:
 
             client.meta.events.unregister("before-call.s3", add_expect_header)
             client.meta.events.register("before-call.s3", _vouch_by_crc)
+            sign_beside(client)
             seen = client
         return client
 

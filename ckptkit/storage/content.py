@@ -128,10 +128,15 @@ class Collected:
 
 
 class Body(io.BytesIO):
-    """A content as a file, for HTTP clients that copy everything but a BytesIO."""
+    """A content as a file, for HTTP clients that copy everything but a BytesIO.
 
-    def __init__(self, content: Content) -> None:
+    Attributes:
+        signed_as: What a signature says of it, where that is known.
+    """
+
+    def __init__(self, content: Content, *, signed_as: str | None = None) -> None:
         super().__init__()
+        self.signed_as = signed_as
         self._content = content
         self._at = 0  # of all
         self._piece = 0

@@ -21,6 +21,7 @@ from ckptkit.storage.object_api import (
     UnfinishedUpload,
     Uploads,
 )
+from ckptkit.storage.signing import signed_as
 
 __all__ = ["S3Api"]
 
@@ -171,9 +172,10 @@ class S3Api(FsspecApi):
     def _body(self, content: Content) -> dict[str, Any]:
         """Return what carries a body. With the CRC-32 of the bytes as they were given, the store refuses what changed
         on the way; the client, which would go over all of them in the thread of all connections, takes no other."""
-        if getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) == "when_required":
-            return {"Body": Body(content)}
-        return {"Body": Body(content), "ChecksumCRC32": content.crc32_base64()}
+        client = self.fs.s3
+        checked = getattr(client.meta.config, "request_checksum_calculation", None) != "when_required"
+        body = Body(content, signed_as=signed_as(client, content, checked=checked))
+        return {"Body": body, **({"ChecksumCRC32": content.crc32_base64()} if checked else {})}
 
     def upload(self, name: str) -> S3Upload:
         bucket, key = self._split(name)

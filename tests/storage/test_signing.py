@@ -1,0 +1,95 @@
+"""What a signature says of a body: its SHA-256 over plain HTTP, but for a server on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptkit.storage.content import Content
+from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.signing import signed_as
+from tests.storage import servers
+from tests.storage.proxy import Proxy, proxy_of
+
+PART = 5 << 20
+UNSIGNED = "UNSIGNED-PAYLOAD"
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, dict[str, Any]]]:
+    """A server that checks signatures, and the storage options that reach it."""
+    folder = tmp_path_factory.mktemp("rclone")
+    (folder / "b").mkdir()
+    with servers.rclone(folder) as options, proxy_of(options["endpoint_url"]) as proxy:
+        yield proxy, {**options, "endpoint_url": proxy.url}
+
+
+def _put(near: tuple[Proxy, dict[str, Any]], data: bytes, **settings: Any) -> list[dict[str, str]]:
+    """Write `data`, read it back, and return the headers of each request that had some of it."""
+    proxy, options = near
+    store = RemoteStore("s3://b/x", storage_options={**options, "config_kwargs": settings})
+    proxy.clear()
+    with store.writer(os.urandom(4).hex()) as out:
+        out.write(data)
+    sent = zip(proxy.seen, proxy.headers, strict=True)
+    return [headers for (method, _), headers in sent if method == "PUT"]
+
+
+def test_a_body_to_this_machine_goes_with_its_crc32_alone(near: tuple[Proxy, dict[str, Any]]) -> None:
+    (sent,) = _put(near, b"abc")
+    assert sent["x-amz-content-sha256"] == UNSIGNED and "x-amz-checksum-crc32" in sent
+
+
+def test_a_body_is_signed_where_that_is_asked_for(
+    near: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+    data = os.urandom(2 * PART + 9)
+    parts = [data[:PART], data[PART : 2 * PART], data[2 * PART :]]
+    sent = _put(near, data, s3={"payload_signing_enabled": True})
+    assert {item["x-amz-content-sha256"] for item in sent} == {hashlib.sha256(part).hexdigest() for part in parts}
+
+
+def test_a_body_is_signed_where_no_checksum_goes_with_it(near: tuple[Proxy, dict[str, Any]]) -> None:
+    (sent,) = _put(near, b"abc", request_checksum_calculation="when_required")
+    assert sent["x-amz-content-sha256"] == hashlib.sha256(b"abc").hexdigest()
+    assert "x-amz-checksum-crc32" not in sent
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://10.0.0.7:9000", hashlib.sha256(b"abc").hexdigest()),
+        ("http://minio.internal", hashlib.sha256(b"abc").hexdigest()),
+        ("http://localhost.example.org", hashlib.sha256(b"abc").hexdigest()),
+        ("http://localhost:9000", UNSIGNED),
+        ("http://127.0.0.2:9000", UNSIGNED),
+        ("http://[::1]:9000", UNSIGNED),
+        ("https://s3.eu-west-1.amazonaws.com", None),  # as botocore does it
+    ],
+)
+def test_only_what_crosses_no_open_wire_is_not_signed(url: str, said: str | None) -> None:
+    client = SimpleNamespace(meta=SimpleNamespace(config=SimpleNamespace(s3=None), endpoint_url=url))
+    assert signed_as(client, Content.of(b"abc"), checked=True) == said
+
+
+def test_a_signed_body_is_hashed_where_no_other_connection_waits(
+    near: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    import ckptkit.storage.signing
+
+    seen: list[str] = []
+    monkeypatch.setattr(
+        ckptkit.storage.signing,
+        "hashlib",
+        SimpleNamespace(sha256=lambda: seen.append(threading.current_thread().name) or hashlib.sha256()),
+    )
+    _put(near, b"abc", s3={"payload_signing_enabled": True})
+    assert seen and not any("fsspec" in name for name in seen)
