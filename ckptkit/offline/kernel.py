@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ckptkit.storage.writeback import start_writing
 
-__all__ = ["KernelCopy", "copy_range", "pick", "splice_range", "start_writing", "takes_turns"]
+__all__ = ["KernelCopy", "copy_range", "pick", "shares_memory", "splice_range", "start_writing", "takes_turns"]
 
 # (source, its start, target, its start, bytes) -> (bytes done, whether it may be asked again).
 # Fewer bytes than asked, and able: the source ends.
@@ -30,11 +30,11 @@ _pipes = threading.local()
 def pick(folder: str, *, one_file: bool = False) -> KernelCopy | None:
     """Return how to copy into files below `folder`; None where reading and writing is quicker, or all that is left.
 
-    `one_file`: most of it goes into one file. Where threads take turns at that, each can read while another writes.
+    `one_file`: most of it goes into one file, into whose memory bytes are laid while another thread writes to it.
     """
     kind = _file_system(folder)
-    if hasattr(os, "splice") and kind == "tmpfs":
-        return None if one_file else splice_range
+    if hasattr(os, "splice") and kind == "tmpfs" and not one_file:
+        return splice_range
     if kind in _NO_SHARING:
         return None
     return copy_range if hasattr(os, "copy_file_range") else None
@@ -46,6 +46,11 @@ def takes_turns(folder: str) -> bool:
     A second one spins at its door, which costs a processor and gains nothing.
     """
     return _file_system(folder) in _TURNS
+
+
+def shares_memory(folder: str) -> bool:
+    """Tell whether the files at `folder` are memory and nothing else: mapped, it takes what is not written in turn."""
+    return _file_system(folder) == "tmpfs"
 
 
 def copy_range(source: int, start: int, target: int, at: int, nbytes: int) -> tuple[int, bool]:

@@ -8,12 +8,13 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from ckptkit.errors import NoSpaceError, StorageError
 from ckptkit.offline.checks import crc32, crc32_combine
-from ckptkit.offline.kernel import KernelCopy, pick, start_writing, takes_turns
+from ckptkit.offline.kernel import KernelCopy, pick, shares_memory, start_writing, takes_turns
+from ckptkit.offline.mapped import MappedFiles
 from ckptkit.offline.plan import CrcField, OutputFile
 from ckptkit.offline.sources import Descriptors
 from ckptkit.storage.local import LocalStore
@@ -22,6 +23,8 @@ __all__ = ["LocalSink", "chunks", "combined_crc"]
 
 _MAX_VECTOR = 512  # buffers of one pwritev; Linux takes 1024
 _READ_BACK = 1 << 20
+_MAPPED = 64 << 10  # bytes below which waiting for the door is cheaper than making pages
+_PIECE = 512 << 10  # bytes that are copied in one turn where others go round it
 _DIRTY = 32 << 20  # bytes in memory of one file from which on the disk is set to work
 
 
@@ -35,13 +38,12 @@ class LocalSink:
         # By file that has CRC fields: (start, nbytes, CRC-32) of what was written.
         self._crcs: dict[int, list[tuple[int, int, int]]] = {i: [] for i, f in enumerate(files) if _any(f.crcs)}
         # Where the kernel lets one thread at a time into a file, a second one would spin at its door.
-        turns = takes_turns(store.url)
-        self._turns: list[AbstractContextManager[object]] = [
-            threading.Lock() if turns else nullcontext() for _ in files
-        ]
+        self._turns = [threading.Lock() for _ in files] if takes_turns(store.url) else []
         sizes = [file.nbytes for file in files]
+        one_file = 2 * max(sizes, default=0) > sum(sizes)
+        self._mapped = MappedFiles() if one_file and shares_memory(store.url) else None
         self._dirty = [0] * len(files)  # bytes of each file that were written since: roughly, threads may miss some
-        self.kernel: KernelCopy | None = pick(store.url, one_file=2 * max(sizes, default=0) > sum(sizes))
+        self.kernel: KernelCopy | None = pick(store.url, one_file=one_file)
 
     def _reopen(self, path: str) -> int:
         return os.open(self._store.path_of(path), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -75,8 +77,11 @@ class LocalSink:
         """Write bytes whose CRC-32, where it is needed, is stated by `add_crc`."""
         path = self._files[index].path
         with self._descriptors.using(path) as descriptor:
-            with self._turns[index]:
-                self._write(descriptor, path, start, [view])
+            if self._mapped is not None:
+                self._write_or_map(descriptor, index, start, [view])
+            else:
+                with self._turn(index):
+                    self._write(descriptor, path, start, [view])
             self._wrote(index, descriptor, len(view))
 
     def add_crc(self, index: int, start: int, nbytes: int, crc: int) -> None:
@@ -94,10 +99,36 @@ class LocalSink:
                 at += len(view)
         end = start
         with self._descriptors.using(path) as descriptor:
-            # Out of turn: most of it goes into one file, and spinning at its door is a tenth quicker than waiting.
+            # Where there is no way round, out of turn: spinning at the door is a tenth quicker than waiting.
             for first in range(0, len(views), _MAX_VECTOR):
-                end = self._write(descriptor, path, end, views[first : first + _MAX_VECTOR])
+                end = self._write_or_map(descriptor, index, end, views[first : first + _MAX_VECTOR])
             self._wrote(index, descriptor, end - start)
+
+    @contextmanager
+    def _turn(self, index: int, *, wait: bool = True) -> Iterator[bool]:
+        """Have a turn at a file, where threads take them; say whether it came. `wait`: until it does."""
+        if not self._turns:
+            yield True
+            return
+        mine = self._turns[index].acquire(blocking=wait)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._turns[index].release()
+
+    def _write_or_map(self, descriptor: int, index: int, start: int, views: Sequence[Any]) -> int:
+        """Write, or lay the bytes into the file's memory while another thread writes; return where they end."""
+        file = self._files[index]
+        if self._mapped is None:
+            return self._write(descriptor, file.path, start, views)
+        with self._turn(index, wait=False) as mine:
+            if mine:
+                return self._write(descriptor, file.path, start, views)
+        total = sum(len(view) for view in views)
+        if total >= _MAPPED and self._mapped.put(index, descriptor, file.nbytes, start, views):
+            return start + total
+        return self._write(descriptor, file.path, start, views)
 
     def _wrote(self, index: int, descriptor: int, nbytes: int) -> None:
         self._dirty[index] += nbytes
@@ -125,14 +156,18 @@ class LocalSink:
         return StorageError(error.errno, f"{full}: {error.strerror}")
 
     def copy(self, source: int, source_start: int, index: int, start: int, nbytes: int) -> int:
-        """Copy a run of a source descriptor in the kernel; return the bytes done, fewer where it can't."""
-        path = self._files[index].path
+        """Copy a run of a source descriptor in the kernel; return the bytes done, fewer where it can't.
+
+        Into a file whose memory is mapped too, a piece at a time, and none while another thread writes: then they are
+        better read, and laid there.
+        """
+        path, piece = self._files[index].path, nbytes if self._mapped is None else min(nbytes, _PIECE)
         with self._descriptors.using(path) as descriptor:
-            with self._turns[index]:
-                if self.kernel is None:
+            with self._turn(index, wait=self._mapped is None) as mine:
+                if self.kernel is None or not mine:
                     return 0
                 try:
-                    done, able = self.kernel(source, source_start, descriptor, start, nbytes)
+                    done, able = self.kernel(source, source_start, descriptor, start, piece)
                 except OSError as error:
                     raise self._failure(path, error) from error
             self._wrote(index, descriptor, done)
@@ -167,6 +202,8 @@ class LocalSink:
         return value
 
     def close(self) -> None:
+        if self._mapped is not None:
+            self._mapped.close()
         self._descriptors.close()
 
 

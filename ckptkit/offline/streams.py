@@ -167,15 +167,19 @@ class StreamCopier:
         file, target = int(runs.files[row]), int(runs.targets[row])
         sink, descriptors = self._sink, self._reader.descriptors
         assert sink is not None and descriptors is not None
-        buffer = worker.buffer
-        copied = 0
-        if sink.kernel is not None:
-            with descriptors.using(self._reader.origin(origin).path) as descriptor:
-                copied = sink.copy(descriptor, start, file, target, nbytes)
-        for at, stop in chunks(start + copied, start + nbytes, len(buffer), shift=target - start):
-            view = buffer[: stop - at].data
-            self._reader.read(origin, at, view)
-            sink.write(file, target + at - start, [view])
+        buffer, path, at = worker.buffer, self._reader.origin(origin).path, start
+        while at < start + nbytes:
+            copied = 0
+            if sink.kernel is not None:
+                with descriptors.using(path) as descriptor:
+                    copied = sink.copy(descriptor, at, file, target + at - start, start + nbytes - at)
+            if not copied:
+                _, stop = next(chunks(at, start + nbytes, len(buffer), shift=target - start))
+                view = buffer[: stop - at].data
+                self._reader.read(origin, at, view)
+                sink.write(file, target + at - start, [view])
+                copied = stop - at
+            at += copied
         self._done(nbytes)
 
     def copy_spans(self, job: list[Span], worker: Worker) -> None:

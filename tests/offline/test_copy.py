@@ -408,7 +408,7 @@ def test_a_disk_that_can_not_be_set_to_work_is_no_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "one_file", "chosen"),
-    [("tmpfs", False, splice_range), ("tmpfs", True, None), ("ext4", False, None), ("xfs", True, copy_range)],
+    [("tmpfs", False, splice_range), ("tmpfs", True, copy_range), ("ext4", False, None), ("xfs", True, copy_range)],
 )
 def test_the_quickest_way_to_copy_depends_on_the_file_system_and_on_the_number_of_files(
     tmp_path, monkeypatch, kind, one_file, chosen
