@@ -32,7 +32,6 @@ __all__ = ["MODEL_FILE", "OPTIM_FILE", "frozen_weights", "open_catalog", "weight
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_PIPELINE = re.compile(r"layer_\d+-.*_states\.pt")
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
@@ -40,7 +39,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
     Raises:
         IncompleteCheckpointError: The file of a rank is missing; it names the file.
-        UnsupportedFormatError: It was written with tensor or pipeline parallelism.
+        UnsupportedFormatError: It was written with tensor parallelism.
         CorruptCheckpointError: The files contradict each other.
     """
     listing = store.list()
@@ -89,12 +88,11 @@ def _refuse_foreign(store: Store, files: Sequence[str]) -> None:
     parallel = sorted({int(match[2]) for name in files if (match := MODEL_FILE.fullmatch(name))})
     if not parallel:
         raise CheckpointNotFoundError(f"{store.url} has no *mp_rank_00_model_states.pt of DeepSpeed.")
-    foreign = [name for name in files if _PIPELINE.fullmatch(name)]
-    if foreign or len(parallel) > 1:
-        what = foreign[0] if foreign else f"mp_rank_{parallel[-1]:02d}_model_states.pt"
+    if len(parallel) > 1:
         raise UnsupportedFormatError(
-            f"{what} is of a job with pipeline or tensor parallelism, whose files do not say how the parts of "
-            "a tensor fit together. Turn it into a universal checkpoint with DeepSpeed's ds_to_universal.py first."
+            f"mp_rank_{parallel[-1]:02d}_model_states.pt is of a job with tensor parallelism, whose files do not say "
+            "how the parts of a tensor fit together. Turn it into a universal checkpoint with DeepSpeed's "
+            "ds_to_universal.py first."
         )
 
 

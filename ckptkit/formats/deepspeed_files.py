@@ -116,8 +116,10 @@ class OptimStates:
     partitions: Sequence[int]
 
 
-def read_model_states(store: Store, files: Sequence[str], pattern: re.Pattern[str]) -> ModelStates:
-    """Return what the model files at the root say."""
+def read_model_states(
+    store: Store, files: Sequence[str], pattern: re.Pattern[str], *, without_module: bool = False
+) -> ModelStates:
+    """Return what the model files at the root say. `without_module`: The weights lie in other files."""
     matches = [match for name in files if (match := pattern.fullmatch(name))]
     stage3 = all(match[1] is not None for match in matches)
     names = sorted((match[0] for match in matches if stage3 or match[1] is None), key=_numbers)
@@ -127,6 +129,8 @@ def read_model_states(store: Store, files: Sequence[str], pattern: re.Pattern[st
         missing_ranks(ranks, max(ranks) + 1, template)
     values = read_archives(store, names)
     for name, value in zip(names, values, strict=True):
+        if without_module and isinstance(value, dict) and value.get("module", {}) is None:
+            value["module"] = {}
         if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
             raise CorruptCheckpointError(f"{name} is no DeepSpeed model file: it has no 'module'.")
     check_counters([value.get("global_steps") for value in values], names, "global_steps")

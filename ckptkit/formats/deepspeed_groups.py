@@ -129,14 +129,22 @@ def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) 
             )
 
 
-def add_moments(optimizer: OptimizerState, group: Zero12Group | Zero3Group) -> None:
-    """Add the moments and steps of a group's parameters."""
+def add_moments(
+    optimizer: OptimizerState, group: Zero12Group | Zero3Group, names: Mapping[str, str] | None = None
+) -> None:
+    """Add the moments and steps of a group's parameters.
+
+    Args:
+        names: Other names for them; those it lacks are left out. By default they keep theirs.
+    """
+    names = {name: name for name in group.params} if names is None else names
     for state in group.vectors:
         if state:
             for name, joined in group.cut(state):
-                optimizer.add(name, state, joined)
+                if name in names:
+                    optimizer.add(names[name], state, joined)
     for state, value in group.scalars.items():
-        for name in group.params:
+        for name in (names[name] for name in group.params if name in names):
             if isinstance(value, StoredTensor) and value.numel == 1:
                 slices = SliceArray.of([value.slice()], len(value.shape))
                 optimizer.add(name, state, Joined(value.dtype, value.shape, slices))

@@ -96,6 +96,7 @@ FORMATS: tuple[Format, ...] = (
         lambda p: "zero" in p.directories and p.any_file(r".*_(?:model|optim)_states\.pt"),
         "deepspeed_universal",
     ),
+    Format("deepspeed", lambda p: p.any_file(r"layer_\d+(?:-model_\d+)?-model_states\.pt"), "deepspeed_pipeline"),
     Format("deepspeed", lambda p: p.any_file(_DEEPSPEED), "deepspeed"),
     Format(
         "deepspeed",

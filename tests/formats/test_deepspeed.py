@@ -162,10 +162,9 @@ def test_optimizer_files_of_another_model_are_refused(tmp_path):
         open_source(str(folder))
 
 
-@pytest.mark.parametrize("extra", ["mp_rank_01_model_states.pt", "layer_03-model_00-model_states.pt"])
-def test_tensor_and_pipeline_parallel_checkpoints_are_refused_with_advice(tmp_path, extra):
+def test_tensor_parallel_checkpoints_are_refused_with_advice(tmp_path):
     folder = _copy(tmp_path, "zero1_frozen_w2")
-    (folder / extra).write_bytes(b"PK")
+    (folder / "mp_rank_01_model_states.pt").write_bytes(b"PK")
     with pytest.raises(UnsupportedFormatError, match="ds_to_universal"):
         open_source(str(folder))
 
@@ -280,3 +279,48 @@ def test_without_zero_the_optimizer_and_its_masters_are_read_from_the_model_file
     states = [(e.fqn, e.state) for e in catalog.by_role(Role.OPTIMIZER).values()]
     assert {fqn for fqn, state in states if state == "exp_avg"} == set(masters)
     assert catalog.objects["optimizer.param_groups.1.weight_decay"].value == 0.0
+
+
+PIPELINE = "pipeline_zero1_tied_w2"
+
+
+def test_a_module_that_layers_share_is_one_parameter_of_all_of_them(tmp_path):
+    folder = _copy(tmp_path, PIPELINE)
+    shutil.copy(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")  # a second layer of the tie
+    catalog = open_source(str(folder)).catalog
+    model = catalog.by_role(Role.MODEL)
+    assert list(model["0.weight"].slices) == list(model["5.weight"].slices)
+    assert "5.weight" in catalog.by_role(Role.MASTER)
+    assert [e.fqn for e in catalog.by_role(Role.OPTIMIZER).values() if e.state == "exp_avg"].count("0.weight") == 1
+    assert catalog.objects["optimizer.param_groups.0.params"].value[:2] == ["0.weight", "1.a.weight"]
+    assert len(catalog.objects["optimizer.param_groups.0.params"].value) == 9
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        ("layer_02-model_states.pt", "layer_02-model_states.pt is missing, or lacks '2.a.weight'"),
+        ("mp_rank_01_model_states.pt", "mp_rank_01_model_states.pt"),
+        ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt is missing"),
+    ],
+)
+def test_a_missing_file_of_a_pipeline_is_named(tmp_path, missing, named):
+    folder = _copy(tmp_path, PIPELINE)
+    (folder / missing).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=named):
+        open_source(str(folder))
+
+
+def test_layers_that_tensor_parallelism_cut_are_refused_with_advice(tmp_path):
+    folder = _copy(tmp_path, PIPELINE)
+    for path in folder.glob("layer_*"):
+        number = path.name[:8]
+        shutil.copy(path, folder / f"{number}-model_01-model_states.pt")
+        path.rename(folder / f"{number}-model_00-model_states.pt")
+    with pytest.raises(UnsupportedFormatError, match=r"model_01-model_states\.pt.*ds_to_universal"):
+        open_source(str(folder))
+
+
+def test_a_pipeline_without_zero_says_that_its_optimizer_was_not_read():
+    notes = open_source(str(FIXTURES / "pipeline_zero0_w2" / "ckpt")).catalog.info.notes
+    assert any("mp_rank_00_model_states.pt, of a pipeline without ZeRO, was not read" in note for note in notes)
