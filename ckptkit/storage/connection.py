@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckptkit.errors import MissingExtraError, UsageError
+from ckptkit.storage.session import quick_session
 from ckptkit.storage.signing import sign_beside
 
 __all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection"]
@@ -222,6 +223,8 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
     _close_only_here(made)
     if protocol in ("s3", "s3a"):
         made.retries = 1
+        if made.session is None:
+            made.session = quick_session(made.kwargs)
         _send_bodies_as_they_are(made)
     if protocol in ("gs", "gcs"):
         _without_inner_retries(made)

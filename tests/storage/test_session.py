@@ -1,0 +1,50 @@
+"""The session that a client of S3 is made of: quicker than botocore's own, and the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiobotocore.session import AioSession
+from botocore.exceptions import UnknownServiceError
+
+from ckptkit.errors import StorageError
+from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.session import quick_session
+from tests.storage import servers
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in servers.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    yield
+
+
+def _loader(session: Any) -> Any:
+    return session.get_component("data_loader")
+
+
+@pytest.mark.parametrize(
+    ("service", "kind"), [("s3", "service-2"), ("s3", "endpoint-rule-set-1"), ("sts", "service-2")]
+)
+def test_it_has_the_models_of_botocore(service: str, kind: str) -> None:
+    ours, theirs = _loader(quick_session({})), _loader(AioSession())
+    assert ours.load_service_model(service, kind) == theirs.load_service_model(service, kind)
+
+
+def test_it_knows_no_services_that_are_not_there() -> None:
+    with pytest.raises(UnknownServiceError, match="no-service"):
+        _loader(quick_session({})).load_service_model("no-service", "service-2")
+
+
+def test_a_session_that_is_given_is_used() -> None:
+    session = AioSession()
+    assert RemoteStore("s3://b/x", storage_options={"session": session}).fs.session is session
+
+
+def test_a_profile_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 1)
+    with pytest.raises(StorageError, match="no-such-profile"):
+        RemoteStore("s3://b/x", storage_options={"profile": "no-such-profile"}).read("y")
