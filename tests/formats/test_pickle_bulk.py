@@ -13,12 +13,11 @@ import pytest
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsafePickleError
 from ckptkit.formats import _pickle_bulk
 from ckptkit.formats._pickle_bulk import _is_usual, _is_usual_archive, load_archived, load_metadata
-from ckptkit.formats._pickle_stubs import Record, Stub
 from ckptkit.formats._restricted_pickle import loads
-from ckptkit.formats._torch_records import Storage, StoredTensor
 from ckptkit.formats._torch_zip import read_archive
 from ckptkit.formats.dcp_metadata import RecordColumns, encode_metadata
 from ckptkit.storage.local import LocalStore
+from tests.formats.described import described, shown
 
 
 @pytest.fixture(autouse=True)
@@ -33,19 +32,6 @@ def c_only(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("went the slow way")
 
     monkeypatch.setattr(_pickle_bulk, "loads", refuse)
-
-
-def shown(value: Any) -> Any:
-    """A stub as plain values, to compare two results."""
-    if isinstance(value, Record):
-        return (value.kind, shown(value.args), shown(value.state))
-    if isinstance(value, Stub) and not isinstance(value, dict):
-        return (type(value).__name__, [shown(getattr(value, slot, None)) for slot in type(value).__slots__])
-    if isinstance(value, dict):
-        return [(shown(k), shown(v)) for k, v in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [type(value).__name__, *map(shown, value)]
-    return value
 
 
 def metadata_files(zoo: Path) -> list[Path]:
@@ -181,20 +167,6 @@ def archived(path: Path) -> tuple[str, Any, int]:
             return "read", described(read_archive(LocalStore(path.parent), path.name).value), len(in_c)
         except CkptkitError as error:
             return "refused", str(error), len(in_c)
-
-
-def described(value: Any) -> Any:
-    """As `shown`, records of tensors field by field."""
-    if isinstance(value, dict):
-        return [(described(k), described(v)) for k, v in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [type(value).__name__, *map(described, value)]
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, (StoredTensor, Storage)) or hasattr(value, "__dataclass_fields__"):
-        slots = getattr(type(value), "__slots__", None) or vars(value)
-        return (type(value).__name__, [described(getattr(value, slot)) for slot in slots])
-    return shown(value)
 
 
 def test_both_unpicklers_agree_on_all_archives_of_the_zoo(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

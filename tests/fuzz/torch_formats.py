@@ -23,7 +23,7 @@ import numpy as np
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CkptkitError
-from ckptkit.formats import dcp, torch_save
+from ckptkit.formats import _pickle_bulk, dcp, torch_save
 from ckptkit.formats._pickle_bulk import _is_usual, _load_in_c
 from ckptkit.formats._restricted_pickle import guarded, loads, resolver
 from ckptkit.formats._torch_records import StoredTensor
@@ -31,7 +31,8 @@ from ckptkit.formats._torch_zip import read_archive
 from ckptkit.formats.objects import TensorValue, plain, read_tensor
 from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.storage.local import LocalStore
-from tests.fuzz.mutations import mutate
+from tests.formats.described import described
+from tests.fuzz.mutations import mutate, mutate_zip
 
 ZOO = Path(__file__).parents[1] / "zoo"
 MAX_SECONDS = 10.0
@@ -69,6 +70,26 @@ def metadata_in_c(rng: random.Random, _: Path) -> None:
             outcome.append("refused")
     if outcome == ["ok", "refused"] and b"R" not in data:
         raise Finding("C's unpickler accepts what ours refuses")
+
+
+def archives_in_c(rng: random.Random, folder: Path) -> None:
+    """What the walk over torch.save's pickles lets through to C's unpickler is read, or refused, as by ours."""
+    seed = rng.choice(_archive_seeds())
+    others = [rng.choice(_archive_seeds())]
+    (folder / "x.pt").write_bytes(mutate_zip(rng, seed, lambda raw: mutate(rng, raw, others)))
+    before = _pickle_bulk._BULK_BYTES
+    outcomes = []
+    for least in (0, 1 << 40):  # all pickles go through C where they are usual, then none
+        _pickle_bulk._BULK_BYTES = least
+        try:
+            outcomes.append(("read", _described(read_archive(LocalStore(folder), "x.pt").value)))
+        except CkptkitError as error:
+            _check_message(error, "x.pt")
+            outcomes.append(("refused", type(error)))
+        finally:
+            _pickle_bulk._BULK_BYTES = before
+    if outcomes[0] != outcomes[1]:
+        raise Finding(f"C's unpickler: {outcomes[0]!r:.300}; ours: {outcomes[1]!r:.300}")
 
 
 def torch_files(rng: random.Random, folder: Path) -> None:
@@ -156,7 +177,15 @@ def archives_of_items(rng: random.Random, folder: Path) -> None:
 
 TARGETS: dict[str, Target] = {
     f.__name__: f
-    for f in (metadata_pickles, metadata_in_c, torch_files, catalogs_of_files, dcp_directories, archives_of_items)
+    for f in (
+        metadata_pickles,
+        metadata_in_c,
+        archives_in_c,
+        torch_files,
+        catalogs_of_files,
+        dcp_directories,
+        archives_of_items,
+    )
 }
 
 
@@ -169,6 +198,22 @@ def _seeds(pattern: str) -> list[Path]:
     if pattern not in _cache:
         _cache[pattern] = sorted(p for p in ZOO.rglob(pattern) if p.is_file() and p.stat().st_size < 20_000)
     return list(_cache[pattern])
+
+
+def _archive_seeds() -> list[bytes]:
+    """Archives of the zoo with tensors of all kinds that are sharded, and those that torch writes here."""
+    if "archives" not in _cache:
+        found = [path.read_bytes() for suffix in ("pt", "bin", "ckpt") for path in _seeds(f"*.{suffix}")]
+        _cache["archives"] = [data for data in [*found, *_torch_seeds()] if data[:2] == b"PK"]
+    return list(_cache["archives"])
+
+
+def _described(value: Any) -> str:
+    """A text, since values that are no number are equal to nothing; a cycle has none."""
+    try:
+        return repr(described(value))
+    except RecursionError:
+        return "a cycle"
 
 
 def _torch_seeds() -> list[bytes]:

@@ -1,0 +1,39 @@
+"""What an unpickler gave, as plain values that can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ckptkit.formats._pickle_stubs import Record, Stub
+from ckptkit.formats._torch_records import Storage, StoredTensor
+
+__all__ = ["described", "shown"]
+
+
+def shown(value: Any) -> Any:
+    """A stub as plain values, to compare two results."""
+    if isinstance(value, Record):
+        return (value.kind, shown(value.args), shown(value.state))
+    if isinstance(value, Stub) and not isinstance(value, dict):
+        return (type(value).__name__, [shown(getattr(value, slot, None)) for slot in type(value).__slots__])
+    if isinstance(value, dict):
+        return [(shown(k), shown(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(shown, value)]
+    return value
+
+
+def described(value: Any) -> Any:
+    """As `shown`, records of tensors field by field."""
+    if isinstance(value, dict):
+        return [(described(k), described(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(described, value)]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, (StoredTensor, Storage)) or hasattr(value, "__dataclass_fields__"):
+        slots = getattr(type(value), "__slots__", None) or vars(value)
+        return (type(value).__name__, [described(getattr(value, slot)) for slot in slots])
+    return shown(value)
