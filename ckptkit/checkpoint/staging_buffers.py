@@ -183,7 +183,7 @@ class _Pack:
 def _places(
     looks: Sequence[tuple[torch.Size, torch.dtype]], *, pack: bool
 ) -> tuple[list[int], list[list[int]], list[int], int]:
-    """Return where each of such tensors starts, which of them lie side by side, which alone, and where the last ends."""
+    """Return where each of such tensors starts, which lie side by side, which alone, and where the last ends."""
     kinds: dict[tuple[torch.Size, torch.dtype], int] = {}
     kind_of = np.fromiter(map(kinds.setdefault, looks, count()), np.int64, len(looks))  # the first one of its kind
     order = np.argsort(kind_of, kind="stable")

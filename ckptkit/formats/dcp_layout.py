@@ -7,11 +7,14 @@ for: a training that waits for its snapshot does not wait for that.
 from __future__ import annotations
 
 import json
+import marshal
 import math
+import operator
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import compress, count, repeat
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ckptkit.errors import SaveError
 from ckptkit.formats.columns import pack, pack_texts
 from ckptkit.formats.dcp_encode import frame_tensor
+from ckptkit.formats.dcp_same import Kinds, Looks
 
 __all__ = ["Layout", "Path", "Piece", "PlannedKey", "PlannedSlice", "Source", "local_box"]
 
@@ -33,6 +37,7 @@ Source = tuple[str, int]
 """A local piece of memory: the name of its tensor, and which of that one's shards it is."""
 Piece = tuple[int, tuple[int, ...], tuple[int, ...], Source, tuple[int, int, int] | None]
 """The fields of a `PlannedSlice`."""
+_offsets_of, _sizes_of = map(operator.attrgetter, ("offsets", "sizes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,8 @@ class Layout:
     Attributes:
         objects: (name, path) of each object this rank writes.
         pieces: The fields of each slice.
+        runs: (first piece, first value of the state, how many): where each value is one piece, all of its local part.
+        shared: How many keys are not private.
     """
 
     def __init__(
@@ -108,9 +115,51 @@ class Layout:
         self._shared_objects: list[str] = []
         self.objects: list[tuple[str, Path]] = []
         self.pieces: list[Piece] = []
+        self.runs: list[tuple[int, int, int]] = []
+        self.shared = 0
 
-    def add(self, name: str, path: Path, value: Any, looks: tuple[Any, ...]) -> None:
-        """Add one value of the state. `looks` is what all have in common that are cut alike; empty for objects."""
+    def add(self, names: Sequence[str], paths: Sequence[Path], values: Sequence[Any], kinds: Kinds) -> None:
+        """Add the values of a state, the private ones last."""
+        private = list(compress(count(), map(self._private.__contains__, names))) if self._private else []
+        cuts: list[_Cut | None] = [None, *self._whole(names, values, kinds, private)]
+        rows = [*compress(count(), map(operator.is_, cuts[1:], repeat(None))), len(names)]
+        hidden, start = set(private), 0
+        for row in rows:
+            if start < row:
+                self._add_whole(start, names[start:row], paths[start:row], cuts[start + 1 : row + 1])
+            if row < len(names) and row not in hidden:
+                self._add(names[row], paths[row], values[row], kinds.look(row))
+            start = row + 1
+        self.shared = len(self._keys)
+        for row in private:
+            self._add(names[row], paths[row], values[row], kinds.look(row))
+
+    def _whole(
+        self, names: Sequence[str], values: Sequence[Any], kinds: Kinds, private: Sequence[int]
+    ) -> list[_Cut | None]:
+        """Return the cut of each value that this rank writes whole, told by its kind alone; None of others."""
+        numbers = kinds.numbers.copy()
+        for row in private:
+            numbers[row] = -1
+        for row in compress(count(), map(self._holders.__contains__, names)) if self._holders else ():
+            numbers[row] = -1
+        cuts: dict[int, _Cut | None] = {-1: None}
+        first = dict(zip(reversed(numbers), reversed(range(len(numbers))), strict=True))
+        for row in sorted(first.values()):
+            looks = kinds.look(row)
+            cut = self._cut_of(names[row], values[row], looks) if len(looks) in (2, 4) and numbers[row] >= 0 else None
+            cuts[numbers[row]] = cut if cut is not None and cut.whole else None
+        return list(map(cuts.__getitem__, numbers))
+
+    def _add_whole(self, row: int, names: Sequence[str], paths: Sequence[Path], cuts: Sequence[_Cut | None]) -> None:
+        """Add a run of values whose local part is one piece."""
+        self.runs.append((len(self.pieces), row, len(names)))
+        fields = map(_offsets_of, cuts), map(_sizes_of, cuts), zip(names, repeat(0), strict=False), repeat(None)
+        self.pieces.extend(zip(count(len(self._keys)), *fields, strict=False))
+        self._keys.extend(zip(names, paths, cuts, strict=True))  # type: ignore[arg-type]  # none of them is None
+
+    def _add(self, name: str, path: Path, value: Any, looks: Looks) -> None:
+        """Add one value of the state."""
         kind = len(looks)
         if not kind:
             self._add_object(name, path)
@@ -118,11 +167,7 @@ class Layout:
         if kind == 3:  # a ShardedTensor says itself where its parts are
             self._add_shards(name, path, value)
             return
-        key = looks if kind > 3 else (*looks, self._place(name))
-        try:
-            cut = self._cuts[key]
-        except KeyError:
-            cut = self._cuts[key] = self._cut(name, value)
+        cut = self._cut_of(name, value, looks)
         if cut is None:
             return
         self._keys.append((name, path, cut))
@@ -136,25 +181,15 @@ class Layout:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes of the shared keys and objects: whoever has the same has the same `table`."""
-        shared = self._keys[: self.shared]
+        _, paths, cuts = zip(*self._keys[: self.shared], strict=True) if self.shared else ((), (), ())
         kinds: dict[Any, int] = {}
+        numbers = list(map(operator.attrgetter("number"), cuts))
         of_cut = {
-            cut.number: kinds.setdefault((cut.dtype, cut.shape, cut.placement), len(kinds))
-            for cut in {cut.number: cut for _, _, cut in shared}.values()
+            number: kinds.setdefault((cut.dtype, cut.shape, cut.placement), len(kinds))
+            for number, cut in dict(zip(numbers, cuts, strict=True)).items()
         }
-        parts = [
-            [path for _, path, _ in shared],
-            [of_cut[cut.number] for _, _, cut in shared],
-            list(kinds),
-            self.meshes,
-            sorted(self._shared_objects),
-        ]
-        return xxhash.xxh3_128_digest(json.dumps(parts, separators=(",", ":")).encode())
-
-    @cached_property
-    def shared(self) -> int:
-        """How many keys are not private."""
-        return sum(name not in self._private for name, _, _ in self._keys)
+        kind_of = list(map(of_cut.__getitem__, numbers))
+        return _digest([paths, kind_of, list(kinds), self.meshes, sorted(self._shared_objects)])
 
     # --- for the files
 
@@ -206,6 +241,14 @@ class Layout:
         if ranks is None:
             return self._rank, self._world_size
         return ranks.index(self._rank), len(ranks)
+
+    def _cut_of(self, name: str, value: torch.Tensor, looks: Looks) -> _Cut | None:
+        key = looks if len(looks) > 3 else (*looks, self._place(name))
+        try:
+            return self._cuts[key]
+        except KeyError:
+            cut = self._cuts[key] = self._cut(name, value)
+            return cut
 
     def _add_shards(self, name: str, path: Path, value: ShardedTensor) -> None:
         shape = tuple(value.size())
@@ -262,6 +305,14 @@ class Layout:
             cut_offsets = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
             cut_sizes = (*sizes[:dim], stop - start, *sizes[dim + 1 :])
             self.pieces.append((key, cut_offsets, cut_sizes, source, (dim, start, stop - start)))
+
+
+def _digest(parts: list[Any]) -> bytes:
+    try:
+        data = marshal.dumps(parts, 0)  # of the first version: what it writes depends on nothing but the values
+    except ValueError:  # of a type that is like str or int
+        data = json.dumps(parts, separators=(",", ":")).encode()
+    return xxhash.xxh3_128_digest(data)
 
 
 @lru_cache(maxsize=65536)

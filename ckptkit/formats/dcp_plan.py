@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from ckptkit.errors import SaveError
 from ckptkit.formats.dcp_bytes import is_dense
 from ckptkit.formats.dcp_encode import frame_object, is_plain
 from ckptkit.formats.dcp_layout import Layout, Path, PlannedKey, PlannedSlice, Source, local_box
-from ckptkit.formats.dcp_same import Flattened, Places, flat_values
+from ckptkit.formats.dcp_same import Flattened, Kinds, Looks, Places, flat_values
 from ckptkit.formats.torch_bytes import dump_object
 
 __all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "local_boxes", "plan_sharded"]
@@ -32,6 +33,7 @@ __all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "local_boxes", "plan_sha
 _DIGEST = 16
 _NO_PROTOCOL = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, dict))
 Flat = dict[str, Any]
+_shape_of, _sizes_of = attrgetter("shape"), itemgetter(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,11 @@ class ShardedPlan:
     """What this rank writes.
 
     Attributes:
-        tensors: The memory of each slice: detached views of the live state, made for this plan. The very same ones as
-            in the plan before where it is the same memory.
+        tensors: The memory of each slice: the local tensors of the live state, or views of them. The very same ones as
+            in the plan before where it is the same memory, others where it is not.
         records: The encoded bytes of each object.
         flat, paths: The state, and where each of its values stands.
-        structure: Of each value of `flat`, what must stay the same for a plan to be reused.
+        kinds: What the values of `flat` are.
         reused: The layout is that of `previous`.
     """
 
@@ -52,7 +54,7 @@ class ShardedPlan:
     tensors: list[torch.Tensor]
     records: list[bytes]
     reused: bool
-    structure: dict[str, tuple[Any, ...]] = field(repr=False)
+    kinds: Kinds = field(repr=False)
     flat: Flat = field(repr=False)
     paths: Sequence[Path] = field(repr=False)
     private: frozenset[str] = field(repr=False)
@@ -135,7 +137,12 @@ class ShardedPlan:
 
     def replicated(self) -> dict[str, int]:
         """Return the keys that every rank is taken to hold, and a hash of what each is, of another shape another."""
-        return {name: _hash(repr((name, *self.structure[name]))) for name in _replicated(self)}
+        named = zip(self.flat.items(), self.kinds.numbers, strict=True)
+        return {
+            name: _hash(repr((name, *self.kinds.looks[number])))
+            for (name, value), number in named
+            if name not in self.private and not isinstance(value, (DTensor, ShardedTensor))
+        }
 
     def placed(self, *, rank: int, world_size: int, holders: Mapping[str, tuple[int, ...]]) -> ShardedPlan:
         """Return the plan of this rank of so many, given which ranks hold the replicated keys that not all do."""
@@ -187,7 +194,7 @@ def plan_sharded(
         tensors=[],
         records=[],
         reused=False,
-        structure=_structure(places, found.values),
+        kinds=Kinds.of(places, list(found.values.values()), _looks_of),
         flat=found.values,
         paths=found.paths,
         private=own,
@@ -201,30 +208,21 @@ def plan_sharded(
 def _refreshed(previous: ShardedPlan, values: Mapping[str, Any]) -> ShardedPlan | None:
     """Return the plan of the save before with this state's memory, None where the structure is another."""
     flat = flat_values(values)
-    names = None if flat is None else previous.places.moved(flat)
-    if flat is None or names is None:
+    moved = None if flat is None else previous.places.moved(flat)
+    if flat is None or moved is None:
         return None
-    if any(_looks_of(flat[name]) != previous.structure[name] for name in names):
+    names = previous.places.names
+    if any(_looks_of(flat[names[row]]) != previous.kinds.look(row) for row in moved):
         return None
-    places = previous.places.after(flat, names)
-    rows = [row for name in names for row in previous.layout.rows.get(name, ())]
-    return _filled(replace(previous, flat=flat, places=places, reused=True), rows)
+    places = previous.places.after(flat, moved)
+    pieces = [piece for row in moved for piece in previous.layout.rows.get(names[row], ())]
+    return _filled(replace(previous, flat=flat, places=places, reused=True), pieces)
 
 
 # --- what the state looks like
 
 
-def _structure(places: Places, flat: Flat) -> dict[str, tuple[Any, ...]]:
-    """Return the looks of each value."""
-    found: list[tuple[Any, ...] | None] = [None] * len(places.values)
-    for row, looks in zip(places.rows, places.looks(), strict=True):
-        found[row] = looks
-    rest = zip(found, flat.values(), strict=True)
-    return dict(zip(places.names, [_looks_of(v) if looks is None else looks for looks, v in rest], strict=True))
-
-
-def _looks_of(value: Any) -> tuple[Any, ...]:
-    """What must stay the same for a plan to be reused."""
+def _looks_of(value: Any) -> Looks:
     if isinstance(value, DTensor):
         spec = value._spec
         return (value.dtype, value.shape, spec.mesh, spec.placements)
@@ -234,10 +232,6 @@ def _looks_of(value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor) and is_dense(value):
         return (value.dtype, value.shape)
     return ()
-
-
-def _replicated(plan: ShardedPlan) -> list[str]:
-    return [n for n, v in plan.flat.items() if n not in plan.private and not isinstance(v, (DTensor, ShardedTensor))]
 
 
 def _settlement(digests: Sequence[bytes]) -> bytes:
@@ -254,17 +248,9 @@ def _hash(text: str) -> int:
 def _assigned(plan: ShardedPlan, holders: Mapping[str, tuple[int, ...]], settled: tuple[bytes, ...]) -> ShardedPlan:
     """Lay out what this rank writes, given the replicated keys that not all ranks hold."""
     layout = Layout(plan.rank, plan.world_size, plan.private, holders)
-    last = []
-    for item in zip(plan.flat, plan.paths, plan.flat.values(), plan.structure.values(), strict=True):
-        if item[0] in plan.private:
-            last.append(item)
-        else:
-            layout.add(*item)
-    for item in last:
-        layout.add(*item)
-    tensors = [torch.empty(0)] * len(layout.pieces)
-    laid = replace(plan, layout=layout, holders=dict(holders), settled=settled, tensors=tensors)
-    return _filled(laid, range(len(layout.pieces)))
+    layout.add(plan.places.names, plan.paths, list(plan.flat.values()), plan.kinds)
+    tensors, left = _memory(plan.places, layout)
+    return _filled(replace(plan, layout=layout, holders=dict(holders), settled=settled, tensors=tensors), left)
 
 
 # --- what is in memory
@@ -285,13 +271,29 @@ def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
     return [(Box.whole(tuple(value.shape)), _local(value, 0))]
 
 
+def _memory(places: Places, layout: Layout) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the memory of each piece, as far as it can be told of many at once; and which are left to look at."""
+    tensors = [torch.empty(0)] * len(layout.pieces)
+    left: list[int] = []
+    cut, stop = len(places.dtensors), 0
+    local = chain(places.memory[:cut], map(torch.Tensor.detach, places.memory[cut:]))
+    memory = dict(zip(places.rows, local, strict=True))
+    for first, row, count in layout.runs:
+        left += range(stop, first)
+        stop, rows = first + count, range(row, row + count)
+        if all(map(memory.__contains__, rows)):
+            found = list(map(memory.__getitem__, rows))
+            if list(map(_shape_of, found)) == list(map(_sizes_of, layout.pieces[first:stop])):
+                tensors[first:stop] = found
+                continue
+        left += range(first, stop)
+    left += range(stop, len(tensors))
+    return tensors, left
+
+
 def _filled(plan: ShardedPlan, rows: Sequence[int]) -> ShardedPlan:
     """Point these slices of the plan at the memory of its state, and encode its objects."""
     tensors, pieces, memory = list(plan.tensors), plan.layout.pieces, dict[Source, torch.Tensor]()
-    if len(rows) == len(tensors):
-        # All at once, those that are known to be plain memory. Of our own: `p.data = ...` does not change them.
-        sources = zip(map(plan.places.names.__getitem__, plan.places.rows), repeat(0), strict=False)
-        memory.update(zip(sources, map(torch.Tensor.detach, plan.places.memory), strict=False))
     for row in rows:
         _, _, sizes, source, narrow = pieces[row]
         local = memory.get(source)

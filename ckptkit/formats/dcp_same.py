@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, compress, count, repeat
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Flattened", "Places", "flat_values"]
+__all__ = ["Flattened", "Kinds", "Places", "flat_values"]
 
 Path = tuple[str | int, ...]
 _MOVED = 64  # so many may be such as move at every save
@@ -21,7 +21,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _TENSORS = _PLAIN | {DTensor}
 _local_of = operator.attrgetter("_local_tensor")
 _layout_of = operator.attrgetter("layout")
-_is_quantized = operator.attrgetter("is_quantized")
+_QUANTIZED = frozenset((torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _is_contiguous = torch.Tensor.is_contiguous
 _is_meta = operator.attrgetter("is_meta")
 _STRINGS = frozenset((str,))
@@ -32,6 +32,10 @@ _placements_of = operator.attrgetter("placements")
 _meta_of = operator.attrgetter("tensor_meta")
 _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
+_meta_shape, _meta_dtype = operator.itemgetter(0), operator.itemgetter(2)
+Looks = tuple[Any, ...]
+"""What must stay the same of a value for a plan to be reused, and is the same of all tensors that are cut alike: dtype
+and shape; of a DTensor also mesh and placements; of a ShardedTensor dtype, shape and boxes; nothing of an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +85,14 @@ class Places:
         dtensors = _at(values, cut)
         for row in anew:
             values[row] = None
-        odd = list(compress(count(), map(_could_be_odd, map(_dtype_of, memory), map(_is_contiguous, memory))))
         columns = _shared(_columns(dtensors, memory))
+        odd = _could_be_odd(memory, columns[-1])
         rows = cut + plain
         return cls(list(flat), values, rows, frozenset(anew), dtensors, memory, columns, odd, _bits(memory, odd))
 
-    def looks(self) -> Iterable[tuple[Any, ...]]:
-        """Return what each of `rows` is: dtype and shape, of DTensors also mesh and placements."""
-        meshes, placements, _, _, shapes, _, dtypes = self.columns
-        cut = len(self.dtensors)
-        of_cut = zip(map(_dtype_of, self.dtensors), map(_shape_of, self.dtensors), meshes, placements, strict=True)
-        return chain(of_cut, zip(dtypes[cut:], shapes[cut:], strict=True))
-
-    def moved(self, flat: Mapping[str, Any]) -> list[str] | None:
-        """Return which tensors of a flat state are not those of these places, or not there; None where its names, or
-        their order, are others."""
+    def moved(self, flat: Mapping[str, Any]) -> list[int] | None:
+        """Return the rows of a flat state whose tensors are not those of these places, or not there; None where its
+        names, or their order, are others."""
         if list(flat) != self.names:
             return None
         values = list(flat.values())
@@ -106,15 +103,15 @@ class Places:
             if isinstance(values[row], torch.Tensor) or isinstance(self.values[row], torch.Tensor):
                 found = found | {row}
             row = same.find(0, row + 1)
-        return [self.names[row] for row in sorted(found)]
+        return sorted(found)
 
-    def after(self, flat: Mapping[str, Any], names: Sequence[str]) -> Places:
-        """Return the places once these tensors have moved, without what they were."""
-        if len(names) == len(self.anew):  # all of which are always among them
+    def after(self, flat: Mapping[str, Any], moved: Collection[int]) -> Places:
+        """Return the places once these rows have moved, without what they were."""
+        if len(moved) == len(self.anew):  # all of which are always among them
             return self
-        if len(names) > _MOVED:
+        if len(moved) > _MOVED:
             return Places.of(flat)
-        rows = {self.names.index(name) for name in names} - self.anew
+        rows = set(moved) - self.anew
         values = [None if row in rows else value for row, value in enumerate(self.values)]
         kept = [row not in rows for row in self.rows]
         columns = [
@@ -164,8 +161,11 @@ def _columns(dtensors: list[DTensor], memory: list[torch.Tensor]) -> tuple[Seque
     )
 
 
-def _could_be_odd(dtype: torch.dtype, contiguous: bool) -> bool:
-    return not contiguous or dtype.is_complex
+def _could_be_odd(memory: list[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[int]:
+    strided = map(operator.not_, map(_is_contiguous, memory))
+    if not any(dtype.is_complex for dtype in set(dtypes)):
+        return list(compress(count(), strided))
+    return [place for place, odd in enumerate(strided) if odd or dtypes[place].is_complex]
 
 
 def _bits(memory: list[torch.Tensor], odd: list[int]) -> list[tuple[bool, bool]]:
@@ -182,11 +182,61 @@ def _shared(columns: tuple[Sequence[Any], ...]) -> tuple[Sequence[Any], ...]:
 def _are_memory(locals_: list[Any]) -> bool:
     """Whether all are plain memory."""
     plain = _PLAIN.issuperset(map(type, locals_)) and _STRIDED.issuperset(map(_layout_of, locals_))
-    return plain and not any(map(_is_quantized, locals_)) and not any(map(_is_meta, locals_))
+    return plain and _QUANTIZED.isdisjoint(map(_dtype_of, locals_)) and not any(map(_is_meta, locals_))
 
 
 def _at(values: list[Any], rows: list[int]) -> list[Any]:
     return list(map(values.__getitem__, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What the values of a flat state are.
+
+    Attributes:
+        numbers: Of each value: the same for two of the same looks.
+        looks: Of each number.
+    """
+
+    numbers: list[int]
+    looks: dict[int, Looks]
+
+    @classmethod
+    def of(cls, places: Places, values: Sequence[Any], look: Callable[[Any], Looks]) -> Kinds:
+        """Return the kinds of a state that has these places. `look` gives the looks of one value."""
+        meshes, placements, metas, _, shapes, _, dtypes = places.columns
+        cut, known = len(places.dtensors), dict[Any, int]()
+        mesh_of, placed = _numbered(meshes, operator.is_), _numbered(placements, operator.eq)
+        of_cut = zip(map(_meta_dtype, metas), map(_meta_shape, metas), mesh_of, placed, strict=True)
+        found = list(map(known.setdefault, of_cut, count()))
+        found += map(known.setdefault, zip(dtypes[cut:], shapes[cut:], strict=True), count(cut))
+        looks: dict[int, Looks] = {
+            number: (*key[:2], meshes[number], placements[number]) if number < cut else key
+            for key, number in known.items()
+        }
+        by_row = dict(zip(places.rows, found, strict=True))
+        rest: dict[Looks, int] = {}
+        for row in [row for row in range(len(values)) if row not in by_row]:
+            by_row[row] = rest.setdefault(look(values[row]), len(values) + len(rest))
+        looks.update((number, key) for key, number in rest.items())
+        return cls(list(map(by_row.__getitem__, range(len(values)))), looks)
+
+    def look(self, row: int) -> Looks:
+        """Return the looks of one value."""
+        return self.looks[self.numbers[row]]
+
+
+def _numbered(column: Sequence[Any], is_same: Callable[[Any, Any], bool]) -> list[int]:
+    """Return a number for each item, equal ones the same. What is the same as the item before it is not hashed: meshes
+    and placements take a microsecond each."""
+    same = bytes(map(is_same, column, chain(column[:1], column)))
+    known: dict[Any, int] = {}
+    found: list[int] = []
+    while len(found) < len(column):
+        start = len(found)
+        stop = same.find(0, start + 1)
+        found += repeat(known.setdefault(column[start], start), (len(column) if stop < 0 else stop) - start)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

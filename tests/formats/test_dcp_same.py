@@ -184,7 +184,7 @@ def dtensors() -> list[Any]:
 
 
 def test_a_dtensor_that_got_other_memory_or_placements_is_looked_at_anew(ranks: Any) -> None:
-    assert ranks.run(dtensors, 1)[0] == [[], ["w"], True, False, "refused"]
+    assert ranks.run(dtensors, 1)[0] == [[], [0], True, False, "refused"]
 
 
 @pytest.mark.parametrize(
