@@ -1,29 +1,25 @@
-"""LoRA adapters in a checkpoint: told apart from the base weights, exported as PEFT stores them, or merged."""
+"""LoRA adapters in a checkpoint: told apart from the base weights, and exported as PEFT stores them."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.regexes import check_tries, compile_regex
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
-from ckptkit.offline.plan import ComputedTensor
 
 __all__ = [
     "AdapterSplit",
     "LoraPair",
     "adapter_config",
     "export_adapter",
-    "merge_adapter",
+    "is_of_parameter",
     "refuse_other_kinds",
+    "scaling",
     "split_adapter",
 ]
 
@@ -36,26 +32,35 @@ _LORA = re.compile(
 )
 _BASE_LAYER = re.compile(r"(?:\.token_adapter)?(?:\.base_layer)+\.")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
-# Rows of an embedding that were trained (trainable_token_indices).
-_TOKENS = re.compile(r"(?P<module>.+\.token_adapter)\.(?P<leaf>trainable_tokens_delta)(?:\.(?P<adapter>[^.]+))?")
 _ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
-# Variants whose merge is another formula. Those that only choose starting values are none of them.
-_REFUSED = (
-    "use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "target_parameters",
-    "layer_replication", "lora_bias", "megatron_config", "trainable_token_indices",
-)  # fmt: skip
+# Rows of an embedding that were trained (trainable_token_indices), and what KaSA, MonteCLoRA and VeLoRA have besides.
+_OTHER = re.compile(
+    r"(?P<module>.+)\.(?P<kind>trainable_tokens_delta|lora_diag|lora_velora_embed|lora_monteclora_sampler)"
+    r"(?:\.(?P<adapter>(?!std_prior$|expert_weights(?:_prior)?$|gaussian_var_prior$)[^.]+))?(?:\.(?P<rest>[^.]+))?"
+)
 _MAX_TRIES = 10**5  # of one pattern on one module; there may be hundreds of both
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "orthogonal")
 
 
 @dataclass(slots=True)
 class LoraPair:
-    """The two factors of one module, by the module's name in the base model."""
+    """The two factors of one module.
 
+    Attributes:
+        key: Its name below PEFT's root, as it is stored; with `base_layer` where adapters wrap each other.
+        module: Its name in the base model.
+    """
+
+    key: str
     module: str
     a: Target | None = None
     b: Target | None = None
     embedding: bool = False
+
+    @property
+    def patterned(self) -> str:
+        """The name that patterns of ranks and alphas are matched with: out_proj of attention has its parent's."""
+        return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +108,15 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
         elif match := _SAVED.fullmatch(plain):
             adapters.setdefault(match["adapter"])
             split.saved[f"{match['module']}.{match['rest']}"] = target
-        elif match := _TOKENS.fullmatch(plain):
+        elif match := _OTHER.fullmatch(plain):
             adapters.setdefault(match["adapter"] or "default")
-            split.others[f"{match['module']}.{match['leaf']}"] = target
+            rest = f".{match['rest']}" if match["rest"] else ""
+            split.others[f"{match['module']}.{match['kind']}{rest}"] = target
         elif (match := _ORIGINAL.fullmatch(plain)) and match["module"] in saved:
             split.dropped.update(dict.fromkeys(target.sources, "the original of a module that was trained whole"))
         else:
             _add_base(split, _BASE_LAYER.sub(".", plain), target)
-            if "bias" in plain:
+            if plain.endswith(".bias"):
                 split.biases[plain] = target
     _name_modules(split)
     if len(adapters) > 1:
@@ -173,9 +179,8 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
     if len(ranks) == 1 and "r" not in made:
         made["r"] = ranks[0]  # read off the tensors, not guessed
     for pair in split.pairs.values():
-        said = _by_pattern(made.get("rank_pattern"), pair.module, made.get("r"))
-        stacked = bool(made.get("target_parameters")) and bool(said) and not _rank(pair) % said  # r for each expert
-        if said != _rank(pair) and not stacked:
+        said = _by_pattern(made.get("rank_pattern"), pair.patterned, made.get("r"))
+        if said != _rank(pair) and not _is_stacked(made, pair):
             raise CheckpointMismatchError(
                 f"the adapter config says rank {said} for {pair.module!r}, its tensors have rank {_rank(pair)}."
             )
@@ -191,7 +196,8 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
 def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict[str, Target], tuple[str, ...]]:
     """Return the tensors of adapter_model.safetensors under PEFT's names, and notes."""
     made: dict[str, Target] = {}
-    for module, pair in split.pairs.items():
+    for pair in split.pairs.values():
+        module = pair.key
         names = ("lora_embedding_A", "lora_embedding_B") if pair.embedding else ("lora_A.weight", "lora_B.weight")
         for name, target in zip(names, (pair.a, pair.b), strict=True):
             if target is not None:
@@ -211,7 +217,9 @@ def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, 
     indices = config.get("trainable_token_indices")
     head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
     return (
-        head and isinstance(indices, list) and sum(_TOKENS.fullmatch(other) is not None for other in split.others) > 1
+        head
+        and isinstance(indices, list)
+        and sum(other.endswith(".trainable_tokens_delta") for other in split.others) > 1
     )
 
 
@@ -228,57 +236,14 @@ def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str,
         )
     if kind == "none":
         return {}
-    modules = tuple(f"{module}.base_layer.bias" for module in split.pairs)
+    modules = tuple(f"{pair.key}.base_layer.bias" for pair in split.pairs.values())
     return {name: target for name, target in split.biases.items() if kind == "all" or name in modules}
 
 
-def merge_adapter(
-    split: AdapterSplit, config: Mapping[str, Any]
-) -> Callable[[Mapping[str, Target]], dict[str, Target | ComputedTensor]]:
-    """Return the function that puts the merged tensors in the place of the base's.
-
-    It is applied after names were mapped. The arithmetic is that of PEFT's `merge_and_unload` on a CPU:
-    W += scaling * (B @ A), in the dtype of A and B (16-bit floats by way of float32).
-
-    Raises:
-        UnsupportedFormatError: The adapter is of a variant with another formula.
-        CheckpointMismatchError: A module has no base weight, or shapes do not fit.
-    """
-    used = [key for key in _REFUSED if config.get(key)]
-    if used or split.others:
-        what = ", ".join(used) or ", ".join(list(split.others)[:3])
-        raise UnsupportedFormatError(
-            f"merging adapters with {what} is not supported, for the formula is another one. Export the adapter "
-            "without --merge-adapter and merge with PEFT."
-        )
-    pairs: dict[str, tuple[LoraPair, float]] = {}
-    for module, pair in split.pairs.items():
-        weight = split.base.get(f"{module}.weight")
-        if weight is None:
-            raise CheckpointMismatchError(
-                f"the adapter changes {module!r}, but the checkpoint lacks its base weight: --merge-adapter merges "
-                "what lies in one checkpoint. Export the adapter without it, and merge it into its base with PEFT."
-            )
-        _check_shapes(pair, weight, bool(config.get("fan_in_fan_out")))
-        pairs[weight.parts[0].source] = (pair, scaling(config, module))
-    transposed = bool(config.get("fan_in_fan_out"))
-
-    def put(targets: Mapping[str, Target]) -> dict[str, Target | ComputedTensor]:
-        made: dict[str, Target | ComputedTensor] = {}
-        done: set[str] = set()
-        for name, target in targets.items():
-            touched = [source for source in target.sources if source in pairs]
-            if not touched:
-                made[name] = target
-                continue
-            if len(target.sources) != 1 or len(target.parts) != 1 or not target.parts[0].is_plain or touched[0] in done:
-                raise UnsupportedFormatError(f"{name!r} is split, joined or permuted by the key map: merge without it.")
-            done.add(touched[0])
-            pair, scale = pairs[touched[0]]
-            made[name] = _merged(name, target, pair, scale, transposed or pair.embedding)
-        return made
-
-    return put
+def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
+    """Tell whether the config targets parameters (target_parameters) of a module."""
+    owners = [str(key).rpartition(".")[0] for key in config.get("target_parameters") or ()]
+    return any(not owner or module == owner or module.endswith(f".{owner}") for owner in owners)
 
 
 def scaling(config: Mapping[str, Any], module: str) -> float:
@@ -292,36 +257,6 @@ def scaling(config: Mapping[str, Any], module: str) -> float:
     return float(alpha / math.sqrt(rank)) if config.get("use_rslora") else float(alpha / rank)
 
 
-def _merged(name: str, weight: Target, pair: LoraPair, scale: float, transposed: bool) -> ComputedTensor:
-    assert pair.a is not None and pair.b is not None
-    a, b = pair.a, pair.b
-    # `weight.dtype` may have been changed by a cast: PEFT adds in the source's dtype, the cast comes after.
-    inputs = (replace(weight, dtype=weight.source_dtype), a, b)
-
-    def compute(data: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-        import torch
-
-        w, low_a, low_b = (_tensor(raw, target) for raw, target in zip(data, inputs, strict=True))
-        half = b.dtype in ("float16", "bfloat16")
-        delta = (low_b.float() @ low_a.float()) if half else low_b @ low_a
-        delta = (delta.T if transposed else delta) * scale
-        if half:
-            delta = delta.to(low_b.dtype)
-        w += delta.to(w.dtype) if pair.embedding else delta  # PEFT rounds twice for embeddings
-        out = w.to(getattr(torch, weight.dtype)).contiguous()
-        return np.asarray(out.reshape(-1).view(torch.uint8).numpy())
-
-    return ComputedTensor(name, weight.dtype, weight.shape, inputs, compute, f"W + {scale:g} * B @ A")
-
-
-def _tensor(raw: npt.NDArray[np.uint8], target: Target) -> Any:
-    import torch
-
-    if not raw.flags.writeable or raw.size == 0:
-        raw = raw.copy()
-    return torch.from_numpy(raw).view(getattr(torch, dtype_of(target.dtype).name)).reshape(target.shape)
-
-
 def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> None:
     module, kind = match["module"], match["kind"]
     if kind == "lora_magnitude_vector":
@@ -329,7 +264,7 @@ def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> No
     elif match["leaf"] == "bias":
         split.others[f"{module}.{kind}.bias"] = target
     else:
-        pair = split.pairs.setdefault(module, LoraPair(module))
+        pair = split.pairs.setdefault(module, LoraPair(module, module))
         pair.embedding = kind.startswith("lora_embedding")
         if kind.endswith("A"):
             pair.a = target
@@ -358,20 +293,13 @@ def _rank(pair: LoraPair) -> int:
     return pair.a.shape[0] if pair.a.shape else 0
 
 
-def _check_shapes(pair: LoraPair, weight: Target, fan_in_fan_out: bool) -> None:
-    assert pair.a is not None and pair.b is not None
-    shapes = f"W {list(weight.shape)}, A {list(pair.a.shape)}, B {list(pair.b.shape)}"
-    if len(weight.shape) != 2 or len(pair.a.shape) != 2 or len(pair.b.shape) != 2:
-        raise UnsupportedFormatError(f"{pair.module!r}: only linear and embedding layers can be merged ({shapes}).")
-    product = (pair.b.shape[0], pair.a.shape[1])
-    wanted = weight.shape[::-1] if fan_in_fan_out or pair.embedding else weight.shape
-    if product != wanted or pair.a.shape[0] != pair.b.shape[1]:
-        raise CheckpointMismatchError(f"{pair.module!r}: the factors do not fit the weight ({shapes}).")
-    kinds = {dtype_of(target.dtype).kind for target in (weight, pair.a, pair.b)}
-    if kinds != {"float"} or pair.a.dtype != pair.b.dtype:
-        raise UnsupportedFormatError(
-            f"{pair.module!r}: {weight.dtype} and {pair.a.dtype}, {pair.b.dtype} can't be merged."
-        )
+def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
+    """Whether the factors may be those of a parameter: with a rank for each expert, or a pattern of its name."""
+    if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
+        return False
+    patterns = config.get("rank_pattern")
+    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, Mapping) else ())]
+    return any(isinstance(rank, int) and rank > 0 and not _rank(pair) % rank for rank in ranks)
 
 
 def _by_pattern(patterns: Any, module: str, default: Any) -> Any:

@@ -23,10 +23,11 @@ __all__ = ["BoxCopier", "tile_numel"]
 Bytes = npt.NDArray[np.uint8]
 
 
-def tile_numel(tensor: OutputTensor, maps: dict[str, EntryMap], small: int, big: int) -> int:
+def tile_numel(tensor: OutputTensor, maps: dict[str, EntryMap], small: int, big: int, *, gatherer: Gatherer) -> int:
     """Return how many elements of a target to make at once: few, unless each tile reads all over the source."""
     if isinstance(tensor, ComputedTensor):
-        return max(1, tensor.numel)
+        rows = gatherer.rows_at_once(tensor, 2 * big)
+        return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
     entries = [maps[key].entry for key in tensor.sources]
     widest = max([dtype_of(tensor.dtype).itemsize, *(dtype_of(entry.dtype).itemsize for entry in entries)])
     scattered = any(part.axes and not part.unfold for part in tensor.parts)
@@ -68,7 +69,8 @@ class BoxCopier:
     def _do_tile(self, job: TileJob, worker: Worker) -> None:
         itemsize = dtype_of(job.tensor.dtype).itemsize
         at = job.start
-        for tile in job.box.tiles(tile_numel(job.tensor, self._maps, self._tile_nbytes, self._big_nbytes)):
+        numel = tile_numel(job.tensor, self._maps, self._tile_nbytes, self._big_nbytes, gatherer=self._gatherer)
+        for tile in job.box.tiles(numel):
             out = worker.room(tile.numel * itemsize)
             self._gatherer.make_box(job.tensor, tile, out)
             self._sink.write(job.file, at, [out.data])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_BLOCK = 64  # rows
 _SMALL_SPAN = 1 << 20  # bytes that are read at once whatever part of them is wanted
 
 
@@ -53,6 +55,7 @@ class Gatherer:
         self._verifier = verifier
         self._max_bytes = max_bytes
         self._computing = threading.Lock()
+        self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # small inputs, which tile after tile wants
 
     def read_box(self, key: str, box: Box, out: Bytes) -> None:
         """Fill `out` with a box of a source tensor, row-major, in the source's dtype."""
@@ -139,28 +142,62 @@ class Gatherer:
         target = strided(out, first, inside.sizes, strides, itemsize)
         target[...] = view.reshape(inside.sizes)
 
+    def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
+        """Return how many rows of a tensor can be computed in half of the memory, their bytes being at most `most`."""
+        rows = tensor.shape[0] if tensor.shape else 1
+        if tensor.cut is None:
+            return rows
+        step = rows
+        while step > 1 and (
+            _taken(tensor.cut(0, step)) > self._max_bytes // 2 or _nbytes(tensor) // rows * step > most
+        ):
+            step = (step + 1) // 2
+        # Kernels treat the edges of a matrix apart, and round there in another way: whole blocks have none.
+        return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
+
     def _computed(self, tensor: ComputedTensor, box: Box) -> Bytes:
-        nbytes = [_nbytes(tensor), *(_nbytes(item) for item in tensor.inputs)]
-        if sum(nbytes) > self._max_bytes:
+        """Return a box, row-major: its rows, or everything, are computed for it."""
+        first = 0
+        if tensor.cut is not None and box.sizes and box.sizes[0] < tensor.shape[0]:
+            first = box.offsets[0]
+            tensor = tensor.cut(first, first + box.sizes[0])
+        if _taken(tensor) > self._max_bytes:
             raise UsageError(
-                f"tensor {tensor.name!r} ({tensor.label}) takes {format_size(sum(nbytes))} at once, and the memory "
+                f"tensor {tensor.name!r} ({tensor.label}) takes {format_size(_taken(tensor))} at once, and the memory "
                 f"limit is {format_size(self._max_bytes)}. Give a larger --max-memory."
             )
         with self._computing:  # one at a time: together they could take more than the limit
-            inputs = []
-            for target in tensor.inputs:
-                data = np.empty(_nbytes(target), np.uint8)
-                self.make_box(target, Box.whole(target.shape), data)
-                inputs.append(data)
-            made = tensor.compute(inputs)
+            made = tensor.compute([self._input(target) for target in tensor.inputs])
         itemsize = dtype_of(tensor.dtype).itemsize
         whole: Array = np.frombuffer(made, np.uint8).view(_UNITS[itemsize]).reshape(tensor.shape)
-        part = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
-        return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        offsets = (box.offsets[0] - first, *box.offsets[1:]) if box.offsets else ()
+        part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.sizes, strict=True))]
+        data: Bytes = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        return data
+
+    def _input(self, target: Target) -> Bytes:
+        """Return a whole tensor that something is computed from; of what is kept for later, a copy."""
+        kept = self._kept.get(target)
+        if kept is not None:
+            self._kept.move_to_end(target)
+            copied: Bytes = kept.copy()
+            return copied
+        data = np.empty(_nbytes(target), np.uint8)
+        self.make_box(target, Box.whole(target.shape), data)
+        if len(data) <= self._max_bytes // 32:
+            self._kept[target] = data.copy()
+            while sum(map(len, self._kept.values())) > self._max_bytes // 8:
+                self._kept.popitem(last=False)
+        return data
 
 
 def _nbytes(tensor: OutputTensor) -> int:
     return tensor.numel * dtype_of(tensor.dtype).itemsize
+
+
+def _taken(tensor: ComputedTensor) -> int:
+    """Bytes that computing a tensor takes, inputs and result included."""
+    return _nbytes(tensor) + sum(_nbytes(item) for item in tensor.inputs) + tensor.scratch
 
 
 def _row(values: tuple[int, ...]) -> npt.NDArray[np.int64]:

@@ -84,6 +84,7 @@ class _Draft:
     untied: bool = False
     extra: list[str] = field(default_factory=list)
     live: dict[str, str] = field(default_factory=dict)  # by source: its name before the key map
+    tied: dict[str, str] = field(default_factory=dict)  # by source of a second name: that of the one that is kept
 
 
 def plan_export(
@@ -194,26 +195,37 @@ def _model_tensors(draft: _Draft, split: AdapterSplit | None, store: Store) -> d
     options = draft.options
     merge = None
     if split is not None:
-        from ckptkit.offline.adapters import adapter_config, merge_adapter
+        from ckptkit.offline.adapter_merge import merge_adapter
+        from ckptkit.offline.adapters import adapter_config
 
         config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
-        merge = merge_adapter(split, config)
+        merge = merge_adapter(split, config, model_type=_model_type(draft.base.config))
         draft.targets = {**split.base, **{name: replace(t, name=name) for name, t in split.saved.items()}}
         for pair in split.pairs.values():
             for factor in (pair.a, pair.b):
                 draft.dropped.update(dict.fromkeys(factor.sources if factor else (), "merged into the base weight"))
+        for other in split.others.values():
+            draft.dropped.update(dict.fromkeys(other.sources, "of the adapter that was merged"))
         draft.notes.append(f"adapter merged into {len(split.pairs)} weights")
     _map_names(draft)
     _settle_tied(draft, store)
     _drop_buffers(draft)
     _compare(draft)
     targets = {name: _cast(target, options.dtype) for name, target in draft.targets.items()}
-    tensors: dict[str, OutputTensor] = dict(merge(targets)) if merge is not None else dict(targets)
+    tensors: dict[str, OutputTensor] = dict(targets) if merge is None else dict(merge(targets, draft.tied, draft.notes))
     if merge is not None:
         for tensor in tensors.values():
             for source in tensor.sources:
                 draft.dropped.pop(source, None)
     return tensors
+
+
+def _model_type(config: Mapping[str, Any] | None) -> str | None:
+    """The type of the model that generates text, which may be a part."""
+    config = config or {}
+    text = config.get("text_config")
+    found = (text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type")
+    return found if isinstance(found, str) else None
 
 
 def _adapter_tensors(draft: _Draft, split: AdapterSplit) -> dict[str, OutputTensor]:
@@ -292,6 +304,8 @@ def _settle_tied(draft: _Draft, store: Store) -> None:
 
     wanted = draft.base.wanted or None
     outcome = settle_tied(draft.targets, draft.base.config, same=same, wanted=wanted, untie=draft.options.untie)
+    for name, other in outcome.names.items():
+        _note_tied(draft, draft.targets[name], draft.targets[other])
     draft.targets = dict(outcome.targets)
     draft.dropped.update(outcome.dropped)
     draft.notes += outcome.notes
@@ -327,7 +341,14 @@ def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None
         if other is not None and same(names[name], names[other]):
             draft.dropped.update(dict.fromkeys(names[name].sources, f"tied: the same bytes as {other!r}"))
             draft.notes.append(f"{name} is tied to {other}: equal bytes, written once")
+            _note_tied(draft, names[name], names[other])
             del names[name]
+
+
+def _note_tied(draft: _Draft, target: Target, other: Target) -> None:
+    first, second = _whole_source(target), _whole_source(other)
+    if first is not None and second is not None and first != second:
+        draft.tied[first] = second
 
 
 def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:

@@ -26,12 +26,14 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ComputedTensor:
-    """A tensor that arithmetic makes out of others, held in memory whole: a merged adapter.
+    """A tensor that arithmetic makes out of others, held in memory whole, or by its rows: a merged adapter.
 
     Attributes:
         inputs: What `compute` gets, in this order: each whole, row-major, as bytes of the input's dtype.
         compute: Returns the tensor's bytes, row-major, of `dtype`. May be called from any thread.
         label: What it does, for the plan: "W + 2.0 * B @ A".
+        scratch: Bytes that `compute` takes besides the inputs and what it returns.
+        cut: Returns the tensor of just the rows [start, stop); None where rows can't be made apart.
     """
 
     name: str
@@ -40,6 +42,8 @@ class ComputedTensor:
     inputs: tuple[Target, ...]
     compute: Callable[[Sequence[Bytes]], Bytes]
     label: str
+    scratch: int = 0
+    cut: Callable[[int, int], ComputedTensor] | None = None
 
     @property
     def numel(self) -> int:

@@ -188,7 +188,7 @@ class _Prover:
             return self._of_slices(key, tensor, worker)
         total = Fingerprint()
         itemsize = dtype_of(tensor.dtype).itemsize
-        numel = tile_numel(tensor, self._maps, self._tile_nbytes, self._big_nbytes)
+        numel = tile_numel(tensor, self._maps, self._tile_nbytes, self._big_nbytes, gatherer=self._gatherer)
         for tile in Box.whole(tensor.shape).tiles(numel):
             data = worker.room(tile.numel * itemsize)
             self._gatherer.make_box(tensor, tile, data)

@@ -82,7 +82,7 @@ class SequentialCopier:
             placement, row = event
             tensor = placement.tensor
             itemsize = dtype_of(tensor.dtype).itemsize
-            numel = tile_numel(tensor, self._maps, self._tile_nbytes, self._big_nbytes)
+            numel = tile_numel(tensor, self._maps, self._tile_nbytes, self._big_nbytes, gatherer=self._gatherer)
             for tile in placement.box(row).tiles(numel):
                 out = worker.room(tile.numel * itemsize)
                 self._gatherer.make_box(tensor, tile, out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -64,12 +64,14 @@ class TiedOutcome:
         dropped: Sources that are written under their other name, with the reason.
         untied: The config must say `tie_word_embeddings: false`.
         notes: What was decided.
+        names: By each name that was left out: the one that is kept.
     """
 
     targets: dict[str, Target]
     dropped: dict[str, str]
     untied: bool = False
     notes: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def config_ties(config: Mapping[str, Any] | None) -> bool | None:
@@ -126,6 +128,7 @@ def settle_tied(
     names = dict(targets)
     dropped: dict[str, str] = {}
     notes: list[str] = []
+    kept: dict[str, str] = {}
     untied = False
     for head, embedding in tied_pairs({name: target.shape for name, target in targets.items()}):
         # Where the config is silent, only a base model that stores no head of its own proves that it is tied.
@@ -134,6 +137,7 @@ def settle_tied(
         if equal and tied and not untie:
             for source in set(names.pop(head).sources) - set(targets[embedding].sources):
                 dropped[source] = f"tied: the same bytes as {embedding!r}"
+            kept[head] = embedding
             notes.append(f"{head} is tied to {embedding}: equal bytes, written once")
         elif not equal and config_ties(config) and not untie:
             raise CheckpointMismatchError(
@@ -145,7 +149,7 @@ def settle_tied(
             notes.append(f"{head} and {embedding} are both kept; config.json says tie_word_embeddings: false")
     if untie and not untied:
         notes.append("--untie had nothing to do: the checkpoint has no head of its own")
-    return TiedOutcome(names, dropped, untied, tuple(notes))
+    return TiedOutcome(names, dropped, untied, tuple(notes), kept)
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:

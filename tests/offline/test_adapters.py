@@ -17,7 +17,7 @@ from ckptkit.catalog.builtin_maps import builtin_map
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.formats import dcp, safetensors
-from ckptkit.offline.adapters import adapter_config, export_adapter, merge_adapter, scaling, split_adapter
+from ckptkit.offline.adapters import adapter_config, export_adapter, scaling, split_adapter
 from ckptkit.offline.hf_base import open_base
 from ckptkit.offline.hf_export import ExportOptions, plan_export
 from ckptkit.storage.store import open_store
@@ -64,46 +64,20 @@ def test_the_zoos_adapter_merges_bit_for_bit(zoo: Path) -> None:
     assert export.leftovers == ()
 
 
-@pytest.mark.parametrize("use_rslora", [False, True])
-@pytest.mark.parametrize(("dtype", "adapter_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"),
-                                                      ("bfloat16", "float32"), ("float16", "float16")])  # fmt: skip
-def test_merging_is_what_peft_does(tmp_path: Path, dtype: str, adapter_dtype: str, use_rslora: bool) -> None:
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    from safetensors.torch import load_file, save_file
-
-    torch.manual_seed(1)
-    base = torch.nn.ModuleDict(
-        {"q": torch.nn.Linear(40, 24), "k": torch.nn.Linear(40, 8), "e": torch.nn.Embedding(9, 6)}
-    )
-    base = base.to(getattr(torch, dtype))
-    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k", "e"], "rank_pattern": {"k": 2},
-              "alpha_pattern": {"k": 3}, "use_rslora": use_rslora}  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.get_peft_model(base, peft.LoraConfig(**config), autocast_adapter_dtype=False)
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.data = torch.randn_like(parameter, dtype=torch.float32).to(getattr(torch, adapter_dtype))
-        save_file({n: t.contiguous().clone() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
-        merged = model.merge_and_unload().state_dict()
-    store = open_store(str(tmp_path))
-    catalog = safetensors.open_catalog(store)
-    export = plan_export(store, catalog, options=ExportOptions(adapter_config=config, merge_adapter=True))
-    found = carried_out(store, catalog, export)
-    save_file({n: t.contiguous() for n, t in merged.items()}, tmp_path / "merged.safetensors")
-    assert load_file(tmp_path / "merged.safetensors")["q.weight"].dtype == getattr(torch, dtype)
-    same_bits(found, bits_of(tmp_path / "merged.safetensors"))
-
-
 @pytest.mark.parametrize("case", [
     {"target_modules": ["q"], "bias": "all"},
     {"target_modules": ["q"], "bias": "lora_only"},
     {"target_modules": ["q"], "lora_bias": True},
     {"target_modules": ["q"], "modules_to_save": ["k"]},
-    {"target_modules": ["q"], "target_parameters": ["experts.up", "experts.down"]},
+    {"target_modules": ["q"], "target_parameters": ["experts.up", "experts.down"], "rank_pattern": {"experts.up": 1}},
+    {"target_modules": ["attention", "q"], "rank_pattern": {"attention": 1}},
+    {"target_modules": ["q"], "kasa_config": "KasaConfig"},
+    {"target_modules": ["q"], "monteclora_config": "MontecloraConfig"},
+    {"target_modules": ["q"], "velora_config": "VeloraConfig"},
 ], ids=lambda case: "-".join(map(str, case)))  # fmt: skip
 def test_an_adapter_file_is_what_peft_saves(tmp_path: Path, case: dict[str, Any]) -> None:
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from peft.tuners.lora import config as lora_config
     from safetensors.torch import save_file
 
     class Experts(torch.nn.Module):  # type: ignore[misc,name-defined]
@@ -112,11 +86,15 @@ def test_an_adapter_file_is_what_peft_saves(tmp_path: Path, case: dict[str, Any]
             self.up = torch.nn.Parameter(torch.randn(3, 6, 4))
             self.down = torch.nn.Parameter(torch.randn(3, 4, 6))
 
-    base = torch.nn.ModuleDict({"q": torch.nn.Linear(6, 4), "k": torch.nn.Linear(6, 5), "experts": Experts()})
+    base = torch.nn.ModuleDict({
+        "q": torch.nn.Linear(6, 4), "k": torch.nn.Linear(6, 5), "experts": Experts(),
+        "attention": torch.nn.MultiheadAttention(4, 2),
+    })  # fmt: skip
     config = {"r": 2, "lora_alpha": 6, **case}
+    made = {key: getattr(lora_config, v)() if str(v).endswith("Config") else v for key, v in config.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.get_peft_model(base, peft.LoraConfig(**config))
+        model = peft.get_peft_model(base, peft.LoraConfig(**made))
         model.save_pretrained(tmp_path / "adapter")
         (tmp_path / "run").mkdir()
         state = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
@@ -188,34 +166,20 @@ def test_a_rank_that_is_not_the_tensors_is_refused() -> None:
         adapter_config({"r": 8, "lora_alpha": 1}, split, base=None)
 
 
-@pytest.mark.parametrize(
-    "flag", ["use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "target_parameters", "lora_bias"]
-)
-def test_variants_with_another_formula_are_not_merged(flag: str) -> None:
-    split = split_adapter(lora())
-    assert split is not None
-    with pytest.raises(UnsupportedFormatError, match=flag):
-        merge_adapter(split, {"r": 2, "lora_alpha": 1, flag: [1]})
-
-
-def test_dora_magnitudes_keep_their_name_in_an_adapter_and_are_not_merged() -> None:
+def test_dora_magnitudes_keep_their_name_in_an_adapter() -> None:
     split = split_adapter(lora(q__lora_magnitude_vector__default__weight=(6,)))
     assert split is not None
     made, _ = export_adapter(split, {})
     assert "base_model.model.q.lora_magnitude_vector" in made
-    with pytest.raises(UnsupportedFormatError, match="lora_magnitude_vector"):
-        merge_adapter(split, {"r": 2, "lora_alpha": 1})
 
 
-def test_trained_tokens_keep_their_name_in_an_adapter_and_are_not_merged() -> None:
+def test_trained_tokens_keep_their_name_in_an_adapter() -> None:
     more = {"e__token_adapter__base_layer__weight": (9, 4), "e__token_adapter__trainable_tokens_delta__default": (2, 4)}
     split = split_adapter(lora(**more))
     assert split is not None
     made, _ = export_adapter(split, {})
     assert "base_model.model.e.token_adapter.trainable_tokens_delta" in made
     assert "e.weight" in split.base
-    with pytest.raises(UnsupportedFormatError, match="trainable_tokens_delta"):
-        merge_adapter(split, {"r": 2, "lora_alpha": 1})
 
 
 def test_modules_trained_whole_are_saved_beside_the_factors() -> None:
@@ -249,14 +213,6 @@ def test_several_adapters_are_refused_by_name() -> None:
     more = {"q__lora_A__other__weight": (2, 4), "q__lora_B__other__weight": (6, 2)}
     with pytest.raises(UnsupportedFormatError, match="several adapters: default, other"):
         split_adapter(lora(**more))
-
-
-def test_factors_that_do_not_fit_the_weight_are_refused() -> None:
-    made = targets(q__base_layer__weight=(6, 5), q__lora_A__weight=(2, 4), q__lora_B__weight=(6, 2))
-    split = split_adapter(made)
-    assert split is not None
-    with pytest.raises(CheckpointMismatchError, match=r"do not fit the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"):
-        merge_adapter(split, {"r": 2, "lora_alpha": 1})
 
 
 def test_names_without_adapters_are_none() -> None:

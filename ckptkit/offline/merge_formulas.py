@@ -1,0 +1,203 @@
+"""The arithmetic of merging LoRA adapters: what PEFT's `merge_and_unload` does on a CPU, operation for operation.
+
+Each formula is a function (weight, inputs, first row) -> new weight. The weight may be just some rows of the whole,
+from `first` on, where the formula says that rows don't depend on each other; inputs are always whole. The sources are
+`get_delta_weight`, `merge` and `merge_unsafe` of peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Formula", "bias", "block_diagonal", "conv", "diagonal", "dora", "experts", "linear", "rounded", "tokens"]
+
+Formula: TypeAlias = "Callable[[torch.Tensor, Sequence[torch.Tensor], int], torch.Tensor]"
+
+
+def linear(scale: float, *, transposed: bool = False) -> Formula:
+    """Return W + scale * (B @ A), added in the wider dtype. Inputs: A, B."""
+
+    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        a, b = inputs
+        w += _delta(a, b, scale, transposed, _rows(w, first))
+        return w
+
+    return merge
+
+
+def rounded(scale: float, *, transposed: bool = False, times: int = 1) -> Formula:
+    """Return W + scale * (B @ A), the product being rounded to W's dtype before. Inputs: A, B.
+
+    So PEFT does it with embeddings, parameters and attention. `times`: for out_proj of MultiheadAttention its `merge`
+    adds the product twice (in its forward pass as well, so this is what was trained): first by itself, then through
+    out_proj's own `merge`.
+    """
+
+    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        a, b = inputs
+        delta = _delta(a, b, scale, transposed, _rows(w, first))
+        w += delta.to(w.dtype)
+        for _ in range(times - 1):
+            w += delta
+        return w
+
+    return merge
+
+
+def diagonal(scale: float) -> Formula:
+    """Return W + scale * ((B * diag) @ A), KaSA's. Inputs: A, B, diag."""
+
+    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        a, b, diag = inputs
+        dtype, half = b.dtype, _is_half(b)
+        b = b[_rows(w, first)]
+        delta = (b.float() * diag.float()) @ a.float() if half else (b * diag) @ a
+        delta = delta * scale
+        w += (delta.to(dtype) if half else delta).to(w.dtype)
+        return w
+
+    return merge
+
+
+def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
+    """Return W + scale * (B @ A), where A or B is stored as its diagonal blocks. Inputs: A, B.
+
+    Args:
+        blocks: How many A and B have; 1 for a whole matrix.
+    """
+
+    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        import torch
+
+        a, b = (
+            torch.block_diag(*torch.chunk(factor, n, dim=0)) if n > 1 else factor
+            for factor, n in zip(inputs, blocks, strict=True)
+        )
+        if _is_half(w):
+            a, b = a.float(), b.float()
+        w += ((b[_rows(w, first)] @ a) * scale).to(w.dtype)
+        return w
+
+    return merge
+
+
+def dora(scale: float, *, transposed: bool = False) -> Formula:
+    """Return magnitude / |W + delta| * (W + delta), the norm being that of each output. Inputs: A, B, magnitude.
+
+    By rows only where it is not `transposed`: there each norm is that of a column.
+    """
+
+    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        import torch
+
+        a, b, magnitude = inputs
+        rows = _rows(w, first)
+        delta = _delta(a, b, scale, transposed, rows)
+        # The same views as PEFT's: the order in which a norm is summed up depends on the strides.
+        changed = (w.T if transposed else w) + 1 * (delta.T if transposed else delta)
+        norm = torch.linalg.norm(changed, dim=1).to(changed.dtype)
+        factor = (magnitude.reshape(-1) if transposed else magnitude.reshape(-1)[rows]) / norm
+        factor = factor.view(-1, 1)
+        return ((factor.T if transposed else factor) * (w + delta)).to(w.dtype)
+
+    return merge
+
+
+def conv(scale: float, *, is_dora: bool = False) -> Formula:
+    """Return what `linear` and `dora` do, for convolutions of one to three dimensions. Inputs: A, B[, magnitude]."""
+
+    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        delta = _conv_delta(w, inputs[0], inputs[1], scale)
+        if not is_dora:
+            w += delta
+            return w
+        changed = w + 1 * delta
+        norm = changed.norm(p=2, dim=tuple(range(1, w.dim())), keepdim=True).transpose(1, 0)
+        factor = inputs[2] / norm
+        return (factor.view(-1, *(1,) * (w.dim() - 1)) * (w + delta)).to(w.dtype)
+
+    return merge
+
+
+def experts(scale: float, count: int, *, in_first: bool) -> Formula:
+    """Return the weights of `count` experts in one parameter, each plus scale * (B @ A) of its own. Inputs: A, B.
+
+    Rows are experts. `in_first`: the parameter is [experts, in, out], else [experts, out, in].
+    """
+
+    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        import torch
+
+        a, b = inputs
+        if count == 1:  # then PEFT takes it for a matrix
+            w += _delta(a, b, scale, False, slice(None)).to(w.dtype)
+            return w
+        rows = _rows(w, first)
+        a = a.reshape(count, -1, a.shape[-1])[rows]
+        b = b.reshape(b.shape[0], -1, count)[..., rows]
+        order = "o r e, e r i -> e i o" if in_first else "o r e, e r i -> e o i"
+        w += (torch.einsum(order, b, a) * scale).to(w.dtype)
+        return w
+
+    return merge
+
+
+def bias(scale: float) -> Formula:
+    """Return the bias of a layer plus that of B, scaled. Inputs: the bias of B."""
+
+    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        w += inputs[0][_rows(w, first)] * scale
+        return w
+
+    return merge
+
+
+def tokens(indices: Sequence[int]) -> Formula:
+    """Return an embedding with the rows that were trained put in. Inputs: those rows, in the order of `indices`."""
+
+    def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        import torch
+
+        there = [i for i, index in enumerate(indices) if first <= index < first + len(w)]
+        places = torch.tensor([indices[i] - first for i in there], dtype=torch.int64)
+        return w.index_copy(0, places, inputs[0][there].to(w))
+
+    return merge
+
+
+def _rows(w: torch.Tensor, first: int) -> slice:
+    return slice(first, first + w.shape[0])
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.element_size() == 2
+
+
+def _delta(a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool, rows: slice) -> torch.Tensor:
+    """scale * (B @ A), as PEFT computes it on a CPU: 16-bit factors by way of float32."""
+    dtype, half = b.dtype, _is_half(b)
+    if transposed:
+        a = a[:, rows]
+    else:
+        b = b[rows]
+    product = b.float() @ a.float() if half else b @ a
+    delta = (product.T if transposed else product) * scale
+    return delta.to(dtype) if half else delta
+
+
+def _conv_delta(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    from torch.nn import functional
+
+    dtype, half = a.dtype, _is_half(a)
+    if half:
+        a, b = a.float(), b.float()
+    if w.dim() == 4 and w.shape[2:4] == (1, 1):
+        delta = (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3) * scale
+    else:
+        convolved = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}[w.dim()]
+        delta = convolved(a.transpose(0, 1), b).transpose(0, 1) * scale
+    return delta.to(dtype) if half else delta
