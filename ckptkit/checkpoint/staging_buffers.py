@@ -7,7 +7,7 @@ import mmap
 import operator
 import os
 from collections.abc import Sequence
-from itertools import count
+from itertools import compress, count
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -104,13 +104,19 @@ class StagingBuffers:
     def _fit(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have a place for each tensor."""
         last, self._last = self._last, []
-        if len(tensors) != len(last) or not all(map(operator.is_, tensors, last)):
+        changed = _changed(tensors, last)
+        if changed is None:
             self._on_gpu = any(map(_is_cuda, tensors))
             looks = list(zip(map(_shape_of, tensors), map(_dtype_of, tensors), strict=True))
-            if looks != self._looks:
-                self._looks = []  # until there is memory for the new one
-                self._lay_out(looks)
-                self._looks = looks
+        else:
+            looks = self._looks.copy()
+            for row in changed:
+                looks[row] = (tensors[row].shape, tensors[row].dtype)
+                self._on_gpu |= tensors[row].is_cuda
+        if looks != self._looks:
+            self._looks = []  # until there is memory for the new one
+            self._lay_out(looks)
+            self._looks = looks
         self._last = list(tensors)
 
     def _lay_out(self, looks: list[tuple[torch.Size, torch.dtype]]) -> None:
@@ -178,6 +184,14 @@ class _Pack:
 
         join = torch.stack if self._is_scalar else torch.cat
         join([tensors[row] for row in self.rows], out=self._out)
+
+
+def _changed(tensors: Sequence[torch.Tensor], last: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return which tensors are not the very ones of before; None where they are many, or others in number."""
+    if len(tensors) != len(last):
+        return None
+    changed = list(compress(count(), map(operator.is_not, tensors, last)))
+    return changed if 4 * len(changed) <= len(tensors) else None
 
 
 def _places(
