@@ -75,10 +75,14 @@ def moto() -> Iterator[Options]:
 def serve(folder: Path, server: str, *, etags: bool = True) -> Iterator[Options]:
     """Start a server, with a bucket."""
     (folder / "bench").mkdir()
-    started = servers.rclone(folder, *([] if etags else ["--etag-hash="])) if server == "rclone" else moto()
+    if server == "gcs":
+        os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
+        started = servers.fake_gcs()
+    else:
+        started = servers.rclone(folder, *([] if etags else ["--etag-hash="])) if server == "rclone" else moto()
     with started as options:
-        if server == "moto":
-            open_store("s3://bench", storage_options=options).fs.mkdir("bench")
+        if server != "rclone":
+            open_store(f"{'gs' if server == 'gcs' else 's3'}://bench", storage_options=options).fs.mkdir("bench")
         yield dict(options)
 
 

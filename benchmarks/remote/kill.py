@@ -1,6 +1,6 @@
-"""Kills a process that saves to a real S3 server, at random moments, and looks at what is left (F15).
+"""Kills a process that saves to a real S3 or GCS server, at random moments, and looks at what is left (F15).
 
-    python benchmarks/remote/kill.py [--server rclone|moto] [--n 100] [--seed 0]
+    python benchmarks/remote/kill.py [--server rclone|moto|gcs] [--n 100] [--seed 0]
 
 After each kill: all that is listed is whole, byte by byte; what was reported as saved is there; the next save works,
 and after it, and a `prune`, neither an object nor an upload is left that no checkpoint names. Prints one JSON line.
@@ -55,7 +55,7 @@ def strays(root: Any) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--server", choices=["rclone", "moto"], default="rclone")
+    parser.add_argument("--server", choices=["rclone", "moto", "gcs"], default="rclone")
     parser.add_argument("--n", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -64,7 +64,7 @@ def main() -> None:
     found = {"kills": 0, "checkpoints_seen": 0, "killed_in_a_save": 0, "damaged": 0, "acked_lost": 0, "left_over": 0}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder, contextlib.ExitStack() as stack:
         options = stack.enter_context(serve(Path(folder), args.server))
-        url = "s3://bench/run"
+        url = f"{'gs' if args.server == 'gcs' else 's3'}://bench/run"
         step = 1
         started = time.monotonic()
         for _ in range(args.n):

@@ -41,7 +41,7 @@ def advice_on(error: BaseException, protocol: str) -> str:
     if code in _ELSEWHERE or isinstance(error, RecursionError):
         return said + _elsewhere(answer)
     if isinstance(error, PermissionError):
-        what = getattr(error.__cause__, "operation_name", "") or "this"
+        what = getattr(error.__cause__, "operation_name", "") or "This"
         return (
             f"{said}. {what} is not allowed here. Give credentials that may list, read, write and delete below this "
             f"URL by {given}"

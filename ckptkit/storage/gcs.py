@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import json
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 from urllib.parse import quote
@@ -17,6 +18,7 @@ from ckptkit.storage.object_api import Entries, Entry, FsspecApi
 
 __all__ = ["GcsApi"]
 
+_MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PAGES = 16  # of a listing, a thousand names each
 _BOUNDARY = "ckptkit-7f3a9c51e8d24b06"
 _FORM_START = f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n".encode()
@@ -92,7 +94,7 @@ class GcsApi(FsspecApi):
         bucket, key, _ = self.fs.split_path(name)
         place = f"{self.fs._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
         condition = {"ifGenerationMatch": "0"} if if_absent else {}
-        about = json.dumps({"name": key, "metadata": {"ckptkit-put": mark} if mark else {}}).encode()
+        about = json.dumps({"name": key, "metadata": {_MARK: mark} if mark else {}}).encode()
         # A form of two parts, as a file object: gcsfs's own put hands over bytes, which blocks the event loop.
         content = Content.of(data)
         form = Content([_FORM_START, about, _FORM_NEXT, *content.pieces, _FORM_END], copied=0, owners=[content])
@@ -103,14 +105,26 @@ class GcsApi(FsspecApi):
             )
         return str(json.loads(answer).get("generation", "")) if answer else ""
 
+    def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
+        return self.has_mark(name, mark)
+
+    def has_mark(self, name: str, mark: str, *, nbytes: int = -1) -> bool:
+        """Tell whether what is at `name` was put with this mark; `nbytes`: and has that size."""
+        with contextlib.suppress(FileNotFoundError):
+            found = self.info(name)
+            is_it = bool(mark) and dict(found.get("metadata") or {}).get(_MARK) == mark
+            return is_it and nbytes in (-1, found.get("size"))
+        return False
+
     def upload(self, name: str) -> GcsUpload:
         from fsspec.asyn import sync
         from gcsfs.core import initiate_upload
 
         bucket, key, _ = self.fs.split_path(name)
+        mark = secrets.token_hex(8)
         with _denied():
-            place = sync(self.fs.loop, initiate_upload, self.fs, bucket, key, mode="create")
-        return GcsUpload(self, name, place)
+            place = sync(self.fs.loop, initiate_upload, self.fs, bucket, key, metadata={_MARK: mark}, mode="create")
+        return GcsUpload(self, name, place, mark)
 
     def delete(self, names: Sequence[str], *, folder: str = "") -> None:
         objects = [self.fs.split_path(name)[:2] for name in names]
@@ -150,21 +164,31 @@ class GcsApi(FsspecApi):
 
 
 class GcsUpload:
-    """A resumable upload: parts in order, each of which may be sent again."""
+    """A resumable upload: parts in order. What the session has of one that failed is asked, and not sent again."""
 
     in_order = True
 
-    def __init__(self, api: GcsApi, name: str, place: str) -> None:
+    def __init__(self, api: GcsApi, name: str, place: str, mark: str) -> None:
         self._api = api
         self._name = name
         self._place = place
+        self._mark = mark
         self._starts = {1: 0}
+        self._tried: set[int] = set()
         self._nbytes = 0
         self._published: int | None = None
 
     def part(self, number: int, content: Content, *, last: bool) -> None:
         start = self._starts[number]
         stop = start + content.nbytes
+        at = self._kept(start, stop, last=last) if number in self._tried else start
+        self._tried.add(number)
+        if at < stop:
+            self._send(_after(content, at - start), at, stop, last=last)
+        self._starts[number + 1] = stop
+        self._nbytes = stop
+
+    def _send(self, content: Content, start: int, stop: int, *, last: bool) -> None:
         headers = {
             "Content-Range": f"bytes {start}-{stop - 1}/{stop if last else '*'}",
             "Content-Type": "application/octet-stream",
@@ -173,12 +197,30 @@ class GcsUpload:
         with _denied():
             answer, body = self._api.fs.call("POST", self._place, headers=headers, data=Body(content))
         if last and body:
-            self._published = int(json.loads(body).get("size", -1))
-        kept = answer.get("Range")
-        if not last and kept and int(kept.rpartition("-")[2]) + 1 < stop:
-            raise ConnectionError(f"{self._name}: the server kept {kept} of bytes up to {stop}")
-        self._starts[number + 1] = stop
-        self._nbytes = stop
+            self._published = _size(body)
+        if not last and _stop_of(answer) not in (None, stop):
+            raise ConnectionError(f"{self._name}: the server kept {_stop_of(answer)} of {stop} bytes")
+
+    def _kept(self, start: int, stop: int, *, last: bool) -> int:
+        """Return up to where the session has the bytes of a part that failed, or may have."""
+        try:
+            with _denied():
+                answer, body = self._api.fs.call("PUT", self._place, headers={"Content-Range": "bytes */*"})
+        except FileNotFoundError:
+            # Nothing tells of it once it is done, on some servers; others do not know the question.
+            if last and self._api.has_mark(self._name, self._mark, nbytes=stop):
+                self._published = stop
+            return start if self._published is None else stop
+        if body:
+            self._published = _size(body)
+            if last and self._published == stop:
+                return stop
+            self._take_back()
+            raise StorageError(errno.EBADMSG, f"{self._name}: the server ended the upload before all was there")
+        kept = _stop_of(answer) or 0
+        if not start <= kept <= stop:
+            raise StorageError(errno.EBADMSG, f"{self._name}: the server has {kept} bytes; expected {start} to {stop}")
+        return kept
 
     def complete(self) -> str:
         """The last part has published the object, and its answer said so; else look."""
@@ -186,12 +228,39 @@ class GcsUpload:
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)
         if size != self._nbytes:
+            self._take_back()
             raise OSError(errno.EINVAL, f"{self._name} has {size} bytes, not the {self._nbytes} sent")
         return f"{size} bytes"  # what it was told to have is its size
 
+    def _take_back(self) -> None:
+        """Delete what this upload has published, and is not what was sent."""
+        if self._api.has_mark(self._name, self._mark):
+            self._api.delete([self._name])
+
     def abort(self) -> None:
         # Google answers 499 to a cancelled upload, which gcsfs lets pass.
-        self._api.fs.call("DELETE", self._place)
+        with contextlib.suppress(FileNotFoundError):  # it has ended by itself
+            self._api.fs.call("DELETE", self._place)
+        self._take_back()  # emulators publish what they have when they are asked what that is
+
+
+def _after(content: Content, skipped: int) -> Content:
+    """Return what follows the first bytes of a content."""
+    pieces: list[memoryview] = []
+    for piece in content.pieces:
+        pieces.append(memoryview(piece)[min(skipped, len(piece)) :])
+        skipped -= min(skipped, len(piece))
+    return Content([piece for piece in pieces if piece], copied=0, owners=[content])
+
+
+def _size(body: bytes) -> int:
+    return int(json.loads(body).get("size", -1))
+
+
+def _stop_of(answer: Any) -> int | None:
+    """Return up to where the session has bytes, as the header says; None where there is none."""
+    kept = answer.get("Range")
+    return int(kept.rpartition("-")[2]) + 1 if kept else None
 
 
 def _raise_refused(name: str, status: int, text: str) -> None:

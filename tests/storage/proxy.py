@@ -34,6 +34,7 @@ class Changed:
     change: Callable[[bytes], bytes]
 
 
+Reply = tuple[int, list[tuple[str, str]], bytes]
 Rule = Callable[[int, str, str], "str | Answer | Changed"]
 """(number of the request, method, path) -> "pass", "503", "reset", "lost", "cut", "slow", or an answer."""
 
@@ -48,6 +49,7 @@ class Proxy:
     headers: list[dict[str, str]] = field(default_factory=list)  # of each that was seen, names in lower case
     sent: int = 0  # bytes of all bodies
     lock: threading.Lock = field(default_factory=threading.Lock)
+    between: Callable[[_Handler, bytes], Reply | None] | None = None  # asks the server; None: the connection breaks
 
     def clear(self) -> None:
         self.seen.clear()
@@ -100,11 +102,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fate == "slow":
             time.sleep(0.3)
-        status, headers, data = self._forward(body)
-        if fate == "lost":  # it was carried out, and nobody hears of it
+        reply = self.proxy.between(self, body) if self.proxy.between else self.forward(body)
+        if fate == "lost" or reply is None:  # it was carried out, and nobody hears of it
             self.close_connection = True
             self.connection.close()
             return
+        status, headers, data = reply
         if isinstance(fate, Changed):
             data = fate.change(data)
         self._answer(status, headers, data, cut=fate == "cut" and len(data) > 1)
@@ -123,9 +126,11 @@ class _Handler(BaseHTTPRequestHandler):
             return data
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    def forward(self, body: bytes, **changed: str) -> Reply:
+        """Ask the server. `changed`: headers, with _ for -."""
         connection = http.client.HTTPConnection(*self.target, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
+        headers |= {name.replace("_", "-"): value for name, value in changed.items()}
         headers["Content-Length"] = str(len(body))
         try:
             connection.request(self.command, self.path, body=body, headers=headers)

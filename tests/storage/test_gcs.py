@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import stamina
 
+from ckptkit.errors import StorageError
 from ckptkit.storage import open_store
 from ckptkit.storage.gcs_batch import batch_answers
 from ckptkit.storage.remote import RemoteStore
 from tests.storage import servers
-from tests.storage.proxy import Answer, Changed, Proxy, proxy_of
+from tests.storage.google import Sessions
+from tests.storage.proxy import Answer, Changed, Proxy, first_of_each, proxy_of
 
 _counter = itertools.count()
 
@@ -37,7 +39,7 @@ def via(server: Mapping[str, Any]) -> Iterator[Proxy]:
 def store(server: Mapping[str, Any], via: Proxy) -> Iterator[RemoteStore]:
     stamina.set_testing(True, attempts=8)  # without waits
     yield RemoteStore(f"gs://bucket/run{next(_counter)}", storage_options={**server, "endpoint_url": via.url})
-    via.rule = lambda number, method, path: "pass"
+    via.rule, via.between = (lambda number, method, path: "pass"), None
     stamina.set_testing(False)
 
 
@@ -134,3 +136,105 @@ def test_a_bucket_that_is_not_there_is_said(server: Mapping[str, Any]) -> None:
     for look in (store.list, lambda: store.list(recursive=True), store.list_at_once):  # type: ignore[attr-defined]
         with pytest.raises(FileNotFoundError, match="the bucket does not exist: no-such-bucket"):
             look()
+
+
+PART = 1 << 20
+
+
+@pytest.fixture
+def sessions(store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch) -> Sessions:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+    via.between = Sessions()
+    return via.between
+
+
+def put(store: RemoteStore, name: str) -> bytes:
+    data = os.urandom(5 * PART + 777)
+    with store.writer(name) as out:
+        out.write(data)
+    return data
+
+
+@pytest.mark.parametrize("fate", ["503", "reset", "lost", "cut"])
+def test_each_request_of_an_upload_in_parts_may_fail(
+    store: RemoteStore, via: Proxy, sessions: Sessions, fate: str
+) -> None:
+    for turn in range(1, 8):
+        via.clear()
+        via.rule = lambda number, method, path, turn=turn: fate if number == turn else "pass"  # type: ignore[misc]
+        data = put(store, f"x{turn}")
+        via.rule = lambda number, method, path: "pass"
+        assert store.read(f"x{turn}") == data
+    # Of each part that failed, none of the request that begins; only the last answer has a body to be cut.
+    assert sessions.queries == (1 if fate == "cut" else 6)
+    via.rule = lambda number, method, path: fate if number % 3 == 0 else "pass"
+    assert put(store, "third") == store.read("third")
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_what_the_server_has_of_a_part_that_was_cut_is_not_sent_again(
+    store: RemoteStore, via: Proxy, sessions: Sessions, cut: int
+) -> None:
+    sessions.cut = cut
+    via.clear()
+    data = put(store, "x")
+    assert store.read("x") == data and sessions.queries == cut
+    assert len(data) < via.sent <= len(data) + cut * PART
+
+
+def test_a_server_that_appends_what_it_has_already_publishes_nothing(
+    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+    via.clear()
+    via.rule = lambda number, method, path: (
+        "lost" if number == 3 else "pass"
+    )  # without Sessions, whose question ends an upload
+    with pytest.raises(StorageError, match="ended the upload before all was there"):
+        put(store, "x")
+    assert store.list() == []
+
+
+def test_what_a_failed_upload_has_published_all_the_same_is_taken_back(
+    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+    via.clear()
+    via.rule = lambda number, method, path: "lost" if number in (3, 4) else "pass"  # the question's answer, too
+    with pytest.raises(OSError):
+        put(store, "x")
+    assert store.list() == []
+
+
+class Ended(Answer):
+    @property
+    def body(self) -> bytes:
+        return b'{"size": "5"}'
+
+
+def test_a_server_that_ends_an_upload_early_is_an_error(store: RemoteStore, via: Proxy, sessions: Sessions) -> None:
+    via.clear()
+    via.rule = lambda number, method, path: Ended(200, "") if method == "PUT" else "lost" if number == 3 else "pass"
+    with pytest.raises(StorageError, match="ended the upload before all was there"):
+        put(store, "x")
+    assert store.list() == []
+
+
+@pytest.mark.parametrize("fate", ["lost", "cut"])
+def test_a_lost_answer_to_the_last_part_is_looked_up_where_the_session_is_gone(
+    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch, fate: str
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+    via.clear()
+    via.rule = lambda number, method, path: fate if number == 7 else "pass"
+    assert put(store, "x") == store.read("x")
+
+
+def test_a_lost_answer_to_a_put_is_not_taken_for_another_writer(store: RemoteStore, via: Proxy) -> None:
+    via.rule = first_of_each("lost")
+    store.write("record", b"mine")
+    with pytest.raises(FileExistsError):
+        store.write("record", b"theirs")
+    with pytest.raises(FileExistsError):
+        store.write("record", b"mine")  # of the same bytes: it is another's all the same
+    assert store.read("record") == b"mine"

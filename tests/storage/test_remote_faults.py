@@ -26,6 +26,7 @@ from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import is_transient
 from ckptkit.storage.store import ReadInto
 from tests.storage import servers
+from tests.storage.google import Sessions
 from tests.storage.proxy import Answer, Proxy, every_third, first_of_each, proxy_of
 
 Options = dict[str, Any]
@@ -421,6 +422,7 @@ def test_gcs_survives_every_third_request_failing() -> None:
         os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
         open_store("gs://bucket", storage_options=options).fs.mkdir("bucket")
         store = RemoteStore("gs://bucket/run", storage_options={**options, "endpoint_url": via.url})
+        via.between = Sessions()
         data = os.urandom(2 * PART + 777)
         via.rule = every_third("503")
         store.write("small", data[:10])
