@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from ckptkit.errors import NoSpaceError, UnsafePathError
+from ckptkit.storage import local
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.store import ReadInto
 from tests.conformance.store_tests import StoreTests
 
 
@@ -112,3 +115,28 @@ def test_the_disk_begins_before_the_sync_at_the_end(
             writer.write(b"x" * 30)
     assert begun == ([120, 240] if sync else [])
     assert (tmp_path / "file").read_bytes() == b"x" * 300
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_threads_read_what_has_to_be_waited_for_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    data = os.urandom(64 << 20)
+    (tmp_path / "file").write_bytes(data)
+    clock = iter(range(1000))
+    monkeypatch.setattr(local.time, "perf_counter", lambda: next(clock) * (1.0 if waits else 1e-6))
+    done: list[str] = []
+    monkeypatch.setattr(
+        LocalStore,
+        "_read_exactly",
+        lambda self, fd, _path, start, view: (
+            done.append(threading.current_thread().name),
+            view.__setitem__(slice(None), data[start : start + len(view)]),
+        ),
+    )
+    starts = range(0, len(data), 1 << 20)
+    views = [memoryview(bytearray(100)) for _ in starts]
+    LocalStore(tmp_path).read_many([ReadInto("file", at, view) for at, view in zip(starts, views, strict=True)])
+    assert all(view == data[at : at + 100] for at, view in zip(starts, views, strict=True))
+    here = done.count(threading.current_thread().name)
+    assert (here, len(done)) == (9 if waits else 64, 64)
