@@ -90,6 +90,8 @@ def _next(report: ConvertReport) -> list[str]:
     """The command that most people type after this one."""
     names = {file.path for file in report.plan.files}
     where = shlex.quote(report.dst)
+    if any("diffusers" in note for note in report.notes):
+        return []  # nothing to serve
     if report.to == "hf" and "config.json" in names and "://" not in report.dst:
         return [f"serve it with: vllm serve {where}"]
     if report.to == "hf" and "adapter_config.json" in names and "://" not in report.dst:

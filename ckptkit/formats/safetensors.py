@@ -35,11 +35,14 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         CorruptCheckpointError: A header, the index, or both together break their rules.
         UnsafePathError: The index names a file outside of the directory.
     """
-    names = [name for name in file_names(store.list()) if name.endswith((".safetensors", _INDEX))]
+    listed = file_names(store.list())
+    names = [name for name in listed if name.endswith((".safetensors", _INDEX))]
     shards = [name for name in names if SHARD_NAME.fullmatch(name)]
     if shards:
         return open_shards(store, shards)
     headers, notes = _choose(store, names)
+    if "modules.json" in listed:
+        notes = (*notes, *_modules(store))
     entries: dict[str, TensorEntry] = {}
     for path, header in headers.items():
         for name, tensor in header.tensors.items():
@@ -85,6 +88,20 @@ def _info(
         side_files=(*side.carried, *(("adapter_config.json",) if "adapter_config" in extra else ())),
         notes=(*notes, *side.notes),
         extra=extra,
+    )
+
+
+def _modules(store: Store) -> tuple[str, ...]:
+    """A note on the modules of sentence-transformers that have weights of their own, which are no part of the model."""
+    modules = read_json(store, "modules.json")
+    places = [item.get("path") for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
+    safe = [place for place in places[:64] if isinstance(place, str) and is_safe_name(place)]
+    ends = (".safetensors", ".bin")
+    heavy = [place for place in safe if any(name.endswith(ends) for name in file_names(store.list(place)))]
+    if not heavy:
+        return ()
+    return (
+        f"modules.json: {', '.join(heavy)} {'has' if len(heavy) == 1 else 'have'} weights too, which are not read.",
     )
 
 

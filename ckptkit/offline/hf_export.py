@@ -442,6 +442,8 @@ def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[
     dtype = max(floats, key=lambda name: floats[name]) if floats and not quantized else None
     config, notes = export_config(draft.base.config, dtype=dtype, untied=draft.untied, quantized=quantized)
     draft.notes += notes
+    if "_diffusers_version" in config and "model_type" not in config:
+        draft.notes.append("config.json is of diffusers, whose files are diffusion_pytorch_model*.safetensors: rename")
     return config
 
 

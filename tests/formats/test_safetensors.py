@@ -303,3 +303,18 @@ def test_shards_that_are_counted_from_0_are_complete_without_an_index(tmp_path):
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"missing: model-00001-of-00002\.safetensors\.$"):
         safetensors.open_catalog(open_store(str(tmp_path)))
+
+
+def test_modules_of_sentence_transformers_with_weights_of_their_own_are_said(tmp_path):
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    for name in ("1_Pooling", "2_Dense"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    save_file({"linear.weight": np.ones(2, np.float32)}, tmp_path / "2_Dense" / "model.safetensors")
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "../x"}, {"path": 3}, 7]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert safetensors.open_catalog(open_store(str(tmp_path))).info.notes == (
+        "modules.json: 2_Dense has weights too, which are not read.",
+    )
+    (tmp_path / "modules.json").write_text('{"no": "list"}')
+    assert safetensors.open_catalog(open_store(str(tmp_path))).info.notes == ()

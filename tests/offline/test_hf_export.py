@@ -448,6 +448,11 @@ def test_the_config_says_the_dtype_of_the_weights(tmp_path: Path) -> None:
     }
 
 
+def test_a_config_of_diffusers_asks_for_other_names_of_the_files(tmp_path: Path) -> None:
+    write(tmp_path, ones("a"), {"_class_name": "UNet2DModel", "_diffusers_version": "0.42.1"})
+    assert any("diffusion_pytorch_model*.safetensors" in note for note in plan(tmp_path).notes)
+
+
 def test_the_architecture_loses_the_prefix_of_fully_shard(tmp_path: Path) -> None:
     write(tmp_path, ones("a"), {"architectures": ["FSDPLlamaForCausalLM"]})
     assert config_of(plan(tmp_path))["architectures"] == ["LlamaForCausalLM"]
