@@ -163,7 +163,8 @@ def _part(part: Part, made: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:
     offsets = part.source_box.offsets
     box = Box((offsets[0] - first, *offsets[1:]) if offsets else (), part.source_box.sizes)
     view = made[_slices(box)].reshape(part.unfold or part.source_box.sizes)
-    return view.transpose(part.axes or tuple(range(view.ndim))).reshape(part.target_box.sizes)
+    turned: npt.NDArray[Any] = view.transpose(part.axes or tuple(range(view.ndim))).reshape(part.target_box.sizes)
+    return turned
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -8,7 +8,7 @@ from `first` on, where the formula says that rows don't depend on each other; in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +73,9 @@ def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         import torch
 
+        whole: Any = torch.block_diag  # it has no types
         a, b = (
-            torch.block_diag(*torch.chunk(factor, n, dim=0)) if n > 1 else factor
-            for factor, n in zip(inputs, blocks, strict=True)
+            whole(*torch.chunk(factor, n, dim=0)) if n > 1 else factor for factor, n in zip(inputs, blocks, strict=True)
         )
         if _is_half(w):
             a, b = a.float(), b.float()
@@ -102,7 +102,8 @@ def dora(scale: float, *, transposed: bool = False) -> Formula:
         norm = torch.linalg.norm(changed, dim=1).to(changed.dtype)
         factor = (magnitude.reshape(-1) if transposed else magnitude.reshape(-1)[rows]) / norm
         factor = factor.view(-1, 1)
-        return ((factor.T if transposed else factor) * (w + delta)).to(w.dtype)
+        made: torch.Tensor = ((factor.T if transposed else factor) * (w + delta)).to(w.dtype)
+        return made
 
     return merge
 
@@ -118,7 +119,8 @@ def conv(scale: float, *, is_dora: bool = False) -> Formula:
         changed = w + 1 * delta
         norm = changed.norm(p=2, dim=tuple(range(1, w.dim())), keepdim=True).transpose(1, 0)
         factor = inputs[2] / norm
-        return (factor.view(-1, *(1,) * (w.dim() - 1)) * (w + delta)).to(w.dtype)
+        made: torch.Tensor = (factor.view(-1, *(1,) * (w.dim() - 1)) * (w + delta)).to(w.dtype)
+        return made
 
     return merge
 
