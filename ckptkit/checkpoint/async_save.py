@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 
 from ckptkit.checkpoint.report import SaveReport
 from ckptkit.errors import CkptkitError, SaveError
+from ckptkit.storage.workers import before_end
 
 __all__ = ["SaveHandle", "collecting_later"]
 
 _HEAD_START_S = 1.0
+_LOOK_S = 0.5
 _log = logging.getLogger(__name__)
 _unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 
@@ -68,6 +70,11 @@ class SaveHandle:
             self._error = error
         finally:
             self._done.set()
+
+    def wait_at_end(self) -> None:
+        """Return once the thread of the save, if it is one of this process, has ended."""
+        while self._thread.is_alive() and not self._done.wait(_LOOK_S):  # after a fork it is not alive
+            pass
 
     def done(self) -> bool:
         """Tell whether the save has ended, well or not."""
@@ -123,4 +130,11 @@ def _is_heard() -> bool:
     return False
 
 
+def _wait_for_saves() -> None:
+    """At the end of the main thread: let the saves under way end before Python closes what they work with."""
+    for handle in list(_unasked):
+        handle.wait_at_end()
+
+
+before_end(_wait_for_saves)
 atexit.register(_report_unasked)

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -27,6 +27,7 @@ from ckptkit.storage.owner import this_process
 from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
+from ckptkit.storage.workers import WorkerPool
 from ckptkit.units import format_size
 
 __all__ = ["SaveAttempt", "WrittenFile", "begin_save"]
@@ -163,7 +164,7 @@ class _Opening:
         elif kept is not None:
             self.inventory = kept
         else:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-open")
+            pool = WorkerPool(1, thread_name_prefix="ckptkit-open")
             self._settling = pool.submit(settle)
             pool.shutdown(wait=False)
         _check_space(self.root, [request.planned_bytes for request in requests])
@@ -377,7 +378,7 @@ class SaveAttempt:
                 hinted.append(pool.submit(self._write_hints, hints or {}))
             return self._record.without_files()
 
-        with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-hints") as pool:
+        with WorkerPool(1, thread_name_prefix="ckptkit-hints") as pool:
             slim: CommitRecord = self._settle(Outcome.of(lambda: (self._durable(files), payload)), publish)
         record = self._record or slim
         if self.coordinator.is_main:
@@ -456,7 +457,7 @@ class SaveAttempt:
             yield
         else:
             started = time.monotonic()
-            with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-lease") as pool:
+            with WorkerPool(1, thread_name_prefix="ckptkit-lease") as pool:
                 checked = pool.submit(lease.check)
                 yield
                 checked.result()

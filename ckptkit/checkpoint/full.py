@@ -11,7 +11,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -29,6 +29,7 @@ from ckptkit.errors import SaveError
 from ckptkit.formats._torch_records import PlacementRecord
 from ckptkit.formats.layout import MANIFEST_NAME, FileRecord
 from ckptkit.formats.slice_table import SliceRow, TablePart, write_manifest
+from ckptkit.storage.workers import WorkerPool
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +147,7 @@ class FullTensors:
         streams: dict[str, SafetensorsStream] = {}
         failure: Exception | None = None
         with ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ckptkit-full"))
+            pool = stack.enter_context(WorkerPool(1, thread_name_prefix="ckptkit-full"))
             try:
                 for file in self.files:
                     if file.writer == self.rank:
@@ -316,7 +317,7 @@ class _Transfer:
         plan: FullTensors,
         memory: Mapping[str, torch.Tensor],
         streams: Mapping[str, SafetensorsStream],
-        pool: ThreadPoolExecutor,
+        pool: WorkerPool,
         failure: Exception | None,
     ) -> None:
         self._plan = plan

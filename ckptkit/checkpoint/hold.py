@@ -17,6 +17,7 @@ from ckptkit.checkpoint.lease import Lease, acquire_lease
 from ckptkit.errors import SaveError
 from ckptkit.formats.layout import CommitRecord
 from ckptkit.storage.store import Store
+from ckptkit.storage.workers import start_or_do_without
 
 __all__ = ["RunHold"]
 
@@ -120,7 +121,7 @@ def _watch() -> None:
         if _reaper is None or _reaper[0] != os.getpid():
             thread = threading.Thread(target=_reap, name="ckptkit-hold", daemon=True)
             _reaper = (os.getpid(), thread)
-            thread.start()
+            start_or_do_without(thread)
 
 
 def _reap() -> None:

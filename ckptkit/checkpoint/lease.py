@@ -21,6 +21,7 @@ from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
+from ckptkit.storage.workers import start_or_do_without
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint.inventory import Inventory
@@ -80,7 +81,7 @@ class Lease:
         thread = threading.Thread(
             target=_beat, args=(weakref.ref(self), self._stop, BEAT_S), name="ckptkit-lease", daemon=True
         )
-        thread.start()
+        start_or_do_without(thread)
         weakref.finalize(self, self._stop.set).atexit = False  # at exit `release` comes first
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -17,6 +16,7 @@ from ckptkit.errors import IncompleteCheckpointError, IntegrityError
 from ckptkit.formats.dcp_encode import crc32
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import ReadInto, Store
+from ckptkit.storage.workers import WorkerPool
 
 __all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "compare", "digest_of", "read_pieces"]
 
@@ -100,7 +100,7 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """Return what the calls return, several at once. Raises the first failure once all that had begun have ended."""
     if workers <= 1 or len(calls) <= 1:
         return [call() for call in calls]
-    with ThreadPoolExecutor(min(workers, len(calls)), thread_name_prefix="ckptkit-read") as pool:
+    with WorkerPool(min(workers, len(calls)), thread_name_prefix="ckptkit-read") as pool:
         futures = [pool.submit(call) for call in calls]
         try:
             return [future.result() for future in futures]

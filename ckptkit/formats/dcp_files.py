@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from ckptkit.formats.dcp_encode import RecordFrame, crc32
 from ckptkit.formats.layout import FileRecord
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import Store
+from ckptkit.storage.workers import WorkerPool
 from ckptkit.storage.writeback import start_writing
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _run(jobs: Sequence[_Job]) -> None:
         for job in jobs:
             job.run()
         return
-    with ThreadPoolExecutor(len(jobs), thread_name_prefix="ckptkit-write") as pool:
+    with WorkerPool(len(jobs), thread_name_prefix="ckptkit-write") as pool:
         futures = [pool.submit(job.run) for job in jobs]
         failed = [error for error in (future.exception() for future in futures) if error is not None]
     if failed:

@@ -8,13 +8,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckptkit.errors import MissingExtraError, UsageError
 from ckptkit.storage.session import quick_session
 from ckptkit.storage.signing import sign_beside
+from ckptkit.storage.workers import WorkerPool
 
 __all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection"]
 
@@ -100,7 +101,7 @@ class Budget:
 class _OfProcess:
     pid: int
     fs: Any
-    pool: ThreadPoolExecutor
+    pool: WorkerPool
     budget: Budget
     known: Known
 
@@ -143,7 +144,7 @@ class Connection:
                 self._held = _OfProcess(
                     pid,
                     _open_file_system(self.protocol, self.options),
-                    ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-remote"),
+                    WorkerPool(_THREADS, thread_name_prefix="ckptkit-remote"),
                     Budget(_UPLOADS, _HELD_BYTES),
                     Known(),
                 )

@@ -149,6 +149,36 @@ def test_a_process_that_ends_without_waiting_leaves_a_complete_checkpoint(tmp_pa
     assert report.step == 1
 
 
+@pytest.mark.parametrize("threads", ["may start", "are refused"])
+def test_a_save_that_has_yet_to_begin_when_the_main_thread_ends_is_completed(tmp_path: Path, threads: str) -> None:
+    """By then Python has closed its pools, and from 3.12 on it starts no thread."""
+    body = f"""
+import threading
+from ckptkit.storage import workers
+state.model = torch.nn.Sequential(*[torch.nn.Linear(700, 700) for _ in range(4)])
+ended, start = threading.Event(), threading.Thread.start
+def refuse(self): raise RuntimeError("can't create new thread at interpreter shutdown")
+def end():
+    if {threads == "are refused"}:
+        workers._MAY_START, threading.Thread.start = False, refuse
+    ended.set()
+def hold_back(publish):
+    def late(*args):
+        assert ended.wait(60)
+        return publish(*args)
+    return late
+threading._register_atexit(end)
+for kind in ("sharded", "full", "local"):
+    manager = CheckpointManager({str(tmp_path)!r} + "/" + kind, state_dict_type=kind)
+    manager._saver.publish = hold_back(manager._saver.publish)
+    manager.save_async(1, state)
+"""
+    done = run_script(tmp_path, body)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/step_*")}
+    assert found == {f"{kind}/step_00000001" for kind in ("sharded", "full", "local")}
+
+
 def test_an_error_that_nobody_asked_for_is_said_at_exit(tmp_path: Path) -> None:
     body = """
 def fail(*args): raise OSError(28, "No space left on device")
