@@ -186,6 +186,10 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
     name = _checked_name(tail[pos : pos + name_n], file)
     if _NONE32 in (packed, size, header):
         packed, size, header = _zip64(tail[pos + name_n : pos + name_n + extra_n], packed, size, header, file)
+    if (method != 0 or packed != size) and "/code/" in name:
+        raise UnsupportedFormatError(
+            f"{file}: it is a program of TorchScript (torch.jit.save), no checkpoint. Save its state_dict() instead."
+        )
     if method != 0 or packed != size:
         raise CorruptCheckpointError(
             f"{file}: member {name!r:.80} is compressed, which torch.save never does; it is not unpacked."

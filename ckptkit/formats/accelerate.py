@@ -2,7 +2,7 @@
 
 SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP. Without DCP: `pytorch_model_fsdp_<i>_rank<r>.bin`
 and `optimizer_<i>_rank<r>.bin`. FULL: `pytorch_model_fsdp[_<i>].bin` and `optimizer[_<i>].bin`. LOCAL:
-`pytorch_model_fsdp[_<i>]_rank<r>.bin` beside an optimizer in DCP form.
+`pytorch_model_fsdp[_<i>]_rank<r>.bin` beside an optimizer in DCP form. Before 0.25, without `_fsdp`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from ckptkit.storage import Store
 
 __all__ = ["is_accelerate", "open_catalog"]
 
-_MODEL = re.compile(r"pytorch_model_fsdp(?:_(\d+))?(?:_rank(\d+))?(\.bin)?")
+# `pytorch_model.bin` itself is anybody's.
+_MODEL = re.compile(
+    r"(?=pytorch_model_fsdp|pytorch_model_\d+\Z|pytorch_model(?:_\d+)?_rank)"
+    r"pytorch_model(?:_fsdp)?(?:_(\d+))?(?:_rank(\d+))?(\.bin)?"
+)
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?(?:_rank(\d+))?(\.bin)?")
 _OBJECTS = re.compile(
     r"scheduler(?:_\d+)?\.(?:bin|pt)|random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth|trainer_state\.json|"
@@ -47,7 +51,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     listing = {item.path: item for item in store.list()}
     models = _by_index(listing, _MODEL)
     if not models:
-        raise CheckpointNotFoundError(f"{store.url} has nothing named pytorch_model_fsdp*.")
+        raise CheckpointNotFoundError(f"{store.url} has nothing named pytorch_model_fsdp* or pytorch_model_<i>.")
     optimizers = _by_index(listing, _OPTIMIZER)
     sizes = {path: item.size for path, item in listing.items() if item.kind == "file"}
     parts = []

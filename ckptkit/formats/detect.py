@@ -13,7 +13,17 @@ from typing import Any
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UnsafePathError
 from ckptkit.formats.collector import collector_paused
-from ckptkit.formats.format_list import RECORD, TORCH_ENDINGS, UNNAMED, Format, Place, format_of, open_torch, reader
+from ckptkit.formats.format_list import (
+    RECORD,
+    TORCH_ENDINGS,
+    UNNAMED,
+    Format,
+    Place,
+    format_of,
+    open_torch,
+    reader,
+    refuse_packed,
+)
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.steps import ordered, parse_step
 from ckptkit.storage import Store, open_store
@@ -167,6 +177,7 @@ def nearest(path: str) -> str:
 def _unknown(place: Place, url: str) -> CkptkitError:
     names = [f"{n}/" if item.kind == "directory" else n for n, item in place.listing.items()]
     shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+    refuse_packed(place.files)
     if place.any_file(_DATA.pattern):
         reader("dcp").open_catalog(place.store)  # raises: it says what is missing
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")

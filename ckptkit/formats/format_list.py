@@ -10,12 +10,23 @@ from functools import cached_property
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
-from ckptkit.errors import CkptkitError, CorruptCheckpointError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.steps import parse_step
 from ckptkit.storage import FileInfo, Store
 
-__all__ = ["FORMATS", "RECORD", "TORCH_ENDINGS", "UNNAMED", "Format", "Place", "format_of", "open_torch", "reader"]
+__all__ = [
+    "FORMATS",
+    "RECORD",
+    "TORCH_ENDINGS",
+    "UNNAMED",
+    "Format",
+    "Place",
+    "format_of",
+    "open_torch",
+    "reader",
+    "refuse_packed",
+]
 
 RECORD = "checkpoint.json"
 _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
@@ -139,8 +150,19 @@ def format_of(place: Place, formats: Sequence[Format] = ()) -> Format | None:
     return next((form for form in formats or FORMATS if form.test(place)), None)
 
 
+def refuse_packed(names: Sequence[str]) -> None:
+    """Raise UnsupportedFormatError for an archive of NeMo, which holds a checkpoint that can't be read in place."""
+    packed = next((name for name in names if name.endswith(".nemo")), None)
+    if packed is not None:
+        raise UnsupportedFormatError(
+            f"{packed} is a tar archive of NeMo, perhaps compressed, with a checkpoint in it. Unpack it with "
+            "'tar -xf' into an empty directory, and give that directory."
+        )
+
+
 def open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
     """Open one file, or what lies at the root. Names of a LightningModule lose its attribute, as in a sharded one."""
+    refuse_packed([name] if name is not None else [])
     catalog: Catalog = reader("torch_save").open_catalog(store, path=name, options=options)
     if not catalog.info.producer.startswith("lightning") or options.strip_prefix is not None:
         return catalog

@@ -15,7 +15,7 @@ from ckptkit.formats.numbered_files import numbered_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.safetensors_dcp import SHARD_NAME, open_shards
 from ckptkit.formats.safetensors_parse import HeaderTensor, SafetensorsHeader, read_headers
-from ckptkit.formats.side_files import SideFiles, file_names, find_side_files, read_json
+from ckptkit.formats.side_files import SideFiles, file_names, find_side_files, read_json, unread_optimizer
 from ckptkit.formats.strict_json import parse
 from ckptkit.storage import Store
 from ckptkit.storage.paths import is_safe_name
@@ -41,6 +41,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if shards:
         return open_shards(store, shards)
     headers, notes = _choose(store, names)
+    notes = (*notes, *unread_optimizer(listed))
     if "modules.json" in listed:
         notes = (*notes, *_modules(store))
     entries: dict[str, TensorEntry] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from ckptkit.formats.strict_json import check_density
 from ckptkit.storage import FileInfo, Store
 from ckptkit.storage.paths import is_safe_name
 
-__all__ = ["SideFiles", "find_side_files", "is_side_file", "read_json"]
+__all__ = ["SideFiles", "find_side_files", "is_side_file", "read_json", "unread_optimizer"]
 
 _CARRIED = (
     "config.json",
@@ -37,6 +38,7 @@ _CARRIED = (
     "USE_POLICY*",
 )
 _CODE = ("*.py",)
+_OPTIMIZER = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
 _MAX_JSON_BYTES = 32 << 20
 # What transformers' config says about the weights; enough to decide on tied heads and wanted shapes.
 _CONFIG_KEYS = (
@@ -120,6 +122,13 @@ def _unsafe(found: Sequence[str], safe: Sequence[str], directory: str) -> tuple[
 def is_side_file(path: str) -> bool:
     """Tell whether a file at the root of a checkpoint, by its name, is carried along."""
     return _matches(path, "", _CARRIED)
+
+
+def unread_optimizer(names: Iterable[str]) -> tuple[str, ...]:
+    """A note where the Trainer or accelerate saved an optimizer beside whole weights: its state is keyed by numbers,
+    and no file has the order of the parameters."""
+    found = [name for name in names if _OPTIMIZER.fullmatch(name)]
+    return (f"{found[0]} lies beside the weights; an optimizer of whole weights is not read.",) if found else ()
 
 
 def read_json(store: Store, path: str) -> Any:

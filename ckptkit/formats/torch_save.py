@@ -7,7 +7,7 @@ for the paths of DCP. Tensor bytes are not read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.catalog.box import Box
@@ -26,7 +26,7 @@ from ckptkit.formats.dcp_roles import EntryRole, RoleTable
 from ckptkit.formats.numbered_files import numbered_files
 from ckptkit.formats.objects import plain
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.side_files import find_side_files
+from ckptkit.formats.side_files import find_side_files, unread_optimizer
 from ckptkit.formats.strict_json import parse
 from ckptkit.storage.paths import is_safe_name
 from ckptkit.storage.store import Store
@@ -66,6 +66,12 @@ def open_catalog(
     if path is not None:
         return open_file(store, path, options=options)
     names = [info.path for info in store.list() if info.kind in ("file", "symlink")]
+    catalog = _open_directory(store, names, options)
+    notes = unread_optimizer(name for name in names if name not in catalog.info.files)
+    return replace(catalog, info=replace(catalog.info, notes=(*catalog.info.notes, *notes))) if notes else catalog
+
+
+def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) -> Catalog:
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if indices:
         return _open_shards(store, sorted(indices)[0], options)

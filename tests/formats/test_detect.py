@@ -10,7 +10,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsupportedFormatError,
+)
 from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.steps import ordered, parse_step
 from ckptkit.storage import open_store
@@ -242,3 +248,41 @@ def test_files_of_parts_that_are_numbered_like_steps_are_the_ranks(tmp_path, zoo
     (tmp_path / "checkpoint_1.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"only the part of rank 0|checkpoint_1\.pt"):
         open_source(str(tmp_path))
+
+
+def test_an_archive_of_nemo_is_to_be_unpacked_first(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "m.nemo").write_bytes(b"\x1f\x8b\x08" + bytes(600))
+    for url in (tmp_path / "run", tmp_path / "run" / "m.nemo"):
+        with pytest.raises(UnsupportedFormatError, match=r"m\.nemo is a tar archive of NeMo.*tar -xf"):
+            open_source(str(url))
+
+
+def test_an_optimizer_beside_whole_weights_is_said_not_to_be_read(tmp_path):
+    torch = pytest.importorskip("torch")
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    state = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    torch.save(state, tmp_path / "optimizer.pt")
+    note = "optimizer.pt lies beside the weights; an optimizer of whole weights is not read."
+    assert open_source(str(tmp_path)).catalog.info.notes == (note,)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    assert open_source(str(tmp_path)).catalog.info.notes == (note,)
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert open_source(str(tmp_path)).catalog.info.notes == ()  # it is what was asked for
+
+
+def test_the_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
+    sharded, ranks = tmp_path / "sharded", tmp_path / "ranks"
+    now = zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint"
+    shutil.copytree(now / "pytorch_model_fsdp_0", sharded / "pytorch_model_0")
+    shutil.copytree(now / "optimizer_0", sharded / "optimizer_0")
+    ranks.mkdir()
+    for path in (zoo / "accelerate_fsdp2_nodcp_llama_untied_w2" / "checkpoint").glob("*_0_rank*.bin"):
+        shutil.copy(path, ranks / path.name.replace("_fsdp_0_", "_").replace("optimizer_0_", "optimizer_"))
+    for folder in (sharded, ranks):
+        catalog = open_source(str(folder)).catalog
+        assert catalog.info.format == "accelerate"
+        weights = catalog.by_role(Role.MODEL)
+        assert {e.fqn for e in catalog.by_role(Role.OPTIMIZER).values() if e.state == "exp_avg"} <= set(weights)
+        assert catalog.by_role(Role.OPTIMIZER) and "model.embed_tokens.weight" in weights

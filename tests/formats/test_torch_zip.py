@@ -200,3 +200,11 @@ def test_storages_that_overlap_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(raw)
     with pytest.raises(CorruptCheckpointError, match="overlaps"):
         read_archive(LocalStore(tmp_path), "x.pt")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_of_torchscript_is_named_as_one(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.jit.script(torch.nn.Linear(2, 3)).save(tmp_path / "m.pt")
+    with pytest.raises(UnsupportedFormatError, match=r"m\.pt: it is a program of TorchScript"):
+        read_archive(LocalStore(tmp_path), "m.pt")
