@@ -122,10 +122,13 @@ def _capture_parameter(
     what: str,
 ) -> None:
     import torch
+    from torch.distributed.tensor import DTensor
 
     for name, value in state.items():
         if master_name is not None and name == master_name:
             captured.masters[fqn] = value
+        elif type(value) is DTensor:
+            captured.tensors[fqn, name] = value
         elif isinstance(value, torch.Tensor):
             captured.tensors[fqn, name] = _addressable(value, parameter, f"{what}: state {name!r} of {fqn!r}")
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,9 +47,8 @@ class Fingerprints:
         if _has_plain(captured):
             found = {key: item for key, item in captured.tensors(aliases=False) if _is_replica(key, item, captured)}
         self.keys = list(found)
-        names = [f"{key} {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in found.items()]
         self._table = np.empty((len(found), 2), "<u8")
-        self._table[:, 0] = [xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in names]
+        self._table[:, 0] = [_name_digest(key, tensor.dtype, tensor.shape) for key, tensor in found.items()]
         self._table[:, 1] = list(_contents(list(found.values())))
 
     @property
@@ -72,6 +72,11 @@ class Fingerprints:
         several = {name for name, found in contents.items() if len(found) > 1}
         mine = zip(self.keys, self._table[:, 0].tolist(), strict=True)
         return {key: keepers[name] for key, name in mine if name in several}, bool(several)
+
+
+@lru_cache(maxsize=1 << 16)
+def _name_digest(key: str, dtype: torch.dtype, shape: torch.Size) -> int:
+    return xxhash.xxh3_64_intdigest(f"{key} {dtype} {tuple(shape)}".encode("utf-8", "surrogatepass"))
 
 
 def holding(table: bytes) -> bytes:
@@ -202,6 +207,7 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
     import torch
 
     away: dict[int, torch.Tensor] = {}
+    known = _small_contents(tensors)
     with torch.no_grad():
         for index, tensor in enumerate(tensors):
             if tensor.device.type != "cpu":
@@ -210,9 +216,32 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
         # One copy for all of a device, so that the device is waited for once.
         fetched = dict(zip(away, _fetched(list(away.values()), sizes), strict=True))
         for index, tensor in enumerate(tensors):
+            if index in known:
+                yield known[index]
+                continue
             host = fetched.get(index)
             host = _bytes_of(tensor) if host is None else host
             yield xxhash.xxh3_64_intdigest(host.numpy().data) if host.numel() else 0
+
+
+def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Return what `_contents` would of the small tensors that lie on the host as one row: those of one shape and dtype,
+    such as the step counts of an optimizer, are looked at by a few calls for all."""
+    import torch
+
+    joined_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+    kinds: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if 0 < tensor.numel() <= _SAMPLE and tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in joined_dtypes:
+            kinds.setdefault((tensor.dtype, tensor.shape), []).append(index)
+    found: dict[int, int] = {}
+    with torch.no_grad():
+        for rows in kinds.values():
+            chosen = [tensors[index] for index in rows]
+            if len(rows) > 1 and not any(map(torch.Tensor.is_neg, chosen)):
+                joined = torch.stack(chosen).view(len(rows), -1).view(torch.uint8).numpy()
+                found.update(zip(rows, map(xxhash.xxh3_64_intdigest, joined), strict=True))
+    return found
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -194,8 +194,9 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         captured.aliases[key] = _aliases(module, tensors)
         if extra_state:
             captured.objects[f"{key}.extra_state"] = encode(extra_state, f"{key}.extra_state", captured.loose)
-    names = parameter_names(state)
-    for name, optimizer in state.parts("optimizer").items():
+    optimizers = state.parts("optimizer")
+    names = parameter_names(state, captured.models, [p for one in optimizers.values() for p in _parameters_of(one)])
+    for name, optimizer in optimizers.items():
         key = section("optimizer", name)
         captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key)
         captured.loose.update(taken.loose)
@@ -333,15 +334,33 @@ def _canonical(key: str, prefixes: Mapping[str, str]) -> str:
     return f"{prefixes[parent]}.{leaf}".lstrip(".")
 
 
-def parameter_names(state: TrainState) -> dict[int, str]:
-    """Return the FQN of every parameter by its id; with several models, the model's name stands first."""
+def _parameters_of(optimizer: Any) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def parameter_names(
+    state: TrainState,
+    models: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    wanted: Iterable[Any] | None = None,
+) -> dict[int, str]:
+    """Return the FQN of every parameter by its id; with several models, the model's name stands first.
+
+    Args:
+        models: What `model_tensors` gave of each, by section, where that is known.
+        wanted: The parameters whose names matter; None: all.
+    """
     import torch
 
     names: dict[int, str] = {}
-    for name, module in state.parts("model").items():
-        for fqn, tensor in model_tensors(module)[0].items():
+    modules = state.parts("model")
+    for name, module in modules.items():
+        tensors = model_tensors(module)[0] if models is None else models[section("model", name)]
+        for fqn, tensor in tensors.items():
             if isinstance(tensor, torch.nn.Parameter):
                 names.setdefault(id(tensor), f"{name}.{fqn}" if name else fqn)
+        if wanted is not None and all(map(names.__contains__, map(id, wanted))):
+            continue
         prefixes = _canonical_prefixes(module)
         for raw, parameter in module.named_parameters():  # those that a state-dict hook left out, or replaced
             fqn = _canonical(raw, prefixes)

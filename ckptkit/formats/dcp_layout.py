@@ -11,7 +11,7 @@ import marshal
 import math
 import operator
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import compress, count, repeat
@@ -37,7 +37,7 @@ Source = tuple[str, int]
 """A local piece of memory: the name of its tensor, and which of that one's shards it is."""
 Piece = tuple[int, tuple[int, ...], tuple[int, ...], Source, tuple[int, int, int] | None]
 """The fields of a `PlannedSlice`."""
-_offsets_of, _sizes_of = map(operator.attrgetter, ("offsets", "sizes"))
+_offsets_of, _sizes_of, _is_whole = map(operator.attrgetter, ("offsets", "sizes", "whole"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class _Cut:
     Attributes:
         place: (this rank's number among the holders of its part, how many there are).
         whole: This rank writes all that it holds, for nobody else does.
+        uncut: One of the holders writes it all: there is something of it, and too little to cut.
     """
 
     number: int
@@ -92,6 +93,7 @@ class _Cut:
     sizes: tuple[int, ...]
     place: tuple[int, int]
     whole: bool
+    uncut: bool
 
 
 class Layout:
@@ -100,7 +102,7 @@ class Layout:
     Attributes:
         objects: (name, path) of each object this rank writes.
         pieces: The fields of each slice.
-        runs: (first piece, first value of the state, how many): where each value is one piece, all of its local part.
+        runs: (first piece, values of the state): each of these is one piece, all of its local part.
         shared: How many keys are not private.
     """
 
@@ -115,18 +117,18 @@ class Layout:
         self._shared_objects: list[str] = []
         self.objects: list[tuple[str, Path]] = []
         self.pieces: list[Piece] = []
-        self.runs: list[tuple[int, int, int]] = []
+        self.runs: list[tuple[int, Sequence[int]]] = []
         self.shared = 0
 
     def add(self, names: Sequence[str], paths: Sequence[Path], values: Sequence[Any], kinds: Kinds) -> None:
         """Add the values of a state, the private ones last."""
         private = list(compress(count(), map(self._private.__contains__, names))) if self._private else []
-        cuts: list[_Cut | None] = [None, *self._whole(names, values, kinds, private)]
+        cuts: list[_Cut | None] = [None, *self._uncut(names, values, kinds, private)]
         rows = [*compress(count(), map(operator.is_, cuts[1:], repeat(None))), len(names)]
         hidden, start = set(private), 0
         for row in rows:
             if start < row:
-                self._add_whole(start, names[start:row], paths[start:row], cuts[start + 1 : row + 1])
+                self._add_uncut(start, names[start:row], paths[start:row], cuts[start + 1 : row + 1])
             if row < len(names) and row not in hidden:
                 self._add(names[row], paths[row], values[row], kinds.look(row))
             start = row + 1
@@ -134,10 +136,10 @@ class Layout:
         for row in private:
             self._add(names[row], paths[row], values[row], kinds.look(row))
 
-    def _whole(
+    def _uncut(
         self, names: Sequence[str], values: Sequence[Any], kinds: Kinds, private: Sequence[int]
     ) -> list[_Cut | None]:
-        """Return the cut of each value that this rank writes whole, told by its kind alone; None of others."""
+        """Return how each value is cut that one rank writes whole, told by its kind alone; None of others."""
         numbers = kinds.numbers.copy()
         for row in private:
             numbers[row] = -1
@@ -148,15 +150,24 @@ class Layout:
         for row in sorted(first.values()):
             looks = kinds.look(row)
             cut = self._cut_of(names[row], values[row], looks) if len(looks) in (2, 4) and numbers[row] >= 0 else None
-            cuts[numbers[row]] = cut if cut is not None and cut.whole else None
+            cuts[numbers[row]] = cut if cut is not None and cut.uncut else None
         return list(map(cuts.__getitem__, numbers))
 
-    def _add_whole(self, row: int, names: Sequence[str], paths: Sequence[Path], cuts: Sequence[_Cut | None]) -> None:
-        """Add a run of values whose local part is one piece."""
-        self.runs.append((len(self.pieces), row, len(names)))
+    def _add_uncut(self, row: int, names: Sequence[str], paths: Sequence[Path], cuts: Sequence[Any]) -> None:
+        """Add a run of values whose local part is one piece, of this rank or of another."""
+        rows: Sequence[int] = range(row, row + len(names))
         fields = map(_offsets_of, cuts), map(_sizes_of, cuts), zip(names, repeat(0), strict=False), repeat(None)
-        self.pieces.extend(zip(count(len(self._keys)), *fields, strict=False))
-        self._keys.extend(zip(names, paths, cuts, strict=True))  # type: ignore[arg-type]  # none of them is None
+        pieces = zip(count(len(self._keys)), *fields, strict=False)
+        if all(map(_is_whole, cuts)):
+            mine: Iterable[Piece] = pieces
+        else:
+            writes = [
+                cut.whole or _turn(name, cut.place[1]) == cut.place[0] for name, cut in zip(names, cuts, strict=True)
+            ]
+            rows, mine = list(compress(rows, writes)), compress(pieces, writes)
+        self.runs.append((len(self.pieces), rows))
+        self.pieces.extend(mine)
+        self._keys.extend(zip(names, paths, cuts, strict=True))
 
     def _add(self, name: str, path: Path, value: Any, looks: Looks) -> None:
         """Add one value of the state."""
@@ -252,7 +263,7 @@ class Layout:
 
     def _add_shards(self, name: str, path: Path, value: ShardedTensor) -> None:
         shape = tuple(value.size())
-        cut = _Cut(len(self._cuts), _dtype_name(value.dtype), shape, None, (), (), (0, 1), False)
+        cut = _Cut(len(self._cuts), _dtype_name(value.dtype), shape, None, (), (), (0, 1), False, False)
         self._cuts[name,] = cut
         self._keys.append((name, path, cut))
         for i, shard in enumerate(value.local_shards()):
@@ -263,7 +274,7 @@ class Layout:
         number, dtype, shape = len(self._cuts), _dtype_name(value.dtype), tuple(value.shape)
         if not isinstance(value, DTensor):
             place = self._place(name)
-            return _Cut(number, dtype, shape, None, (0,) * len(shape), shape, place, place[1] == 1 and 0 not in shape)
+            return _Cut(number, dtype, shape, None, (0,) * len(shape), shape, place, *_ways(dtype, shape, place))
         spec = value._spec
         mesh, placements = spec.mesh, spec.placements
         if any(isinstance(p, Partial) for p in placements):
@@ -280,8 +291,8 @@ class Layout:
                 count *= mesh.size(dim)
         if 0 in shape and any(c for c, p in zip(coordinate, placements, strict=True) if not isinstance(p, Replicate)):
             turn = count  # an empty tensor is recorded once
-        whole, texts = count == 1 and 0 not in sizes, tuple(map(_text, placements))
-        return _Cut(number, dtype, shape, (index, texts), offsets, sizes, (turn, count), whole)
+        texts, place = tuple(map(_text, placements)), (turn, count)
+        return _Cut(number, dtype, shape, (index, texts), offsets, sizes, place, *_ways(dtype, sizes, place))
 
     def _add_box(self, source: Source, cut: _Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         """Add the pieces of a local box that this of its holders writes."""
@@ -291,10 +302,8 @@ class Layout:
             if 0 in cut.shape and number == 0:
                 self.pieces.append(whole)
             return
-        turn = zlib.crc32(source[0].encode("utf-8", "surrogatepass")) % count
-        nbytes = math.prod(sizes) * getattr(torch, cut.dtype).itemsize
-        dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
-        parts = min(count, nbytes // _SPLIT, sizes[dim] if sizes else 1)
+        turn = _turn(source[0], count)
+        dim, parts = _parts(cut.dtype, sizes, count)
         if parts <= 1:
             if number == turn:
                 self.pieces.append(whole)
@@ -305,6 +314,24 @@ class Layout:
             cut_offsets = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
             cut_sizes = (*sizes[:dim], stop - start, *sizes[dim + 1 :])
             self.pieces.append((key, cut_offsets, cut_sizes, source, (dim, start, stop - start)))
+
+
+def _turn(name: str, count: int) -> int:
+    """Return which of so many holders begins."""
+    return zlib.crc32(name.encode("utf-8", "surrogatepass")) % count
+
+
+def _parts(dtype: str, sizes: tuple[int, ...], count: int) -> tuple[int, int]:
+    """Return along which dimension, and into how many parts, so many holders cut what they all have."""
+    nbytes = math.prod(sizes) * getattr(torch, dtype).itemsize
+    dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
+    return dim, min(count, nbytes // _SPLIT, sizes[dim] if sizes else 1)
+
+
+def _ways(dtype: str, sizes: tuple[int, ...], place: tuple[int, int]) -> tuple[bool, bool]:
+    """Return a cut's `whole` and `uncut`."""
+    is_there, alone = 0 not in sizes, place[1] == 1
+    return is_there and alone, is_there and (alone or _parts(dtype, sizes, place[1])[1] <= 1)
 
 
 def _digest(parts: list[Any]) -> bytes:

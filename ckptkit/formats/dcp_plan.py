@@ -278,9 +278,9 @@ def _memory(places: Places, layout: Layout) -> tuple[list[torch.Tensor], list[in
     cut, stop = len(places.dtensors), 0
     local = chain(places.memory[:cut], map(torch.Tensor.detach, places.memory[cut:]))
     memory = dict(zip(places.rows, local, strict=True))
-    for first, row, count in layout.runs:
+    for first, rows in layout.runs:
         left += range(stop, first)
-        stop, rows = first + count, range(row, row + count)
+        stop = first + len(rows)
         if all(map(memory.__contains__, rows)):
             found = list(map(memory.__getitem__, rows))
             if list(map(_shape_of, found)) == list(map(_sizes_of, layout.pieces[first:stop])):

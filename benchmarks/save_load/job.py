@@ -1,0 +1,47 @@
+"""A job as users have one: a model of many small layers under FSDP2, with Adam, after its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Job"]
+
+_BLOCKS, _WIDTH = 125, 16
+
+
+class Job:
+    """500 small parameters, and three tensors of Adam for each: 2,000 tensors."""
+
+    def __init__(self) -> None:
+        def block() -> nn.Module:
+            return nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH))
+
+        self.model = nn.Sequential(*(block() for _ in range(_BLOCKS)))
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), foreach=True)
+        self.step()
+
+    def step(self) -> None:
+        """Train one step."""
+        self.model(torch.randn(2, _WIDTH)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def torch_state(self) -> dict[str, Any]:
+        """Return what `dcp.save` gets, as torch's tutorial makes it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return this rank's memory of all of it."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        found = [value.detach() for value in [*self.model.parameters(), *states]]
+        return [value.to_local() if isinstance(value, DTensor) else value for value in found]
