@@ -56,6 +56,15 @@ _TUPLE = rb"[t\x85\x86\x87]"
 _TUPLE_PUTS = rb"(?:%s|%s|%s|%s(?![qr]))*(?:%s(%s)|\Z)" % (_CONSTANT, _GET, _PUT, _TUPLE, _TUPLE, _PUT)
 _GETS = rb"(?:%s|%s|%s)*(?:(%s)|\Z)" % (_CONSTANT, _PUT, _TUPLE, _GET)
 
+# Runs of opcodes and of short texts, as long as nothing is kept for going back in them; then what is looked for.
+_SHORT_TEXTS = b"|".join(re.escape(bytes([n])) + rb"\0{3}[\x00-\xff]{%d}" % n for n in range(80))
+_SKIPPED = rb"(?:%%s|%%s|%s|X(?:%s)){1,1000}|(%%s)" % (
+    _CONSTANT.replace(b"%", b"%%"),
+    _SHORT_TEXTS.replace(b"%", b"%%"),
+)
+_BEGINNING = 20_000
+_MAX_FETCHED = 200
+
 # And of protocol 4, for the smaller ones of `.metadata`.
 _VALUE = rb"1|%s|\x93" % _CONSTANT
 _MEMOIZED = rb"(?:%s|%s|%s(?!\x94))*(%s?\x94|\Z)" % (_VALUE, _GET, _TUPLE, _TUPLE)
@@ -161,6 +170,8 @@ def _is_usual_archive(data: bytes) -> bool:
     """
     if data[:2] != _OLD_PROTOCOL or len(data) - len(data.translate(None, _CONTAINERS)) > len(data) // 8:
         return False
+    if _fetches_only_what_begins(data):
+        return True
     most = re.escape(bytes([min(len(data) >> 18, 0xFF)]))
     match = re.compile(b"(?:" + b"|".join((_CONSTANT, _GET, _TUPLE, _BOUNDED_PUT % most)) + b")*").match
     runs: list[bytes] = []
@@ -173,6 +184,36 @@ def _is_usual_archive(data: bytes) -> bool:
         if pos >= end or data[pos] != _TEXT:
             return pos < end and data[pos] == _STOP and _shares_no_tuple(b"N".join(runs))
         pos += 5 + int.from_bytes(data[pos + 1 : pos + 5], "little")
+
+
+def _fetches_only_what_begins(data: bytes) -> bool:
+    """Tell whether the pickle is usual, and fetches nothing but what its beginning does: classes, mostly.
+
+    So there are few memo indices under which no tuple may be put, and one walk sees to it all. False says nothing.
+    """
+    found = re.findall(_SKIPPED % (_PUT, _TUPLE, _GET), data[2:_BEGINNING])
+    gets = sorted({int.from_bytes(get[1:], "little") for get in found if get})
+    if len(gets) > _MAX_FETCHED:
+        return False
+    most = re.escape(bytes([min(len(data) >> 18, 0xFF)]))
+    wide = [re.escape(index.to_bytes(4, "little")) for index in gets]
+    short = [re.escape(bytes([index])) for index in gets if index < 256]
+    known, fetched = (
+        b"|".join([small + index for index in short] + [large + index for index in wide]) or b"(?!)"
+        for small, large in ((b"h", b"j"), (b"q", b"r"))
+    )
+    steps = b"%s|%s" % (_BOUNDED_PUT % most, known), b"%s(?!%s)" % (_TUPLE, fetched)
+    match = re.compile(_SKIPPED % (*steps, b"(?!)")).match
+    pos, end = 2, len(data)
+    while pos < end:
+        here = match(data, pos)
+        if here:
+            pos = here.end()
+        elif data[pos] == _TEXT:
+            pos += 5 + int.from_bytes(data[pos + 1 : pos + 5], "little")
+        else:
+            return data[pos] == _STOP
+    return False
 
 
 def _shares_no_tuple(opcodes: bytes) -> bool:

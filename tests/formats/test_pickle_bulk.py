@@ -12,7 +12,13 @@ import pytest
 
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsafePickleError
 from ckptkit.formats import _pickle_bulk
-from ckptkit.formats._pickle_bulk import _is_usual, _is_usual_archive, load_archived, load_metadata
+from ckptkit.formats._pickle_bulk import (
+    _fetches_only_what_begins,
+    _is_usual,
+    _is_usual_archive,
+    load_archived,
+    load_metadata,
+)
 from ckptkit.formats._restricted_pickle import loads
 from ckptkit.formats._torch_zip import read_archive
 from ckptkit.formats.dcp_metadata import RecordColumns, encode_metadata
@@ -202,6 +208,17 @@ def test_a_tuple_in_two_places_goes_the_slow_way() -> None:
     assert not usual(b"K\x01\x85r\x05\x00\x00\x00", b"h\x05\x85")
     assert not usual(b"K\x01\x85q\x05", b"j\x05\x00\x00\x00\x85")
     assert not usual(b"(K\x01tq\x05", b"X\x01\x00\x00\x00h", b"h\x05")
+
+
+@pytest.mark.parametrize("where", ["at the end", "fetched at the end", "nowhere", "a list"])
+def test_a_tuple_in_two_places_is_found_far_from_the_beginning(where: str) -> None:
+    """What is fetched at the beginning is known; what is fetched later for the first time is looked for."""
+    shared: Any = [7] if where == "a list" else (7, [8])
+    filler = [[str(i), "x" * (i % 100), i, (i, i)] for i in range(5000)]
+    ends = {"at the end": [shared, shared], "fetched at the end": [shared]}.get(where, [shared, [shared[0]]])
+    data = pickle.dumps([[shared] if where in ("fetched at the end", "a list") else [], filler, ends], 2)
+    assert _is_usual_archive(data) is (where in ("nowhere", "a list"))
+    assert _fetches_only_what_begins(data) is (where == "nowhere")
 
 
 @pytest.mark.parametrize(
