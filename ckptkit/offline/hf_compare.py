@@ -16,6 +16,8 @@ __all__ = ["Comparison", "absent_layers", "compare_with_base", "unexpected_buffe
 # Buffers that old versions of transformers stored and that every version computes.
 _LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
+# Of one family: positions that are sines, which its save_pretrained leaves out (_keys_to_ignore_on_save).
+_COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positions\.weight")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,17 @@ def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied:
     return Comparison(tuple(missing), tuple(unexpected), tuple(faults), _dtype_note(targets, wanted))
 
 
-def unexpected_buffers(targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor]) -> dict[str, str]:
+def unexpected_buffers(
+    targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor], model_type: str | None
+) -> dict[str, str]:
     """Return the buffers that every transformers computes itself and that the base does not store."""
     if not wanted:
         return {}
+    kinds = [_COMPUTED, *([_COMPUTED_BY[model_type]] if model_type in _COMPUTED_BY else [])]
     return {
         name: "a buffer that is computed on load, and that the base does not store"
         for name in targets
-        if name not in wanted and _COMPUTED.fullmatch(name)
+        if name not in wanted and any(kind.fullmatch(name) for kind in kinds)
     }
 
 

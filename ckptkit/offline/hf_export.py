@@ -367,7 +367,7 @@ def _drop_buffers(draft: _Draft) -> None:
         return
     from ckptkit.offline.hf_compare import unexpected_buffers
 
-    for name, reason in unexpected_buffers(draft.targets, draft.base.wanted).items():
+    for name, reason in unexpected_buffers(draft.targets, draft.base.wanted, _model_type(draft.base.config)).items():
         for source in draft.targets.pop(name).sources:
             draft.dropped[source] = reason
 

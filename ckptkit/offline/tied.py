@@ -52,6 +52,8 @@ _EMBEDDINGS = (
 _HALVES = tuple(f"{half}.embed_tokens.weight" for half in ("encoder", "decoder", "text_encoder", "text_decoder"))
 # A head with a bias has it twice: that of its decoder is the head's.
 _BIASES = ("predictions.decoder.bias", "lm_head.decoder.bias")
+# Models whose head is one of its own, whatever their config says of tied embeddings.
+_OWN_HEADS = frozenset({"pop2piano"})
 _TILE = 4 << 20  # bytes of each tensor that are compared at a time
 
 
@@ -130,7 +132,10 @@ def settle_tied(
     notes: list[str] = []
     kept: dict[str, str] = {}
     untied = False
+    own = config.get("model_type") in _OWN_HEADS
     for head, embedding in tied_pairs({name: target.shape for name, target in targets.items()}):
+        if own and _is(head, _HEADS):
+            continue
         # Where the config is silent, only a base model that stores no head of its own proves that it is tied.
         tied = config_ties(config) or (wanted is not None and embedding in wanted and head not in wanted)
         equal = same(targets[head], targets[embedding])

@@ -23,6 +23,11 @@ SMALL: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16,
     "patch_size": 8, "vocab_size": 32,
 }  # fmt: skip
+SEQUENCES: dict[str, Any] = {
+    "vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 16,
+    "pad_token_id": 0,
+}  # fmt: skip
 KINDS = {
     "vit": ("ViTModel", SMALL),
     "dinov2 with a fused gate": ("Dinov2Model", {**SMALL, "use_swiglu_ffn": True}),
@@ -63,6 +68,15 @@ def test_live_names_become_those_that_transformers_saves(case, tmp_path):
         ("Dinov2Model", SMALL),
         ("Dinov2Model", {**SMALL, "use_swiglu_ffn": True}),
         ("AriaTextForCausalLM", {**SMALL, "num_key_value_heads": 2, "moe_num_experts": 4, "head_dim": 8}),
+        ("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}),
+        ("MarianMTModel", SEQUENCES),
+        ("MarianMTModel", {**SEQUENCES, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 24}),
+        ("BigBirdPegasusForConditionalGeneration", SEQUENCES),
+        ("BigBirdPegasusForSequenceClassification", SEQUENCES),
+        (
+            "Pop2PianoForConditionalGeneration",
+            {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
+        ),
     ],
 )
 def test_these_families_need_no_transformers(kind, settings, tmp_path, monkeypatch):
