@@ -74,9 +74,11 @@ def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
 
 
 def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
-    """Raise where "latest" or "best" names nothing; not where a directory is really called so."""
+    """Raise where "latest" or "best" names nothing; not where a directory, or a link to one, is really called so."""
     found = root.info(name)
     if found is not None and found.kind == "directory":
+        return
+    if root.local_root is not None and os.path.isdir(os.path.join(root.local_root, name)):
         return
     there = f"; {len(inventory.skipped)} directories were skipped: ckptkit ls --all {root.url}" * bool(
         inventory.skipped

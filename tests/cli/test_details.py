@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,17 @@ def test_every_verb_takes_a_name_for_a_checkpoint(run_root: Path, tmp_path: Path
     }
     result = run(verb, run_root / name, *more.get(verb, []))
     assert result.exit_code == 0, result.output
+
+
+def test_a_link_that_another_system_calls_latest_is_followed(zoo: Path, tmp_path: Path) -> None:
+    shutil.copytree(zoo / DCP, tmp_path / "step-2")
+    os.symlink("step-2", tmp_path / "latest")
+    result = run("inspect", tmp_path / "latest", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["url"].endswith("/step-2")
+    (tmp_path / "latest").unlink()
+    os.symlink("gone", tmp_path / "latest")
+    assert "'latest' names nothing" in run("inspect", tmp_path / "latest").output
 
 
 # --- what a command says
