@@ -426,6 +426,8 @@ class SaveAttempt:
             files |= own
             # 5. Invariant: what the record will name is there, whole, and nothing else is.
             self._place.check_all(files, own)
+        lease = self._opening.lease
+        before = lease.sequence if lease is not None else 0  # a listing may be older than what this writer has saved
         record = CommitRecord(
             **{
                 "created": time.time(),
@@ -435,7 +437,7 @@ class SaveAttempt:
                 "step": self.step,
                 "tag": self.tag,
                 "save_id": self.save_id,
-                "sequence": self._opening.inventory.next_sequence,
+                "sequence": max(self._opening.inventory.next_sequence, 1 + before),
                 "data": self.data,
                 "files": files,
             }
@@ -444,6 +446,8 @@ class SaveAttempt:
         # 6. and 7.: the commit. Invariant: a save that returns survives a power cut.
         data = record.to_json()
         self._place.publish(data, overwrite=self._overwrite)
+        if lease is not None:
+            lease.sequence = record.sequence
         return CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
 
     @contextlib.contextmanager

@@ -69,6 +69,8 @@ class Lease:
         have deleted some of it since. None: look."""
         self.wrote_hint = False
         """Whether the last save under this lease wrote `latest`, on an object store: then it need not be looked at."""
+        self.sequence = 0
+        """Of the last save under this lease."""
         self._state = state
         self._renewed = since
         self._seen = since - TTL_S  # when it was looked at and was ours

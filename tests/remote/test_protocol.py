@@ -13,6 +13,7 @@ import pytest
 from ckptkit.checkpoint import cleaning
 from ckptkit.checkpoint.cleaning import clean_leftovers
 from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.lease import acquire_lease
 from ckptkit.checkpoint.publish import RemotePlace
 from ckptkit.errors import CheckpointExistsError
 from ckptkit.formats.layout import CommitRecord, find_record, record_path
@@ -20,6 +21,7 @@ from ckptkit.storage import staging
 from ckptkit.storage.staging import write_owner
 from ckptkit.storage.store import open_store
 from tests.checkpoint.saving import check, fork, save
+from tests.storage.proxy import proxy_of
 
 Options = dict[str, Any]
 
@@ -134,3 +136,26 @@ def test_prune_throws_away_old_uploads_and_touches_no_foreign_object(
     assert len(clean_leftovers(root)) == 1
     assert root.unfinished_uploads() == []  # type: ignore[attr-defined]
     assert root.read("notes/readme.txt") == b"mine" and check(root) == [1]
+
+
+def test_a_listing_that_is_old_does_not_turn_the_order_of_a_run_round(s3: Options, url: str) -> None:
+    held: dict[str, Any] = {}
+
+    def old(handler: Any, body: bytes) -> Any:
+        if handler.command == "GET" and "list-type" in handler.path:
+            return held.setdefault(handler.path, handler.forward(body))
+        return handler.forward(body)
+
+    save(open_store(url, storage_options=s3), 1)
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        root = open_store(url, storage_options={**s3, "endpoint_url": proxy.url})
+        list_checkpoints(root)
+        proxy.between = old
+        lease = acquire_lease(root)
+        for step in range(2, 6):
+            save(root, step, lease=lease)
+            if step == 3:
+                lease.inventory = None  # as after a failure: it looks again
+        lease.release()
+    steps = check(open_store(url, storage_options=s3))
+    assert steps == sorted(steps) and steps[-1] == 5
