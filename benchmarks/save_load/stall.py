@@ -3,9 +3,9 @@
     python -m benchmarks.save_load.stall [--ranks 2] [--where /dev/shm] [--gigabytes 1] [--saves 4] [--repeat 3]
 
 A stall is the time of the slowest rank between two barriers, from the call to its return; each save is committed before
-the next. "first" is the first of a fresh set of processes, "later" the best of the others.
-`--kind model` is a job: 500 small parameters under FSDP2 with Adam, a step between the saves. Every peer runs in ranks of
-its own. The clone is the best of as many, into new memory each time, as `tensor.clone()` gives it.
+the next. "first" is the first of a fresh set of processes, "later" the best of the others. `--kind model` is a job: 500
+small parameters under FSDP2 with Adam, a step between the saves. Every peer runs in ranks of its own. The clone is the
+best of as many, into new memory each time, as `tensor.clone()` gives it.
 """
 
 from __future__ import annotations
