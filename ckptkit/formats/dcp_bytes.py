@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PIECE", "HostBytes", "host_view", "is_dense", "settle_device"]
+__all__ = ["PIECE", "HostBytes", "host_view", "is_dense", "lies_row_major", "settle_device"]
 
 PIECE = 512 << 10  # digest, CRC and write of a piece run while it is in the cache; smaller ones cost more calls
 _STAGE = 16 << 20
+_TILE = 4 << 20  # of what lies on the host in another order
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -40,7 +41,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 class HostBytes:
-    """Gives the bytes of tensors in pieces. Owns two pinned buffers for tensors on a device, made when first needed.
+    """Gives the bytes of tensors in pieces. Owns two pinned buffers for tensors on a device, and one for those that lie
+    in another order, made when first needed.
 
     Bytes that are known to lie row-major come as a memoryview: a process without torch writes those.
 
@@ -51,28 +53,41 @@ class HostBytes:
         self._stages: dict[Any, list[torch.Tensor]] = {}
         self._streams: dict[Any, Any] = {}
         self._kept: torch.Tensor | None = None
+        self._tile: torch.Tensor | None = None
 
     def pieces(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
         """Yield the row-major bytes of a tensor; each piece is valid until the next one is asked for."""
-        if not isinstance(tensor, memoryview):
-            tensor = row_major(tensor)
-        if isinstance(tensor, memoryview) or tensor.device.type == "cpu":
-            view = tensor if isinstance(tensor, memoryview) else host_view(tensor)
+        for view in self._views(tensor):
             for start in range(0, len(view), PIECE):
                 yield view[start : start + PIECE]
-            return
-        for stage in self._staged(tensor):
-            for start in range(0, len(stage), PIECE):
-                yield stage[start : start + PIECE]
+
+    def _views(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
+        if isinstance(tensor, memoryview):
+            yield tensor
+        elif tensor.device.type != "cpu":
+            yield from self._staged(row_major(tensor))
+        elif lies_row_major(tensor):
+            yield host_view(tensor)
+        else:
+            for part in _parts(tensor.detach()):
+                yield self._copy(part)
+
+    def _copy(self, part: torch.Tensor) -> memoryview:
+        """Copy a part of a tensor to the tile: memory that is taken and given back for each would leave holes."""
+        import torch
+
+        if self._tile is None:
+            self._tile = torch.empty(_TILE, dtype=torch.uint8)
+        view = self._tile[: part.numel() * part.element_size()]
+        view.view(part.dtype).view(part.shape).copy_(part)
+        return host_view(view)
 
     def at_rest(self, tensor: torch.Tensor | memoryview) -> memoryview | None:
         """Return the row-major bytes of a tensor where they lie, None where they don't: on a device, or in another
         order. Whoever uses them must keep the tensor alive."""
         if isinstance(tensor, memoryview):
             return tensor
-        found = row_major(tensor)
-        is_itself = found.device.type == "cpu" and found.data_ptr() == tensor.data_ptr()
-        return host_view(found) if is_itself else None
+        return host_view(tensor) if lies_row_major(tensor) else None
 
     def whole(self, tensor: torch.Tensor | memoryview) -> memoryview:
         """Return all bytes of a small tensor, valid until the next call."""
@@ -129,3 +144,22 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous()
+
+
+def lies_row_major(tensor: torch.Tensor) -> bool:
+    """Tell whether the bytes of a tensor lie on the host as they are to be written."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield views of a tensor in row-major order, none of them larger than a tile."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes <= _TILE:
+        yield tensor
+        return
+    rows = _TILE * len(tensor) // nbytes
+    for start in range(0, len(tensor), max(1, rows)):
+        if rows:
+            yield tensor[start : start + rows]
+        else:
+            yield from _parts(tensor[start])

@@ -78,8 +78,12 @@ def default_workers(store: Store) -> int:
 
 
 def _workers(store: Store, tensors: Sequence[torch.Tensor] | Sequence[memoryview]) -> int:
-    on_host = all(isinstance(tensor, memoryview) or tensor.device.type == "cpu" for tensor in tensors)
-    return default_workers(store) if on_host or store.local_root is not None else _COPIED_FILES
+    if store.local_root is not None:
+        return default_workers(store)
+    from ckptkit.formats.dcp_bytes import lies_row_major
+
+    copied = sum(0 if isinstance(t, memoryview) or lies_row_major(t) else t.nbytes for t in tensors)
+    return _COPIED_FILES if 2 * copied > sum(t.nbytes for t in tensors) else default_workers(store)
 
 
 def _cores() -> int:

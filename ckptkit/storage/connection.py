@@ -73,11 +73,13 @@ class Known:
 
 
 class Budget:
-    """Bounds what is on its way up: how many requests, and how much memory is held for them alone."""
+    """Bounds what is on its way up: how many requests, and how much memory is held for them alone; and knows how much
+    is collected that is not on its way yet."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._free, self._free_bytes = most, most_bytes
-        self._most = most
+        self._most, self._most_bytes = most, most_bytes
+        self.collected = 0  # not on its way yet
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
@@ -95,6 +97,16 @@ class Budget:
             self._free += 1
             self._free_bytes += nbytes
             self._changed.notify_all()
+
+    def collect(self, nbytes: int) -> None:
+        """Count what a writer copied, and (less than 0) what it has let go of."""
+        with self._changed:
+            self.collected += nbytes
+
+    @property
+    def crowded(self) -> bool:
+        """Whether writers have collected more than may be on its way."""
+        return self.collected > self._most_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,16 @@ T = TypeVar("T")
 
 _MANY = 8000  # S3 takes 10 000 parts
 _LARGE = 512 << 20
+_LEAST = 5 << 20  # S3 takes no smaller part before the last
 
 
 class PartWriter:
     """Collects what is written into parts and sends them, several at once where the store takes any order.
 
     What is written is copied: two parts are held at most, and `Connection.budget` bounds what all writers of the
-    process have on its way. What is lent is held by its owner. A failed part is raised by the next write, or by
-    `finish`. Used by one thread.
+    process have on its way. Where they hold much beside that, a writer that begins to send takes smaller parts, and
+    does not collect two. What is lent is held by its owner. A failed part is raised by the next write, or by `finish`.
+    Used by one thread.
 
     Attributes:
         nbytes: All that was written.
@@ -47,8 +49,9 @@ class PartWriter:
         self.nbytes = 0
         self._parts = [self._collected()]  # not sent; as many as may yet become one request together
         self._crc32 = 0  # of those together
-        self._size = 1  # of a part, in UPLOAD_BYTES
+        self._part_bytes = UPLOAD_BYTES  # the same for all parts but the last: some stores want that
         self._most = 2  # parts that one request takes
+        self._copied = 0  # of what is not sent
         self._upload: Upload | None = None
         self._sent: list[Future[None]] = []
         self._count = 0
@@ -58,8 +61,10 @@ class PartWriter:
         view = memoryview(data).cast("B")
         at = 0
         while at < len(view):
-            piece = view[at : at + self._room()]
+            room, step = self._room(copying=True), _step()
+            piece = view[at : at + min(room, step - self._parts[-1].nbytes % step)]
             self._parts[-1].copy(piece)
+            self._collect(len(piece))
             self._note(piece)
             at += len(piece)
 
@@ -70,7 +75,7 @@ class PartWriter:
         returned. `owner` keeps the memory alive until then.
         """
         if self._upload is None and len(self._parts) == 1 and self._parts[0].nbytes < UPLOAD_BYTES:
-            self._size, self._most = 2, 3  # it costs no memory
+            self._part_bytes, self._most = 2 * UPLOAD_BYTES, 3  # it costs no memory
         while start < stop:
             end = min(stop, start + self._room())
             self._parts[-1].lend(data, start, end, owner)
@@ -85,25 +90,39 @@ class PartWriter:
         if len(self._parts) > 1 and self._api.checked:  # of the first part alone it is the part's
             self._crc32 = crc32(piece, self._crc32)
 
-    def _room(self) -> int:
+    def _collect(self, nbytes: int) -> None:
+        self._copied += nbytes
+        self._connection.budget.collect(nbytes)
+
+    def _room(self, *, copying: bool = False) -> int:
         """Return how much goes into the last part; one that is full is sent once it is known not to be the last."""
-        most = self._size * UPLOAD_BYTES if self._count < _MANY else _LARGE
+        if copying and self._is_crowded():
+            self._part_bytes = self._parts[0].nbytes
+        most = self._part_bytes if self._count < _MANY else _LARGE
         room = most - self._parts[-1].nbytes
         if room > 0:
             return room
         # One request in place of two parts is two requests and a wait less.
-        if self._upload is not None or len(self._parts) == self._most:
+        if self._upload is not None or len(self._parts) == self._most or self._is_crowded():
             self._send(last=False)
         elif len(self._parts) == 1:
             self._crc32 = self._parts[0].crc32
         self._parts.append(self._collected())
         return most
 
+    def _is_crowded(self) -> bool:
+        """Whether what is collected so far should be the first part, and go: all writers together hold much."""
+        if self._upload is not None or len(self._parts) > 1 or not self._copied:
+            return False
+        nbytes = self._parts[0].nbytes
+        return nbytes > 0 and nbytes % _step() == 0 and self._connection.budget.crowded
+
     def finish(self, put: Callable[[Content], object]) -> str | None:
         """Let the object appear, and return its tag; `put` writes one that few parts make up: then None."""
         if self._upload is None:
             *before, last = self._parts
             put(last.content(after=before, crc32=self._crc32))
+            self._collect(-self._copied)
             return None
         self._send(last=True)
         self._wait()
@@ -122,6 +141,7 @@ class PartWriter:
             except Exception as error:  # noqa: BLE001 - the caller has an error already
                 logger.warning("an unfinished upload was left behind; ckptkit prune removes it: %s", error)
         self._parts = [self._collected()]
+        self._collect(-self._copied)
 
     def _send(self, *, last: bool) -> None:
         """Send all that was collected, in parts."""
@@ -131,7 +151,9 @@ class PartWriter:
             self._upload = made[0]
         parts, self._parts = self._parts, []
         for i, part in enumerate(parts):
-            self._send_part(part.content(), last=last and i == len(parts) - 1)
+            content = part.content()
+            self._send_part(content, last=last and i == len(parts) - 1)
+            self._collect(-content.copied)
 
     def _send_part(self, content: Content, *, last: bool) -> None:
         assert self._upload is not None
@@ -160,3 +182,8 @@ class PartWriter:
             with contextlib.suppress(Exception):
                 future.result()
         self._raise_early()
+
+
+def _step() -> int:
+    """Return where a part may end early: a whole part is a multiple of it, and GCS wants multiples of 256 KiB."""
+    return max(_LEAST, UPLOAD_BYTES // 3)

@@ -80,6 +80,20 @@ def test_the_crc_is_that_of_all_pieces(known: bool) -> None:
     assert collected(data).crc32 == zlib.crc32(data)
 
 
+@pytest.mark.parametrize("sizes", [[9 << 20], [100, 5 << 20, 300_000], [200_000] * 50, [1] * 9])
+def test_what_is_copied_may_be_changed_and_comes_in_its_order(sizes: list[int]) -> None:
+    found, whole = Collected(checked=True), os.urandom(sum(sizes))
+    at = 0
+    for size in sizes:
+        given = bytearray(whole[at : at + size])
+        found.copy(memoryview(given))
+        given[:] = bytes(size)
+        at += size
+    content = found.content()
+    assert content.joined() == whole and content.copied == content.nbytes == len(whole)
+    assert content.crc32 == zlib.crc32(whole)
+
+
 def test_a_budget_lets_no_more_go_than_it_has() -> None:
     budget, lock = Budget(3, 100), threading.Lock()
     held: list[int] = []

@@ -1,0 +1,91 @@
+"""How much writers collect before they send: bounded for all of them together, in parts of one size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from ckptkit.storage.connection import Budget
+from ckptkit.storage.content import Content
+from ckptkit.storage.upload import PartWriter
+
+STEP = 12 << 20
+
+
+class _Api:
+    """An object store that takes parts, and keeps them."""
+
+    checked = in_order = False
+
+    def __init__(self) -> None:
+        self.parts: dict[int, bytes] = {}
+
+    def held(self, content: Content) -> int:
+        return content.copied
+
+    def upload(self, name: str) -> _Api:
+        return self
+
+    def part(self, number: int, content: Content, *, last: bool) -> None:
+        self.parts[number] = content.joined()
+
+    def complete(self) -> str:
+        return "tag"
+
+    def abort(self) -> None:
+        self.parts.clear()
+
+
+class _Connection:
+    def __init__(self, most_bytes: int) -> None:
+        self.budget = Budget(8, most_bytes)
+
+    def upload(self, job: Callable[[], None], nbytes: int) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(job())
+        return done
+
+
+def _writer(most_bytes: int) -> tuple[PartWriter, _Api, Budget]:
+    connection, api = _Connection(most_bytes), _Api()
+    made: Any = PartWriter(connection, api, "x", lambda job: job())  # type: ignore[arg-type]
+    return made, api, connection.budget
+
+
+def _fail(content: Content) -> None:
+    raise AssertionError("it was sent in parts")
+
+
+@pytest.mark.parametrize("before", [0, 1 << 20])
+def test_a_writer_that_begins_while_others_hold_much_sends_small_parts_of_one_size(before: int) -> None:
+    writer, api, budget = _writer(16 << 20)
+    budget.collect(15 << 20)  # of others
+    data = os.urandom(3 * STEP + 77)
+    writer.lend(memoryview(data), 0, before, owner=data)
+    writer.write(memoryview(data)[before:])
+    assert writer.finish(_fail) == "tag"
+    assert [len(api.parts[number]) for number in sorted(api.parts)] == [STEP, STEP, STEP, 77]
+    assert b"".join(api.parts[number] for number in sorted(api.parts)) == data
+    budget.collect(-(15 << 20))
+    assert budget.collected == 0
+
+
+def test_a_writer_alone_sends_two_parts_worth_in_one_request() -> None:
+    writer, api, budget = _writer(144 << 20)
+    data = os.urandom(5 * STEP)
+    writer.write(data)
+    assert budget.collected == len(data)
+    sent: list[bytes] = []
+    assert writer.finish(lambda content: sent.append(content.joined())) is None
+    assert sent == [data] and not api.parts and budget.collected == 0
+
+
+def test_what_a_failed_writer_collected_is_let_go() -> None:
+    writer, _, budget = _writer(144 << 20)
+    writer.write(os.urandom(1 << 20))
+    writer.abort()
+    assert budget.collected == 0
