@@ -118,6 +118,7 @@ def _note(staged: Staged, report: LoadReport) -> None:
     report.unexpected = staged.plan.mismatches.everything("unexpected")
     report.skipped = dict(staged.plan.skipped)
     report.notes = list(staged.plan.notes)
+    report.held, report.read_twice = staged.held, staged.read_twice
     if staged.read_twice:
         report.notes.append(
             f"{format_size(staged.read_twice)} are checked first and then read again, straight into the state: to hold "

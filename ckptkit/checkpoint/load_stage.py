@@ -52,6 +52,7 @@ class Staged:
         decoded: What objects stand for.
         filler: Reads `weights`, `states` and `refs`.
         second: Reads what is too much to be held beside the live state, straight into that.
+        held: Bytes that are held beside live tensors until all is checked.
         read_twice: Bytes that `second` reads.
         checks: How many slices of those may be checked at once.
     """
@@ -63,6 +64,7 @@ class Staged:
     decoded: Decoded | None = None
     filler: Filler | None = None
     second: Filler | None = None
+    held: int = 0
     read_twice: int = 0
     checks: int = 1
 
@@ -134,7 +136,7 @@ def stage(
     staged.states = [_optimizer_places(optimizer, places) for optimizer in plan.optimizers]
     staged.refs = _reference_fills(state, plan, catalog, store, places, rank, foreign.tensors)
     staged.decoded = decode_plan(plan, staged.refs.__getitem__)
-    staged.read_twice, staged.checks = places.settle(), places.checks
+    staged.read_twice, staged.checks, staged.held = places.settle(), places.checks, places.held
     verify = bool(options.verify)
     staged.filler = prepare(catalog, store, places.now, workers=workers, verify=verify, cast=options.in_place)
     if places.later:

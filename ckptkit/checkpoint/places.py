@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Place", "Places", "free_memory", "own_budget"]
 
 _MOST_CHECKS = 8
+_NOT_TOLD = 4 << 30  # where the system does not tell what is free
 
 
 @dataclass(slots=True)
@@ -70,6 +71,7 @@ class Places:
         now: What is read first.
         later: What is checked first, and read into live tensors once all ranks have checked all.
         checks: How many slices may be checked at once.
+        held: Bytes that are held beside live tensors, once `settle` has decided.
     """
 
     def __init__(self, rank: int, *, in_place: bool, budget: int | None) -> None:
@@ -79,6 +81,7 @@ class Places:
         self.now: list[Fill] = []
         self.later: list[Fill] = []
         self.checks = _MOST_CHECKS
+        self.held = 0
         self._live: list[Place] = []
 
     def weight(self, live: torch.Tensor, entry: TensorEntry) -> Place:
@@ -119,6 +122,7 @@ class Places:
             if local.device.type != "meta" and (self.in_place or id(place) in waiting):
                 (self.now if self.in_place else self.later).append(Fill(place.entry.name, local, parts))
             else:
+                self.held += place.nbytes if local.device.type != "meta" else 0
                 self.now.append(Fill(place.entry.name, _beside(place, self.rank), parts))
         return sum(place.nbytes for place in self._live if id(place) in waiting)
 
@@ -184,13 +188,13 @@ def _can_be_checked_first(entry: TensorEntry) -> bool:
 # --- how much there is
 
 
-def own_budget(max_memory: int | None) -> int | None:
+def own_budget(max_memory: int | None) -> int:
     """Return the bytes that this rank may hold for a while: `max_memory`, or else half of its share of what is free."""
     if max_memory is not None:
         return max_memory
     free = free_memory()
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    return None if free is None else free // 2 // ranks_here
+    return (_NOT_TOLD if free is None else free // 2) // ranks_here
 
 
 def free_memory() -> int | None:

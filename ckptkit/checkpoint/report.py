@@ -165,6 +165,9 @@ class LoadReport:
         notes: Hyper-parameters that only one side knows, casts, random numbers that were seeded anew.
         extra: Values of `extra` that the training state has no place for.
         metrics, client_state: Of the checkpoint.
+        held: Bytes of tensors that this rank held beside live ones until all was checked: at most `max_memory`, by
+            itself half of its share of the memory that is free.
+        read_twice: Bytes that were more than that: checked first, and read again straight into the state.
         phases: What took the time: plan, read, apply. What is read is checked on the way.
         deferred: With optimizer="deferred": applies the optimizer's state, once.
     """
@@ -180,6 +183,8 @@ class LoadReport:
     metrics: dict[str, float] = field(default_factory=dict)
     client_state: Any = None
     nbytes: int = 0
+    held: int = 0
+    read_twice: int = 0
     seconds: float = 0.0
     phases: tuple[Phase, ...] = ()
     deferred: DeferredOptimizer | None = None

@@ -230,7 +230,41 @@ def test_half_of_the_free_memory_is_the_limit_shared_by_the_ranks_of_a_host(monk
     assert places.own_budget(None) == 100
     assert places.own_budget(7) == 7
     monkeypatch.setattr(places, "free_memory", lambda: None)
-    assert places.own_budget(None) is None
+    assert places.own_budget(None) == (4 << 30) // 4  # never without a limit
+
+
+@pytest.mark.parametrize("free", [0, 3000, 20_000, 1 << 30])
+def test_a_load_by_itself_holds_no_more_than_that_and_says_how_much(
+    free: int, sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "free_memory", lambda: free)
+    state = state_of(2)
+    report = sharded.load(state)
+    assert report is not None and report.held <= free // 2
+    weights = sum(tensor.nbytes for tensor in state.model.state_dict().values())  # type: ignore[union-attr]
+    assert report.held + report.read_twice >= 3 * weights  # of each its two moments
+    assert (report.read_twice == 0) == (free == 1 << 30)
+    assert same(bits(state), bits(state_of(1)))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the most memory in use cannot be reset")
+def test_memory_grows_by_no_more_than_a_load_may_hold(tmp_path: Path) -> None:
+    def status(name: str) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) << 10
+
+    model = nn.Linear(4096, 12288, bias=False)  # 192 MiB
+    nn.init.ones_(model.weight)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=model))
+        nn.init.zeros_(model.weight)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        report = manager.load(TrainState(model=model), max_memory="16MB")
+        grown = status("VmHWM") - before
+    assert report is not None and report.read_twice == model.weight.nbytes
+    assert bool((model.weight == 1).all())
+    assert grown < 1.25 * (16e6 + (32 << 20) + (16 << 20))  # what one check reads, and buffers
 
 
 def test_where_memory_is_short_a_load_checks_first(sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,6 +289,29 @@ def test_commands_read_many_small_tensors_in_few_requests(
     assert max(counts.values()) <= 70, counts  # of 120 tensors
 
 
+def test_commands_over_a_file_of_many_small_tensors_take_as_many_requests_as_is_documented(
+    counted: tuple[Proxy, Options], url: str
+) -> None:
+    proxy, options = counted
+    model = nn.ParameterList([nn.Parameter(torch.rand(833)) for _ in range(1200)])
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, TrainState(model=model))
+    commands: dict[str, Callable[[], object]] = {
+        "verify": lambda: verify(url, storage_options=options),
+        "convert": lambda: convert(url, f"{url}-torch", to="torch", storage_options=options),
+        "reshard": lambda: reshard(url, f"{url}-three", world_size=3, storage_options=options),
+        "reshard --verify": lambda: reshard(url, f"{url}-four", world_size=3, verify=True, storage_options=options),
+    }
+    counts = {}
+    for name, command in commands.items():
+        proxy.clear()
+        command()
+        counts[name] = proxy.count
+    # Those of docs/remote.md, and some slack: how many blocks are asked for at once is a matter of threads.
+    most = {"verify": 32, "convert": 26, "reshard": 46, "reshard --verify": 47}
+    assert all(counts[name] <= most[name] for name in most), counts
+
+
 def test_a_save_asks_nothing_twice(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     state = TrainState(model=nn.Linear(8, 8))
