@@ -230,7 +230,14 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
         for name, entry in source.catalog.tensors.items()
         if name not in used
     ]
-    return _Chosen(tuple(tensors.values()), (), tuple(leftovers), (), notes)
+    files: tuple[OutputFile, ...] = ()
+    if choice.to == "dcp":  # what a model needs besides its weights comes back with them
+        from ckptkit.offline.hf_base import beside_source
+
+        own = beside_source(source.store, source.catalog)
+        small = (known.over(own) if known is not None else own).contents()
+        files = tuple(OutputFile.of_bytes(name, data) for name, data in small.items())
+    return _Chosen(tuple(tensors.values()), files, tuple(leftovers), (), notes)
 
 
 @collector_paused()

@@ -70,6 +70,11 @@ class BaseModel:
             (*self.notes, *other.notes),
         )
 
+    def contents(self) -> dict[str, bytes]:
+        """Return the small files by name, config.json among them."""
+        config = {} if self.config is None else {"config.json": f"{json.dumps(dict(self.config), indent=2)}\n".encode()}
+        return {**self.files, **config}
+
 
 def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) -> BaseModel:
     """Read `--base`: a directory, a URL of one, or a repo of the Hugging Face hub, "org/name[@revision]".
@@ -89,10 +94,16 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def beside_source(store: Store, catalog: Catalog) -> BaseModel:
-    """Return what a checkpoint carries along itself, as its reader lists it: verl's `huggingface/`, and ours."""
+    """Return what a checkpoint carries along itself, as its reader lists it: verl's `huggingface/`, and ours.
+
+    In a plain DCP directory it is what somebody put beside `.metadata`.
+    """
     notes: list[str] = []
     contents: dict[str, bytes] = {}
-    for path in catalog.info.side_files:
+    paths = catalog.info.side_files
+    if not paths and catalog.info.format == "dcp":
+        paths = find_side_files(store).carried
+    for path in paths:
         data = _read_small(store, path, notes)
         if data is not None:
             contents.setdefault(_export_name(path), data)

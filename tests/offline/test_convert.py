@@ -482,3 +482,28 @@ def test_a_rank_whose_fellows_never_come_gives_up_in_bounded_time(monkeypatch, t
     with pytest.raises(RankFailedError, match="the 2 ranks that torchrun started did not meet within 1 s"):
         convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_to_dcp_and_back_is_the_same_model_with_its_config(tmp_path: Path, zoo: Path) -> None:
+    source = zoo / "hf_ref_llama_tied"
+    convert(str(source), str(tmp_path / "dcp"), to="dcp", world_size=3)
+    convert(str(tmp_path / "dcp"), str(tmp_path / "hf"))
+    for path in source.glob("*.json"):
+        assert json.loads((tmp_path / "hf" / path.name).read_text()) == json.loads(path.read_text()), path.name
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_a_config_beside_a_plain_dcp_chooses_the_map(tmp_path: Path, zoo: Path) -> None:
+    moe = zoo / "hf_ref_qwen3moe"
+    convert(str(moe), str(tmp_path / "live"), to="dcp", key_map="inverse:hf5-experts")
+    assert any(name.endswith(".experts.gate_up_proj") for name in names_of(tmp_path / "live"))
+    report = convert(str(tmp_path / "live"), str(tmp_path / "hub"))
+    assert any("hf5-experts: config.json says" in note for note in report.notes)
+    got, expected = names_of(tmp_path / "hub"), names_of(moe)
+    assert got == expected
+
+
+def names_of(folder: Path) -> set[str]:
+    from ckptkit.formats.detect import open_source
+
+    return {entry.fqn or entry.name for entry in open_source(str(folder)).catalog.tensors.values()}
