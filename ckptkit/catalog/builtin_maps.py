@@ -234,6 +234,7 @@ _GATED_TYPES = (
 _LLAVA_TYPES = (
     "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "aria", "paligemma",
     "aya_vision", "got_ocr2", "gemma3", "internvl", "mistral3", "pp_chart2table", "mllama", "qwen2_audio", "voxtral",
+    "fuyu",
 )  # fmt: skip
 _VLM_BY_TYPE = {
     **dict.fromkeys(_LLAVA_TYPES, "vlm-llava"),

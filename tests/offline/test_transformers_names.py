@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,16 @@ def test_these_families_need_no_transformers(kind, settings, tmp_path, monkeypat
     expected = trained(kind, settings, tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     got = exported(tmp_path)
+    assert sorted(got) == sorted(expected)
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_fuyus_config_beside_the_run_tells_its_names(tmp_path, monkeypatch):
+    expected = trained("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}, tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "run")
+    convert(str(tmp_path / "run"), str(tmp_path / "out"))
+    got = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(got) == sorted(expected)
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
