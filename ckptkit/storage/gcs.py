@@ -19,7 +19,6 @@ from ckptkit.storage.object_api import Entries, Entry, FsspecApi
 __all__ = ["GcsApi"]
 
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
-_PAGES = 16  # of a listing, a thousand names each
 _BOUNDARY = "ckptkit-7f3a9c51e8d24b06"
 _FORM_START = f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n".encode()
 _FORM_NEXT = f"\r\n--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()
@@ -28,6 +27,8 @@ _FORM_END = f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 class GcsApi(FsspecApi):
     """gcsfs, with the errors of denied access told apart and uploads whose parts can be sent again."""
+
+    paged = True
 
     def info(self, name: str) -> Entry:
         """One request for an object, one more where there is none. gcsfs makes three of it, of which each may fail."""
@@ -51,41 +52,23 @@ class GcsApi(FsspecApi):
         with _denied():
             return super().get_whole(name)
 
-    def list(self, name: str, *, recursive: bool) -> list[Entry]:
-        found: list[Entry] = []
-        for page in self._pages(name, {} if recursive else {"delimiter": "/"}):
-            found += page
-        return found
-
-    def list_at_once(self, name: str) -> Entries | None:
-        found: list[Entry] = []
-        for number, page in enumerate(self._pages(name, {})):
-            if number == _PAGES:
-                return None
-            found += page
-        return found
-
-    def _pages(self, name: str, more: dict[str, str]) -> Iterator[Entries]:
-        """Yield what lies below `name`, a request each. A bucket that is not there is no empty one."""
+    def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
         bucket, key, _ = self.fs.split_path(name)
-        asked: dict[str, Any] = {"prefix": f"{key}/" if key else "", "maxResults": 1000, **more}
-        while True:
-            try:
-                with _denied():
-                    page = self.fs.call("GET", "b/{}/o", bucket, json_out=True, **asked)
-            except FileNotFoundError as error:  # gcsfs says which path it asked for
-                raise FileNotFoundError(errno.ENOENT, f"the bucket does not exist: {bucket}") from error
-            if not isinstance(page, dict) or page.get("kind") != "storage#objects":
-                raise StorageError(
-                    errno.EBADMSG,
-                    f"gs://{bucket}: what {self.fs._location} answers is no listing of Google Cloud Storage",
-                )
-            items = [item for item in page.get("items", ()) if not item["name"].endswith("/")]  # markers of folders
-            folders = [{"name": f"{bucket}/{prefix}", "type": "directory"} for prefix in page.get("prefixes", ())]
-            yield [self.fs._process_object(bucket, item) for item in items] + folders
-            if not page.get("nextPageToken"):
-                return
-            asked["pageToken"] = page["nextPageToken"]
+        asked: dict[str, Any] = {"prefix": f"{key}/" if key else "", "maxResults": 1000}
+        asked |= {} if recursive else {"delimiter": "/"}
+        asked |= {"pageToken": after} if after else {}
+        try:
+            with _denied():
+                page = self.fs.call("GET", "b/{}/o", bucket, json_out=True, **asked)
+        except FileNotFoundError as error:  # gcsfs says which path it asked for
+            raise FileNotFoundError(errno.ENOENT, f"the bucket does not exist: {bucket}") from error
+        if not isinstance(page, dict) or page.get("kind") != "storage#objects":
+            raise StorageError(
+                errno.EBADMSG, f"gs://{bucket}: what {self.fs._location} answers is no listing of Google Cloud Storage"
+            )
+        items = [item for item in page.get("items", ()) if not item["name"].endswith("/")]  # markers of folders
+        folders = [{"name": f"{bucket}/{prefix}", "type": "directory"} for prefix in page.get("prefixes", ())]
+        return [self.fs._process_object(bucket, item) for item in items] + folders, page.get("nextPageToken", "")
 
     def held(self, content: Content) -> int:
         return content.copied

@@ -80,11 +80,11 @@ class ObjectApi(Protocol):
     def info(self, name: str) -> Entry:
         """Return what is at `name`. Raises FileNotFoundError."""
 
-    def list(self, name: str, *, recursive: bool) -> list[Entry]:
-        """Return what lies below `name`; [] where nothing does."""
+    paged: bool
+    """Whether a listing comes in pages, of a request each; else as one, however many requests that takes."""
 
-    def list_at_once(self, name: str) -> Entries | None:
-        """Return all objects below `name`, with their tags; None where that takes too many requests."""
+    def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
+        """Return some of what lies below `name`, and what to give as `after` for more, "" at the end as at first."""
 
     def get(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop), fewer where the object ends."""
@@ -130,6 +130,7 @@ class FsspecApi:
 
     read_bytes = PART_BYTES
     checked = False
+    paged = False
 
     def held(self, content: Content) -> int:
         return content.nbytes  # it goes as one, whatever it was lent as
@@ -145,13 +146,13 @@ class FsspecApi:
         found: Entry = self.fs.info(name)
         return found
 
-    def list(self, name: str, *, recursive: bool) -> list[Entry]:
+    def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if recursive:
-                return list(self.fs.find(name, detail=True).values())
-            return list(self.fs.ls(name, detail=True))
-        return []
+                return list(self.fs.find(name, detail=True).values()), ""
+            return list(self.fs.ls(name, detail=True)), ""
+        return [], ""
 
     def get(self, name: str, start: int, stop: int) -> bytes:
         try:
@@ -164,9 +165,6 @@ class FsspecApi:
             if str(getattr(error, "code", "")) == "416":
                 return b""
             raise
-
-    def list_at_once(self, name: str) -> Entries | None:
-        return None
 
     def exists(self, name: str) -> bool:
         with contextlib.suppress(FileNotFoundError):

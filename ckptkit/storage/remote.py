@@ -21,7 +21,7 @@ from ckptkit.storage.advice import advice_on
 from ckptkit.storage.coalesce import Scatter, coalesce
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.content import Content
-from ckptkit.storage.object_api import Entry, FsspecApi, NotConditionalError, ObjectApi, Uploads
+from ckptkit.storage.object_api import Entries, Entry, FsspecApi, NotConditionalError, ObjectApi, Uploads
 from ckptkit.storage.paths import checked_path
 from ckptkit.storage.retry import call_with_retries, is_transient, timeout_s
 from ckptkit.storage.store import FileInfo, ReadInto, split_url
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_GAP = 512 << 10  # a request costs about as long as reading this much
+_PAGES = 16  # of a listing, a thousand names each: more are slower than a request a folder
 _LITTLE = 24 << 20  # where all that is to be read is no more, a connection each for all of it would take long
 _LEAST = 8 << 20  # of that
 _ERRNO: dict[type[OSError], int] = {  # those of fsspec have none
@@ -139,7 +140,7 @@ class RemoteStore:
     def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
         full = self._full(path, root_allowed=True)
         root = self._full("", root_allowed=True)
-        found = self._call(path, lambda: self._api.list(full, recursive=recursive))
+        found = [item for page in self._pages(path, full, recursive=recursive) for item in page]
         entries = [_file_info(item["name"].rstrip("/")[len(root) :].lstrip("/"), item) for item in found]
         # A store may list the folder itself, as a marker object.
         return sorted((e for e in entries if e.path not in ("", path)), key=_path)
@@ -147,10 +148,26 @@ class RemoteStore:
     def list_at_once(self, path: str = "") -> _Infos | None:
         """Return every file below `path`, sorted by path, where few requests list them all; else None."""
         full, root = self._full(path, root_allowed=True), self._full("", root_allowed=True)
-        found = self._call(path, lambda: self._api.list_at_once(full))
-        if found is None:
+        if not self._api.paged:
             return None
+        found: list[Entry] = []
+        for number, page in enumerate(self._pages(path, full, recursive=True)):
+            if number == _PAGES:
+                return None
+            found += page
         return sorted((_file_info(item["name"][len(root) :].lstrip("/"), item) for item in found), key=_path)
+
+    def _pages(self, path: str, full: str, *, recursive: bool) -> Iterator[Entries]:
+        """Yield a listing; each page of it is tried again by itself, or a long one would never come to its end."""
+        after = ""
+        while True:
+            page, after = self._call(
+                path,
+                lambda after=after: self._api.page(full, recursive=recursive, after=after),  # type: ignore[misc]
+            )
+            yield page
+            if not after:
+                return
 
     def read_listed(self, item: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes of a file that a listing showed; a small one is fetched only where its tag is a new one."""

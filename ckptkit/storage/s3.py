@@ -29,7 +29,6 @@ _GONE = ("NoSuchKey", "NoSuchUpload")
 _HEAD_BYTES = 16 << 20  # what a whole object is asked for first: nearly all are smaller
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
-_PAGES = 16  # of a listing, a thousand keys each: more are slower than a request a folder
 _CHUNK = 1 << 20  # of a body, taken from the connection at once
 
 
@@ -40,6 +39,7 @@ class S3Api(FsspecApi):
 
     read_bytes = UPLOAD_BYTES  # it goes to where it is wanted as it comes: nobody holds it
     checked = True
+    paged = True
 
     def held(self, content: Content) -> int:
         return content.copied
@@ -54,40 +54,19 @@ class S3Api(FsspecApi):
         bucket, key, _ = self.fs.split_path(name)
         return bucket, key
 
-    def list(self, name: str, *, recursive: bool) -> list[Entry]:
+    def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
         bucket, key = self._split(name)
-        prefix = f"{key}/" if key else ""
-        found: list[Entry] = []
-        more: dict[str, Any] = {} if recursive else {"Delimiter": "/"}
-        while True:
-            page = self._page(bucket, prefix, more)
-            found += _files(bucket, page)
-            found += [{"name": f"{bucket}/{p['Prefix']}", "type": "directory"} for p in page.get("CommonPrefixes", ())]
-            if not page.get("IsTruncated"):
-                return found
-            more["ContinuationToken"] = page["NextContinuationToken"]
-
-    def list_at_once(self, name: str) -> Entries | None:
-        bucket, key = self._split(name)
-        found: list[Entry] = []
-        more: dict[str, Any] = {}
-        for _ in range(_PAGES):
-            page = self._page(bucket, f"{key}/" if key else "", more)
-            found += _files(bucket, page)
-            if not page.get("IsTruncated"):
-                return found
-            more["ContinuationToken"] = page["NextContinuationToken"]
-        return None
-
-    def _page(self, bucket: str, prefix: str, more: dict[str, Any]) -> Any:
-        page = self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
+        more = {"ContinuationToken": after} if after else {}
+        more |= {} if recursive else {"Delimiter": "/"}
+        page = self._call("list_objects_v2", Bucket=bucket, Prefix=f"{key}/" if key else "", **more)
         if "IsTruncated" not in page and "Name" not in page:  # else a portal's page is a run without checkpoints
             raise StorageError(
                 errno.EBADMSG,
                 f"s3://{bucket}: what {self.fs.s3.meta.endpoint_url} answers is no listing of S3. Is there a proxy, or "
                 "a page to log in, between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
             )
-        return page
+        folders = [{"name": f"{bucket}/{p['Prefix']}", "type": "directory"} for p in page.get("CommonPrefixes", ())]
+        return _files(bucket, page) + folders, page["NextContinuationToken"] if page.get("IsTruncated") else ""
 
     def exists(self, name: str) -> bool:
         bucket, key = self._split(name)

@@ -25,7 +25,7 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from tests.remote.test_end_to_end import full, run_cli, state_of
 from tests.storage import servers
-from tests.storage.proxy import Answer, Changed, Proxy, proxy_of
+from tests.storage.proxy import Answer, Changed, Proxy, every_third, proxy_of
 
 Options = dict[str, Any]
 
@@ -91,6 +91,18 @@ def test_each_request_of_each_operation_may_fail_once(
     assert verify(f"{url}/three", storage_options=s3).ok
     assert verify(f"{url}/dcp", storage_options=s3).ok
     assert root.unfinished_uploads() == []  # type: ignore[attr-defined]
+
+
+def test_a_run_among_thousands_of_others_survives_a_server_that_fails_each_third_request(
+    counted: tuple[Proxy, Options], s3: Options, url: str, at_once: None
+) -> None:
+    proxy, options = counted
+    for i in range(2001):  # three pages: of each three requests in a row one fails
+        s3_backends[ACCOUNT]["aws"].put_object("remote", f"{url.partition('remote/')[2]}/others/{i}", b"x")
+    proxy.rule = every_third("503")
+    save(url, options, 1)
+    loads(url, options, 1)
+    assert len(open_store(url, storage_options=options).list("others")) == 2001
 
 
 def test_a_save_survives_a_server_that_restarts_in_its_middle(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.storage import open_store, s3
+from ckptkit.storage import open_store, remote
 from ckptkit.storage.attempt import AttemptStore
 from ckptkit.storage.connection import Known
 from ckptkit.storage.local import LocalStore
@@ -88,7 +88,7 @@ def test_too_many_objects_for_a_few_pages_are_looked_at_one_folder_at_a_time(
     store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("a", b"1")
-    monkeypatch.setattr(s3, "_PAGES", 0)
+    monkeypatch.setattr(remote, "_PAGES", 0)
     assert snapshot(store) is store
 
 
