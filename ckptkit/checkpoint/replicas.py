@@ -43,9 +43,12 @@ class Fingerprints:
     """
 
     def __init__(self, captured: Captured) -> None:
+        from torch.distributed.tensor import DTensor
+
         found: dict[str, torch.Tensor] = {}
         if _has_plain(captured):
-            found = {key: item for key, item in captured.tensors(aliases=False) if _is_replica(key, item, captured)}
+            plain = captured.tensors(aliases=False, unlike=DTensor)
+            found = {key: item for key, item in plain if _is_replica(key, item, captured)}
         self.keys = list(found)
         self._table = np.empty((len(found), 2), "<u8")
         self._table[:, 0] = [_name_digest(key, tensor.dtype, tensor.shape) for key, tensor in found.items()]

@@ -142,18 +142,23 @@ class Captured:
     rank_objects: dict[str, JSON] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
 
-    def tensors(self, *, aliases: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with its key in the checkpoint; tied weights again under their other names on request."""
+    def tensors(self, *, aliases: bool, unlike: type | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor with its key in the checkpoint; tied weights again under their other names on request.
+
+        Args:
+            unlike: Those of this very type are left out.
+        """
         for name, tensors in self.models.items():
-            for fqn, tensor in tensors.items():
-                if aliases or fqn not in self.aliases.get(name, {}):
+            tied = {} if aliases else self.aliases.get(name, {})
+            for fqn, tensor in _unlike(unlike, tensors):
+                if fqn not in tied:
                     yield f"{name}.{fqn}", tensor
         for name, optimizer in self.optimizers.items():
-            for fqn, tensor in optimizer.masters.items():
+            for fqn, tensor in _unlike(unlike, optimizer.masters):
                 yield f"{name}.master.{fqn}", tensor
-            for (fqn, state), tensor in optimizer.tensors.items():
+            for (fqn, state), tensor in _unlike(unlike, optimizer.tensors):
                 yield f"{name}.state.{fqn}.{state}", tensor
-        yield from self.loose.items()
+        yield from _unlike(unlike, self.loose)
 
     def add_own(self, key: str, value: Any) -> None:
         """Add state of this rank alone."""
@@ -167,6 +172,10 @@ class Captured:
         for optimizer in self.optimizers.values():
             yield from (optimizer.masters, optimizer.tensors)
         yield self.loose
+
+
+def _unlike(kind: type | None, table: Mapping[Any, torch.Tensor]) -> Iterable[tuple[Any, torch.Tensor]]:
+    return table.items() if kind is None else [item for item in table.items() if type(item[1]) is not kind]
 
 
 def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: Seen | None = None) -> Captured:

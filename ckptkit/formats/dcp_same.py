@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 __all__ = ["Flattened", "Kinds", "Places", "flat_values"]
 
 Path = tuple[str | int, ...]
+_FEW = 16  # to go through as many one by one is faster than to set up what takes all
 _MOVED = 64  # so many may be such as move at every save
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _TENSORS = _PLAIN | {DTensor}
@@ -283,7 +284,7 @@ class _Flattening:
             return
         for key, item in zip(keys, items, strict=True):
             if type(item) not in _TENSORS:
-                if isinstance(item, Mapping):
+                if type(item) is dict or isinstance(item, Mapping):  # the former is known at once
                     self.descend(f"{prefix}{key}.", (*path, key), list(map(str, item)), item.values())
                     continue
                 if isinstance(item, list) and not _is_leaf(item):
@@ -292,7 +293,11 @@ class _Flattening:
             self._add(prefix, path, (key,), (item,))
 
     def _add(self, prefix: str, path: Path, keys: Collection[Any], items: Collection[Any]) -> None:
-        self.values.update(zip(map(prefix.__add__, map(str, keys)), items, strict=True))
+        if len(keys) < _FEW:
+            for key, item in zip(keys, items, strict=True):
+                self.values[prefix + str(key)] = item
+        else:
+            self.values.update(zip(map(prefix.__add__, map(str, keys)), items, strict=True))
         self.count += len(keys)
         if self._paths is not None:
             self._paths.extend(zip(*map(repeat, path), keys, strict=False))
