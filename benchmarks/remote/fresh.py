@@ -64,6 +64,12 @@ def dcp_saves(url: str, options: Options, model: Holder) -> Steps:
         yield
 
 
+def signed_saves(url: str, options: Options, model: Holder) -> Steps:
+    """As to a server that is not on this machine: over plain HTTP each body is signed by its SHA-256, like torch's."""
+    signed = {**options, "config_kwargs": {"s3": {"payload_signing_enabled": True}}}
+    return dcp_saves(f"{url}/signed", signed, model)
+
+
 def manager_saves(url: str, options: Options, model: Holder) -> Steps:
     state = TrainState(model=model)
     with CheckpointManager(f"{url}/run", storage_options=options) as manager:
@@ -131,6 +137,7 @@ SAVES: dict[str, Callable[[str, Options, Holder], Steps]] = {
     "puts": our_puts,
     "torch_save": torch_saves,
     "dcp_save": dcp_saves,
+    "dcp_save_signed": signed_saves,
     "manager_save": manager_saves,
     "one_save": one_save,
 }
