@@ -11,7 +11,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
 from ckptkit.offline import merge_formulas
-from ckptkit.offline.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling
+from ckptkit.offline.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling, target_parameters
 from ckptkit.offline.changed import Change, changed
 from ckptkit.offline.plan import ComputedTensor
 
@@ -254,7 +254,7 @@ class _Changes:
     # --- parameters: experts
 
     def _parameters(self, module: str) -> list[str]:
-        wanted = self.config.get("target_parameters") or ()
+        wanted = target_parameters(self.config)
         names = [name for name in self.split.base if name.rpartition(".")[0] == module]
         return [name for name in names if any(name == key or name.endswith(f".{key}") for key in wanted)]
 

@@ -21,6 +21,7 @@ __all__ = [
     "refuse_other_kinds",
     "scaling",
     "split_adapter",
+    "target_parameters",
 ]
 
 _ROOT = "base_model.model."
@@ -240,9 +241,19 @@ def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str,
     return {name: target for name, target in split.biases.items() if kind == "all" or name in modules}
 
 
+def target_parameters(config: Mapping[str, Any]) -> list[str]:
+    """Return what the config says of parameters that are adapted. Raises CorruptCheckpointError if it is no list."""
+    given = config.get("target_parameters") or []
+    if not isinstance(given, (list, tuple, set)) or not all(isinstance(key, str) for key in given):
+        raise CorruptCheckpointError(
+            f"adapter_config.json: target_parameters is {given!r:.80}, expected a list of names."
+        )
+    return sorted(given)
+
+
 def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
     """Tell whether the config targets parameters (target_parameters) of a module."""
-    owners = [str(key).rpartition(".")[0] for key in config.get("target_parameters") or ()]
+    owners = [key.rpartition(".")[0] for key in target_parameters(config)]
     return any(not owner or module == owner or module.endswith(f".{owner}") for owner in owners)
 
 

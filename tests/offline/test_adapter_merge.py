@@ -12,8 +12,11 @@ import pytest
 
 from ckptkit import convert
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.names import NameMap
+from ckptkit.catalog.patterns import NamePattern
+from ckptkit.catalog.rules import Concat, Split, Transpose
 from ckptkit.catalog.targets import Part, Target
-from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.formats import safetensors
 from ckptkit.offline.adapter_merge import merge_adapter
 from ckptkit.offline.adapters import split_adapter
@@ -121,6 +124,8 @@ CASES: dict[str, dict[str, Any]] = {
     "modules to save": {"target_modules": ["q"], "modules_to_save": ["k", "embed"]},
     "biases trained": {"target_modules": ["q"], "bias": "all"},
     "tokens": {"target_modules": ["q"], "trainable_token_indices": {"embed": [7, 2, 30]}},
+    "blocks of A": {"target_modules": ["q", "k"], "use_bdlora": {"target_modules_bd_a": ["q", "k"], "nblocks": 2}},
+    "blocks of B": {"target_modules": ["q", "k"], "use_bdlora": {"target_modules_bd_b": ["q", "k"], "nblocks": 2}},
     "kasa": {"target_modules": LINEAR, "kasa_config": "KasaConfig"},
     "monteclora": {"target_modules": LINEAR, "monteclora_config": "MontecloraConfig"},
     "velora": {"target_modules": LINEAR, "velora_config": "VeloraConfig"},
@@ -169,7 +174,7 @@ def _made(store: Any, catalog: Any, tensor: ComputedTensor) -> Any:
 
 
 @pytest.mark.parametrize("case", ["linear and embedding", "rslora and patterns", "fan in", "attention", "experts",
-                                  "experts transposed", "tokens", "linear bias", "kasa"])  # fmt: skip
+                                  "blocks of A", "experts transposed", "tokens", "linear bias", "kasa"])  # fmt: skip
 def test_rows_that_are_merged_apart_are_those_of_the_whole(tmp_path: Path, case: str) -> None:
     config = {"r": 4, "lora_alpha": 6, **CASES[case]}
     trained(config, tmp_path, dtype="bfloat16")
@@ -187,6 +192,30 @@ def test_rows_that_are_merged_apart_are_those_of_the_whole(tmp_path: Path, case:
         near = [np.abs(np.concatenate(pieces).astype(np.int32) - whole.astype(np.int32))]
         assert max(int(item.max()) for item in near) <= 1, tensor.name
         assert not near[0][whole.astype(np.int32) == 0].any()
+
+
+def test_key_maps_cut_join_and_turn_what_was_merged(tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k", "square"], "use_dora": True}
+    adapted = trained(config, tmp_path, dtype="bfloat16")
+    store = open_store(str(tmp_path))
+    catalog = safetensors.open_catalog(store)
+    rules = (
+        Split(NamePattern("q.weight"), ("upper.weight", "lower.weight"), dim=0, sizes=(8, 16)),
+        Concat((NamePattern("k.weight"), NamePattern("plain.weight")), "joined.weight", dim=0),
+        Transpose(NamePattern("square.weight"), (1, 0)),
+    )
+    options = ExportOptions(adapter_config=config, merge_adapter=True, key_map=NameMap("mine", rules))
+    found = carried_out(store, catalog, plan_export(store, catalog, options=options))
+    whole = expected(adapted, tmp_path)
+    assert np.array_equal(np.concatenate([found["upper.weight"], found["lower.weight"]]), whole["q.weight"])
+    assert np.array_equal(found["joined.weight"], np.concatenate([whole["k.weight"], whole["plain.weight"]]))
+    assert np.array_equal(found["square.weight"], whole["square.weight"].T)
+
+
+@pytest.mark.parametrize("targets", [5, "experts.up", [5], {"a": 1}])
+def test_a_config_whose_parameters_are_no_list_is_refused(targets: object) -> None:
+    with pytest.raises(CorruptCheckpointError, match="target_parameters is"):
+        refused({"target_parameters": targets}, **LINEAR_Q)
 
 
 def test_dora_and_convolutions_are_not_cut(tmp_path: Path) -> None:
