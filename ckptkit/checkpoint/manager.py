@@ -423,7 +423,7 @@ class CheckpointManager:
     def _announce(self, report: SaveReport) -> None:
         if self._coordinator.is_main:
             _log.info("%s", report.line())
-            _log.debug("step %d: %s", report.step, report.phase_line())
+            _log.info("step %d: %s", report.step, report.phase_line())
         write_trace_file(self._trace, "save", report, rank=self._coordinator.rank)
         if self._on_commit is not None:
             try:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file"]
 
 _log = logging.getLogger(__name__)
+_TURNS = ("write", "digest", "sync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,24 @@ class PhaseClock:
         phase = Phase(name, time.perf_counter() - seconds, seconds, nbytes, threading.current_thread().name)
         with self._lock:
             self._phases.append(phase)
+
+    def add_in_turn(self, found: Sequence[tuple[str, float, int]]) -> None:
+        """Record what this thread did since its last phase, as one (name, seconds, bytes) after the other, ending now.
+
+        What several threads did for it by turns is told by the longest of each, which together may be longer than it
+        took: then all are shortened alike.
+        """
+        thread, now = threading.current_thread().name, time.perf_counter()
+        with self._lock:
+            since = max((p.start + p.seconds for p in self._phases if p.thread == thread), default=self.started)
+            total = sum(seconds for _, seconds, _ in found)
+            scale = min(1.0, (now - since) / total) if total else 1.0
+            at = now - total * scale
+            for name, seconds, nbytes in sorted(
+                found, key=lambda item: _TURNS.index(item[0]) if item[0] in _TURNS else -1
+            ):
+                self._phases.append(Phase(name, at, seconds * scale, nbytes, thread))
+                at += seconds * scale
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -107,7 +126,8 @@ class SaveReport:
         return " · ".join([*parts, f"{kept}, {freed}" if freed else kept])
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}."""
+        """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}. What one phase
+        did within another ("index" within "commit") is counted once, so that the seconds add up."""
         return _totals(self.phases)
 
     def phase_line(self) -> str:
@@ -121,13 +141,30 @@ class SaveReport:
 
 def _totals(phases: Sequence[Phase]) -> dict[str, dict[str, float]]:
     totals: dict[str, dict[str, float]] = {}
-    for phase in phases:
+    for phase, seconds in zip(phases, _own_seconds(phases), strict=True):
         entry = totals.setdefault(phase.name, {"seconds": 0.0, "bytes": 0.0})
-        entry["seconds"] += phase.seconds
+        entry["seconds"] += seconds
         entry["bytes"] += phase.nbytes
     for entry in totals.values():
         entry["gb_per_s"] = entry["bytes"] / max(entry["seconds"], 1e-9) / 1e9
     return totals
+
+
+def _own_seconds(phases: Sequence[Phase]) -> list[float]:
+    """Return the seconds of each phase, less those of the phases of its thread that lie within it."""
+    own = [phase.seconds for phase in phases]
+    for row, phase in enumerate(phases):
+        around = [
+            (other.seconds, at)
+            for at, other in enumerate(phases)
+            if at != row
+            and other.thread == phase.thread
+            and other.start < phase.start
+            and phase.start + phase.seconds < other.start + other.seconds
+        ]
+        if around:
+            own[min(around)[1]] -= phase.seconds
+    return own
 
 
 def _phase_line(phases: Sequence[Phase]) -> str:

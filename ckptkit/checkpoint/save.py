@@ -221,7 +221,9 @@ class Saver:
                 lease=self._lease,
             )
         try:
-            written = plan.write(attempt.store, tensors, sync=self._sync, report=clock.add)
+            done: list[tuple[str, float, int]] = []
+            written = plan.write(attempt.store, tensors, sync=self._sync, report=lambda *phase: done.append(phase))
+            clock.add_in_turn(done)
             if prepared.failure is not None:
                 raise prepared.failure
             digests = {key: xxhash.xxh3_64_hexdigest(_json(tree)) for key, tree in prepared.objects.items()}

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckptkit.checkpoint import save as save_module
 from ckptkit.checkpoint import staging_buffers
 from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.report import Phase
 from ckptkit.checkpoint.staging_buffers import StagingBuffers
 from ckptkit.checkpoint.state import TrainState
 from ckptkit.errors import CkptkitError, SaveError, UsageError
@@ -212,6 +213,9 @@ def test_the_report_says_what_took_the_time(tmp_path: Path, kind: str, mode: Any
     assert all(size <= totals[name]["bytes"] < 2 * size for name in moved - {"index"})
     assert totals["index"]["bytes"] > 1000
     assert 0 < report.stall_seconds <= report.seconds
+    assert sum(entry["seconds"] for entry in totals.values()) <= report.seconds
+    sizes = {path.name: path.stat().st_size for path in Path(report.url).rglob("*") if path.is_file()}
+    assert sum(sizes.values()) - sizes["checkpoint.json"] == report.total_bytes
     assert all(f"{name} 0." in report.phase_line() for name in totals)
     assert loaded is not None
     assert set(loaded.totals()) == {"plan", "read", "apply"}
@@ -221,7 +225,18 @@ def test_the_report_says_what_took_the_time(tmp_path: Path, kind: str, mode: Any
         spans = [event for event in events if event["ph"] == "X"]
         assert [event["name"] for event in spans] == [phase.name for phase in phases]
         assert [event["args"]["bytes"] for event in spans] == [phase.nbytes for phase in phases]
+        assert not [(one.name, other.name) for one in phases for other in phases if overlap(one, other)]
         assert {event["tid"] for event in spans} == {event["tid"] for event in events if event["ph"] == "M"}
+
+
+def overlap(one: Phase, other: Phase) -> bool:
+    """Whether the second begins within the first, in the same thread, and ends after it: no trace can show that."""
+    stop = one.start + one.seconds
+    return (
+        one.thread == other.thread
+        and one.start < other.start < stop - 1e-9
+        and other.start + other.seconds > stop + 1e-9
+    )
 
 
 def test_a_callback_that_fails_does_not_undo_the_save(tmp_path: Path) -> None:
