@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ckptkit.errors import CheckpointMismatchError
 
@@ -11,21 +11,27 @@ __all__ = ["strip_infixes", "strip_prefix"]
 
 # What torch.compile, activation checkpointing and FSDP1 put into names, anywhere in them.
 _INFIXES = re.compile(r"(?:^|(?<=\.))(?:(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.)+")
-_MODULE = "module."  # DistributedDataParallel and DeepSpeed: in front of every name or of none
+# DistributedDataParallel and DeepSpeed, and Lightning around them: in front of every name or of none.
+_FRONTS = ("module.", "_forward_module.")
 
 
 def strip_infixes(names: Iterable[str]) -> dict[str, str]:
     """Return each name without what wrappers put into it: `_orig_mod.`, `_checkpoint_wrapped_module.` and
-    `_fsdp_wrapped_module.` anywhere, `module.` in front where every name has it.
+    `_fsdp_wrapped_module.` anywhere, `module.` and `_forward_module.` in front where every name has it.
 
     Raises:
         CheckpointMismatchError: Two names would become one.
     """
     stripped = {name: _INFIXES.sub("", name) for name in names}
-    while stripped and all(name.startswith(_MODULE) and name != _MODULE for name in stripped.values()):
-        stripped = {name: short.removeprefix(_MODULE) for name, short in stripped.items()}
+    while (front := _common_front(stripped.values())) is not None:
+        stripped = {name: short.removeprefix(front) for name, short in stripped.items()}
     _refuse_collisions(stripped, "wrapper names are stripped")
     return stripped
+
+
+def _common_front(names: Collection[str]) -> str | None:
+    whole = (front for front in _FRONTS if names and all(n.startswith(front) and n != front for n in names))
+    return next(whole, None)
 
 
 def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:

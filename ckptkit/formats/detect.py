@@ -14,6 +14,7 @@ from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UnsafePathError
 from ckptkit.formats.collector import collector_paused
 from ckptkit.formats.format_list import (
+    FORMATS,
     RECORD,
     TORCH_ENDINGS,
     UNNAMED,
@@ -285,6 +286,12 @@ def _only_child(place: Place, url: str, depth: int) -> _Found | None:
         return None
     likely = [name for name in place.directories if not name.startswith(_ASIDE)] or place.directories
     found = [(name, child) for name in likely if (child := _enter(place, url, name, depth))]
+    # What has the marks of a format is a checkpoint; files of ranks beside it may be states of its data loader.
+    marked = [(name, child) for name, child in found if child[2] in FORMATS]
+    if len(found) > 1 and len(marked) == 1:
+        others = ", ".join(f"{name}/" for name, _ in found if name != marked[0][0])
+        name, (inner, inner_url, form, note) = marked[0]
+        return inner, inner_url, form, f"{name}/ was taken; beside it: {others}. {note}".strip()
     if len(found) > 1 and depth == 0:
         names = ", ".join(name for name, _ in found[:8])
         raise CheckpointNotFoundError(f"{url} has {len(found)} checkpoints: {names}. Give the one you mean.")

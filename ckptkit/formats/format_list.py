@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.formats.numbered_files import MODEL_FILES
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.steps import parse_step
 from ckptkit.storage import FileInfo, Store
@@ -95,7 +96,7 @@ def reader(module: str) -> Any:
 
 def _only_torch_file(place: Place) -> bool:
     names = [name for name in place.files if name.endswith(TORCH_ENDINGS)]
-    return len(names) == 1 and parse_step(names[0]) is None
+    return any(name in MODEL_FILES for name in names) or (len(names) == 1 and parse_step(names[0]) is None)
 
 
 # Names are looked at before a reader is imported: most directories have nothing that most readers look for.

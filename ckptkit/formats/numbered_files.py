@@ -1,4 +1,4 @@
-"""Files named -00001-of-0000N, which belong together without an index that says so."""
+"""Names of files: -00001-of-0000N, which belong together without an index, and those that only a model has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
-__all__ = ["numbered_files"]
+__all__ = ["MODEL_FILES", "numbered_files"]
+
+MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt")  # of torch.save
 
 _NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.(\w+)")
 

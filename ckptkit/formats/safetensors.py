@@ -5,12 +5,19 @@ Only headers, the index and config.json are read here, never tensor bytes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry, TensorSlice
-from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError, UnsafePathError
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePathError,
+    UnsupportedFormatError,
+)
 from ckptkit.formats.numbered_files import numbered_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.safetensors_dcp import SHARD_NAME, open_shards
@@ -133,6 +140,11 @@ def _without_index(store: Store, tensors: list[str]) -> list[str]:
         return numbered
     if not tensors:
         raise CheckpointNotFoundError(f"{store.url} has no *.safetensors file.")
+    if len(tensors) > 1 and all(re.search(r"rank[_-]?\d", name) for name in tensors):
+        raise UnsupportedFormatError(
+            f"{tensors[0]} and {len(tensors) - 1} more are of ranks: a safetensors file does not say where in a tensor "
+            "the part of a rank lies. Save them with torch's own HuggingFaceStorageWriter, or as a DCP."
+        )
     if len(tensors) > 1:
         raise CorruptCheckpointError(
             f"{store.url} has {len(tensors)} safetensors files ({', '.join(tensors[:4])}...) and no "

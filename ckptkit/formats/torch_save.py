@@ -23,7 +23,7 @@ from ckptkit.formats._torch_legacy import is_legacy, is_tar, read_legacy, read_t
 from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, StoredTensor
 from ckptkit.formats._torch_zip import TorchArchive, read_archive
 from ckptkit.formats.dcp_roles import EntryRole, RoleTable
-from ckptkit.formats.numbered_files import numbered_files
+from ckptkit.formats.numbered_files import MODEL_FILES, numbered_files
 from ckptkit.formats.objects import plain
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.side_files import find_side_files, unread_optimizer
@@ -67,7 +67,11 @@ def open_catalog(
         return open_file(store, path, options=options)
     names = [info.path for info in store.list() if info.kind in ("file", "symlink")]
     catalog = _open_directory(store, names, options)
-    notes = unread_optimizer(name for name in names if name not in catalog.info.files)
+    left = [name for name in names if name not in catalog.info.files]
+    notes = unread_optimizer(left)
+    if next(iter(catalog.info.files), "") in MODEL_FILES[1:]:
+        others = [name for name in left if name.endswith(EXTENSIONS)]
+        notes = (f"not read: {', '.join(others[:8])}.",) if others else ()
     return replace(catalog, info=replace(catalog.info, notes=(*catalog.info.notes, *notes))) if notes else catalog
 
 
@@ -79,7 +83,7 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
     if numbered is not None:
         return _catalog(store, _shards(store, numbered, options))
     files = [name for name in names if name.endswith(EXTENSIONS)]
-    chosen = "pytorch_model.bin" if "pytorch_model.bin" in files else files[0] if len(files) == 1 else None
+    chosen = next((name for name in (*MODEL_FILES, *files[: len(files) == 1]) if name in files), None)
     if chosen is None:
         raise CheckpointNotFoundError(
             f"{store.url} has {len(files)} files of torch.save{': ' + ', '.join(files[:5]) if files else ''}. "

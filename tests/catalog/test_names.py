@@ -365,6 +365,7 @@ def test_an_infix_inside_a_longer_word_stays() -> None:
 
 def test_module_goes_only_where_every_name_starts_with_it() -> None:
     assert strip_infixes(["module.a", "module.module.b"]) == {"module.a": "a", "module.module.b": "module.b"}
+    assert strip_infixes(["_forward_module.a", "_forward_module.module.b"])["_forward_module.a"] == "a"  # Lightning's
     assert strip_infixes(["module.a", "head.b"]) == {"module.a": "module.a", "head.b": "head.b"}
 
 

@@ -286,3 +286,30 @@ def test_the_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
         weights = catalog.by_role(Role.MODEL)
         assert {e.fqn for e in catalog.by_role(Role.OPTIMIZER).values() if e.state == "exp_avg"} <= set(weights)
         assert catalog.by_role(Role.OPTIMIZER) and "model.embed_tokens.weight" in weights
+
+
+def test_a_model_file_is_taken_among_others_of_torch_save_and_they_are_named(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "optim.pt")
+    source = open_source(str(tmp_path))
+    assert list(source.catalog.info.files) == ["model.pt"]
+    assert source.catalog.info.notes == ("not read: optim.pt.",)
+
+
+def test_what_has_the_marks_of_a_format_is_taken_before_files_of_ranks(tmp_path, zoo):
+    torch = pytest.importorskip("torch")
+    _dcp(zoo, tmp_path / "step10" / "model_and_optim")
+    (tmp_path / "step10" / "train").mkdir()
+    for rank in range(2):
+        torch.save({"w": torch.ones(2)}, tmp_path / "step10" / "train" / f"rank{rank}.pt")
+    source = open_source(str(tmp_path))
+    assert source.url.endswith("step10/model_and_optim")
+    assert "model_and_optim/ was taken; beside it: train/." in source.note
+
+
+def test_safetensors_of_ranks_are_refused_with_advice(tmp_path):
+    for rank in range(2):
+        save_file({"w": np.ones(2, np.float32)}, tmp_path / f"model_rank{rank}.safetensors")
+    with pytest.raises(UnsupportedFormatError, match=r"model_rank0\.safetensors and 1 more are of ranks"):
+        open_source(str(tmp_path))
