@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import NoSpaceError, UsageError
 from ckptkit.formats.collector import collector_paused
@@ -31,6 +32,7 @@ from ckptkit.offline.shares import restricted, share_out
 from ckptkit.offline.sinks import LocalSink
 from ckptkit.offline.sources import SourceReader
 from ckptkit.offline.streams import StreamCopier, direct_rows, spans, split, touched
+from ckptkit.offline.windows import WindowCopier, Windows, windowed
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
@@ -321,9 +323,13 @@ class _Execution:
         )
         jobs = boxes.jobs(work.bands, work.tiles)
         direct = direct_rows(work, sink) if self.reader.is_local else np.zeros(len(work.runs), bool)
-        kernel, streamed = (split(work.runs.take(rows), work.ratios()) for rows in (direct, ~direct))
+        kernel, others = (work.runs.take(rows) for rows in (direct, ~direct))
+        windows, gathered = windowed(others, work) if self.reader.is_local else (None, np.zeros(len(others), bool))
+        kernel, streamed = (split(runs, work.ratios()) for runs in (kernel, others.take(~gathered)))
         wanted = touched(streamed, work.records)
         wanted = wanted[~work.chains.proves(len(work.records))[wanted]]
+        if windows is not None:
+            wanted = wanted[~np.isin(wanted, windows.records)]
         direct_copier = StreamCopier(work, kernel, self.reader, sink, None, wanted=wanted, done=self.done)
         copier = StreamCopier(work, streamed, self.reader, sink, self.verifier, wanted=wanted, done=self.done)
         none = np.zeros(0, np.int64)
@@ -353,6 +359,8 @@ class _Execution:
                 )
             )
         long, chains = self._chain_steps(sink)
+        if windows is not None:
+            placed += self._window_steps(windows, sink)
         placed = sorted([*placed, *chains], key=lambda item: item[0])
         of_boxes: list[BandJob | TileJob] = [*work.bands, *work.tiles]
         return [
@@ -375,6 +383,23 @@ class _Execution:
             )  # fmt: skip
             found[is_short].append(((origin, start), done))
         return found
+
+    def _window_steps(self, windows: Windows, sink: LocalSink) -> Iterator[_Placed]:
+        copier = WindowCopier(windows, self.reader, sink, self.verifier, done=self.done)
+        runs = windows.runs
+        for index in range(len(windows)):
+            first, stop = copier.rows_of(index)
+            records = distinct(windows.records[first:stop])
+            origin = int(runs.origins[first])
+            yield (
+                (origin, int(runs.starts[first])),
+                _Step(
+                    partial(copier.copy, index),
+                    records[records >= 0],
+                    partial(_written, self.work, runs, [(first, stop)]),
+                    self._path_of(origin),
+                ),
+            )
 
     def _path_of(self, origin: int) -> str:
         return self.work.origins[int(origin)].path
