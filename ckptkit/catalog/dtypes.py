@@ -65,8 +65,10 @@ def dtype(name: str) -> DType:
     Raises:
         UnsupportedFormatError: No such dtype is known.
     """
-    short = name.removeprefix("torch.")
-    found = DTYPES.get(_ALIASES.get(short, short))
+    found = DTYPES.get(name)
+    if found is None:
+        short = name.removeprefix("torch.")
+        found = DTYPES.get(_ALIASES.get(short, short))
     if found is None:
         raise UnsupportedFormatError(f"dtype {name!r} is unknown. Known: {', '.join(DTYPES)}.")
     return found

@@ -129,7 +129,7 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Elements from the first to past the last one of a strided view."""
     if 0 in shape:
         return 0
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return 1 + sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ def _refuse_lazy(meta: Any) -> None:
 def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > _MAX_NDIM:
         raise ValueError("a shape is no short tuple")
-    if not all(type(v) is int and 0 <= v <= limit for v in values):
+    if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= limit):
         raise ValueError("a shape or a stride is no list of counts")
     return tuple(values)
 

@@ -6,6 +6,7 @@ range of the file. Anything else that a zip can be is refused.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ _MAX_NAME_BYTES = 1024
 _NONE16, _NONE32 = 0xFFFF, 0xFFFFFFFF
 _DOS_DIRECTORY = 0x10
 _ENCRYPTED = 0x1 | 0x40
+_PLAIN_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")  # as nearly all are
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,8 @@ def _zip64(extra: bytes, packed: int, size: int, header: int, file: str) -> tupl
 
 
 def _checked_name(raw: bytes, file: str) -> str:
+    if _PLAIN_NAME.fullmatch(raw):
+        return raw.decode("ascii")
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:

@@ -98,9 +98,10 @@ def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> lis
     """Return a slice for each part of a local tensor that lies in a file."""
     found = []
     for part in parts:
-        whole = part.box.sizes == local.shape
-        skip = sum(o * s for o, s in zip(part.local_offsets, local.strides, strict=True))
-        view = local if whole else replace(local, shape=part.box.sizes, offset=local.offset + skip)
+        view = local
+        if part.box.sizes != local.shape:
+            skip = sum(o * s for o, s in zip(part.local_offsets, local.strides, strict=True))
+            view = replace(local, shape=part.box.sizes, offset=local.offset + skip)
         found.append(view.slice(part.box, rank=rank))
     return found
 
