@@ -82,8 +82,10 @@ def _workers(store: Store, tensors: Sequence[torch.Tensor] | Sequence[memoryview
         return default_workers(store)
     from ckptkit.formats.dcp_bytes import lies_row_major
 
-    copied = sum(0 if isinstance(t, memoryview) or lies_row_major(t) else t.nbytes for t in tensors)
-    return _COPIED_FILES if 2 * copied > sum(t.nbytes for t in tensors) else default_workers(store)
+    # Once: some are made on demand.
+    found = [(t.nbytes, isinstance(t, memoryview) or lies_row_major(t)) for t in tensors]
+    copied = sum(nbytes for nbytes, at_rest in found if not at_rest)
+    return _COPIED_FILES if 2 * copied > sum(nbytes for nbytes, _ in found) else default_workers(store)
 
 
 def _cores() -> int:
