@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptkit.catalog.entry import ObjectEntry, Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
@@ -19,6 +19,8 @@ from ckptkit.formats.same_save import check_copies, check_counters, check_steps
 from ckptkit.storage import Store
 
 __all__ = ["ModelStates", "OptimStates", "read_model_states", "read_optim_states"]
+
+T = TypeVar("T")
 
 _OURS = frozenset(
     (
@@ -174,10 +176,9 @@ def read_optim_states(
     if len(set(partitions)) > 1:  # with experts, each rank may have the groups in another order
         for rank, value in enumerate(inner):
             order = group_order(inner[0], value, file=matches[rank][0])
-            weights[rank], states[rank], fragments[rank] = (
-                [of_rank[index] for index in order] if len(of_rank) == len(order) else of_rank
-                for of_rank in (weights[rank], states[rank], fragments[rank])
-            )
+            weights[rank] = _in_order(weights[rank], order)
+            states[rank] = _in_order(states[rank], order)
+            fragments[rank] = _in_order(fragments[rank], order)
     check_steps(states, [match[0] for match in matches])
     check_copies([_flats(*rank) for rank in zip(weights, states, strict=True)], [match[0] for match in matches])
     return OptimStates(
@@ -240,6 +241,10 @@ def _stage(inner: Mapping[str, Any], stage3: bool) -> int:
     if isinstance(stage, Record) and stage.args:
         stage = stage.args[0]
     return stage if isinstance(stage, int) else (3 if stage3 else 1)
+
+
+def _in_order(of_rank: list[T], order: Sequence[int]) -> list[T]:
+    return [of_rank[index] for index in order] if len(of_rank) == len(order) else of_rank
 
 
 def _flat_list(value: Any, file: str, key: str) -> list[StoredTensor]:

@@ -39,7 +39,7 @@ def read_plain_optimizer(
     inner = given.get("optimizer_state_dict", given)
     params = parameters(model["module"], weights)
     groups = given.get(_MASTERS)
-    if not _are_masters(groups) or not is_state_dicts([inner]):
+    if groups is None or not _are_masters(groups) or not is_state_dicts([inner]):
         return read_optimizer([inner], params, what=file), {}
     assigned = _assigned(store, groups, inner["param_groups"], params, weights, file)
     if assigned is None:
