@@ -366,7 +366,7 @@ def _array(value: NDArray) -> np.ndarray[Any, Any]:
         raise ValueError("a numpy array's shape is no shape")
     if not isinstance(raw, (bytes, bytearray)) or len(raw) != int(np.prod([*shape, made.itemsize], dtype=object)):
         raise ValueError("a numpy array's data do not fit its shape")
-    return np.frombuffer(raw, made).reshape(shape, order="F" if fortran else "C")
+    return np.frombuffer(bytearray(raw), made).reshape(shape, order="F" if fortran else "C")  # one that can be written
 
 
 def _scalar(value: Record) -> Any:

@@ -1,5 +1,7 @@
 """Objects as torch.save bytes, in a job: the one place where torch unpickles, with weights_only=True and never without.
 
+Arrays of numpy, frozensets and other plain data that torch refuses are read by our own parser (`exact_pickle`).
+
 Before torch sees a file, its directory is read by our own parser, which refuses what torch would unfold in memory:
 compressed members. After it, views that are larger than the bytes they lie on are refused.
 """
@@ -50,11 +52,14 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     """Return the value in bytes of torch.save, on the CPU.
 
     Raises:
-        UnsafePickleError: It names a class that torch's weights_only loader refuses; nothing of it was run.
+        UnsafePickleError: It names a class that torch's weights_only loader refuses, and that is no plain data;
+            nothing of it was run.
         CorruptCheckpointError: Its archive is damaged, compressed, or has tensors larger than what is stored.
         LoadError: torch can't load it.
     """
     import torch
+
+    from ckptkit.formats.exact_pickle import NOT_EXACT, exact_object  # which ends in what imports this module
 
     label = f"{file}: the object {name!r:.120}" if name else file
     raw = bytes(data)
@@ -63,6 +68,9 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     try:
         value = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        value = exact_object(raw, file=label) if raw[:2] == b"PK" else NOT_EXACT
+        if value is not NOT_EXACT:
+            return value
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = f"asks for {found[1]!r}" if found else "is refused by torch's weights_only loader"
         raise UnsafePickleError(f"{label} is not loaded: its pickle {what}; nothing of it was run. {_ADVICE}") from None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import io
 import zipfile
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +73,61 @@ def test_a_payload_is_named_and_not_run(modern: bool, tmp_path: Path) -> None:
     with pytest.raises(UnsafePickleError, match=r"f: the object 'x'.*mkdir.*nothing of it was run.*add_safe_globals"):
         parse_object(data, file="f", name="x")
     assert not (tmp_path / "PWNED").exists()
+
+
+PLAIN_DATA = [
+    np.arange(6, dtype="<i4").reshape(2, 3),
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    np.array(["a", "bc"]),
+    np.array([1, 2], ">u2"),
+    np.zeros((0, 3), bool),
+    np.array(3j, "c8"),
+    np.float32(1.5),
+    np.bool_(True),
+    frozenset({1, "x"}),
+    datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+    datetime.timedelta(days=1, microseconds=5),
+]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.flags.f_contiguous == b.flags.f_contiguous
+            and a.tobytes() == b.tobytes()
+        )
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("value", PLAIN_DATA, ids=repr)
+def test_plain_data_that_torch_refuses_is_read_as_it_was(value: Any) -> None:
+    found = parse_object(saved({"of": [value, (1, value)]}), file="f")["of"]
+    assert type(found[0]) is type(value) and same(found[0], value) and found[1][1] is found[0]
+
+
+def test_an_array_that_was_read_can_be_written() -> None:
+    parse_object(saved((np.zeros(2),)), file="f")[0][0] = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (np.array([Path()], object),),
+        (np.zeros(1), OrderedDict(a=1)),
+        (np.zeros(1), torch.zeros(1)),
+        (np.zeros(1), Path("x")),
+        deque([1]),
+        np.dtype("f4"),
+        (np.zeros(1), np.ndarray),
+        datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc),
+    ],
+    ids=repr,
+)
+def test_what_our_parser_would_change_stays_refused(value: Any) -> None:
+    with pytest.raises(UnsafePickleError, match="nothing of it was run"):
+        parse_object(saved(value), file="f")
 
 
 @pytest.mark.parametrize(
