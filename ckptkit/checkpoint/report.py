@@ -21,6 +21,7 @@ __all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file"
 
 _log = logging.getLogger(__name__)
 _TURNS = ("write", "digest", "sync")
+_TOLD = 0.0005  # seconds: what shows as 0.000 has no rate worth telling
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,8 @@ def _own_seconds(phases: Sequence[Phase]) -> list[float]:
 def _phase_line(phases: Sequence[Phase]) -> str:
     parts = []
     for name, entry in _totals(phases).items():
-        moved = f" ({format_size(int(entry['bytes']))}, {entry['gb_per_s']:.2f} GB/s)" if entry["bytes"] else ""
+        rate = f", {entry['gb_per_s']:.2f} GB/s" if entry["seconds"] >= _TOLD else ""
+        moved = f" ({format_size(int(entry['bytes']))}{rate})" if entry["bytes"] else ""
         parts.append(f"{name} {entry['seconds']:.3f} s{moved}")
     return ", ".join(parts)
 

@@ -70,13 +70,16 @@ def test_a_step_is_saved_once_unless_it_is_to_be_replaced(tmp_path: Path) -> Non
     assert loaded.model.weight[0, 0].item() == 3.0
 
 
-def test_one_line_closes_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_closes_a_save_and_one_says_where_the_time_went(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2)) as manager:
         for step in (100, 200, 300):
             caplog.clear()
             with caplog.at_level(logging.INFO, logger=manager_module.__name__):
                 manager.save(step, state())
-    (line,) = [r.getMessage() for r in caplog.records if r.name == manager_module.__name__]
+    line, phases = [r.getMessage() for r in caplog.records if r.name == manager_module.__name__]
+    assert phases.startswith("step 300: plan ") and ", commit " in phases
     parts = line.split(" · ")
     assert parts[0] == "saved step 300"
     assert parts[2].startswith("stall ")

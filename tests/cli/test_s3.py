@@ -69,14 +69,14 @@ def test_inspect_reads_metadata_alone(
     store = open_store("s3://looks", storage_options=server)
     store.fs.put(str(place), f"looks/{place.name}", recursive=place.is_dir())
     answered: list[int] = []
-    forward = proxies._Handler._forward
+    forward = proxies._Handler.forward
 
-    def counting(self: Any, body: bytes) -> Any:
-        answer = forward(self, body)
+    def counting(self: Any, body: bytes, **changed: str) -> Any:
+        answer = forward(self, body, **changed)
         answered.append(len(answer[2]))
         return answer
 
-    monkeypatch.setattr(proxies._Handler, "_forward", counting)
+    monkeypatch.setattr(proxies._Handler, "forward", counting)
     with proxies.proxy_of(server["endpoint_url"]) as proxy:
         options = {**server, "endpoint_url": proxy.url}
         result = _run(options, "inspect", f"s3://looks/{place.name}", "--json", "--tensors", "*")
