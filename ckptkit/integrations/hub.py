@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import CheckpointNotFoundError, StorageError, UsageError
 from ckptkit.shown import keep_secret, without_secrets
+from ckptkit.storage.retry import call_with_retries
 from ckptkit.storage.store import split_url
 
 __all__ = ["push_folder"]
@@ -23,7 +25,8 @@ def push_folder(
     """Upload the export in `folder` to the model repo `repo` in one commit and return the URL of that commit.
 
     The repo is made where it does not exist. Files that are on the Hub already are not sent again, so an
-    upload that was cut off goes on where it stopped. Hidden files are not uploaded.
+    upload that was cut off goes on where it stopped. Hidden files are not uploaded. What the Hub throttles, or fails
+    for a moment, is tried again.
 
     Args:
         folder: A local directory with safetensors files, as `ckptkit convert` writes it.
@@ -37,7 +40,7 @@ def push_folder(
         CheckpointNotFoundError: `folder` holds no export.
         StorageError: The Hub refused, or could not be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -52,16 +55,17 @@ def push_folder(
         )
     keep_secret({"token": token})
     api = HfApi(token=token)
+    additions = [CommitOperationAdd(name, place / name) for name in sorted(_visible(place))]
     if not show_progress:
         disable_progress_bars()
     try:
-        api.create_repo(repo, private=private, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=repo,
-            folder_path=place,
-            revision=revision,
-            commit_message=f"Upload {place.name} with ckptkit",
-            ignore_patterns=[".*", "**/.*"],
+        call_with_retries(lambda: api.create_repo(repo, private=private, exist_ok=True))
+        # Large files first, so that a commit that the Hub throttles is asked for again without them.
+        call_with_retries(lambda: api.preupload_lfs_files(repo, additions, revision=revision))
+        done = call_with_retries(
+            lambda: api.create_commit(
+                repo, additions, commit_message=f"Upload {place.name} with ckptkit", revision=revision
+            )
         )
     except HFValidationError as error:
         raise UsageError(f"{repo!r} is no repo name: {error}") from error
@@ -70,6 +74,13 @@ def push_folder(
             raise
         raise StorageError(None, f"pushing {folder} to {repo} failed: {without_secrets(str(error))}") from error
     return str(done.commit_url)
+
+
+def _visible(place: Path) -> Iterator[str]:
+    for path in place.rglob("*"):
+        name = path.relative_to(place)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts):
+            yield name.as_posix()
 
 
 def _is_of_the_network(error: Exception) -> bool:

@@ -28,6 +28,7 @@ class Hub:
         self.files: dict[str, bytes] = {}
         self.blobs: dict[str, bytes] = {}
         self.denied = False
+        self.busy: dict[str, int] = {}  # what it answers to the first request of which the path has this
         self.url = ""
 
 
@@ -63,7 +64,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         data = self.body()
-        if self.hub.denied:
+        busy = next((part for part in self.hub.busy if part in self.path), None)
+        if busy is not None:
+            self.answer(self.hub.busy.pop(busy), {"error": "later"})
+        elif self.hub.denied:
             self.answer(403, {"error": "Forbidden: no write access"})
         elif self.path == "/api/repos/create":
             self.answer(200, {"url": f"{self.hub.url}/me/model"})
@@ -140,6 +144,16 @@ def test_a_push_uploads_every_visible_file_unchanged(hub: Hub, export: Path) -> 
     names = ["config.json", "model.safetensors"]
     assert {name: hub.files[name] for name in names} == {name: (export / name).read_bytes() for name in names}
     assert ".hidden" not in hub.files
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("request_of", ["/repos/create", "/preupload/", "/objects/batch", "/commit/"])
+def test_a_push_goes_on_where_the_hub_fails_for_a_moment(hub: Hub, export: Path, request_of: str, status: int) -> None:
+    hub.busy[request_of] = status
+    done = push(hub, str(export), "me/model")
+    assert done.returncode == 0, done.stderr
+    assert sorted(hub.files) == ["config.json", "model.safetensors"]
+    assert not hub.busy
 
 
 def test_a_push_that_is_denied_says_so_and_exits_with_1(hub: Hub, export: Path) -> None:
