@@ -132,7 +132,7 @@ def settle_tied(
     notes: list[str] = []
     kept: dict[str, str] = {}
     untied = False
-    own = config.get("model_type") in _OWN_HEADS
+    own = str(config.get("model_type")) in _OWN_HEADS
     for head, embedding in tied_pairs({name: target.shape for name, target in targets.items()}):
         if own and _is(head, _HEADS):
             continue

@@ -67,7 +67,7 @@ class TPPlan:
     def of_config(cls, config: Mapping[str, Any] | None, names: Iterable[str]) -> TPPlan | None:
         """Return the plan of a family that is known, told by a transformers config; None for any other model, and
         where the parameters have other names than the family's."""
-        if config is None or config.get("model_type") not in _FAMILY:
+        if config is None or str(config.get("model_type")) not in _FAMILY:
             return None
         plan = cls(_LLAMA, f"the plan of {config['model_type']}")
         return plan if any(name.endswith(".self_attn.q_proj.weight") for name in names) else None
