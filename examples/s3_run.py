@@ -1,4 +1,5 @@
-"""A run on S3: save, rotate, resume. Starts a server on loopback unless AWS_ENDPOINT_URL names one.
+"""A run on S3: save, rotate, resume. Starts a server on loopback (moto, of the extra `test`) unless AWS_ENDPOINT_URL
+names one.
 
 python examples/s3_run.py
 """
@@ -22,7 +23,10 @@ def server() -> Iterator[None]:
     if "AWS_ENDPOINT_URL" in os.environ:
         yield
         return
-    from moto.server import ThreadedMotoServer
+    try:
+        from moto.server import ThreadedMotoServer
+    except ImportError:
+        raise SystemExit("Name a server in AWS_ENDPOINT_URL, or install one: pip install -e '.[s3,test]'") from None
 
     os.environ.update(
         AWS_ACCESS_KEY_ID="loopback-key", AWS_SECRET_ACCESS_KEY="loopback-secret", AWS_DEFAULT_REGION="us-east-1"
