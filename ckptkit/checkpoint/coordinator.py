@@ -120,6 +120,10 @@ class Coordinator:
         """Whether this is rank 0, which decides and publishes. Not collective."""
         return self.rank == 0
 
+    def global_rank(self, rank: int) -> int:
+        """Return what `torch.distributed` calls a rank of this coordinator. Not collective."""
+        return self._ranks[rank]
+
     def close(self) -> None:
         """Give the group back."""
         if self.group is not None:

@@ -21,6 +21,7 @@ from ckptkit.checkpoint.parts import layout_of
 from ckptkit.checkpoint.places import Place
 from ckptkit.checkpoint.report import LoadReport, PhaseClock
 from ckptkit.checkpoint.rng import reseed, restore_rng
+from ckptkit.checkpoint.shared_reads import exchange, groups_of
 from ckptkit.checkpoint.state import PerRank, TrainState, canonical_modules, is_stateful, model_tensors, section
 from ckptkit.errors import (
     CheckpointMismatchError,
@@ -78,12 +79,15 @@ def restore(
         check_local(state, catalog, store.url, world_size=world_size)
         staged = stage(state, catalog, store, options, rank=rank, world_size=world_size, workers=workers)
         made.append((staged, LoadReport(store.url, catalog.info.step)))
-        return staged.unchecked() if options.verify and options.verify != "read" else []
+        checks = staged.unchecked() if options.verify and options.verify != "read" else []
+        return checks, staged.signature() if world_size > 1 and _shares(options, store) else b""
 
     with clock.phase("plan"):
         planned = plan if ready is None else partial(_meanwhile, ready, plan)
-        shares = coordinator.settle(Outcome.of(lambda: _or_error(planned)), "loading", then=_shared)
+        shares, alike = coordinator.settle(Outcome.of(lambda: _or_error(planned)), "loading", then=_shared)
     staged, report = made[0]
+    members = alike[rank]
+    parts = staged.share_out(members.index(rank), len(members)) if len(members) > 1 else []
 
     def read() -> Any:
         started = time.perf_counter()
@@ -97,6 +101,8 @@ def restore(
     with _said_if_half(state):
         again = coordinator.settle(Outcome.of(lambda: _or_error(read)), "loading", then=_any)
         _note(staged, report)
+        if any(len(ranks) > 1 for ranks in alike):
+            _exchange(coordinator, members, parts, report, clock)
 
         def agree(outcome: Outcome) -> None:
             coordinator.settle(outcome, "restoring the state of schedulers, dataloaders and extras")
@@ -111,6 +117,28 @@ def restore(
     state.half_loaded = "" if options.whole else before
     report.seconds, report.phases = clock.seconds(), clock.phases
     return report
+
+
+def _exchange(
+    coordinator: Coordinator,
+    members: Sequence[int],
+    parts: Sequence[Sequence[torch.Tensor]],
+    report: LoadReport,
+    clock: PhaseClock,
+) -> None:
+    """Let ranks that need the same send each other what they read: all ranks have read by now, and well."""
+
+    def send() -> None:
+        report.received = exchange(coordinator, members, parts) if parts else 0
+
+    started = time.perf_counter()
+    coordinator.settle(Outcome.of(send), "sending each other what replicas share")
+    clock.add("exchange", time.perf_counter() - started, report.received)
+
+
+def _shares(options: LoadOptions, store: Store) -> bool:
+    """Whether a share is read and sent to the others, where ranks need the same."""
+    return options.replicas == "broadcast" or (options.replicas == "auto" and store.local_root is None)
 
 
 def _note(staged: Staged, report: LoadReport) -> None:
@@ -163,9 +191,10 @@ def _or_error(part: Callable[[], Any]) -> Any:
         return error
 
 
-def _shared(answers: Sequence[Any]) -> list[list[SliceCheck]]:
+def _shared(answers: Sequence[Any]) -> tuple[list[list[SliceCheck]], list[list[int]]]:
+    """Return by rank the slices that it checks for others, and the ranks that read the same as it does."""
     _raise_one([answer if isinstance(answer, CkptkitError) else None for answer in answers])
-    return share_checks(answers)
+    return share_checks([checks for checks, _ in answers]), groups_of([signature for _, signature in answers])
 
 
 def _any(answers: Sequence[Any]) -> bool:

@@ -34,6 +34,9 @@ class LoadOptions:
         verify: Compare every slice with its digest; those that no rank needs whole are read once more, each by one
             rank, so that no damage is loaded whatever the world size. "read" compares only what is read whole anyway,
             and reads nothing that is not needed. False trusts storage and writer.
+        replicas: What several ranks need alike (replicas of HSDP or DDP): "broadcast": each reads a share of it and
+            sends it to the others; "read": each reads all of it. "auto": the first from object stores, where every byte
+            comes over the network; the second elsewhere, since files are read faster than they are sent.
         rng_on_resize: The number of ranks changed: "reseed" seeds every rank anew, from the saved state and its rank;
             "keep" leaves the generators alone; "error" refuses.
         per_rank_on_resize: The same for dataloaders and `PerRank` state, unless all ranks saved equal state: "error",
@@ -49,6 +52,7 @@ class LoadOptions:
     in_place: bool = False
     max_memory: int | str | None = None
     verify: bool | Literal["read"] = True
+    replicas: Literal["auto", "broadcast", "read"] = "auto"
     rng_on_resize: Literal["reseed", "keep", "error"] = "reseed"
     per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
 
@@ -71,6 +75,8 @@ class LoadOptions:
             raise UsageError(f"optimizer={self.optimizer!r}: it is 'restore', 'skip' or 'deferred'.")
         if self.verify not in (True, False, "read"):
             raise UsageError(f"verify={self.verify!r}: it is True, False or 'read'.")
+        if self.replicas not in ("auto", "broadcast", "read"):
+            raise UsageError(f"replicas={self.replicas!r}: it is 'auto', 'broadcast' or 'read'.")
         if self.rng_on_resize not in ("reseed", "keep", "error"):
             raise UsageError(f"rng_on_resize={self.rng_on_resize!r}: it is 'reseed', 'keep' or 'error'.")
         if self.per_rank_on_resize not in ("error", "keep") and not callable(self.per_rank_on_resize):

@@ -72,6 +72,15 @@ class Staged:
         """Return the slices of which this rank reads only parts."""
         return [item for filler in (self.filler, self.second) if filler is not None for item in filler.unchecked()]
 
+    def signature(self) -> bytes:
+        """Return what is the same on ranks that read the same first; b"" where there is nothing to share."""
+        return b"" if self.filler is None else self.filler.signature()
+
+    def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
+        """Keep one of `count` shares of what is read first, and return the tensors of all: others read theirs."""
+        assert self.filler is not None
+        return self.filler.share_out(own, count)
+
     def read(self, share: Sequence[SliceCheck]) -> int:
         """Read what is read first, check what is read later, and return the bytes.
 

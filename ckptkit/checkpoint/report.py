@@ -204,10 +204,12 @@ class LoadReport:
         notes: Hyper-parameters that only one side knows, casts, random numbers that were seeded anew.
         extra: Values of `extra` that the training state has no place for.
         metrics, client_state: Of the checkpoint.
+        nbytes: Bytes of tensors that this rank read.
+        received: Bytes of tensors that other ranks read for it and sent.
         held: Bytes of tensors that this rank held beside live ones until all was checked: at most `max_memory`, by
             itself half of its share of the memory that is free.
         read_twice: Bytes that were more than that: checked first, and read again straight into the state.
-        phases: What took the time: plan, read, apply. What is read is checked on the way.
+        phases: What took the time: plan, read, exchange, apply. What is read is checked on the way.
         deferred: With optimizer="deferred": applies the optimizer's state, once.
     """
 
@@ -222,6 +224,7 @@ class LoadReport:
     metrics: dict[str, float] = field(default_factory=dict)
     client_state: Any = None
     nbytes: int = 0
+    received: int = 0
     held: int = 0
     read_twice: int = 0
     seconds: float = 0.0
@@ -233,7 +236,8 @@ class LoadReport:
         rate = self.nbytes / max(self.seconds, 1e-9)
         parts = [
             f"loaded step {self.step}",
-            f"{format_size(self.nbytes)} on this rank",
+            f"{format_size(self.nbytes)} on this rank"
+            + (f", {format_size(self.received)} from others" if self.received else ""),
             f"{self.seconds:.2f} s",
             f"{format_size(int(rate))}/s",
         ]

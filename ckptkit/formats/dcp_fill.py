@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.dtypes import DTYPES
@@ -156,6 +157,32 @@ class Filler:
             if fill.digest is not None and fill.checkable and not fill.whole and fill.codec is None
         }
         return list(found.values())
+
+    def signature(self) -> bytes:
+        """Return 16 bytes that are the same on ranks that are to read the same into tensors of the same kind; b"" where
+        that can't be told."""
+        if self._jobs:
+            return b""
+        found = xxhash.xxh3_128()
+        for fill in self._fills:
+            what = fill.path, fill.start, fill.nbytes, fill.offsets, fill.sizes, fill.strides, str(fill.target.dtype)
+            found.update(repr(what).encode())
+        return found.digest()
+
+    def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
+        """Keep one of `count` shares of what is to be read, and return the tensors of each share.
+
+        They are the same, in the same order, wherever the signature is; each lies together in the files.
+        """
+        fills = sorted(self._fills, key=lambda fill: (fill.path, fill.start, fill.offsets))  # those of a tie stay
+        whole, before = max(1, sum(fill.needed for fill in fills)), 0
+        shares: list[list[_Fill]] = [[] for _ in range(count)]
+        for fill in fills:
+            # A tensor goes to where its middle falls.
+            shares[min(count - 1, (before + fill.needed // 2) * count // whole)].append(fill)
+            before += fill.needed
+        self._fills = shares[own]
+        return [[fill.target for fill in share] for share in shares]
 
     def names(self) -> dict[str, str]:
         """Return for each file that is to be read a tensor in it."""
