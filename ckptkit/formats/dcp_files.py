@@ -20,6 +20,7 @@ import xxhash
 from ckptkit.errors import NoSpaceError, StorageError
 from ckptkit.formats.dcp_encode import RecordFrame, crc32
 from ckptkit.formats.layout import FileRecord
+from ckptkit.storage.hugepages import HugePages
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import Store
 from ckptkit.storage.workers import WorkerPool
@@ -187,6 +188,12 @@ class _File:
         self.records = records
         self.times: dict[str, float] = {"digest": 0.0, "sync": 0.0}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the records, without what aligns them."""
+        frames, records = self.frames, self.records
+        return sum(frames[row].length if row < len(frames) else len(records[row - len(frames)]) for row in self.rows)
+
 
 class _Job:
     """Writes one file."""
@@ -227,11 +234,7 @@ class _Job:
 
     def _is_one_request(self) -> bool:
         """Whether nothing is on its way before all is digested: then the first files go up while the others wait."""
-        frames, records = self.file.frames, self.file.records
-        lengths = (
-            frames[row].length if row < len(frames) else len(records[row - len(frames)]) for row in self.file.rows
-        )
-        return not isinstance(self.store, LocalStore) and sum(lengths) <= _ONE_REQUEST
+        return not isinstance(self.store, LocalStore) and self.file.nbytes <= _ONE_REQUEST
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Callable[[Any], None]]:
@@ -243,8 +246,12 @@ class _Job:
         # Not reserved beforehand: the space was checked, appending is laid out well, and reserving costs 3 % on tmpfs.
         fd = self.store.create(self.file.path)
         write = functools.partial(_write_all, fd, path=self.file.path)
+        pages = HugePages.below(fd, self.file.nbytes)
         try:
-            yield _begun_early(fd, write) if self.sync else write
+            if pages is not None:
+                yield _paged(pages, write)
+            else:
+                yield _begun_early(fd, write) if self.sync else write
             if self.sync:
                 started = time.perf_counter()
                 _checked(self.file.path, os.fsync, fd)
@@ -253,6 +260,9 @@ class _Job:
             os.close(fd)
             self.store.delete([self.file.path])
             raise
+        finally:
+            if pages is not None:
+                pages.close()
         _checked(self.file.path, os.close, fd)  # NFS reports a full disk here
 
     def _record(self, row: int, source: HostBytes) -> None:
@@ -331,6 +341,19 @@ def _begun_early(fd: int, write: Callable[[Any], None]) -> Callable[[Any], None]
             start_writing(fd)
 
     return write_and_begin
+
+
+def _paged(pages: HugePages, write: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what writes, with huge pages made before."""
+    at = 0
+
+    def write_on_pages(data: Any) -> None:
+        nonlocal at
+        at += len(data)
+        pages.reach(at)
+        write(data)
+
+    return write_on_pages
 
 
 def _write_all(fd: int, data: Any, path: str) -> None:

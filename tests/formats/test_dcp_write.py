@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from ckptkit.formats.dcp_read import Verify, read_sharded
 from ckptkit.formats.dcp_storage import DCPReader
 from ckptkit.formats.dcp_write import write_index, write_part, write_sharded
 from ckptkit.formats.manifest import PLACEMENTS
+from ckptkit.storage.hugepages import HugePages
 from ckptkit.storage.local import LocalStore
+from tests.checkpoint.full_disk import disk
 from tests.formats.dcp_states import LAYOUTS, differences, state
 from tests.formats.test_dcp_storage import PAIRS
 
@@ -267,6 +270,35 @@ def test_the_disk_begins_before_the_sync_at_the_end(tmp_path, monkeypatch, sync)
     part = write_part(plan, LocalStore(tmp_path), workers=1, sync=sync)
     assert len(begun) == (4 if sync else 0)
     assert all(0 < size < part.nbytes for size in begun)
+
+
+def test_files_on_tmpfs_are_written_on_huge_pages(monkeypatch):
+    shared = Path("/dev/shm")
+    if not os.path.ismount(shared):
+        pytest.skip("there is no tmpfs at /dev/shm")
+    made: list[HugePages] = []
+    below = HugePages.below
+    monkeypatch.setattr(HugePages, "below", lambda fd, nbytes: made.append(below(fd, nbytes)) or made[-1])
+    tensors = {f"w{i}": torch.randn(3 << 20) for i in range(3)}
+    place = shared / f"ckptkit-test-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        write_index(
+            [write_part(plan_sharded(tensors), LocalStore(str(place)), workers=1).to_bytes()], LocalStore(str(place))
+        )
+        assert made and None not in made
+        loaded = {name: torch.zeros_like(value) for name, value in tensors.items()}
+        dcp.load(loaded, checkpoint_id=place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    assert not differences(loaded, tensors)
+
+
+def test_a_full_tmpfs_fails_the_part_and_its_file_is_removed(tmp_path):
+    plan = plan_sharded({f"w{i}": torch.randn(3 << 20) for i in range(4)})
+    with disk(tmp_path / "small", "tmpfs", 24 << 10) as place:
+        with pytest.raises(NoSpaceError, match="No space left"):
+            write_part(plan, LocalStore(str(place)), workers=1)
+        assert list(place.iterdir()) == []
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
