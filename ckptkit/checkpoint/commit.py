@@ -20,7 +20,7 @@ from ckptkit.checkpoint.coordinator import Coordinator, Outcome
 from ckptkit.checkpoint.inventory import Committed, Inventory, in_order, list_checkpoints
 from ckptkit.checkpoint.lease import Lease, acquire_lease
 from ckptkit.checkpoint.pins import list_pins
-from ckptkit.checkpoint.publish import Place, Witness, place_of, write_hint
+from ckptkit.checkpoint.publish import LOOK_S, Place, Witness, place_of, write_hint
 from ckptkit.errors import CheckpointExistsError, CkptkitError, LeaseHeldError, NoSpaceError, SaveError, UsageError
 from ckptkit.formats.layout import RECORD_NAME, CommitRecord, FileRecord, checkpoint_name, record_path, step_name
 from ckptkit.storage.owner import this_process
@@ -35,7 +35,6 @@ __all__ = ["SaveAttempt", "WrittenFile", "begin_save"]
 logger = logging.getLogger(__name__)
 
 _SLACK = 1 << 20  # records, directories
-_LOOK_S = 5.0  # how old a look at the lease may be when the record is put
 
 
 class WrittenFile(Protocol):
@@ -147,6 +146,7 @@ class _Opening:
         first = requests[0]
         _check_equal(requests)
         views: list[Store] = []
+        started = time.monotonic()
 
         def look() -> Store:
             views.append(snapshot(self.root))
@@ -159,6 +159,8 @@ class _Opening:
         settle = partial(self._settle, first, views[-1] if views else None, place)
         kept = None if views else self.lease.inventory
         taken = any(view.info(record_path(name)) is not None for view in views)
+        if views and not taken:
+            place.was_free(started)
         if self.root.local_root is not None or taken or (kept is not None and name in _names(kept)):
             settle()
         elif kept is not None:
@@ -417,11 +419,12 @@ class SaveAttempt:
                 if path in files:
                     raise SaveError(f"{self.name}: rank {rank} and a rank before it both wrote {path}.")
                 files[path] = item
-        own = dict(reports[0][0])
-        with self._lease_checked():
+        own, of_ranks = dict(reports[0][0]), files.keys() - reports[0][0].keys()
+        with self._looked():
             if complete is not None:
+                # It may name what other ranks wrote, too: each has looked for its own.
                 summed = {path: _file_record(path, item) for path, item in complete([p for _, p in reports]).items()}
-                own |= summed
+                own |= {path: item for path, item in summed.items() if path not in of_ranks}
             self._place.sync(path for path in own if path not in files)
             files |= own
             # 5. Invariant: what the record will name is there, whole, and nothing else is.
@@ -451,24 +454,21 @@ class SaveAttempt:
         return CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
 
     @contextlib.contextmanager
-    def _lease_checked(self) -> Iterator[None]:
-        """Check that the lease is still ours when the block ends; at the same time, where it takes a request."""
-        lease = self._opening.lease
-        if lease is None:
+    def _looked(self) -> Iterator[None]:
+        """Have looked, when the block ends, whether the lease is ours and, where a put does not tell, the name is free:
+        at the same time, where that takes requests."""
+        lease, started = self._opening.lease, time.monotonic()
+        looks: list[Callable[[], None]] = []
+        if lease is not None and self.root.local_root is None and not lease.is_surely_ours():
+            looks = [lease.check] if self._overwrite else [lease.check, self._place.look_free]
+        with WorkerPool(2, thread_name_prefix="ckptkit-look") as pool:
+            futures = [pool.submit(look) for look in looks]
             yield
-            return
-        if self.root.local_root is not None or lease.is_surely_ours():
-            yield
-        else:
-            started = time.monotonic()
-            with WorkerPool(1, thread_name_prefix="ckptkit-lease") as pool:
-                checked = pool.submit(lease.check)
-                yield
-                checked.result()
-            if time.monotonic() - started < _LOOK_S:
-                return
+            for future in futures:
+                future.result()
         # Invariant: who has lost the lease, and with it what he has written, does not commit.
-        if not lease.is_surely_ours():
+        fresh = bool(looks) and time.monotonic() - started < LOOK_S
+        if lease is not None and not fresh and not lease.is_surely_ours():
             lease.check()
 
     def _write_hints(self, hints: Mapping[str, bytes]) -> None:

@@ -34,6 +34,7 @@ STATE_DIRECTORY = ".ckptkit"  # below the root of a run: lease, pins, deletions 
 BEAT_S = 10.0
 TTL_S = 45.0  # a lease from another machine that was not renewed for so long is dead
 _POLL_S = 1.0
+_FRESH_S = 5.0
 _GENERATION = re.compile(r"[0-9]{1,18}")
 _here: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 
@@ -216,6 +217,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         LeaseHeldError: Its owner lives; the message names it.
     """
     for _ in range(100):
+        started = _now()
         view = snapshot(root, STATE_DIRECTORY) if look is None else look()
         top = _top(view)
         if top is not None and not top.released:
@@ -228,7 +230,8 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         try:
             # Put-if-absent: one of many contenders wins.
             if isinstance(root, RemoteStore):
-                root.write_first(state.path, state.to_json())
+                fresh = since - started < _FRESH_S  # then nobody is asked for what the look has just shown
+                (root.with_free_names().write if fresh else root.write_first)(state.path, state.to_json())
             else:
                 write_state(root, state.path, state.to_json())
         except FileExistsError:

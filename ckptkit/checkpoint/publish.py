@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,9 +31,11 @@ from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.store import Store
 
-__all__ = ["LocalPlace", "Place", "RemotePlace", "Witness", "place_of", "settle_replacements", "write_hint"]
+__all__ = ["LOOK_S", "LocalPlace", "Place", "RemotePlace", "Witness", "place_of", "settle_replacements", "write_hint"]
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0  # how old a look at the lease, or at a name, may be when the record is put
 
 _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionary()
 
@@ -63,6 +66,13 @@ class Place(Protocol):
     def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
         """Raise SaveError unless `files`, of all ranks, are there, each with its size, and nothing else. Rank 0, which
         wrote `own`."""
+
+    def was_free(self, when: float) -> None:
+        """Take note that there was no checkpoint of this name then, by `time.monotonic`. Rank 0."""
+
+    def look_free(self) -> None:
+        """Raise CheckpointExistsError if there is a checkpoint of this name, where that is not known, and `publish`
+        would have to ask. Rank 0, a moment before that."""
 
     def publish(self, record: bytes, *, overwrite: bool) -> None:
         """Write the record and let the checkpoint appear. Durable on return. Rank 0."""
@@ -139,6 +149,12 @@ class LocalPlace:
 
     def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
         _check_files(self.store.url, files, self._sizes())
+
+    def was_free(self, when: float) -> None:
+        pass  # a rename tells
+
+    def look_free(self) -> None:
+        pass
 
     def _sizes(self) -> dict[str, int]:
         return {item.path: item.size for item in self.store.list(recursive=True)}
@@ -223,6 +239,7 @@ class RemotePlace:
             self._store = AttemptStore.of(root, self.path)
         self._replaced: str | None = None
         self._published = False
+        self._free_at = -LOOK_S  # when a look showed that there is no record
 
     @property
     def store(self) -> Store:
@@ -258,22 +275,44 @@ class RemotePlace:
     def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
         self.check_own(own)
 
+    def was_free(self, when: float) -> None:
+        self._free_at = when
+
+    def look_free(self) -> None:
+        tells = isinstance(self.root, RemoteStore) and self.root.has_conditional_writes is True
+        if tells or self._is_known_free():
+            return
+        started = time.monotonic()
+        path = record_path(self.name)
+        if self.root.exists(path) if isinstance(self.root, RemoteStore) else self.root.info(path) is not None:
+            raise self._was_taken()
+        self._free_at = started
+
+    def _is_known_free(self) -> bool:
+        return time.monotonic() - self._free_at < LOOK_S
+
     def publish(self, record: bytes, *, overwrite: bool) -> None:
         # Invariant: every object that the record names is complete, under keys that nobody else writes.
         old = find_record(self.root, record_path(self.name)) if overwrite else None
+        root = self.root
+        if isinstance(root, RemoteStore) and self._is_known_free():
+            root = root.with_free_names()
         try:
-            self.root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
+            root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
         except OSError as error:
             # The answer may have been lost, or the request repeated after that: then the record is ours.
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
                 if not isinstance(error, FileExistsError):
                     raise
-                raise CheckpointExistsError(
-                    f"{self.root.url}/{self.name} was committed by another writer first; nothing was published."
-                ) from error
+                raise self._was_taken() from error
         self._published = True
         self._replaced = old.data if old is not None and old.data else None
+
+    def _was_taken(self) -> CheckpointExistsError:
+        return CheckpointExistsError(
+            f"{self.root.url}/{self.name} was committed by another writer first; nothing was published."
+        )
 
     def close(self) -> None:
         with contextlib.suppress(OSError, CkptkitError):

@@ -137,6 +137,11 @@ class RemoteStore:
         except FileNotFoundError:
             return None
 
+    def exists(self, path: str) -> bool:
+        """Tell whether there is a file at `path`; one request."""
+        full = self._full(path)
+        return self._call(path, lambda: self._api.exists(full))
+
     def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
         full = self._full(path, root_allowed=True)
         root = self._full("", root_allowed=True)
@@ -269,8 +274,7 @@ class RemoteStore:
         if overwrite:
             self._note(full, self._call(path, lambda: self._api.put(full, body, if_absent=False)), body)
             return
-        asked = not self._names_are_free and not self._conditional()
-        if asked and self._call(path, lambda: self._api.exists(full)):
+        if not self._names_are_free and not self._conditional() and self.exists(path):
             raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already")
         self._note(full, self._put(path, full, body), body)
 

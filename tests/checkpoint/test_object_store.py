@@ -324,6 +324,27 @@ def test_of_two_that_take_the_lease_of_a_store_without_conditions_at_once_the_fi
     assert keys(root) == []
 
 
+@pytest.mark.parametrize("which", ["first", "next"])
+def test_a_store_without_conditions_is_asked_for_the_name_once_more_where_the_last_look_is_old(
+    root: Store, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    monkeypatch.setattr(root._connection, "conditional", False)  # type: ignore[attr-defined]
+    lease = acquire_lease(root)
+    if which == "first":
+        monkeypatch.setattr("ckptkit.checkpoint.publish.LOOK_S", 0.0)
+    else:
+        save(root, 1, lease=lease)
+    other = CommitRecord(step=3, save_id="f" * 16, data="f" * 16, state_dict_type="sharded", files={}).to_json()
+
+    def copy_one_there(store: Store) -> None:
+        root.write("step_00000003/checkpoint.json", other)
+
+    with pytest.raises(CheckpointExistsError, match="by another writer first"):
+        save(root, 3, lease=lease, before=copy_one_there)
+    lease.release()
+    assert root.read("step_00000003/checkpoint.json") == other
+
+
 def test_the_data_are_found_through_the_record(root: Store) -> None:
     save(root, 5)
     item = resolve(root)

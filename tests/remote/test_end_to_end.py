@@ -325,6 +325,22 @@ def test_a_save_asks_nothing_twice(counted: tuple[Proxy, Options], url: str) -> 
     assert kinds["LIST"] == 0 and kinds["PUT"] == 6, kinds  # one file, three of the index, the record, the hint
 
 
+def saved_twice(url: str, options: Options) -> None:
+    state = state_of(3)
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, state)
+        manager.save(2, state)
+
+
+def test_no_rank_lists_what_another_has_looked_for(ranks: Any, counted: tuple[Proxy, Options], url: str) -> None:
+    proxy, options = counted
+    ranks.run(saved_twice, 3, url, options)
+    listed = [path for method, path in proxy.seen if method == "GET" and "list-type" in path]
+    assert listed and not any("step_" in path for path in listed), listed
+    files = [path for method, path in proxy.seen if method == "PUT" and path.endswith(".distcp")]
+    assert len(files) == len(set(files)) == 6
+
+
 def test_listing_a_hundred_checkpoints_takes_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
     from ckptkit.checkpoint.inventory import list_checkpoints
     from ckptkit.formats.layout import CommitRecord, record_path, step_name
