@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckptkit.errors import MissingExtraError, UsageError
-from ckptkit.storage.session import quick_session
+from ckptkit.storage.session import quick_session, skip_unused_tls
 from ckptkit.storage.signing import sign_beside
 from ckptkit.storage.workers import WorkerPool
 
@@ -273,6 +273,7 @@ def _send_bodies_as_they_are(fs: Any) -> None:
             client.meta.events.unregister("before-call.s3", add_expect_header)
             client.meta.events.register("before-call.s3", _vouch_by_crc)
             sign_beside(client)
+            skip_unused_tls(client)
             seen = client
         return client
 

@@ -6,12 +6,14 @@ import gzip
 import json
 import logging
 import os
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-__all__ = ["quick_session"]
+__all__ = ["quick_session", "skip_unused_tls"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,40 @@ def quick_session(options: Mapping[str, Any]) -> Any:
     every = loader.list_available_services
     loader.list_available_services = lambda type_name: _Services(type_name, every)
     return session
+
+
+def skip_unused_tls(client: Any) -> None:
+    """Let a client that speaks plain HTTP not parse the certificates of all authorities before its first request: that
+    takes as long as making the client. They are parsed, and verify as ever, once an answer sends it on to TLS."""
+    session = getattr(getattr(client, "_endpoint", None), "http_session", None)
+    usual = getattr(session, "_build_ssl_contexts", None)
+    if usual is None or urlsplit(str(client.meta.endpoint_url)).scheme != "http":
+        return
+
+    def contexts(proxy_url: str | None) -> tuple[ssl.SSLContext, ssl.SSLContext | None]:
+        made: tuple[ssl.SSLContext, ssl.SSLContext | None] = (
+            (_Later(usual), None) if proxy_url is None else usual(proxy_url)
+        )
+        return made
+
+    session._build_ssl_contexts = contexts  # type: ignore[union-attr]
+
+
+class _Later(ssl.SSLContext):
+    """What botocore would have made, made when the first connection is to be wrapped."""
+
+    _make: Callable[[None], tuple[ssl.SSLContext, Any]]
+    _made: ssl.SSLContext | None = None
+
+    def __new__(cls, make: Callable[[None], tuple[ssl.SSLContext, Any]]) -> _Later:
+        context = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
+        context._make = make
+        return context
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        if self._made is None:
+            self._made = self._make(None)[0]
+        return self._made.wrap_bio(*args, **kwargs)
 
 
 class _Services:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
 from botocore.exceptions import UnknownServiceError
 
@@ -13,6 +15,8 @@ from ckptkit.errors import StorageError
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.session import quick_session
 from tests.storage import servers
+from tests.storage.proxy import Answer, proxy_of
+from tests.storage.tls import certificate
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +52,32 @@ def test_a_profile_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 1)
     with pytest.raises(StorageError, match="no-such-profile"):
         RemoteStore("s3://b/x", storage_options={"profile": "no-such-profile"}).read("y")
+
+
+def test_over_plain_http_no_certificates_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[object] = []
+    monkeypatch.setattr(AIOHTTPSession, "_build_ssl_contexts", lambda self, proxy_url: parsed.append(proxy_url))
+    with servers.moto() as options:
+        RemoteStore("s3://plain-http/x", storage_options=options).fs.mkdir("plain-http")
+    assert not parsed
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_is_sent_on_from_plain_http_to_tls_is_verified(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 1)
+    tls, trusted = certificate(tmp_path)
+    with (
+        servers.moto() as options,
+        proxy_of(options["endpoint_url"], tls=tls) as far,
+        proxy_of(options["endpoint_url"]) as near,
+    ):
+        bucket = f"sent-on-{known}".lower()
+        RemoteStore(f"s3://{bucket}", storage_options=options).fs.mkdir(bucket)
+        near.rule = lambda number, method, path: Answer(307, "Moved", (("Location", far.url + path),))
+        more = {"client_kwargs": {"verify": str(trusted)}} if known else {}
+        store = RemoteStore(f"s3://{bucket}/x", storage_options={**options, **more, "endpoint_url": near.url})
+        with pytest.raises(OSError, match="" if known else r"(?i)certificate"):
+            store.read("y")  # the client does not sign for a place that it was sent on to
+        assert bool(far.seen) is known
