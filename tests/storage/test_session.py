@@ -78,6 +78,6 @@ def test_what_is_sent_on_from_plain_http_to_tls_is_verified(
         near.rule = lambda number, method, path: Answer(307, "Moved", (("Location", far.url + path),))
         more = {"client_kwargs": {"verify": str(trusted)}} if known else {}
         store = RemoteStore(f"s3://{bucket}/x", storage_options={**options, **more, "endpoint_url": near.url})
-        with pytest.raises(OSError, match="" if known else r"(?i)certificate"):
+        with pytest.raises(OSError, match=r"." if known else r"(?i)certificate"):
             store.read("y")  # the client does not sign for a place that it was sent on to
         assert bool(far.seen) is known
