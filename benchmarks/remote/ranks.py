@@ -1,10 +1,11 @@
 """Saves and loads of several ranks on a real S3 server, beside torch's FsspecWriter and FsspecReader in the same run.
 
     python benchmarks/remote/ranks.py [--ranks 2] [--server rclone|moto] [--mb 256] [--tensors 200] [--rounds 3]
-                                      [--latency MS] [--rate MB/S] [--no-etags]
+                                      [--latency MS] [--rate MB/S] [--no-etags] [--replicated]
 
-Each tensor is sharded over all ranks. The clock of rank 0 counts, from a barrier to a barrier. Prints one JSON line a
-round, and the best of all rounds with the ratios.
+Each tensor is sharded over all ranks; with --replicated every rank has, and loads, all of them, and
+`load_read_s` is the load in which each rank reads all of it. The clock of rank 0 counts, from a barrier to a barrier.
+Prints one JSON line a round, and the best of all rounds with the ratios.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from tests.ranks import run_ranks
 Row = dict[str, float]
 
 
-def work(options: dict[str, Any], megabytes: int, count: int, rounds: int) -> list[Row]:
+def work(options: dict[str, Any], megabytes: int, count: int, rounds: int, replicated: bool) -> list[Row]:
     """Run on every rank."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from ckptkit import DCPReader, DCPWriter
     from ckptkit.checkpoint.manager import CheckpointManager
@@ -44,9 +45,8 @@ def work(options: dict[str, Any], megabytes: int, count: int, rounds: int) -> li
     big = max(1, count // 10)
     each = (megabytes * (1 << 20) // 4 - (count - big) * 4096) // big
     torch.manual_seed(0)
-    tensors = {
-        f"p{i}": distribute_tensor(torch.randn(each if i < big else 4096), mesh, [Shard(0)]) for i in range(count)
-    }
+    placed = [Replicate()] if replicated else [Shard(0)]
+    tensors = {f"p{i}": distribute_tensor(torch.randn(each if i < big else 4096), mesh, placed) for i in range(count)}
     fresh = {**options, "skip_instance_cache": True}
 
     def timed(function: Callable[[], Any]) -> float:
@@ -68,6 +68,8 @@ def work(options: dict[str, Any], megabytes: int, count: int, rounds: int) -> li
             row[name] = timed(lambda writer=writer: dcp.save(sharded, storage_writer=writer))
         row["torch_load_s"] = timed(lambda: dcp.load(sharded, storage_reader=FsspecReader(theirs, **fresh)))
         row["load_s"] = timed(lambda: manager.load(state))
+        if replicated:
+            row["load_read_s"] = timed(lambda: manager.load(state, replicas="read"))
         reader = DCPReader(f"s3://bench/dcp{turn}-1", storage_options=options)
         row["dcp_load_s"] = timed(lambda: dcp.load(sharded, storage_reader=reader))
         manager.close()
@@ -80,11 +82,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_server_options(parser)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--replicated", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         near = stack.enter_context(serve(Path(folder), args.server, etags=args.etags))
         options = stack.enter_context(far_away(near, args.latency, args.rate))
-        found = run_ranks(work, args.ranks, options, args.mb, args.tensors, args.rounds)
+        found = run_ranks(work, args.ranks, options, args.mb, args.tensors, args.rounds, args.replicated)
         rows = [show(row) for row in found[0]]
     best = ratios_of(rows)
     best |= {f"{name}_ratio": best["torch_save_s"] / best[f"{name}_s"] for name in ("dcp_save", "dcp_next_save")}
