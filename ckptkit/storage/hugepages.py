@@ -21,7 +21,7 @@ _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NO_RESERVE = 0x01, 0x02, 0x10, 0x20, 0x4
 _FAILED = ctypes.c_void_p(-1).value
 _WINDOW = 4 << 20  # made at once: 2 to 4 MiB are in the cache when they are written to, 8 take a fifth longer
 _LEAST = 4 * _WINDOW  # a smaller file has nothing to gain
-_PATIENCE_S = 0.03  # memory in small pieces is put together first, which may take longer than small pages do
+_PATIENCE_S = 0.05  # memory in small pieces is put together first, which may take longer than small pages do
 _WORTH_S = 0.5e-9  # a byte; huge pages take 0.05e-9, what they spare 0.25e-9
 
 
@@ -62,11 +62,10 @@ class HugePages:
     def reach(self, stop: int) -> None:
         """Have pages below what will be written up to `stop`. Never raises."""
         while self._made < min(stop, self._stop) and self._reserved is not None:
-            started, worked = time.perf_counter(), time.thread_time()
+            started = time.perf_counter()
             if not self._make(min(_WINDOW, self._stop - self._made)):
                 self.close()
-            waited = (time.perf_counter() - started) / 4  # for a processor, it may be, as the write would, too
-            self._spent += max(time.thread_time() - worked, waited)
+            self._spent += time.perf_counter() - started
             if self._spent > _PATIENCE_S + _WORTH_S * self._made:
                 self.close()
 
