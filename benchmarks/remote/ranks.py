@@ -3,8 +3,9 @@
     python benchmarks/remote/ranks.py [--ranks 2] [--server rclone|moto] [--mb 256] [--tensors 200] [--rounds 3]
                                       [--latency MS] [--rate MB/S] [--no-etags] [--replicated]
 
-Each tensor is sharded over all ranks; with --replicated every rank has, and loads, all of them, and
-`load_read_s` is the load in which each rank reads all of it. The clock of rank 0 counts, from a barrier to a barrier.
+Each tensor is sharded over all ranks; with --replicated every rank has, and loads, all of them: twice
+as it is done by itself, and once so that each rank reads all of it (`load_read_s`, to be compared with `next_load_s`). The
+clock of rank 0 counts, from a barrier to a barrier.
 Prints one JSON line a round, and the best of all rounds with the ratios.
 """
 
@@ -69,6 +70,7 @@ def work(options: dict[str, Any], megabytes: int, count: int, rounds: int, repli
         row["torch_load_s"] = timed(lambda: dcp.load(sharded, storage_reader=FsspecReader(theirs, **fresh)))
         row["load_s"] = timed(lambda: manager.load(state))
         if replicated:
+            row["next_load_s"] = timed(lambda: manager.load(state))
             row["load_read_s"] = timed(lambda: manager.load(state, replicas="read"))
         reader = DCPReader(f"s3://bench/dcp{turn}-1", storage_options=options)
         row["dcp_load_s"] = timed(lambda: dcp.load(sharded, storage_reader=reader))
