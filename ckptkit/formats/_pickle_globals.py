@@ -31,6 +31,8 @@ def checked_key(key: Any) -> Any:
         elif type(item) is int:
             if not -_INT_HASH_MODULUS < item < _INT_HASH_MODULUS:
                 raise ValueError("a key is too large an integer")
+        elif isinstance(item, type) and issubclass(item, stubs.Stub):
+            continue
         elif not isinstance(item, _PLAIN_KEYS) and not (isinstance(item, stubs.Stub) and not isinstance(item, dict)):
             raise ValueError(f"a {type(item).__name__} can't be a key")
     return key

@@ -104,7 +104,10 @@ class Machine:
             if args or kwargs:
                 raise ValueError("a record of metadata takes no arguments")
             return object.__new__(cls)
-        return self.call(cls, args, kwargs)
+        made = self.call(cls, args, kwargs)
+        if isinstance(made, Record):
+            made.by_new = True
+        return made
 
 
 Handler = Callable[[Machine], None]

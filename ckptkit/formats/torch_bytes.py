@@ -1,6 +1,6 @@
 """Objects as torch.save bytes, in a job: the one place where torch unpickles, with weights_only=True and never without.
 
-Arrays of numpy, frozensets and other plain data that torch refuses are read by our own parser (`exact_pickle`).
+Plain data that torch refuses, such as a deque or an array of numpy, are read by our own parser (`exact_pickle`).
 
 Before torch sees a file, its directory is read by our own parser, which refuses what torch would unfold in memory:
 compressed members. After it, views that are larger than the bytes they lie on are refused.
@@ -18,13 +18,15 @@ from typing import Any
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, LoadError, SaveError, UnsafePickleError
 from ckptkit.formats._torch_zip import ShortTailError, parse_directory
 
-__all__ = ["dump_object", "parse_object"]
+__all__ = ["UNFOLDED", "dump_object", "parse_object"]
 
 _ADVICE = (
     "If you trust where it came from, allow its class with torch.serialization.add_safe_globals: that class then "
     "decides what runs."
 )
 _MAX_DEPTH = 200
+UNFOLDED = 16 << 20
+"""Bytes that a view may have though less is stored: an expanded tensor takes no memory until it is copied."""
 
 
 def dump_object(value: Any, *, name: str, advice: str) -> bytes:
@@ -59,7 +61,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     """
     import torch
 
-    from ckptkit.formats.exact_pickle import NOT_EXACT, exact_object  # which ends in what imports this module
+    from ckptkit.formats.exact_pickle import exact_object
 
     label = f"{file}: the object {name!r:.120}" if name else file
     raw = bytes(data)
@@ -68,9 +70,8 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     try:
         value = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        value = exact_object(raw, file=label) if raw[:2] == b"PK" else NOT_EXACT
-        if value is not NOT_EXACT:
-            return value
+        if raw[:2] == b"PK":
+            return exact_object(raw, label=label, advice=_ADVICE)
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = f"asks for {found[1]!r}" if found else "is refused by torch's weights_only loader"
         raise UnsafePickleError(f"{label} is not loaded: its pickle {what}; nothing of it was run. {_ADVICE}") from None
@@ -102,7 +103,7 @@ def _check_views(value: Any, label: str) -> None:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             continue
         nbytes, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
-        if nbytes > stored:
+        if nbytes > max(stored, UNFOLDED):
             raise CorruptCheckpointError(f"{label}: a tensor of {nbytes} bytes lies on {stored} stored ones.")
 
 

@@ -1,0 +1,497 @@
+"""Values that a training state may hold, a maker each: every dtype, kind of tensor, and plain type of Python."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import http
+import io
+import ipaddress
+import pathlib
+import random
+import signal
+import socket
+import types
+import uuid
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["CODE", "Case", "OBJECTS", "TENSORS", "blank", "raw", "same"]
+
+Case = tuple[str, Callable[[], Any]]
+BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+         "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
+         *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u")))  # fmt: skip
+NUMBERS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32",
+           "uint64", "bool", "complex32", "complex64", "complex128")  # fmt: skip
+
+
+def of_dtype(name: str) -> torch.Tensor:
+    dtype = getattr(torch, name)
+    count = 6 * dtype.itemsize
+    bits = torch.arange(count, dtype=torch.uint8) % 2 if name == "bool" else torch.arange(count, dtype=torch.uint8) * 5
+    made = torch.empty(6, dtype=dtype)
+    made.untyped_storage().copy_(bits.untyped_storage())
+    return made.reshape(2, 3)
+
+
+def _real() -> torch.Tensor:
+    return torch.arange(12, dtype=torch.float32).reshape(3, 4) - 5.5
+
+
+def _complex() -> torch.Tensor:
+    return torch.complex(_real(), _real().flip(0))
+
+
+def _parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(_real())
+
+
+class Doubled(torch.Tensor):
+    """A subclass that torch rebuilds by its class."""
+
+
+def _per_channel(dtype: torch.dtype, scheme: torch.qscheme = torch.per_channel_affine) -> torch.Tensor:
+    scales = torch.tensor([0.1, 0.2, 0.5], dtype=torch.float64)
+    return torch.quantize_per_channel(_real(), scales, torch.tensor([0, 1, 2]), 0, dtype)
+
+
+def _float_channel() -> torch.Tensor:
+    scales, zeros = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.0, 1.5, 2.0])
+    return torch.quantize_per_channel(_real(), scales, zeros, 0, torch.quint4x2)
+
+
+TENSORS: list[Case] = [
+    *((name, functools.partial(of_dtype, name)) for name in (*NUMBERS, *BYTES)),
+    ("0-d", lambda: torch.tensor(2.5)),
+    ("0-d complex", lambda: torch.tensor(2.5 + 1j)),
+    ("empty", lambda: torch.empty(0)),
+    ("no rows", lambda: torch.empty(0, 4, dtype=torch.bfloat16)),
+    ("no columns", lambda: torch.empty(4, 0, 3)),
+    ("expanded", lambda: torch.arange(3.0).expand(4, 3)),
+    ("expanded scalar", lambda: torch.tensor(1.5).expand(2, 3)),
+    ("strided", lambda: torch.arange(24.0).reshape(4, 6)[::2, 1::3]),
+    ("transposed", lambda: _real().T),
+    ("permuted", lambda: torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)),
+    ("channels last", lambda: torch.arange(48.0).reshape(2, 3, 2, 4).to(memory_format=torch.channels_last)),
+    ("with an offset", lambda: torch.arange(100.0)[37:41]),
+    ("overlapping", lambda: torch.arange(8.0).as_strided((3, 3), (2, 1))),
+    ("conj", lambda: _complex().conj()),
+    ("conj transposed", lambda: _complex().T.conj()),
+    ("conj of half", lambda: _complex().to(torch.complex32).conj()),
+    ("conj of a slice", lambda: _complex().to(torch.complex128)[1:, ::2].conj()),
+    ("conj 0-d", lambda: torch.tensor(1 + 2j).conj()),
+    ("conj of nothing", lambda: torch.empty(0, 2, dtype=torch.complex64).conj()),
+    ("neg", lambda: _complex().conj().imag),
+    ("neg of double", lambda: _complex().to(torch.complex128).conj().imag),
+    ("conj and neg", lambda: torch._neg_view(_complex().conj())),
+    ("neg of complex", lambda: torch._neg_view(_complex())),
+    ("neg of int", lambda: torch._neg_view(torch.arange(4))),
+    ("parameter", _parameter),
+    ("frozen parameter", lambda: torch.nn.Parameter(torch.arange(3), requires_grad=False)),
+    ("buffer", lambda: torch.nn.Buffer(_real())),
+    ("requires grad", lambda: _real().requires_grad_()),
+    ("not a leaf", lambda: _real().requires_grad_() * 2),
+    ("subclass", lambda: _real().as_subclass(Doubled)),
+    ("with an attribute", lambda: _tagged(_real())),
+    ("sparse coo", lambda: _real().relu().to_sparse()),
+    ("sparse coo not coalesced", lambda: torch.sparse_coo_tensor([[0, 0, 1], [1, 1, 2]], [1.0, 2.0, 3.0], (2, 3))),
+    ("sparse hybrid", lambda: torch.sparse_coo_tensor([[0, 2]], torch.ones(2, 3), (4, 3)).coalesce()),
+    ("sparse csr", lambda: _real().relu().to_sparse_csr()),
+    ("sparse csc", lambda: _real().relu().to_sparse_csc()),
+    ("sparse bsr", lambda: _real().relu().to_sparse_bsr((1, 2))),
+    ("sparse bsc", lambda: _real().relu().to_sparse_bsc((1, 2))),
+    ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    ("jagged", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
+    ("mkldnn", lambda: _real().to_mkldnn()),
+    *(
+        (
+            f"quantized {dtype}".replace("torch.", ""),
+            functools.partial(torch.quantize_per_tensor, _real(), 0.1, 3, dtype),
+        )
+        for dtype in (torch.quint8, torch.qint8, torch.qint32)
+    ),
+    ("quantized, transposed", lambda: torch.quantize_per_tensor(_real(), 0.1, 3, torch.qint8).T),
+    *(
+        (f"quantized per channel {dtype}".replace("torch.", ""), functools.partial(_per_channel, dtype))
+        for dtype in (torch.quint8, torch.qint8, torch.qint32)
+    ),
+    ("quantized per channel by floats", _float_channel),
+]
+
+
+def _tagged(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = "seen"  # type: ignore[attr-defined]
+    return tensor
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+
+
+class Point(NamedTuple):
+    x: int = 1
+    y: int = 2
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.a = 1
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Plain and vars(other) == vars(self)
+
+
+class Sized(dict):  # type: ignore[type-arg]
+    pass
+
+
+def _function() -> None:
+    pass
+
+
+def _drawn(made: Any) -> Any:
+    made.random(7)
+    made.integers(0, 9, dtype="i4")
+    return made
+
+
+def _used_state() -> Any:
+    made = np.random.RandomState(3)
+    made.normal()
+    return made
+
+
+def _attributed(value: Any) -> Any:
+    value.note = [1]
+    return value
+
+
+def _default(factory: Any) -> Any:
+    made = collections.defaultdict(factory)
+    made["x"] = 3
+    return made
+
+
+def _shared() -> Any:
+    one = [1]
+    return (one, one, {"a": one})
+
+
+def _shared_deque() -> Any:
+    one = collections.deque([1])
+    return (one, one, [one])
+
+
+def _sharing(tensor: torch.Tensor) -> Any:
+    return (tensor[:2], tensor, collections.deque([tensor[1:]]))
+
+
+def _sought(file: Any, position: int) -> Any:
+    file.seek(position)
+    return file
+
+
+_ONE = datetime.timezone(datetime.timedelta(hours=1), "one")
+OBJECTS: list[Case] = [
+    *(
+        (repr(value)[:40], functools.partial(lambda v: v, value))
+        for value in (
+            7,
+            -(1 << 40),
+            1 << 100,
+            -(1 << 2000),
+            True,
+            None,
+            1.5,
+            -0.0,
+            float("inf"),
+            float("nan"),
+            1 + 2j,
+            complex("nan-infj"),
+            "",
+            "text",
+            "ünïcödé 漢字 \U0001f600",
+            "lone \ud800",
+            "nul \0",
+            b"",
+            b"\x00\xff\n",
+            bytearray(b"ab\x80"),
+            (),
+            (1,),
+            (1, (2, "x")),
+            [],
+            [1, [2]],
+            {1, 2},
+            set(),
+            frozenset(),
+            frozenset((1, "x", (2, b"y"))),
+            Ellipsis,
+            NotImplemented,
+            range(3),
+            range(9, 1, -2),
+            slice(None),
+            slice(1, 2, 3),
+            slice("a", None, 1.5),
+            int,
+            float,
+            str,
+            dict,
+            list,
+            type(None),
+            complex,
+            datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+            datetime.datetime(2026, 1, 2, 3, fold=1),
+            datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+            datetime.datetime(2026, 1, 2, tzinfo=_ONE),
+            datetime.date(2026, 1, 2),
+            datetime.time(3, 4, 5),
+            datetime.time(3, 4, 5, tzinfo=datetime.timezone.utc),
+            datetime.timedelta(-1, 2, 3),
+            datetime.timezone.utc,
+            _ONE,
+            decimal.Decimal("1.50"),
+            decimal.Decimal("NaN"),
+            decimal.Decimal("-1E+300"),
+            fractions.Fraction(-2, 3),
+            uuid.UUID(int=5),
+            pathlib.Path("a/b"),
+            pathlib.PurePosixPath("/x"),
+            pathlib.PureWindowsPath("c:\\x\\y"),
+            pathlib.Path(),
+            ipaddress.ip_address("10.0.0.1"),
+            ipaddress.ip_address("::1"),
+            http.HTTPStatus.OK,
+            signal.SIGTERM,
+            socket.AF_INET,
+            torch.Size([2, 3]),
+            torch.Size([]),
+            torch.float32,
+            torch.float8_e4m3fn,
+            torch.uint4,
+            torch.device("cpu"),
+            torch.device("cuda", 1),
+            torch.device("meta"),
+            torch.strided,
+            torch.sparse_coo,
+            torch.per_tensor_affine,
+            torch.__version__,
+        )
+    ),
+    ("namedtuple of torch", lambda: torch.ones(2, 2).max(0)),
+    ("OrderedDict", lambda: collections.OrderedDict([(1, 2), ("b", [1])])),
+    ("OrderedDict in a list", lambda: [collections.OrderedDict(b=1, a=2)]),
+    ("OrderedDict with an attribute", lambda: [_attributed(collections.OrderedDict(b=1))]),
+    ("defaultdict", lambda: [_default(int)]),
+    ("defaultdict of lists", lambda: [_default(list)]),
+    ("defaultdict of nothing", lambda: (_default(None),)),
+    ("Counter", lambda: [collections.Counter("abca")]),
+    ("deque", lambda: collections.deque([1, [2], "x"])),
+    ("deque with an end", lambda: collections.deque([1, 2], maxlen=5)),
+    ("deque of tensors", lambda: collections.deque([torch.arange(3), torch.ones(2, 2).T])),
+    ("ChainMap", lambda: (collections.ChainMap({"a": 1}, {"b": 2}),)),
+    ("shared list", lambda: _shared()),
+    ("shared deque", lambda: _shared_deque()),
+    ("set of tuples", lambda: {(1, "a"), (2, frozenset((3,)))}),
+    ("dict keys", lambda: ({1: "a", None: 2, (1, 2): 3, False: 4, 1.5: 5, b"x": 6, frozenset((1,)): 7},)),
+    ("dict keys of a kind", lambda: ({torch.float32: 1, pathlib.Path("x"): 2, http.HTTPStatus.OK: 3},)),
+    ("Namespace", lambda: types.SimpleNamespace(a=1, b=[2])),
+    ("argparse", lambda: argparse.Namespace(a=1, b="x")),
+    ("BytesIO", lambda: io.BytesIO(b"abc")),
+    ("BytesIO in the middle", lambda: _sought(io.BytesIO(b"abcdef"), 4)),
+    ("StringIO", lambda: _sought(io.StringIO("abc\ndef"), 2)),
+    ("array", lambda: array.array("d", [1.5, 2.5])),
+    ("array of ints", lambda: array.array("q", [1, -2])),
+    ("partial of a type", lambda: functools.partial(int, base=2)),
+    ("numpy array", lambda: np.arange(6, dtype="<i4").reshape(2, 3)),
+    ("numpy fortran", lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3))),
+    ("numpy big-endian", lambda: np.array([1, 2], ">u2")),
+    ("numpy text", lambda: np.array(["a", "bc"])),
+    ("numpy bytes", lambda: np.array([b"a", b"bc"])),
+    ("numpy empty", lambda: np.zeros((0, 3), bool)),
+    ("numpy 0-d", lambda: np.array(3j, "c8")),
+    ("numpy half", lambda: np.array([1.5], "f2")),
+    ("numpy long double", lambda: np.array([1.5], np.longdouble)),
+    ("numpy strided", lambda: np.arange(10)[::3]),
+    ("numpy structured", lambda: np.array([(1, 2.5), (3, 4.5)], [("a", "<i4"), ("b", "<f8")])),
+    ("numpy structured nested", lambda: np.zeros(2, [("a", "<i4", (2,)), ("b", [("c", "u1")])])),
+    ("numpy dates", lambda: np.array(["2026-01-02", "NaT"], "M8[D]")),
+    ("numpy spans", lambda: np.array([1, 2], "m8[ns]")),
+    ("numpy objects", lambda: np.array([1, "x", None], object)),
+    ("numpy void", lambda: np.zeros(2, "V3")),
+    ("numpy record array", lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])),
+    ("numpy masked", lambda: np.ma.array([1, 2], mask=[0, 1])),
+    ("numpy dtype", lambda: np.dtype("f4")),
+    ("numpy dtype structured", lambda: np.dtype([("a", "<i4"), ("b", "<f8")])),
+    ("numpy scalar type", lambda: np.float32),
+    *(
+        (f"numpy scalar {s}", functools.partial(lambda s: np.array(3).astype(s)[()], s))
+        for s in ("f4", "f8", "i8", "u1", "?", "c16", "f2")
+    ),
+    ("numpy text scalar", lambda: np.str_("ab")),
+    ("numpy date", lambda: np.datetime64("2026-01-02T03:04")),
+    ("numpy RandomState state", lambda: np.random.RandomState(1).get_state()),
+    ("numpy RandomState", _used_state),
+    *(
+        (
+            f"numpy Generator {kind}",
+            functools.partial(lambda k: _drawn(np.random.Generator(getattr(np.random, k)(5))), kind),
+        )
+        for kind in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+    ),
+    ("numpy Generator state", lambda: np.random.default_rng(1).bit_generator.state),
+    ("numpy SeedSequence", lambda: np.random.SeedSequence(5).state),
+    ("torch RNG state", lambda: torch.Generator().manual_seed(3).get_state()),
+    ("torch Generator", lambda: torch.Generator().manual_seed(3)),
+    ("random state", lambda: random.Random(4).getstate()),
+    ("random Random", lambda: random.Random(4)),
+    (
+        "tensors in a tuple",
+        lambda: (torch.arange(3), torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(1))),
+    ),
+    (
+        "tensors beside a deque",
+        lambda: (
+            torch.arange(6).reshape(2, 3).T,
+            collections.deque(),
+            torch.ones(2, requires_grad=True),
+            torch.nn.Parameter(torch.ones(1), requires_grad=False),
+        ),
+    ),
+    ("tensors that share memory", lambda: _sharing(torch.arange(4))),
+    (
+        "every dtype beside a deque",
+        lambda: (
+            collections.deque(),
+            *(of_dtype(name) for name in (*NUMBERS, *BYTES) if "int" not in name or name in NUMBERS),
+        ),
+    ),
+    (
+        "quantized beside a deque",
+        lambda: (
+            collections.deque(),
+            _per_channel(torch.qint8),
+            torch.quantize_per_tensor(_real(), 0.1, 3, torch.quint8),
+        ),
+    ),
+    (
+        "sparse beside a deque",
+        lambda: (
+            collections.deque(),
+            _real().relu().to_sparse(),
+            _real().relu().to_sparse_csr(),
+            _real().relu().to_sparse_bsr((1, 2)),
+        ),
+    ),
+    ("conj beside a deque", lambda: (collections.deque(), _complex().conj(), _complex().conj().imag)),
+    ("very long", lambda: ["x" * 100, *range(30000)]),
+    ("deep", lambda: functools.reduce(lambda inner, _: (inner,), range(90), collections.deque())),
+]
+
+# What only running code of the state's own could bring back.
+CODE: list[Case] = [
+    ("enum", lambda: Colour.RED),
+    ("dataclass", Settings),
+    ("namedtuple", Point),
+    ("class", Plain),
+    ("subclass of dict", lambda: [Sized(a=1)]),
+    ("function", lambda: _function),
+    ("lambda's partial", lambda: functools.partial(_function)),
+    ("defaultdict of code", lambda: [_default(_function)]),
+]
+
+
+def blank(value: Any) -> Any:
+    """What a job holds before it loads: the same tensor without its values, nothing in the place of an object."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested or type(value) is Doubled:
+        return value.detach().clone() if value.is_quantized else value.detach() * 0
+    made = torch.zeros(value.numel() * value.element_size(), dtype=torch.uint8).view(value.dtype).reshape(value.shape)
+    return torch.nn.Parameter(made, requires_grad=value.requires_grad) if type(value) is torch.nn.Parameter else made
+
+
+def raw(tensor: torch.Tensor) -> Any:
+    """A tensor as something that can be compared to the bit."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        if tensor.qscheme() == torch.per_tensor_affine:
+            scheme: Any = (tensor.q_scale(), tensor.q_zero_point())
+        else:
+            scheme = (
+                tensor.q_per_channel_scales().tolist(),
+                tensor.q_per_channel_zero_points().tolist(),
+                tensor.q_per_channel_axis(),
+            )
+        return (tensor.qscheme(), scheme, raw(tensor.int_repr()))
+    if tensor.layout is torch.sparse_coo:
+        return (tensor.layout, tensor.is_coalesced(), raw(tensor._indices()), raw(tensor._values()))
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.layout, *map(raw, (tensor.crow_indices(), tensor.col_indices(), tensor.values())))
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.layout, *map(raw, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())))
+    if tensor.is_nested:
+        return [raw(part) for part in tensor.unbind()]
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.numel():
+        return b""
+    flat = tensor.contiguous().as_subclass(torch.Tensor)
+    start = flat.storage_offset() * flat.element_size()
+    return bytes(flat.untyped_storage()[start : start + flat.numel() * flat.element_size()])
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal to the bit, types and what is shared included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype is b.dtype and a.shape == b.shape and raw(a) == raw(b)
+    if isinstance(a, torch.Generator):
+        return torch.equal(a.get_state(), b.get_state())
+    if isinstance(a, np.ndarray) and not isinstance(a, np.ma.MaskedArray):
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and (not (a.size and a.flags.forc and b.flags.forc) or a.flags.f_contiguous == b.flags.f_contiguous)
+            and a.flags.writeable == b.flags.writeable
+            and same(a.tolist(), b.tolist())
+        )
+    if isinstance(a, (np.random.RandomState, np.random.Generator)):
+        return same(a.__getstate__(), b.__getstate__()) and a.__reduce__()[0] is b.__reduce__()[0]
+    if isinstance(a, np.ma.MaskedArray):
+        return same(a.data, b.data) and same(a.mask, b.mask) and same(a.fill_value, b.fill_value)
+    if isinstance(a, (float, complex, decimal.Decimal)):
+        return repr(a) == repr(b)
+    if isinstance(a, dict):
+        return (
+            list(map(repr, a)) == list(map(repr, b))
+            and all(map(same, a.values(), b.values()))
+            and getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
+            and getattr(a, "__dict__", None) == getattr(b, "__dict__", None)
+        )
+    if isinstance(a, (list, tuple, collections.deque)):
+        return len(a) == len(b) and getattr(a, "maxlen", None) == getattr(b, "maxlen", None) and all(map(same, a, b))
+    if isinstance(a, (io.BytesIO, io.StringIO)):
+        return (a.getvalue(), a.tell()) == (b.getvalue(), b.tell())
+    if isinstance(a, functools.partial):
+        return (a.func, a.args, a.keywords) == (b.func, b.args, b.keywords)
+    if isinstance(a, random.Random):
+        return bool(a.getstate() == b.getstate())
+    return bool(a == b)
