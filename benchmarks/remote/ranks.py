@@ -3,10 +3,9 @@
     python benchmarks/remote/ranks.py [--ranks 2] [--server rclone|moto] [--mb 256] [--tensors 200] [--rounds 3]
                                       [--latency MS] [--rate MB/S] [--no-etags] [--replicated]
 
-Each tensor is sharded over all ranks; with --replicated every rank has, and loads, all of them: twice
-as it is done by itself, and once so that each rank reads all of it (`load_read_s`, to be compared with `next_load_s`). The
-clock of rank 0 counts, from a barrier to a barrier.
-Prints one JSON line a round, and the best of all rounds with the ratios.
+Each tensor is sharded over all ranks. With --replicated every rank has, and loads, all of them: twice as it is done by
+itself, and once so that each rank reads all of it (`load_read_s`, to be compared with `next_load_s`). The clock of rank
+0 counts, from a barrier to a barrier. Prints one JSON line a round, and the best of all rounds with the ratios.
 """
 
 from __future__ import annotations
