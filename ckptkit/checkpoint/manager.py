@@ -236,7 +236,7 @@ class CheckpointManager:
             fallback: Where the checkpoint is damaged: "error", or "previous" loads the newest one before it that is
                 not, and says so in the log. The damaged one may then be saved again.
             options: How to treat what does not fit; or its fields as keywords: `strict`, `include`, `exclude`,
-                `model`, `optimizer`, `convert_dtype`, `in_place`, `max_memory`, `verify`, `rng_on_resize`,
+                `model`, `optimizer`, `convert_dtype`, `in_place`, `max_memory`, `verify`, `replicas`, `rng_on_resize`,
                 `per_rank_on_resize`.
 
         Raises:
