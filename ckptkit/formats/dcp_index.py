@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from ckptkit.catalog.columns import first_of_equal
 from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.columns import Columns, unpack, unpack_texts
+from ckptkit.formats.dcp_arrange import RankSlices, arrange
 from ckptkit.formats.dcp_encode import RecordColumns, encode_metadata, payload_nbytes
 from ckptkit.formats.dcp_files import ROW
 from ckptkit.formats.dcp_roles import RoleTable
@@ -60,15 +61,6 @@ class _Key:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """The slices of one rank; its files are numbered from `first_path` on."""
-
-    rows: npt.NDArray[np.void]
-    rank: int
-    first_path: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Object:
     """An object's record: (file, start, length), digest."""
 
@@ -99,23 +91,19 @@ class Index:
         self._unproved: set[str] = set()  # names of tensors that are not plainly cut along one dimension
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> Index:
+    def of(cls, parts: Iterable[Part]) -> Index:
         """Return the index of these parts. Raises SaveError where two disagree about a tensor."""
         self = cls()
-        tensors: list[Int64] = []
-        tables: list[_Rows] = []
-        boxes: list[Int64] = []
-        for part in parts:
-            found, rows = self._take(part)
-            tensors.append(found)
-            tables.append(rows)
-            boxes.append(part.columns.get("box", "int64"))
-        self._arrange(_joined(tensors, np.int64), tables, _joined(boxes, np.int64))
+        found = [self._take(part) for part in parts]  # not kept: a few objects a rank are much for thousands
+        widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)
+        made = arrange(found, widths)
+        self._tensor, self._stops, self._columns = made.tensor, made.stops, made.columns
+        self._offsets, self._sizes = made.offsets, made.sizes
         self._drop_replicas()
         return self
 
-    def _take(self, part: Part) -> tuple[Int64, _Rows]:
-        """Return the tensor of each of a rank's slices, and its rows of them; keep everything else of it."""
+    def _take(self, part: Part) -> RankSlices:
+        """Return a rank's slices; keep everything else of it."""
         header = part.columns.header
         self.world_size = int(header["world_size"])
         first_path = len(self.paths)
@@ -131,7 +119,8 @@ class Index:
             _, file, start, length, _, digest = row
             made = _Object((file + first_path, start, length), digest, tuple(path), part.rank)
             self._objects.setdefault(name, made)
-        return keys[rows["key"][:count]], _Rows(rows[:count], part.rank, first_path)
+        boxes = part.columns.get("box", "int64")
+        return RankSlices(keys[rows["key"][:count]], rows[:count], boxes, part.rank, first_path)
 
     def _table(self, part: Part) -> tuple[Int64, list[int]]:
         """The rows of the keys, and the meshes, of the table that a part brings or names."""
@@ -165,23 +154,6 @@ class Index:
                 f"{list(known.shape)}. A name must mean one tensor on all ranks."
             )
         return self._order[name]
-
-    def _arrange(self, tensor: Int64, tables: Sequence[_Rows], boxes: Int64) -> None:
-        """Bring the rows of all ranks into the order of their tensors."""
-        widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)
-        order = np.argsort(tensor, kind="stable")
-        counts = [len(table.rows) for table in tables]
-        rows = _joined([table.rows for table in tables], ROW)[order]
-        self._columns = {name: rows[name] for name in ("start", "length", "payload", "digest")}
-        self._columns["rank"] = np.repeat(np.array([table.rank for table in tables], np.int32), counts)[order]
-        first_path = np.repeat(np.array([table.first_path for table in tables], np.int32), counts)[order]
-        self._columns["file"] = rows["file"] + first_path
-        row_widths = widths[tensor] if len(order) else np.zeros(0, np.int64)
-        first = 2 * (np.cumsum(row_widths) - row_widths)  # a row's offsets, then its sizes
-        self._tensor, row_widths, first = tensor[order], row_widths[order], first[order]
-        self._stops = np.cumsum(np.bincount(self._tensor, minlength=len(widths)), dtype=np.int64)
-        index = _ragged(first, row_widths)
-        self._offsets, self._sizes = boxes[index], boxes[index + np.repeat(row_widths, row_widths)]
 
     def _drop_replicas(self) -> None:
         """Keep the lowest rank's slice of boxes that several ranks wrote.
@@ -356,13 +328,13 @@ class Index:
         )
         columns = self._columns
         slices = Slices(
-            columns["file"].astype(np.int32),
+            columns["file"].astype(np.int32, copy=False),
             columns["payload"],
             self._nbytes(),
             self._offsets,
             self._sizes,
-            columns["rank"].astype(np.int32),
-            columns["digest"].astype(np.uint64),
+            columns["rank"].astype(np.int32, copy=False),
+            columns["digest"].astype(np.uint64, copy=False),
         )
         fields = {"digests": {path: item.digest for path, item in files.items()}, "save_id": save_id}
         info = CatalogInfo(
@@ -427,18 +399,6 @@ class Index:
                 key=found.path,
             )
         return entries
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
-
-
-def _ragged(first: Int64, widths: Int64) -> Int64:
-    """The indices first[0] ... first[0] + widths[0] - 1, first[1] ..."""
-    total = int(widths.sum())
-    starts = np.cumsum(widths) - widths
-    index: Int64 = np.arange(total, dtype=np.int64) + np.repeat(first - starts, widths)
-    return index
 
 
 def _is_split(shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> bool:

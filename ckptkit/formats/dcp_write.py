@@ -161,20 +161,18 @@ def write_index(
     from ckptkit.formats.dcp_index import Index
 
     started = time.perf_counter()
-    index = Index.of([_unpacked(data, i) for i, data in enumerate(parts)])
+    index = Index.of(_unpacked(data, i) for i, data in enumerate(parts))
     index.check()
-    metadata = list(index.metadata(store.url, save_id))
     state, size = xxhash.xxh3_64(), 0
-    for chunk in metadata:
-        state.update(chunk)
-        size += len(chunk)
-    files = {**index.files, METADATA_NAME: FileRecord(size, state.hexdigest())}
-    manifest = index.manifest(files, save_id, extra or {}, kind).to_bytes()
-    store.write(MANIFEST_NAME, manifest, sync=sync)
-    files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
-    with store.writer(METADATA_NAME, sync=sync) as writer:
-        for chunk in metadata:
+    with store.writer(METADATA_NAME, sync=sync) as writer:  # it appears at the end of the block, after the manifest
+        for chunk in index.metadata(store.url, save_id):
+            state.update(chunk)
+            size += len(chunk)
             writer.write(chunk)
+        files = {**index.files, METADATA_NAME: FileRecord(size, state.hexdigest())}
+        manifest = index.manifest(files, save_id, extra or {}, kind).to_bytes()
+        store.write(MANIFEST_NAME, manifest, sync=sync)
+    files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
     if report is not None:
         report("index", time.perf_counter() - started, size + len(manifest))
     return WrittenFiles(files, index.tensor_count, index.slice_count, index.nbytes)

@@ -19,7 +19,7 @@ from ckptkit.formats.ckptkit import open_manifest
 from ckptkit.formats.dcp_plan import ShardedPlan, plan_sharded
 from ckptkit.formats.dcp_read import Verify, read_sharded
 from ckptkit.formats.dcp_storage import DCPReader
-from ckptkit.formats.dcp_write import write_index, write_part, write_sharded
+from ckptkit.formats.dcp_write import METADATA_NAME, write_index, write_part, write_sharded
 from ckptkit.formats.manifest import PLACEMENTS
 from ckptkit.storage.hugepages import HugePages
 from ckptkit.storage.local import LocalStore
@@ -317,6 +317,19 @@ def test_the_files_named_are_the_files_on_disk(tmp_path, workers):
         assert item.outlined == (name in part.files)
         if not item.outlined:
             assert xxhash.xxh3_64_hexdigest(data) == item.xxh3_64
+
+
+def test_the_metadata_appears_after_the_manifest_and_not_without_it(tmp_path):
+    class Broken(LocalStore):
+        def write(self, path: str, *args: Any, **options: Any) -> None:
+            assert METADATA_NAME not in os.listdir(tmp_path)
+            raise NoSpaceError(28, f"{path}: no space left")
+
+    plan = plan_sharded({"w": torch.randn(10)})
+    part = write_part(plan, LocalStore(str(tmp_path)))
+    with pytest.raises(NoSpaceError, match="manifest"):
+        write_index([part.to_bytes()], Broken(str(tmp_path)))
+    assert os.listdir(tmp_path) == list(part.files)
 
 
 def test_an_object_that_would_run_code_is_refused_when_saving():
