@@ -43,6 +43,7 @@ ROW = np.dtype(
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # below this many bytes another file is not worth it
 _REMOTE_FILE = 16 << 20  # as _FILE, where each is a request, and a connection carries a few of them a second
+_LITTLE_FILE = 1 << 20  # less is sent in a moment, with what goes anyway
 _ONE_REQUEST = 216 << 20  # a larger one goes in parts while it is written
 _COPIED_FILES = 4  # on an object store, where what goes up is held for that alone
 _DIRTY = 16 << 20  # a GiB takes 0.36 s on a disk so; 0.38 at 32 MiB, 0.47 where nothing is begun before the sync
@@ -122,6 +123,8 @@ def write_records(
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
     most = 1 + sum(lengths) // (_REMOTE_FILE if store.local_root is None else _FILE)
     bins = _bins(lengths, min(workers or _workers(store, tensors), most))
+    if store.local_root is None:
+        bins = _worth_a_request(bins, lengths)
     jobs = [_File(f"{prefix}{i}.distcp", rows, frames, tensors, records) for i, rows in enumerate(bins)]
     result = _empty(len(lengths), [job.path for job in jobs])
     turn = threading.BoundedSemaphore(_cores())
@@ -144,6 +147,18 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
         rows[i].append(row)
         heapq.heappush(loads, (load + lengths[row], i))
     return [found for found in rows if found]
+
+
+def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """Put the rows of files that would hold little, beside those of a huge tensor, at the end of another one."""
+    loads = [sum(lengths[row] for row in rows) for rows in bins]
+    large = [rows for rows, load in zip(bins, loads, strict=True) if load >= _LITTLE_FILE]
+    little = [row for rows, load in zip(bins, loads, strict=True) if load < _LITTLE_FILE for row in rows]
+    if not large or not little:
+        return bins
+    least = min(large, key=lambda rows: sum(lengths[row] for row in rows))
+    least += sorted(little, key=lambda row: -lengths[row])
+    return large
 
 
 def _empty(count: int, paths: list[str]) -> Written:

@@ -75,7 +75,7 @@ class PartWriter:
         returned. `owner` keeps the memory alive until then.
         """
         if self._upload is None and len(self._parts) == 1 and self._parts[0].nbytes < UPLOAD_BYTES:
-            self._part_bytes, self._most = 2 * UPLOAD_BYTES, 3  # it costs no memory
+            self._part_bytes, self._most = _part_of(len(data)), 2  # it costs no memory
         while start < stop:
             end = min(stop, start + self._room())
             self._parts[-1].lend(data, start, end, owner)
@@ -187,3 +187,9 @@ class PartWriter:
 def _step() -> int:
     """Return where a part may end early: a whole part is a multiple of it, and GCS wants multiples of 256 KiB."""
     return max(_LEAST, UPLOAD_BYTES // 3)
+
+
+def _part_of(nbytes: int) -> int:
+    """Return how large the parts of an object are that lends so many bytes in a row: an eighth, which goes up over as
+    many connections, of 108 to 216 MiB. Each part is a request; but what fails is sent again as a whole."""
+    return max(3 * UPLOAD_BYTES, min(6 * UPLOAD_BYTES, -(-nbytes // (8 * _step())) * _step()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -82,6 +83,28 @@ def test_a_writer_alone_sends_two_parts_worth_in_one_request() -> None:
     sent: list[bytes] = []
     assert writer.finish(lambda content: sent.append(content.joined())) is None
     assert sent == [data] and not api.parts and budget.collected == 0
+
+
+@pytest.mark.parametrize(("mib", "parts"), [(217, 3), (512, 5), (1024, 8), (1700, 8), (4096, 19)])
+def test_what_lies_in_memory_already_goes_in_few_large_parts(mib: int, parts: int) -> None:
+    writer, api, budget = _writer(144 << 20)
+    sizes: dict[int, int] = {}
+    api.part = lambda number, content, *, last: sizes.update({number: content.nbytes})  # type: ignore[method-assign]
+    data = memoryview(mmap.mmap(-1, mib << 20))  # no page of it is touched
+    for start in range(0, len(data), 4 << 20):
+        writer.lend(data, start, min(len(data), start + (4 << 20)), owner=data)
+    assert writer.finish(_fail) == "tag"
+    assert len(sizes) == parts and sum(sizes.values()) == mib << 20 and budget.collected == 0
+    assert len({sizes[number] for number in range(1, parts)}) == 1 and max(sizes.values()) <= 216 << 20
+
+
+def test_what_lies_in_memory_and_is_no_larger_than_two_parts_goes_in_one_request() -> None:
+    writer, _, _ = _writer(144 << 20)
+    sent: list[int] = []
+    data = memoryview(mmap.mmap(-1, 216 << 20))
+    writer.lend(data, 0, len(data), owner=data)
+    assert writer.finish(lambda content: sent.append(content.nbytes)) is None
+    assert sent == [216 << 20]
 
 
 def test_what_a_failed_writer_collected_is_let_go() -> None:
