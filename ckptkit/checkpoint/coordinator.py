@@ -336,6 +336,17 @@ class Coordinator:
 
     def _send(self, value: Any, ranks: list[int], seconds: float) -> bool:
         """Send `value` to `ranks`; False where one of them could not be reached."""
+        deadline = time.monotonic() + seconds
+        works, reached = self._post(value, ranks)
+        for work in works:
+            try:
+                self._wait(work, deadline - time.monotonic())
+            except RuntimeError:
+                reached = False
+        return reached
+
+    def _post(self, value: Any, ranks: list[int]) -> tuple[list[Any], bool]:
+        """Have `value` sent to `ranks`; return what to wait for, and whether the connections to all of them stand."""
         import numpy as np
         import torch
         import torch.distributed as dist
@@ -346,7 +357,8 @@ class Coordinator:
         head.view(np.uint8)[8 * _HEAD :][: len(data)] = np.frombuffer(data, dtype=np.uint8)[:_INLINE]
         header = torch.from_numpy(head)
         body = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)[_INLINE:])
-        deadline, works, reached = time.monotonic() + seconds, [], True
+        works: list[Any] = []
+        reached = True
         for rank in ranks:
             for tensor in (header, body) if body.numel() else (header,):
                 try:
@@ -354,15 +366,11 @@ class Coordinator:
                 except RuntimeError:
                     reached = False
         self._kept.append((header, body, works))
-        for work in works:
-            try:
-                self._wait(work, deadline - time.monotonic())
-            except RuntimeError:
-                reached = False
-        return reached
+        return works, reached
 
     def _tell_main(self, value: Any) -> None:
-        self._send(value, [0], 2 * self.timeout_s + _GRACE_S)  # a lost rank 0 is noticed in `_hear`
+        # Not waited for: rank 0 answers once it has it, and may be busy until then. A lost one is noticed in `_hear`.
+        self._post(value, [0])
 
     def _tell_all(self, value: Any) -> None:
         others = list(range(1, self.world_size))

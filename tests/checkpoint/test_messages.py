@@ -23,18 +23,18 @@ class Counter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told = self.settled = self.messages = 0
-        send, gather = Coordinator._send, Saver._all_gather
+        post, gather = Coordinator._post, Saver._all_gather
 
-        def counted(coordinator: Any, value: Any, ranks: Any, *more: Any) -> Any:
+        def counted(coordinator: Any, value: Any, ranks: Any) -> Any:
             self.messages += len(ranks)
             self.told += len(ranks) * len(pickle.dumps(value))
-            return send(coordinator, value, ranks, *more)
+            return post(coordinator, value, ranks)
 
         def settled(saver: Any, value: bytes) -> Any:
             self.settled += 1
             return gather(saver, value)
 
-        monkeypatch.setattr(Coordinator, "_send", counted)
+        monkeypatch.setattr(Coordinator, "_post", counted)
         monkeypatch.setattr(Saver, "_all_gather", settled)
 
     def take(self) -> tuple[int, int, int]:
