@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ckptkit.formats.dcp_fill import Filler, SliceCheck
 
-__all__ = ["Fill", "check_ahead", "fill", "prepare", "read_whole", "run", "share_checks"]
+__all__ = ["Fill", "check_ahead", "fill", "prepare", "read_whole", "run", "share_checks", "whole_fills"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +144,20 @@ def fill(catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int 
 
 def read_whole(catalog: Catalog, store: Store, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return whole tensors on the CPU, read now."""
+    fills = whole_fills(catalog, store, names)
+    fill(catalog, store, fills)
+    return {item.entry: item.local for item in fills}
+
+
+def whole_fills(catalog: Catalog, store: Store, names: Iterable[str]) -> list[Fill]:
+    """Return what reads whole tensors into new ones on the CPU."""
     import torch
 
-    tensors: dict[str, torch.Tensor] = {}
     fills = []
     for name in names:
         entry = catalog.tensors.get(name)
         if entry is None:
             raise IncompleteCheckpointError(f"{store.url}: objects.json refers to a tensor {name!r} that is not there.")
-        tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        fills.append(Fill(name, tensors[name], (LocalPart(Box.whole(entry.shape), (0,) * len(entry.shape)),)))
-    fill(catalog, store, fills)
-    return tensors
+        local = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        fills.append(Fill(name, local, (LocalPart(Box.whole(entry.shape), (0,) * len(entry.shape)),)))
+    return fills

@@ -281,7 +281,12 @@ def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
 
 
 def choose(
-    root: Store, which: str | int, *, damaged: Collection[str] = (), best: tuple[str, str] | None = None
+    root: Store,
+    which: str | int,
+    *,
+    damaged: Collection[str] = (),
+    best: tuple[str, str] | None = None,
+    view: Store | None = None,
 ) -> tuple[str, CommitRecord] | Skipped | None:
     """Return path and record of what a load means by `which`, None where a run has no checkpoint yet.
 
@@ -290,8 +295,9 @@ def choose(
 
     Args:
         damaged: Names of checkpoints that can't be loaded: then it is the newest one before them.
+        view: A snapshot of `root`, taken just now.
     """
-    inventory = list_checkpoints(root)
+    inventory = list_checkpoints(root, view=view)
     found: Committed | None
     if which == "latest":
         lost = inventory.newest_damaged

@@ -53,7 +53,7 @@ def restore(
     *,
     coordinator: Coordinator,
     workers: int = 0,
-    ready: Callable[[], None] | None = None,
+    ready: Callable[[bool], None] | None = None,
 ) -> LoadReport:
     """Load the checkpoint that `opened` gives into `state`, on all ranks or on none. All ranks must call it.
 
@@ -62,8 +62,9 @@ def restore(
     that comes so late says that the state is half loaded, and it can't be saved.
 
     Args:
-        ready: Waits until the checkpoint may be read, on a rank that must; what it raises comes before what opening the
-            checkpoint did.
+        ready: Waits for the checkpoint's pin; with True also for the answer whether it was there in time, or the
+            checkpoint is being deleted: then it raises, and that comes before what was found of the files. Nothing
+            is read into the state before that is known.
 
     Raises:
         CheckpointMismatchError: Lists all that does not fit, the same on every rank.
@@ -83,7 +84,7 @@ def restore(
         return checks, staged.signature() if world_size > 1 and _shares(options, store) else b""
 
     with clock.phase("plan"):
-        planned = plan if ready is None else partial(_meanwhile, ready, plan)
+        planned = plan if ready is None else partial(_meanwhile, ready, plan, lambda: options.in_place)
         shares, alike = coordinator.settle(Outcome.of(lambda: _or_error(planned)), "loading", then=_shared)
     staged, report = made[0]
     members = alike[rank]
@@ -95,11 +96,14 @@ def restore(
         clock.add("read", time.perf_counter() - started, report.nbytes)
         return staged.second is not None
 
+    # One rank that has read all that it needs need not ask; of many, another may have found a file gone.
+    sure = partial(bool, world_size > 1 or staged.second is not None)
+    all_read = read if ready is None else partial(_meanwhile, ready, read, sure)
     before = state.half_loaded
     if options.in_place:
         state.half_loaded = report.url
     with _said_if_half(state):
-        again = coordinator.settle(Outcome.of(lambda: _or_error(read)), "loading", then=_any)
+        again = coordinator.settle(Outcome.of(lambda: _or_error(all_read)), "loading", then=_any)
         _note(staged, report)
         if any(len(ranks) > 1 for ranks in alike):
             _exchange(coordinator, members, parts, report, clock)
@@ -172,15 +176,20 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
         raise said from error
 
 
-def _meanwhile(ready: Callable[[], None], plan: Callable[[], Any]) -> Any:
+def _meanwhile(ready: Callable[[bool], None], part: Callable[[], Any], sure: Callable[[], bool]) -> Any:
+    """Return what `part` returned, once the checkpoint is pinned; `sure`: and known to have been pinned in time."""
     try:
-        return plan()
+        found = part()
     except FileNotFoundError as error:
+        ready(True)
         if isinstance(error, CkptkitError):
             raise
         raise IncompleteCheckpointError(f"{error}. Was it deleted while it was opened?") from error
-    finally:
-        ready()
+    except Exception:
+        ready(True)
+        raise
+    ready(sure())
+    return found
 
 
 def _or_error(part: Callable[[], Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.decoded import Decoded, decode_plan
-from ckptkit.checkpoint.fill import check_ahead, prepare, read_whole, run
+from ckptkit.checkpoint.fill import check_ahead, prepare, read_whole, run, whole_fills
 from ckptkit.checkpoint.foreign import Adopted, adopt
 from ckptkit.checkpoint.load_options import LoadOptions
 from ckptkit.checkpoint.load_plan import LoadPlan, OptimizerPlan, plan_load
@@ -49,7 +49,7 @@ class Staged:
         weights: Where each is read to, in the order of `plan.models`.
         states: The same for each optimizer of the plan, by FQN and the name of the state.
         refs: The tensors that objects refer to.
-        decoded: What objects stand for.
+        decoded: What objects stand for; known once the tensors that they refer to are read.
         filler: Reads `weights`, `states` and `refs`.
         second: Reads what is too much to be held beside the live state, straight into that.
         held: Bytes that are held beside live tensors until all is checked.
@@ -93,6 +93,8 @@ class Staged:
         if self.filler is not None:
             nbytes += run(self.filler, share)
             self.filler = None
+        if self.decoded is None:
+            self.decoded = decode_plan(self.plan, self.refs.__getitem__)
         return nbytes
 
     def fill(self) -> None:
@@ -143,8 +145,12 @@ def stage(
     staged = Staged(plan)
     staged.weights = [places.weight(target.live, target.entry) for target in plan.models]
     staged.states = [_optimizer_places(optimizer, places) for optimizer in plan.optimizers]
-    staged.refs = _reference_fills(state, plan, catalog, store, places, rank, foreign.tensors)
-    staged.decoded = decode_plan(plan, staged.refs.__getitem__)
+    # A round trip less, where each counts; but what is read in place is read after all else was looked at, and what
+    # ranks share is not there before they have sent it to each other.
+    together = store.local_root is None and world_size == 1 and not options.in_place
+    staged.refs = _reference_fills(state, plan, catalog, store, places, rank, foreign.tensors, together=together)
+    if not together:
+        staged.decoded = decode_plan(plan, staged.refs.__getitem__)
     staged.read_twice, staged.checks, staged.held = places.settle(), places.checks, places.held
     verify = bool(options.verify)
     staged.filler = prepare(catalog, store, places.now, workers=workers, verify=verify, cast=options.in_place)
@@ -180,11 +186,14 @@ def _reference_fills(
     places: Places,
     rank: int,
     held: Mapping[str, torch.Tensor],
+    *,
+    together: bool,
 ) -> dict[str, torch.Tensor]:
     """Plan the reads of tensors inside objects: placed like the live value's own under that name, else whole.
 
     Args:
         held: Those that were read already.
+        together: Read whole ones with all else; they are read now otherwise.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -203,7 +212,12 @@ def _reference_fills(
             continue
         refs[key] = torch.empty_like(template, dtype=getattr(torch, entry.dtype), requires_grad=False)
         places.into(refs[key], entry)
-    refs.update(read_whole(catalog, store, plain))
+    if together:
+        for item in whole_fills(catalog, store, plain):
+            refs[item.entry] = item.local
+            places.now.append(item)
+    else:
+        refs.update(read_whole(catalog, store, plain))
     return refs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from ckptkit.checkpoint.coordinator import Coordinator
 from ckptkit.checkpoint.deferred import DeferredOptimizer
 from ckptkit.checkpoint.hold import RunHold
 from ckptkit.checkpoint.inventory import Skipped, choose
+from ckptkit.checkpoint.likely import fetch_likely
 from ckptkit.checkpoint.load import restore
 from ckptkit.checkpoint.load_plan import LoadOptions
-from ckptkit.checkpoint.pins import pin_url, pin_while_reading
+from ckptkit.checkpoint.pins import pin_unseen, pin_url, pin_while_reading
 from ckptkit.checkpoint.report import LoadReport, write_trace_file
 from ckptkit.checkpoint.state import TrainState
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from ckptkit.formats.ckptkit import open_catalog
 from ckptkit.formats.layout import CommitRecord
+from ckptkit.storage.ahead import ReadAhead
+from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.store import Store
 
 __all__ = ["Loader", "load_options"]
@@ -68,6 +71,7 @@ class Loader:
         self._best = best
         self._trace = trace
         self._storage_options = storage_options
+        self._ahead: ReadAhead | None = None  # what is fetched on a guess, while a checkpoint is chosen
         self.resumed_from: str | None = None
         self.given_up: set[str] = set()
 
@@ -102,7 +106,11 @@ class Loader:
         return adoptable(self._url, self._root, state, storage_options=self._storage_options)
 
     def _choose(self, which: str | int, damaged: Collection[str] = ()) -> tuple[str, CommitRecord] | Skipped | None:
-        return choose(self._root, which, damaged=damaged, best=self._best)
+        view = snapshot(self._root)
+        self._ahead = None
+        if not damaged:
+            self._ahead = fetch_likely(self._root, view, which, data=self._coordinator.world_size == 1)
+        return choose(self._root, which, damaged=damaged, best=self._best, view=view)
 
     def _load_chosen(
         self, which: str | int, state: TrainState, options: LoadOptions, fall_back: bool
@@ -151,11 +159,11 @@ class Loader:
         resume: bool = False,
         chosen: CommitRecord | None = None,
     ) -> LoadReport:
-        store = self._root.child(path)
+        ahead, self._ahead = self._ahead, None
+        store = self._root.child(path) if chosen is None or ahead is None else ahead.child(path)
         with ExitStack() as stack:
             # Rank 0 holds the pin for all: it leaves only once every rank has read.
-            pin = pin_while_reading(self._root, path, why="resumed from" if resume else "load")
-            record, pinned = self._begin_pin(pin, stack, chosen)
+            record, pinned = self._begin_pin(path, stack, chosen, why="resumed from" if resume else "load")
             report = restore(
                 state,
                 lambda: (open_catalog(store, record=record), store),
@@ -169,29 +177,39 @@ class Loader:
         return report
 
     def _begin_pin(
-        self, pin: AbstractContextManager[CommitRecord], stack: ExitStack, chosen: CommitRecord | None
-    ) -> tuple[CommitRecord, Callable[[], None] | None]:
+        self, path: str, stack: ExitStack, chosen: CommitRecord | None, *, why: str
+    ) -> tuple[CommitRecord, Callable[[bool], None] | None]:
         """Pin a checkpoint on rank 0, and return its record on all, and what waits for the pin.
 
-        On an object store a pin is three requests in a row: what `chosen` names is opened meanwhile. Nothing of the
-        state is read before the pin is there, and what was opened was deleted if it can't be had.
+        On an object store a pin is a request, and to know that it was there in time two more, all in a row: what
+        `chosen` names is opened and read meanwhile. What was read whole was there; what can't be had was deleted.
         """
         if chosen is None or self._root.local_root is not None:
+            pin = pin_while_reading(self._root, path, why=why)
             return self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint"), None
         if not self._coordinator.is_main:
-            return chosen, lambda: None
+            return chosen, lambda sure: None
+        unseen = pin_unseen(self._root, path, why=why)
         pool = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-pin")
-        entered = pool.submit(pin.__enter__)
+        entered = pool.submit(unseen.__enter__)
+
+        def ask() -> CommitRecord:
+            return entered.result()()
+
+        looked = pool.submit(ask) if self._coordinator.world_size > 1 else None  # where it will be asked for anyway
         pool.shutdown(wait=False)
 
         def leave(kind: Any, error: Any, trace: Any) -> None:
+            if looked is not None:
+                looked.exception()
             if entered.exception() is None:
-                pin.__exit__(kind, error, trace)
+                unseen.__exit__(kind, error, trace)
 
         stack.push(leave)
 
-        def pinned() -> None:
-            if entered.result().save_id != chosen.save_id:
+        def pinned(sure: bool) -> None:
+            look = entered.result()
+            if sure and (look() if looked is None else looked.result()).save_id != chosen.save_id:
                 raise CheckpointNotFoundError(
                     f"{self._url}/{chosen.name} was replaced while it was opened. Load again."
                 )

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "deleting",
     "list_pins",
     "pin_forever",
+    "pin_unseen",
     "pin_url",
     "pin_while_reading",
     "split_checkpoint_url",
@@ -98,6 +99,18 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
     Raises:
         CheckpointNotFoundError: It is gone, or is being deleted: list again, and take another.
     """
+    with pin_unseen(root, name, why=why) as look:
+        yield look()
+
+
+@contextlib.contextmanager
+def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callable[[], CommitRecord]]:
+    """Pin checkpoint `name` as `pin_while_reading` does, and look later, or not at all, whether it was there in time.
+
+    A deletion that was announced before the pin goes on, so files may vanish until somebody has looked; who has read
+    all that he needs has no need to. Yields what looks: it returns the commit record, or raises
+    CheckpointNotFoundError.
+    """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": this_process().to_json()}).encode()
     fresh = root.local_root is not None and root.info(STATE_DIRECTORY) is None
@@ -106,16 +119,19 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
         write_state(root, path, body, overwrite=root.local_root is None)
     except (OSError, UnsafePathError) as error:  # a link out of the root where pins are: not written through
         logger.warning("%s: %s is read without a pin: %s", root.url, name, error)
-        yield _record_of(root, name)
+        yield lambda: _record_of(root, name)
         return
+
+    def look() -> CommitRecord:
+        # First the pin, then the question; the deleter announces first and then reads the pins: one sees the other.
+        _wait_while_deleting(root, name)
+        return _record_of(root, name)
+
     stop = threading.Event()
     renewal = threading.Thread(target=_renew, args=(root, path, body, stop), name="ckptkit-pin", daemon=True)
     try:
-        # First the pin, then the question; the deleter announces first and then reads the pins: one sees the other.
-        _wait_while_deleting(root, name)
-        record = _record_of(root, name)
         renewal.start()
-        yield record
+        yield look
     finally:
         stop.set()
         if renewal.ident is not None:

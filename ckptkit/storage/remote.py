@@ -36,7 +36,7 @@ T = TypeVar("T")
 _MAX_GAP = 512 << 10  # a request costs about as long as reading this much
 _PAGES = 16  # of a listing, a thousand names each: more are slower than a request a folder
 _LITTLE = 24 << 20  # where all that is to be read is no more, a connection each for all of it would take long
-_LEAST = 8 << 20  # of that
+_LEAST = 4 << 20  # of that, one request
 _ERRNO: dict[type[OSError], int] = {  # those of fsspec have none
     FileNotFoundError: errno.ENOENT,
     FileExistsError: errno.EEXIST,

@@ -263,7 +263,11 @@ def test_saves_take_fewer_requests_than_torchs_writer(counted: tuple[Proxy, Opti
     with CheckpointManager(f"{url}/run", storage_options=options) as manager:
         manager.save(1, state)
         count("manager", lambda: manager.save(2, state))
-    assert counts["DCPWriter"] <= 5 and counts["DCPReader"] <= 6 and counts["manager"] <= 7, counts
+    with CheckpointManager(f"{url}/run", storage_options=elsewhere(options)) as manager:
+        count("manager loads", lambda: manager.load(state))
+    assert counts["DCPWriter"] <= 5 and counts["DCPReader"] <= 8 and counts["manager"] <= 7, counts
+    # A listing, two records, two of the index, the pin, and six of the data: three connections a file at once.
+    assert counts["manager loads"] <= 12, counts
     assert counts["manager, one save and its end"] < counts["torch"], counts
 
 

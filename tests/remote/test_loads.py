@@ -1,0 +1,131 @@
+"""Loads from an object store: what is asked at once, and what happens when that was a wrong guess or came too late."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.checkpoint.delete import delete_checkpoint
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.pins import list_pins
+from ckptkit.checkpoint.state import TrainState
+from ckptkit.storage import open_store
+from tests.storage.proxy import Proxy
+
+Options = dict[str, Any]
+
+
+def elsewhere(options: Options) -> Options:
+    """Return options that lead to the same place over another connection, which knows nothing yet."""
+    return {**options, "client_kwargs": {"region_name": "us-east-1"}}
+
+
+def state_with(value: float) -> TrainState:
+    model = nn.Linear(64, 64)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return TrainState(model=model, extra={"value": value})
+
+
+def value_of(state: TrainState) -> float:
+    (model,) = state.parts("model").values()
+    weight = model.weight.detach()
+    assert bool((weight == weight[0, 0]).all())
+    return float(weight[0, 0])
+
+
+def save(url: str, options: Options, *steps: int, tag: str | None = None) -> None:
+    with CheckpointManager(url, storage_options=options) as manager:
+        for step in steps:
+            manager.save(step, state_with(step), tag=tag)
+
+
+def test_a_load_lists_once_and_asks_for_nothing_twice(counted: tuple[Proxy, Options], url: str) -> None:
+    proxy, options = counted
+    save(url, options, 1, 2)
+    state = state_with(0)
+    with CheckpointManager(url, storage_options=elsewhere(options)) as manager:
+        proxy.clear()
+        manager.load(state)
+        kinds, seen = proxy.kinds(), list(proxy.seen)
+    assert value_of(state) == 2
+    assert kinds == {"LIST": 1, "GET": 5, "PUT": 1}, kinds  # two records, two of the index, the data; the pin
+    assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_load_whose_files_are_rotated_away_meanwhile_takes_the_next_checkpoint(
+    counted: tuple[Proxy, Options], url: str, in_place: bool
+) -> None:
+    proxy, options = counted
+    near = elsewhere(options)
+    save(url, options, 1)
+    gone, once = threading.Event(), threading.Lock()
+
+    def rule(number: int, method: str, path: str) -> str:
+        if method == "PUT" and "/pins/" in path and once.acquire(blocking=False):
+            proxy.rule = lambda number, method, path: "pass"  # of what another job does now
+            save(url, near, 2)
+            delete_checkpoint(open_store(url, storage_options=near), "step_00000001", reason="test")
+            gone.set()
+        elif "step_00000001" in path and method == "GET" and not path.endswith("checkpoint.json"):
+            gone.wait(60)
+        return "pass"
+
+    proxy.rule = rule
+    state = state_with(0)
+    with CheckpointManager(url, storage_options=elsewhere(options)) as manager:
+        report = manager.load(state, in_place=in_place)
+    assert gone.is_set() and report is not None and report.step == 2
+    assert value_of(state) == 2 and not state.half_loaded
+
+
+def test_a_load_that_has_read_everything_is_pinned_from_then_on(s3: Options, url: str) -> None:
+    save(url, s3, 1)
+    root = open_store(url, storage_options=s3)
+    with CheckpointManager(url, storage_options=s3) as manager:
+        manager.load(state_with(0))
+        assert [pin.name for pin in list_pins(root)] == ["step_00000001"]
+    assert not list_pins(root)
+
+
+@pytest.mark.parametrize("which", ["latest", 3, "3", "step_00000003"])
+def test_a_run_that_was_rolled_back_loads_its_latest_save_not_its_highest_step(
+    s3: Options, url: str, which: str | int
+) -> None:
+    save(url, s3, 5)
+    save(url, s3, 3)
+    state = state_with(0)
+    with CheckpointManager(url, storage_options=elsewhere(s3)) as manager:
+        report: Any = manager.load(state, which)
+    assert report.step == 3 and value_of(state) == 3 and state.extra["value"] == 3
+
+
+def test_a_tag_of_digits_is_not_taken_for_another_step(s3: Options, url: str) -> None:
+    save(url, s3, 7)
+    save(url, s3, 7, tag="7")
+    with CheckpointManager(url, storage_options=elsewhere(s3)) as manager:
+        report: Any = manager.load(state_with(0), 7)
+    assert report.url.endswith("/7")
+
+
+def test_damage_of_what_was_fetched_ahead_is_found(s3: Options, url: str) -> None:
+    from ckptkit.errors import IntegrityError
+
+    save(url, s3, 1)
+    root = open_store(url, storage_options=s3)
+    (path,) = [item.path for item in root.list("step_00000001", recursive=True) if item.path.endswith("_0.distcp")][:1]
+    data = bytearray(root.read(path))
+    data[1000] ^= 1  # of the weight
+    root.write(path, bytes(data), overwrite=True)
+    state = state_with(0)
+    with (
+        CheckpointManager(url, storage_options=elsewhere(s3)) as manager,
+        pytest.raises(IntegrityError, match=r"\.distcp"),
+    ):
+        manager.load(state)
+    assert value_of(state) == 0
