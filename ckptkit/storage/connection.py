@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckptkit.errors import MissingExtraError, UsageError
+from ckptkit.storage.patience import BACKSTOP_S, BODY_S, SOON_S, patiently
 from ckptkit.storage.session import quick_session, skip_unused_tls
 from ckptkit.storage.signing import sign_beside
 from ckptkit.storage.workers import WorkerPool
@@ -27,6 +28,7 @@ UPLOAD_BYTES = 36 << 20  # one part of an upload; what is no larger than two goe
 _THREADS = 16  # requests in flight; what they read goes straight to where it is wanted
 _UPLOADS = 8  # on their way up at once, by all writers of a process
 _HELD_BYTES = 144 << 20  # of those, what is held for them alone: four parts, or two files of one request each
+_MUCH = 1 << 20  # of a body that goes up: the server may have to wait for its disk before it answers
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -219,6 +221,7 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
             # A checksum of the whole object says nothing of a range, and some servers send it all the same.
             "response_checksum_validation": "when_required",
             "max_pool_connections": _THREADS + 8,  # and those of callers' own threads
+            "read_timeout": BACKSTOP_S,
             # retry.py does it, for all stores alike. Three layers of retries would multiply into minutes.
             "retries": {"max_attempts": 0, "mode": "standard"},
             **settings.get("config_kwargs", {}),
@@ -296,12 +299,21 @@ def _prepare_gcs(settings: dict[str, Any]) -> None:
         import aiohttp
     except ImportError:
         return
-    # As s3fs has it. By itself gcsfs waits five minutes for a server that accepts and says nothing.
-    settings.setdefault("requests_timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
+    # By itself gcsfs waits five minutes for a server that accepts and says nothing.
+    settings.setdefault("requests_timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=BODY_S))
 
 
 def _without_inner_retries(fs: Any) -> None:
     """Let one call of gcsfs be one request; where it is built otherwise, its own six tries stay."""
     once = getattr(type(fs)._request, "__wrapped__", None)
-    if once is not None:
-        fs._request = once.__get__(fs)
+    if once is None:
+        return
+
+    async def request(method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        data, asked = kwargs.get("data"), once(fs, method, path, *args, **kwargs)
+        if "alt=media" in path:
+            return await asked  # as long as bytes come
+        least_s = BODY_S if getattr(data, "nbytes", 0) >= _MUCH else SOON_S
+        return await patiently(asked, least_s=least_s, body=data if hasattr(data, "tell") else None)
+
+    fs._request = request

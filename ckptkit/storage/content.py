@@ -169,6 +169,10 @@ class Body(io.BytesIO):
         self._piece = 0
         self._inside = 0  # of the piece
 
+    @property
+    def nbytes(self) -> int:
+        return self._content.nbytes
+
     def getbuffer(self) -> memoryview:
         # Asked for how long it is, and given back at once.
         return _Length(self._content.nbytes)  # type: ignore[return-value]

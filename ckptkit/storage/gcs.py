@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ckptkit.errors import StorageError
 from ckptkit.storage.content import Body, Content
 from ckptkit.storage.gcs_batch import MOST, batch_answers, batch_of_deletions
-from ckptkit.storage.object_api import Entries, Entry, FsspecApi
+from ckptkit.storage.object_api import Entries, Entry, FsspecApi, LostUploadError
 
 __all__ = ["GcsApi"]
 
@@ -177,12 +177,22 @@ class GcsUpload:
             "Content-Type": "application/octet-stream",
             "Content-Length": str(content.nbytes),
         }
-        with _denied():
+        with _denied(), self._lost():
             answer, body = self._api.fs.call("POST", self._place, headers=headers, data=Body(content))
         if last and body:
             self._published = _size(body)
         if not last and _stop_of(answer) not in (None, stop):
             raise ConnectionError(f"{self._name}: the server kept {_stop_of(answer)} of {stop} bytes")
+
+    @contextlib.contextmanager
+    def _lost(self) -> Iterator[None]:
+        """Tell a session that is over, which a new one has to take the place of, from what is wrong otherwise."""
+        try:
+            yield
+        except Exception as error:  # the HttpError of gcsfs is none of the system's
+            if isinstance(error, FileNotFoundError) or str(getattr(error, "code", "")) in ("404", "410"):
+                raise LostUploadError(errno.ENOENT, f"{self._name}: the upload is over: {error}") from error
+            raise
 
     def _kept(self, start: int, stop: int, *, last: bool) -> int:
         """Return up to where the session has the bytes of a part that failed, or may have."""
@@ -214,6 +224,9 @@ class GcsUpload:
             self._take_back()
             raise OSError(errno.EINVAL, f"{self._name} has {size} bytes, not the {self._nbytes} sent")
         return f"{size} bytes"  # what it was told to have is its size
+
+    def anew(self) -> GcsUpload:
+        return self._api.upload(self._name)
 
     def _take_back(self) -> None:
         """Delete what this upload has published, and is not what was sent."""

@@ -16,6 +16,7 @@ __all__ = [
     "Entries",
     "Entry",
     "FsspecApi",
+    "LostUploadError",
     "NotConditionalError",
     "ObjectApi",
     "Sink",
@@ -37,6 +38,10 @@ class NotConditionalError(StorageError):
     """The store cannot be asked to write only where nothing is."""
 
 
+class LostUploadError(StorageError, FileNotFoundError):
+    """The store knows an upload no more, or will not complete it: all of its parts have to be sent anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
     """A multipart upload that was begun and neither completed nor aborted. It costs, and nobody sees it."""
@@ -55,11 +60,14 @@ class Upload(Protocol):
     in_order: bool  # whether a part may start only when the one before has ended
 
     def part(self, number: int, content: Content, *, last: bool) -> None:
-        """Send part `number`, from 1. May be called again after a failure."""
+        """Send part `number`, from 1. May be called again after a failure. Raises LostUploadError."""
 
     def complete(self) -> str:
         """Let the object appear, and return its tag, "" where that is not told. May be called again after a failure.
-        Raises FileExistsError."""
+        Raises FileExistsError, LostUploadError."""
+
+    def anew(self) -> Upload:
+        """Begin the same upload once more, where this one is lost."""
 
     def abort(self) -> None:
         """Throw away what was sent."""
@@ -246,6 +254,9 @@ class _FileUpload:
             self._handle.close()
             self._handle.commit()
         return ""
+
+    def anew(self) -> Upload:
+        raise StorageError(errno.ENOTSUP, "fsspec tells of no upload that it is lost")
 
     def abort(self) -> None:
         try:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import stamina
 
 from ckptkit.errors import UsageError
+from ckptkit.storage.patience import SilenceError, silences
 from ckptkit.units import parse_duration
 
 __all__ = ["call_with_retries", "is_transient", "timeout_s"]
@@ -20,7 +22,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 8
-TIMEOUT_S = 40.0  # no try starts later than this; one try waits at most 15 s for an answer
+TIMEOUT_S = (
+    40.0  # no try starts later than this, but for the first of a slow server: `patience` says how long one waits
+)
+_LEAST = 3  # one that sends much, or waits for an answer, may take all that time
 WAIT_MAX_S = 8.0
 _SAID_AT = 4  # failures in a row: less is nothing to speak of
 TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
@@ -83,7 +88,14 @@ def is_transient(error: BaseException) -> bool:
         return status in _TRANSIENT_STATUS or _code(error) in ("ConditionalRequestConflict", "OperationAborted")
     if any(base.__name__ in _TRANSIENT_NAMES for base in type(error).__mro__):
         return True
-    return isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO
+    return isinstance(error, SilenceError) or (isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO)
+
+
+def _is_silence(error: BaseException) -> bool:
+    """Tell whether nothing was heard for as long as a try waits; not that nobody could be reached."""
+    names = {base.__name__ for base in type(error).__mro__}
+    timed_out = isinstance(error, (SilenceError, TimeoutError)) and not isinstance(error, ConnectionError)
+    return timed_out or not names.isdisjoint(("FSTimeoutError", "ReadTimeoutError", "ServerTimeoutError"))
 
 
 def _status(error: BaseException) -> int | None:
@@ -124,26 +136,35 @@ def call_with_retries(function: Callable[[], T], *, least: bool = False) -> T:
 
     It takes no arguments: the library logs those of what it retries, and they may be megabytes, or secret.
     """
-    patience = timeout_s()
+    patience, started = timeout_s(), time.monotonic()
     attempts = 2 if least else ATTEMPTS if patience <= TIMEOUT_S else None
+    sure = _LEAST if patience >= TIMEOUT_S and not least else 1
     failures = 0
+    before = silences.set(0)
 
     def worth_it(error: Exception) -> bool:
         nonlocal failures
         if not is_transient(error):
             return False
         failures += 1
+        if _is_silence(error):
+            silences.set(silences.get() + 1)
+            if least:
+                return False
+        if failures >= sure and time.monotonic() - started >= patience:
+            return False
         say = logger.warning if failures == _SAID_AT else logger.debug
         say("the storage does not answer (%s); trying again for up to %g s", type(error).__name__, patience)
         return True
 
-    @stamina.retry(
-        on=worth_it, attempts=attempts, timeout=patience, wait_initial=0.1, wait_max=WAIT_MAX_S, wait_jitter=0.5
-    )
+    @stamina.retry(on=worth_it, attempts=attempts, timeout=None, wait_initial=0.1, wait_max=WAIT_MAX_S, wait_jitter=0.5)
     def ckptkit_request() -> T:
         return function()
 
-    return ckptkit_request()
+    try:
+        return ckptkit_request()
+    finally:
+        silences.reset(before)
 
 
 def _is_others(record: logging.LogRecord) -> bool:

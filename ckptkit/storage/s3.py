@@ -16,11 +16,13 @@ from ckptkit.storage.object_api import (
     Entries,
     Entry,
     FsspecApi,
+    LostUploadError,
     NotConditionalError,
     Sink,
     UnfinishedUpload,
     Uploads,
 )
+from ckptkit.storage.patience import BODY_S, SOON_S, WHOLE_S, patiently
 from ckptkit.storage.signing import signed_as
 
 __all__ = ["S3Api"]
@@ -30,6 +32,7 @@ _HEAD_BYTES = 16 << 20  # what a whole object is asked for first: nearly all are
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
 _CHUNK = 1 << 20  # of a body, taken from the connection at once
+_MUCH = 1 << 20  # of a body that goes up: the server may have to wait for its disk before it answers
 
 
 class S3Api(FsspecApi):
@@ -48,7 +51,34 @@ class S3Api(FsspecApi):
         super().__init__(connection)
 
     def _call(self, method: str, **kwargs: Any) -> Any:
-        return self.fs.call_s3(method, **kwargs)
+        from fsspec.asyn import sync
+
+        return sync(self.fs.loop, self._ask, method, kwargs)
+
+    async def _ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+        fs, body = self.fs, kwargs.get("Body")
+        least_s = BODY_S if body is not None and body.nbytes >= _MUCH else SOON_S
+        least_s = WHOLE_S if method == "complete_multipart_upload" else least_s
+        await fs.set_session()  # who one is may be asked elsewhere, and is told in its own time
+        request = fs._call_s3(method, **kwargs)
+        return await patiently(request, least_s=least_s, body=body, given_s=self._given_s())
+
+    def _given_s(self) -> float | None:
+        """Return how long the user said that an answer is waited for."""
+        found = self.connection.options.get("config_kwargs", {}).get("read_timeout")
+        return float(found) if found else None
+
+    def info(self, name: str) -> Entry:
+        from fsspec.asyn import sync
+
+        async def ask() -> Entry:
+            fs = self.fs
+            await fs.set_session()
+            found: Entry = await patiently(fs._info(name), given_s=self._given_s())
+            return found
+
+        found: Entry = sync(self.fs.loop, ask)
+        return found
 
     def _split(self, name: str) -> tuple[str, str]:
         bucket, key, _ = self.fs.split_path(name)
@@ -107,12 +137,13 @@ class S3Api(FsspecApi):
     async def _fetch(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         """Give what comes to `sink` piece by piece, so that nobody holds an answer whole."""
         bucket, key = self._split(name)
-        answer = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}")
+        where = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
+        answer, given_s = await self._ask("get_object", where), self._given_s()
         stated = str(answer.get("ContentRange", "")).rpartition("/")[2]
         low = 0 if stated.isdigit() else start  # a server that knows no ranges sends all
         high, got, body = low + stop - start, 0, answer["Body"]
         try:
-            while piece := await body.read(_CHUNK):
+            while piece := await patiently(body.read(_CHUNK), given_s=given_s):
                 wanted = memoryview(piece)[max(0, low - got) : max(0, high - got)]
                 if wanted:
                     sink(max(low, got) - low, wanted)
@@ -213,7 +244,10 @@ class S3Upload:
         self._completing = False
 
     def part(self, number: int, content: Content, *, last: bool) -> None:
-        answer = self._api._call("upload_part", PartNumber=number, **self._api._body(content), **self._where)
+        try:
+            answer = self._api._call("upload_part", PartNumber=number, **self._api._body(content), **self._where)
+        except FileNotFoundError as error:
+            raise _lost_by(error) from error
         with self._lock:
             self._tags[number] = answer["ETag"]
 
@@ -230,11 +264,21 @@ class S3Upload:
                     **self._where,
                 )
             return str(answer.get("ETag", ""))
-        except (FileNotFoundError, FileExistsError):
-            # The answer to the first try may have been lost after it was carried out.
-            if not (again and self._is_ours(name)):
+        except OSError as error:
+            lost = isinstance(error, FileNotFoundError) or _code(error) == "InvalidPart"
+            if not lost and not isinstance(error, FileExistsError):
                 raise
-            return ""
+            # The answer to the first try may have been lost after it was carried out.
+            if again and self._is_ours(name):
+                return ""
+            if lost:  # rclone rejects a part that broke off, and with it all others
+                raise _lost_by(error) from error
+            raise
+
+    def anew(self) -> S3Upload:
+        made = self._api.upload(f"{self._where['Bucket']}/{self._where['Key']}")
+        made._completing = self._completing  # it may yet be carried out, and then this one will be refused
+        return made
 
     def _is_ours(self, name: str) -> bool:
         """Tell whether the object that is there has as many parts as ours; its key is ours alone, or it was absent."""
@@ -273,9 +317,17 @@ def _combined_tag(tags: Sequence[str]) -> str:
     return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(tags)}"
 
 
+def _lost_by(error: OSError) -> LostUploadError:
+    return LostUploadError(errno.ENOENT, f"the store has lost the upload: {_code(error)}: {error}")
+
+
+def _code(error: BaseException) -> Any:
+    return (getattr(error.__cause__, "response", None) or {}).get("Error", {}).get("Code")
+
+
 def _status(error: BaseException) -> int:
     answer = getattr(error.__cause__, "response", None) or {}
-    code = answer.get("Error", {}).get("Code")
+    code = _code(error)
     return 416 if code in ("InvalidRange", "416") else int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 

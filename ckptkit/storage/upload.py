@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ckptkit.storage.connection import UPLOAD_BYTES, Connection
 from ckptkit.storage.content import Collected, Content, crc32
-from ckptkit.storage.object_api import ObjectApi, Upload
+from ckptkit.storage.object_api import LostUploadError, ObjectApi, Upload
 
 __all__ = ["PartWriter"]
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 _MANY = 8000  # S3 takes 10 000 parts
 _LARGE = 512 << 20
 _LEAST = 5 << 20  # S3 takes no smaller part before the last
+_TIMES = 3  # that an object is sent, where the store loses the upload
 
 
 class PartWriter:
@@ -29,8 +30,8 @@ class PartWriter:
 
     What is written is copied: two parts are held at most, and `Connection.budget` bounds what all writers of the
     process have on its way. Where they hold much beside that, a writer that begins to send takes smaller parts, and
-    does not collect two. What is lent is held by its owner. A failed part is raised by the next write, or by `finish`.
-    Used by one thread.
+    does not collect two. What is lent is held by its owner; an object of which nothing was copied is sent again where
+    the store loses an upload. A failed part is raised by the next write, or by `finish`. Used by one thread.
 
     Attributes:
         nbytes: All that was written.
@@ -55,6 +56,8 @@ class PartWriter:
         self._upload: Upload | None = None
         self._sent: list[Future[None]] = []
         self._count = 0
+        self._kept: list[Content] | None = []  # all that was sent; None where some of it is gone
+        self._lost: LostUploadError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Take over `data`; it may be changed afterwards."""
@@ -125,8 +128,43 @@ class PartWriter:
             self._collect(-self._copied)
             return None
         self._send(last=True)
+        for _ in range(_TIMES - 1):
+            try:
+                return self._complete()
+            except LostUploadError:
+                if self._kept is None:
+                    raise
+            self._begin_again()
+        return self._complete()
+
+    def _complete(self) -> str:
+        assert self._upload is not None
         self._wait()
-        return str(self._attempt(self._upload.complete))
+        if self._lost is None:
+            try:
+                return str(self._attempt(self._upload.complete))
+            except LostUploadError as error:
+                self._lose(error)
+        assert self._lost is not None
+        raise self._lost
+
+    def _lose(self, error: LostUploadError) -> None:
+        """Remember that the upload is lost; raises that, where what it had can't be sent again."""
+        if self._kept is None:
+            raise error
+        self._lost = error
+
+    def _begin_again(self) -> None:
+        """Send all of it once more."""
+        assert self._upload is not None and self._kept is not None
+        logger.info("the store lost an upload (%s); it begins again", self._lost)
+        self._end_upload()
+        anew, kept, self._kept = self._upload.anew, self._kept, []
+        made: list[Upload] = []
+        self._attempt(lambda: made.append(anew()))
+        self._upload, self._lost, self._count = made[0], None, 0
+        for content in kept:
+            self._send_part(content, last=content is kept[-1])
 
     def abort(self) -> None:
         """Leave nothing behind. Never raises: the caller has an error already."""
@@ -135,13 +173,16 @@ class PartWriter:
         for future in self._sent:  # a part that arrives after the abort would begin to cost again
             if not future.cancelled():
                 future.exception()
+        self._end_upload()
+        self._parts = [self._collected()]
+        self._collect(-self._copied)
+
+    def _end_upload(self) -> None:
         if self._upload is not None:
             try:
                 self._attempt(self._upload.abort)
-            except Exception as error:  # noqa: BLE001 - the caller has an error already
+            except Exception as error:  # noqa: BLE001 - the caller has an error already, or begins again
                 logger.warning("an unfinished upload was left behind; ckptkit prune removes it: %s", error)
-        self._parts = [self._collected()]
-        self._collect(-self._copied)
 
     def _send(self, *, last: bool) -> None:
         """Send all that was collected, in parts."""
@@ -160,6 +201,13 @@ class PartWriter:
         if self._upload.in_order:
             self._wait()
         self._raise_early()
+        if content.copied:
+            self._kept = None
+        elif self._kept is not None:
+            self._kept.append(content)
+        if self._lost is not None:
+            self._lose(self._lost)
+            return
         self._count += 1
         job = partial(self._upload.part, self._count, content, last=last)
         self._sent.append(self._connection.upload(lambda: self._part(job), self._api.held(content)))
@@ -171,10 +219,13 @@ class PartWriter:
         """Raise what a part failed with; forget those that are done."""
         waiting = []
         for future in self._sent:
-            if future.done():
-                future.result()
-            else:
+            if not future.done():
                 waiting.append(future)
+                continue
+            try:
+                future.result()
+            except LostUploadError as error:
+                self._lose(error)
         self._sent = waiting
 
     def _wait(self) -> None:

@@ -1,0 +1,262 @@
+"""A server that is slow, or that loses what it was sent: the bytes are the same at the end, or there is one error."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.errors import StorageError
+from ckptkit.storage import open_store
+from ckptkit.storage.patience import SilenceError, patiently, silences
+from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.retry import call_with_retries
+from ckptkit.storage.store import ReadInto
+from tests.storage import servers
+from tests.storage.proxy import Answer, Proxy, Reply, proxy_of
+
+Options = dict[str, Any]
+PART = 2 << 20  # what lies in memory goes up in three times that; S3 takes no less than 5 MiB
+BIG = 15 << 20
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+
+
+@pytest.fixture
+def data() -> bytes:
+    return os.urandom(BIG)
+
+
+def _lend(store: RemoteStore, path: str, data: bytes) -> None:
+    with store.writer(path) as out:
+        out.lend(memoryview(data), 0, len(data), owner=data)
+
+
+# --- one request
+
+
+class _Body:
+    """Something that goes up: a little more each time it is looked at."""
+
+    def __init__(self, looks: int, then: asyncio.Event) -> None:
+        self._looks, self._at, self._then = looks, 0, then
+
+    def tell(self) -> int:
+        if self._at < self._looks:
+            self._at += 1
+        else:
+            self._then.set()
+        return self._at
+
+
+def test_nobody_is_late_while_the_body_goes_up() -> None:
+    async def ask() -> str:
+        answered = asyncio.Event()
+
+        async def request() -> str:
+            await answered.wait()
+            return "done"
+
+        return await patiently(request(), least_s=0.001, body=_Body(20, answered))
+
+    assert asyncio.run(ask()) == "done"
+
+
+def test_a_request_that_does_not_get_on_is_given_up() -> None:
+    ended: list[str] = []
+
+    async def request() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    with pytest.raises(SilenceError):
+        asyncio.run(patiently(request(), least_s=0.001))
+    assert ended == ["cancelled"]
+
+
+def test_a_slow_server_is_asked_again_however_long_it_took_and_waited_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.retry.TIMEOUT_S", 0.0)  # it is always over
+    found: list[int] = []
+
+    def slow() -> None:
+        found.append(silences.get())
+        raise SilenceError("nothing")
+
+    with pytest.raises(SilenceError):
+        call_with_retries(slow)
+    assert found == [0, 1, 2]
+    assert silences.get() == 0
+    found.clear()
+    with pytest.raises(SilenceError):
+        call_with_retries(slow, least=True)
+    assert found == [0]
+
+
+def test_a_server_that_stops_to_read_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "100ms")
+    taken: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def accept() -> None:
+            while True:
+                try:
+                    taken.append(silent.accept()[0])  # and reads nothing
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        options = {
+            "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "key": "k",
+            "secret": "s",
+            "config_kwargs": {"read_timeout": 0.5},
+        }
+        store = RemoteStore("s3://slow/x", storage_options=options)
+        with pytest.raises(StorageError, match="did not get on"):
+            store._put("y", store._full("y"), bytes(32 << 20))
+    for connection in taken:
+        connection.close()
+
+
+# --- answers that come when nobody waits for them any more
+
+
+class _Late:
+    """To be set between a proxy and its server: the first request of each kind is carried out, and its answer comes
+    once the client has given up."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, handler: Any, body: bytes) -> Reply | None:
+        kind = next(iter(_kinds(handler)))
+        with self._lock:
+            late = kind not in self.kinds
+            if late:
+                self.kinds.append(kind)
+        reply: Reply = handler.forward(body)
+        if not late:
+            return reply
+        handler.connection.settimeout(30)
+        assert handler.connection.recv(1) == b"", "the client went on without an answer"
+        return None
+
+
+def _kinds(handler: Any) -> dict[str, int]:
+    one = Proxy("")
+    one.seen.append((handler.command, handler.path))
+    return dict(one.kinds())
+
+
+def test_an_answer_that_comes_too_late_of_each_kind_of_request_does_no_harm(
+    s3: Options, small_parts: None, data: bytes
+) -> None:
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        options = {**s3, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 0.5}}
+        store = RemoteStore("s3://remote/late", storage_options=options)
+        store._connection.conditional = True
+        proxy.between = late = _Late()
+        store.write("record", b"mine")
+        with pytest.raises(FileExistsError):
+            store.write("record", b"theirs")
+        _lend(store, "big", data)
+        view = bytearray(len(data))
+        store.read_many([ReadInto("big", 0, memoryview(view))])
+        assert view == data and store.read("record") == b"mine"
+        assert [(item.path, item.size) for item in store.list()] == [("big", len(data)), ("record", 4)]
+        found = store.info("record")
+        assert found is not None and found.size == 4
+        store.delete(["record"])
+        assert store.info("record") is None
+        assert store.abort_uploads() == 1  # was begun twice: nobody knows of the first but the store, and prune
+        assert {"PUT", "GET", "LIST", "HEAD", "POST delete", "PUT partNumber", "POST uploadId"} <= set(late.kinds)
+
+
+# --- uploads that are lost
+
+
+@pytest.mark.parametrize("what", ["part", "complete"])
+def test_an_upload_that_the_store_has_lost_begins_again(s3: Options, small_parts: None, data: bytes, what: str) -> None:
+    said: list[str] = []
+
+    def rule(number: int, method: str, path: str) -> str | Answer:
+        hit = "partNumber=2" in path if what == "part" else method == "POST" and "uploadId" in path
+        if not hit or said:
+            return "pass"
+        said.append(path)
+        return Answer(404, "NoSuchUpload") if what == "part" else Answer(400, "InvalidPart")
+
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        store = RemoteStore(f"s3://remote/lost-{what}", storage_options={**s3, "endpoint_url": proxy.url})
+        proxy.rule = rule
+        _lend(store, "big", data)
+        assert said
+        assert store.read("big") == data
+        assert store.unfinished_uploads() == []
+
+
+def test_one_that_the_store_loses_each_time_is_an_error_and_leaves_nothing(
+    s3: Options, small_parts: None, data: bytes
+) -> None:
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        store = RemoteStore("s3://remote/lost-for-good", storage_options={**s3, "endpoint_url": proxy.url})
+        proxy.rule = lambda number, method, path: (
+            Answer(400, "InvalidPart") if method == "POST" and "uploadId" in path else "pass"
+        )
+        with pytest.raises(StorageError, match="InvalidPart"):
+            _lend(store, "big", data)
+        assert sum("uploads" in path for _, path in proxy.seen) == 3
+        proxy.rule = lambda number, method, path: "pass"
+        assert store.list() == [] and store.unfinished_uploads() == []
+
+
+class _Broken:
+    """To be set between a proxy and its server: of the first part, half arrives."""
+
+    def __init__(self) -> None:
+        self.broken = 0
+
+    def __call__(self, handler: Any, body: bytes) -> Reply | None:
+        if "partNumber=1&" not in handler.path or self.broken:
+            return handler.forward(body)  # type: ignore[no-any-return]
+        self.broken += 1
+        to_server = http.client.HTTPConnection(*handler.target, timeout=30)
+        to_server.putrequest(handler.command, handler.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in handler.headers.items():
+            to_server.putheader(name, value)
+        to_server.endheaders(body[: len(body) // 2])
+        to_server.close()
+        return None
+
+
+@pytest.fixture
+def rclone(tmp_path: Path) -> Iterator[Options]:
+    (tmp_path / "bucket").mkdir()
+    with servers.rclone(tmp_path) as options:
+        yield dict(options)
+
+
+def test_a_server_that_rejects_a_whole_upload_for_a_part_that_broke_off_is_sent_it_again(
+    rclone: Options, small_parts: None, data: bytes
+) -> None:
+    with proxy_of(rclone["endpoint_url"]) as proxy:
+        store = RemoteStore("s3://bucket/run", storage_options={**rclone, "endpoint_url": proxy.url})
+        proxy.between = broken = _Broken()
+        _lend(store, "big", data)
+        assert broken.broken == 1
+        assert open_store("s3://bucket/run", storage_options=rclone).read("big") == data
