@@ -64,12 +64,12 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The slice lies in a compressed record: bytes [start, start + nbytes) of the file, decoded by `name`.
+    """The slice lies in a record that is to be decoded by `name`: bytes [start, start + nbytes) of the file.
 
     `TensorSlice.start` then counts from the first byte of the decoded record.
     """
 
-    name: str  # "zstd"
+    name: str  # "zstd", "sign:4:01" (`formats/signs.py`)
     start: int
     nbytes: int
 
@@ -85,7 +85,7 @@ class TensorSlice:
         nbytes: Bytes from the first to past the last element: numel * itemsize where contiguous.
         strides: In elements, where the box does not lie row-major; None where it does.
         digest: What the bytes are checked by; None where nothing was recorded.
-        codec: Set where the bytes are compressed.
+        codec: Set where the bytes are compressed, or signs in them are to be flipped.
         rank: The rank that wrote the slice; -1 where unknown.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class StoredTensor(Stub):
     Attributes:
         offset: Elements from the start of the storage to the tensor's first one.
         strides: In elements.
+        marks: "conj" and "neg", where these are still to be done.
     """
 
     storage: Storage
@@ -70,6 +71,7 @@ class StoredTensor(Stub):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int = 0
+    marks: frozenset[str] = frozenset()
 
     @property
     def path(self) -> str:
@@ -83,10 +85,6 @@ class StoredTensor(Stub):
     def start(self) -> int:
         """Byte offset of the first element in the file."""
         return self.storage.start + self.offset * self.itemsize
-
-    @property
-    def storage_start(self) -> int:
-        return self.storage.start
 
     @property
     def storage_nbytes(self) -> int:
@@ -225,9 +223,12 @@ class TensorRebuilder:
 
     Meshes keep their ranks in a small tensor, whose place in the file is known only once the whole pickle
     is read: `finish(read)` fills them in.
+
+    Views that are still to be conjugated or negated are refused, unless `lazy`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lazy: bool = False) -> None:
+        self._lazy = lazy
         self._meshes: dict[int, tuple[MeshRecord, Record]] = {}
         utils: dict[str, Callable[..., Any]] = {
             "_rebuild_tensor": self._tensor,
@@ -258,16 +259,20 @@ class TensorRebuilder:
     def _tensor_v2(
         self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any = False, hooks: Any = None, meta: Any = None
     ) -> StoredTensor:
-        _refuse_lazy(meta)
-        return stored(storage, None, offset, size, strides)
+        return self._marked(stored(storage, None, offset, size, strides), meta)
 
     def _tensor_v3(
         self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, meta: Any = None
     ) -> StoredTensor:
         if not isinstance(dtype, TorchDType):
             raise ValueError("a tensor's dtype is no dtype")
-        _refuse_lazy(meta)
-        return stored(storage, dtype.name, offset, size, strides)
+        return self._marked(stored(storage, dtype.name, offset, size, strides), meta)
+
+    def _marked(self, tensor: StoredTensor, meta: Any) -> StoredTensor:
+        marks = frozenset(mark for mark in ("conj", "neg") if isinstance(meta, dict) and meta.get(mark))
+        for mark in () if self._lazy else sorted(marks):
+            raise UnsupportedFormatError(f"holds a lazy {mark} view of a tensor. Save tensor.resolve_{mark}().")
+        return replace(tensor, marks=marks) if marks else tensor
 
     def _from_type(self, function: Any, cls: Any, args: Any, state: Any) -> Any:
         kind = cls.kind if isinstance(cls, type) and issubclass(cls, Record) else ""
@@ -296,13 +301,6 @@ class TensorRebuilder:
         if id(record) not in self._meshes:
             self._meshes[id(record)] = (MeshRecord(), record)
         return self._meshes[id(record)][0]
-
-
-def _refuse_lazy(meta: Any) -> None:
-    """Refuse a view whose bytes are still to be conjugated or negated, which torch saves with a mark."""
-    for mark in ("conj", "neg"):
-        if isinstance(meta, dict) and meta.get(mark):
-            raise UnsupportedFormatError(f"holds a lazy {mark} view of a tensor. Save tensor.resolve_{mark}().")
 
 
 def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:

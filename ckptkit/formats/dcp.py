@@ -281,6 +281,8 @@ class _Builder:
         except AttributeError:
             raise part.fault(f"the description of {name!r:.80} is incomplete") from None
         except UnsupportedFormatError as error:
+            if self._gather_whole(part, name, entry, places):
+                return
             raise UnsupportedFormatError(f"{part.name}: tensor {name!r:.80}: {error}") from None
         if not _is_counts(shape) or any(n < 0 or n >= MAX_COUNT for n in shape) or type(chunks) is not list:
             raise part.fault(f"the shape of {name!r:.80} is no shape")
@@ -291,6 +293,20 @@ class _Builder:
             )
         for chunk in chunks:
             self._gather_chunk(part, name, rows, chunk, places)
+
+    def _gather_whole(
+        self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
+    ) -> bool:
+        """Take a tensor that is no plain memory (quantized, sparse) for an object, where it was saved in one piece."""
+        chunks = entry.chunks
+        if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
+            return False
+        (offset, info), size = next(iter(places.items())), getattr(chunks[0], "sizes", None)
+        if offset is None or any(offset) or size != entry.size or not _is_counts(size):
+            return False
+        self.objects.setdefault(name, (info, part.name))
+        places.clear()
+        return True
 
     def _gather_chunk(
         self, part: _Part, name: str, rows: _Rows, chunk: Any, places: dict[tuple[int, ...] | None, StorageInfo]

@@ -27,7 +27,8 @@ from ckptkit.formats.dcp_digests import (
     digest_of,
     read_pieces,
 )
-from ckptkit.formats.objects import decode_zstd
+from ckptkit.formats.objects import decode_record, decode_zstd
+from ckptkit.formats.signs import is_sign
 from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Filler", "SliceCheck", "Verify", "check_bytes", "read_workers"]
@@ -292,8 +293,11 @@ class Filler:
     def _decoded(self, fill: _Fill) -> tuple[torch.Tensor, int]:
         codec = fill.codec
         assert codec is not None
-        packed = self.store.read(fill.path, codec.start, codec.start + codec.nbytes)
-        raw = decode_zstd(packed, fill.start + fill.nbytes + (64 << 20), file=f"{fill.path} ({fill.name})")
+        if is_sign(codec.name):
+            raw = decode_record(self.store, fill.path, codec)
+        else:
+            packed = self.store.read(fill.path, codec.start, codec.start + codec.nbytes)
+            raw = decode_zstd(packed, fill.start + fill.nbytes + (64 << 20), file=f"{fill.path} ({fill.name})")
         if len(raw) < fill.start + fill.nbytes:
             raise IncompleteCheckpointError(
                 f"{fill.path}: the record of tensor {fill.name!r} decodes to too few bytes."

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.entry import Codec
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats.dcp_items import FRONT_BYTES, TAIL_BYTES
 from ckptkit.formats.objects import zstd_chunks
 from ckptkit.formats.safetensors_parse import SafetensorsHeader
+from ckptkit.formats.signs import flipped_crc, sign_codec
 
 if TYPE_CHECKING:
     from ckptkit.formats.dcp_locate import LocatedSlices
@@ -46,10 +47,20 @@ class Found:
 
     def put(self, row: int, tensor: StoredTensor) -> None:
         storage = tensor.storage
-        self.starts[row], self.nbytes[row] = tensor.start, tensor.nbytes
-        self.crc_starts[row], self.crc_nbytes[row] = storage.start, storage.nbytes
-        if storage.crc32 is not None:
-            self.crc[row], self.checked[row] = storage.crc32, True
+        begin, crc = storage.start, storage.crc32
+        if tensor.marks:
+            codec = sign_codec(tensor.dtype, tensor.marks)
+            if codec is None:
+                raise UnsupportedFormatError(
+                    f"{storage.path}: at byte {begin} lies a {tensor.dtype} that is still to be negated. Save what "
+                    "tensor.resolve_neg() returns."
+                )
+            self.codecs[row] = Codec(codec, begin, storage.nbytes)
+            begin, crc = 0, None if crc is None else flipped_crc(codec, crc, storage.nbytes)
+        self.starts[row], self.nbytes[row] = begin + tensor.offset * tensor.itemsize, tensor.nbytes
+        self.crc_starts[row], self.crc_nbytes[row] = begin, storage.nbytes
+        if crc is not None:
+            self.crc[row], self.checked[row] = crc, True
         if not tensor.contiguous:
             self.strides[row] = tensor.strides
 

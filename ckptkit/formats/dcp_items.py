@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,8 +145,8 @@ class ItemParser:
             return _one_tensor(whole().value, label), None
         begin = start + layout.start(member, header)
         storage = Storage(path, template.storage.key, member.nbytes, template.storage.dtype, "", begin, member.crc32)
-        tensor = StoredTensor(storage, template.dtype, template.shape, template.strides, template.offset)
-        if template.storage.key != "0":
+        tensor = replace(template, storage=storage)
+        if template.storage.key != "0" or template.marks:
             return tensor, None
         return tensor, Frame.of(bytes(front), bytes(tail), layout.members, directory, length)
 
@@ -166,7 +167,7 @@ class ItemParser:
     def template(self, pickled: bytes, label: str) -> StoredTensor | None:
         """The tensor a pickle describes, its storage without a place; None where it needs a look of its own."""
         found = self._parsed(pickled, label)
-        return found if found.storage.key == "0" else None
+        return found if found.storage.key == "0" and not found.marks else None
 
     def _parsed(self, pickled: bytes, label: str) -> StoredTensor:
         found = self._pickles.get(pickled)
@@ -174,7 +175,7 @@ class ItemParser:
             value = loads(
                 pickled,
                 file=label,
-                functions=TensorRebuilder().functions,
+                functions=TensorRebuilder(lazy=True).functions,
                 persistent_load=lambda identity: storage_of(identity, None, ""),
             )
             found = self._pickles[pickled] = _one_tensor(value, label)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats._torch_records import StoredTensor
 from ckptkit.formats._torch_zip import TorchArchive, read_archive
 from ckptkit.formats.dcp_columns import TensorColumns
@@ -400,6 +400,8 @@ class _Locator:
 
         tensor, _ = self.parser.parse(front, tail, path, 0, size, label, whole)
         check_tensor(tensor, member, at, label)
+        if tensor.marks:
+            raise UnsupportedFormatError(f"{label} is compressed, and still to be conjugated or negated.")
         self.found.put(row, tensor)
         self.found.codecs[row] = Codec("zstd", start, length)
 

@@ -26,7 +26,7 @@ from ckptkit.formats.dcp_bytes import is_dense
 from ckptkit.formats.dcp_encode import frame_object, is_plain
 from ckptkit.formats.dcp_layout import Layout, Path, PlannedKey, PlannedSlice, Source, local_box
 from ckptkit.formats.dcp_same import Flattened, Kinds, Looks, Places, flat_values
-from ckptkit.formats.torch_bytes import dump_object
+from ckptkit.formats.torch_bytes import dump_plain
 
 __all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "local_boxes", "plan_sharded"]
 
@@ -330,7 +330,7 @@ def _dense(name: str, local: torch.Tensor) -> torch.Tensor:
 
 
 def _encode(name: str, value: Any) -> bytes:
-    """The record of an object: as torch.save frames it, and loadable with weights_only=True."""
+    """The record of an object: as torch.save frames it, and of plain data that our reader takes."""
     if is_plain(value):
         return frame_object(value)
-    return dump_object(value, name=name, advice="or allow its class with torch.serialization.add_safe_globals.")
+    return dump_plain(value, name=name, advice="or allow its class with torch.serialization.add_safe_globals.")

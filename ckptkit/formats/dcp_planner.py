@@ -97,7 +97,7 @@ class DCPSavePlanner(DefaultSavePlanner):
     meshes and placements are the same. Replicas are written once, spread evenly over their holders. With another
     writer than `DCPWriter`, or without collectives, this is torch's `DefaultSavePlanner`.
 
-    Objects must be such that `torch.load(weights_only=True)` takes them; others are a SaveError.
+    Objects must be plain data, or of classes allowed by `torch.serialization.add_safe_globals`; others are a SaveError.
     """
 
     def __init__(self) -> None:

@@ -15,18 +15,17 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.entry import Catalog, ObjectEntry, TensorEntry
+from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
 from ckptkit.formats.dcp_digests import check_bytes
 from ckptkit.formats.dcp_exact import ExactReads
 from ckptkit.formats.dcp_fill import Filler, Verify
+from ckptkit.formats.dcp_objects import check_fits, filled_by, load_objects
 from ckptkit.formats.dcp_plan import local_boxes
 from ckptkit.formats.dcp_same import Flattened
-from ckptkit.formats.objects import load_object_torch
-from ckptkit.formats.torch_bytes import parse_object
 from ckptkit.storage.store import Store
 
-__all__ = ["ReadPlan", "ReadReport", "Verify", "add_box", "load_object", "plan_read", "read_sharded"]
+__all__ = ["ReadPlan", "ReadReport", "Verify", "add_box", "plan_read", "read_sharded"]
 
 _LISTED = 20
 _FEW = 16  # slices, up to which a loop is cheaper than numpy
@@ -52,13 +51,17 @@ class ReadReport:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What a load will do on this rank. Nothing was read or touched yet."""
+    """What a load will do on this rank. Nothing was read or touched yet.
+
+    Attributes:
+        objects: By key, where in the state its value goes, and what is there.
+    """
 
     catalog: Catalog
     store: Store
     state_dict: dict[str, Any]
     filler: Filler
-    objects: Mapping[str, tuple[str | int, ...]]
+    objects: Mapping[str, tuple[tuple[str | int, ...], Any]]
     missing: list[str]
     unexpected: list[str]
     seconds: float
@@ -66,15 +69,18 @@ class ReadPlan:
     def run(self, report: Report | None = None) -> ReadReport:
         """Fill the tensors and replace the objects. Raises as `read_sharded` does."""
         started = time.perf_counter()
+        values = load_objects(self.store, {name: self.catalog.objects[name] for name in self.objects})
+        for name, (_, current) in self.objects.items():
+            check_fits(current, values[name], name)
+        loaded = time.perf_counter()
         self.filler.run()
-        read = time.perf_counter()
-        for name, path in self.objects.items():
-            set_element(self.state_dict, path, load_object(self.store, self.catalog.objects[name]))
         finished = time.perf_counter()
+        for name, (path, current) in self.objects.items():
+            set_element(self.state_dict, path, filled_by(current, values[name]))
         if report is not None:
             report("plan", self.seconds, 0)
-            report("read", read - started, self.filler.nbytes)
-            report("objects", finished - read, 0)
+            report("objects", loaded - started, 0)
+            report("read", finished - loaded, self.filler.nbytes)
         return ReadReport(self.missing, self.unexpected, self.filler.nbytes, self.seconds + finished - started)
 
 
@@ -104,7 +110,7 @@ def read_sharded(
             nothing was touched.
         IncompleteCheckpointError: A part of a tensor is not in the checkpoint.
         IntegrityError: Bytes differ from their digest.
-        UnsafePickleError: An object asks for a class that torch's weights_only loader refuses.
+        UnsafePickleError: Objects ask for classes that the caller has not allowed: nothing was touched.
     """
     plan = plan_read(catalog, store, state_dict, verify=verify, cast=cast, strict=strict, workers=workers)
     return plan.run(report)
@@ -137,7 +143,7 @@ def plan_read(
                 add_box(filler, entry, box, target)
     for nbytes, job in () if exact is None else exact.jobs(store, None if verify is Verify.OFF else check_bytes):
         filler.add_job(nbytes, job)
-    objects = {name: paths[name] for name, entry in found.items() if entry is None}
+    objects = {name: (paths[name], flat[name]) for name, entry in found.items() if entry is None}
     unexpected = [name for name in (*catalog.tensors, *catalog.objects) if name not in flat]
     seconds = time.perf_counter() - started
     return ReadPlan(catalog, store, state_dict, filler, objects, missing, unexpected, seconds)
@@ -235,13 +241,3 @@ def _overlapping(entry: TensorEntry, box: Box) -> Iterator[tuple[int, tuple[int,
         rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]
     for row, offset, size in zip(rows, offsets.tolist(), sizes.tolist(), strict=True):
         yield row, tuple(offset), tuple(size)
-
-
-def load_object(store: Store, entry: ObjectEntry) -> Any:
-    """Return the value of an object, checked against its digest, by torch's weights_only rules."""
-    if entry.encoding != "torch_save" or entry.codec is not None:
-        return load_object_torch(store, entry)
-    data = store.read(entry.path, entry.start, entry.start + entry.nbytes)
-    if entry.digest is not None and entry.digest.start == entry.start and entry.digest.nbytes == entry.nbytes:
-        check_bytes(entry.digest, memoryview(data), entry.path, entry.name)
-    return parse_object(data, file=entry.path, name=entry.name)

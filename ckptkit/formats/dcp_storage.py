@@ -45,9 +45,9 @@ from ckptkit.formats.dcp_encode import frame_tensor
 from ckptkit.formats.dcp_files import write_records
 from ckptkit.formats.dcp_fill import Filler, Verify
 from ckptkit.formats.dcp_finish import Place, write_finish
+from ckptkit.formats.dcp_objects import check_fits, filled_by, load_objects
 from ckptkit.formats.dcp_plan import ShardedPlan
 from ckptkit.formats.dcp_planner import CachedSavePlanner, DCPLoadPlanner, WriterMeta
-from ckptkit.formats.dcp_read import load_object
 from ckptkit.formats.dcp_torch_metadata import CatalogMetadata, CatalogPaths, PlannableMetadata
 from ckptkit.formats.dcp_write import write_index, write_part
 from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME, find_record
@@ -388,12 +388,16 @@ class DCPReader(StorageReader):
             filler.add(entry, _row(entry, item), tuple(item.storage_offsets), target)
             filled.append((item, target))
         _check_filled(filled, planner)
+        whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        values = load_objects(store, {i.storage_index.fqn: catalog.objects[i.storage_index.fqn] for i in whole})
+        state = getattr(planner, "state_dict", {})
+        for item in whole:
+            check_fits(state.get(item.dest_index.fqn), values[item.storage_index.fqn], item.dest_index.fqn)
         filler.run()
         for item, target in filled:
             planner.commit_tensor(item, target)
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                _load_bytes(planner, item, load_object(store, catalog.objects[item.storage_index.fqn]))
+        for item in whole:
+            _load_bytes(planner, item, values[item.storage_index.fqn])
 
 
 def _open(store: Store) -> Catalog:
@@ -450,6 +454,7 @@ def _load_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     other planner bytes of our own making."""
     name = item.dest_index.fqn
     if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+        value = filled_by(planner.state_dict.get(name), value)
         if planner.flatten_state_dict:
             set_element(planner.original_state_dict, planner.mappings[name], value)
         else:

@@ -23,6 +23,7 @@ from ckptkit.formats._restricted_pickle import Unknown, guarded, loads
 from ckptkit.formats._torch_legacy import is_legacy, is_tar, read_legacy, read_tar
 from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, Storage, StoredTensor
 from ckptkit.formats._torch_zip import file_size, read_archive
+from ckptkit.formats.signs import flip, is_sign
 from ckptkit.formats.strict_json import check_density
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
@@ -159,6 +160,10 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
     Args:
         limit: What it may be at most; by default 4 GiB, or 64 times what is stored where that is less.
     """
+    if is_sign(codec.name):
+        data = bytearray(store.read(path, codec.start, codec.start + codec.nbytes))
+        flip(codec.name, 0, data)
+        return bytes(data)
     if codec.name != "zstd":
         raise UnsupportedFormatError(f"{path}: the codec {codec.name!r} is unknown.")
     if limit is None:

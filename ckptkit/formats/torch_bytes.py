@@ -12,13 +12,13 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, LoadError, SaveError, UnsafePickleError
 from ckptkit.formats._torch_zip import ShortTailError, parse_directory
 
-__all__ = ["UNFOLDED", "dump_object", "parse_object"]
+__all__ = ["UNFOLDED", "dump_object", "dump_plain", "parse_object"]
 
 _ADVICE = (
     "If you trust where it came from, allow its class with torch.serialization.add_safe_globals: that class then "
@@ -37,11 +37,21 @@ def dump_object(value: Any, *, name: str, advice: str) -> bytes:
     """
     import torch
 
+    return _dumped(value, lambda data: torch.load(io.BytesIO(data), weights_only=True), name, advice)
+
+
+def dump_plain(value: Any, *, name: str, advice: str) -> bytes:
+    """Return what torch.save makes of the value, once `parse_object` has read it back. Raises as `dump_object` does."""
+    return _dumped(value, lambda data: parse_object(data, file=name), name, advice)
+
+
+def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) -> bytes:
+    import torch
+
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        read(buffer.getvalue())
     except Exception as error:  # pickling runs the value's own code; the cause is chained
         raise SaveError(
             f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "

@@ -96,7 +96,6 @@ TENSORS: list[Case] = [
     ("neg of double", lambda: _complex().to(torch.complex128).conj().imag),
     ("conj and neg", lambda: torch._neg_view(_complex().conj())),
     ("neg of complex", lambda: torch._neg_view(_complex())),
-    ("neg of int", lambda: torch._neg_view(torch.arange(4))),
     ("parameter", _parameter),
     ("frozen parameter", lambda: torch.nn.Parameter(torch.arange(3), requires_grad=False)),
     ("buffer", lambda: torch.nn.Buffer(_real())),
@@ -418,12 +417,23 @@ CODE: list[Case] = [
 
 def blank(value: Any) -> Any:
     """What a job holds before it loads: the same tensor without its values, nothing in the place of an object."""
+    if isinstance(value, dict) and type(value) in (dict, collections.OrderedDict):
+        return {key: blank(item) for key, item in value.items()}
     if not isinstance(value, torch.Tensor):
         return None
-    if value.layout is not torch.strided or value.is_quantized or value.is_nested or type(value) is Doubled:
-        return value.detach().clone() if value.is_quantized else value.detach() * 0
+    if value.is_quantized:
+        return _requantized(value)
     made = torch.zeros(value.numel() * value.element_size(), dtype=torch.uint8).view(value.dtype).reshape(value.shape)
     return torch.nn.Parameter(made, requires_grad=value.requires_grad) if type(value) is torch.nn.Parameter else made
+
+
+def _requantized(value: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros(value.shape)
+    if value.qscheme() is torch.per_tensor_affine:
+        return torch.quantize_per_tensor(zeros, 0.7, 1, value.dtype)
+    count = value.shape[value.q_per_channel_axis()]
+    scales, points = torch.full((count,), 0.7, dtype=torch.float64), torch.ones(count, dtype=torch.int64)
+    return torch.quantize_per_channel(zeros, scales, points, value.q_per_channel_axis(), value.dtype)
 
 
 def raw(tensor: torch.Tensor) -> Any:

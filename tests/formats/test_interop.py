@@ -1,0 +1,162 @@
+"""What vanilla torch.distributed.checkpoint saves, our reader loads to the bit; what our writer writes, torch loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+
+import ckptkit
+from ckptkit import convert, reshard, verify
+from ckptkit.errors import CheckpointMismatchError, IntegrityError, UnsafePickleError
+from ckptkit.offline.inspect import inspect
+from tests.formats import interop_cases as cases
+from tests.formats.interop_cases import blank, same
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, that some of its tensors are new or go away
+KEYS = ["a.b", "a/b", "ünïcödé 漢字", " ", "x" * 3000, "0", "a..b", ".", "/", "model.layers.0.weight", "__0_0.distcp"]
+
+
+def saved_by_torch(url: str | Path, state: dict[str, Any]) -> None:
+    dcp.save(state, storage_writer=FileSystemWriter(url), no_dist=True)
+
+
+def everything(url: Path) -> dict[str, Any]:
+    """One state of all cases that torch itself can save and load, nested, beside ordinary tensors."""
+    state: dict[str, Any] = {
+        "tensors": {},
+        "objects": {},
+        "keys": {key: torch.full((3,), float(i)) for i, key in enumerate(KEYS)},
+    }
+    for name, make in cases.TENSORS:
+        try:
+            value = make()
+            saved_by_torch(url, {"x": value})
+            dcp.load({"x": blank(value)}, storage_reader=FileSystemReader(url), no_dist=True)
+        except (CheckpointException, RuntimeError, TypeError, NotImplementedError):
+            continue
+        state["tensors"][name] = value
+    for name, make in cases.OBJECTS:
+        value = make()  # a dict is no leaf of the state
+        state["objects"][name] = (value,) if isinstance(value, (dict, list)) else value
+    return state
+
+
+@pytest.fixture(scope="module")
+def of_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint of everything that vanilla torch has saved."""
+    folder = tmp_path_factory.mktemp("interop")
+    state = everything(folder / "tried")
+    assert len(state["tensors"]) > 55
+    saved_by_torch(folder / "saved", state)
+    return folder / "saved", state
+
+
+def loaded(state: dict[str, Any], reader: Any, planner: Any = None) -> dict[str, Any]:
+    found: dict[str, Any] = blank(state)
+    dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
+    return found
+
+
+def differing(found: dict[str, Any], state: dict[str, Any]) -> list[str]:
+    return [
+        f"{part}.{name}"
+        for part, values in state.items()
+        for name in values
+        if not same(found[part][name], values[name])
+    ]
+
+
+@pytest.mark.parametrize("planner", [None, ckptkit.DCPLoadPlanner], ids=["torch's planner", "ours"])
+@pytest.mark.parametrize("verify", ["read", "off"])
+def test_our_reader_loads_whatever_torch_saved(of_torch: Any, planner: Any, verify: str) -> None:
+    url, state = of_torch
+    assert differing(loaded(state, ckptkit.DCPReader(url, verify=verify), planner and planner()), state) == []
+
+
+@pytest.mark.parametrize("planner", [None, ckptkit.DCPSavePlanner], ids=["torch's planner", "ours"])
+def test_torch_loads_whatever_our_writer_wrote(of_torch: Any, planner: Any, tmp_path: Path) -> None:
+    _, state = of_torch
+    dcp.save(state, storage_writer=ckptkit.DCPWriter(tmp_path), planner=planner and planner(), no_dist=True)
+    found = differing(loaded(state, FileSystemReader(tmp_path)), state)
+    # torch copies a quantized tensor into one that keeps its own scale, and numpy swaps the bytes of an array.
+    own = ("tensors.quantized", "objects.numpy big-endian")
+    assert [name for name in found if not name.startswith(own)] == []
+    assert differing(loaded(state, ckptkit.DCPReader(tmp_path)), state) == []
+
+
+def test_tensors_are_filled_where_they_are(of_torch: Any) -> None:
+    url, state = of_torch
+    before = blank(state["tensors"])
+    found = dict(before)
+    dcp.load({"tensors": found}, storage_reader=ckptkit.DCPReader(url), no_dist=True)
+    assert all(found[name] is before[name] for name in before)
+
+
+@pytest.mark.parametrize("planner", [None, ckptkit.DCPLoadPlanner], ids=["torch's planner", "ours"])
+def test_objects_that_need_code_are_refused_together_by_key_before_anything_is_touched(
+    tmp_path: Path, planner: Any
+) -> None:
+    saved_by_torch(tmp_path, {"w": torch.ones(3), "a": cases.Colour.RED, "b": 1, "c": (cases.Settings(),)})
+    state = {"w": torch.zeros(3), "a": None, "b": None, "c": None}
+    with pytest.raises(CheckpointException, match=r"(?s)'a'.*Colour.*'c'.*Settings.*add_safe_globals") as caught:
+        dcp.load(state, storage_reader=ckptkit.DCPReader(tmp_path), planner=planner and planner(), no_dist=True)
+    assert isinstance(caught.value.failures[0][0], UnsafePickleError)
+    assert state["w"].sum() == 0 and state["b"] is None
+    with torch.serialization.safe_globals([cases.Colour, cases.Settings]):
+        dcp.load(state, storage_reader=ckptkit.DCPReader(tmp_path), planner=planner and planner(), no_dist=True)
+    assert (state["a"], state["c"]) == (cases.Colour.RED, (cases.Settings(),))
+
+
+def test_a_quantized_tensor_leaves_the_others_readable_offline(tmp_path: Path) -> None:
+    quantized, w = torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8), torch.randn(8, 4)
+    saved_by_torch(tmp_path / "s", {"model": {"q": quantized, "w": w}, "step": 3})
+    shown = inspect(str(tmp_path / "s")).to_json()
+    assert "model.q" in str(shown) and "model.w" in str(shown)
+    assert verify(str(tmp_path / "s")).ok
+    convert(str(tmp_path / "s"), str(tmp_path / "dcp"), to="dcp")
+    reshard(str(tmp_path / "s"), str(tmp_path / "two"), world_size=2)
+    for name in ("dcp", "two"):
+        state = {"model": {"w": torch.zeros(8, 4)}}
+        dcp.load(state, storage_reader=FileSystemReader(tmp_path / name), no_dist=True)
+        assert torch.equal(state["model"]["w"], w)
+
+
+def test_a_quantized_tensor_of_another_shape_is_a_mismatch(tmp_path: Path) -> None:
+    saved_by_torch(tmp_path, {"q": torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)})
+    state = {"q": torch.quantize_per_tensor(torch.randn(5), 0.1, 0, torch.qint8)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=ckptkit.DCPReader(tmp_path), no_dist=True)
+    assert isinstance(caught.value.failures[0][0], CheckpointMismatchError)
+
+
+def conjugated(tmp_path: Path) -> tuple[str, torch.Tensor]:
+    value = torch.complex(torch.randn(700, 30), torch.randn(700, 30))
+    saved_by_torch(tmp_path / "s", {"model": {"z": value.T.conj(), "w": torch.ones(3)}})
+    return str(tmp_path / "s"), value.T.conj().resolve_conj()
+
+
+def test_a_conjugate_view_is_verified_and_converted(tmp_path: Path) -> None:
+    url, value = conjugated(tmp_path)
+    report = verify(url)
+    assert report.ok and not report.unproved_bytes
+    convert(url, str(tmp_path / "dcp"), to="dcp", verify=True)
+    state = {"model": {"z": torch.zeros_like(value)}}
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    assert torch.equal(state["model"]["z"], value)
+
+
+def test_damage_of_a_conjugate_view_is_found(tmp_path: Path) -> None:
+    url, value = conjugated(tmp_path)
+    file = tmp_path / "s" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert not verify(url).ok
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"model": {"z": torch.zeros_like(value)}}, storage_reader=ckptkit.DCPReader(url), no_dist=True)
+    assert isinstance(caught.value.failures[0][0], IntegrityError)
