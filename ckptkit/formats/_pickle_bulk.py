@@ -19,11 +19,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+from ckptkit.collector import collector_paused
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats._pickle_machine import PersistentLoad
 from ckptkit.formats._pickle_stubs import Function
 from ckptkit.formats._restricted_pickle import MAX_PICKLE_BYTES, Table, Unknown, guarded, loads, resolver
-from ckptkit.formats.collector import collector_paused
 
 __all__ = ["load_archived", "load_metadata"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
+from ckptkit.collector import collector_paused
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UnsafePathError
-from ckptkit.formats.collector import collector_paused
 from ckptkit.formats.format_list import (
     FORMATS,
     RECORD,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from ckptkit.collector import collector_paused
 from ckptkit.errors import UsageError
-from ckptkit.formats.collector import collector_paused
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.carry_out import How, Outcome, carry_out
 from ckptkit.offline.copy import Progress

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.collector import collector_paused
 from ckptkit.errors import NoSpaceError, UsageError
-from ckptkit.formats.collector import collector_paused
 from ckptkit.offline.boxes import BoxCopier
 from ckptkit.offline.chain_copy import ChainCopier, Digested
 from ckptkit.offline.chains import Chains

@@ -9,8 +9,8 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.row_cuts import check_coverage
 from ckptkit.catalog.targets import Target
+from ckptkit.collector import collector_paused
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
-from ckptkit.formats.collector import collector_paused
 from ckptkit.offline.plan import ComputedTensor, OutputFile, OutputTensor, Placement, Plan
 
 __all__ = ["check_plan", "used_sources"]

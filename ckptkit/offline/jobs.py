@@ -19,7 +19,7 @@ from ckptkit.catalog.columns import distinct, first_of_equal, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Part, Target
-from ckptkit.formats.collector import collector_paused
+from ckptkit.collector import collector_paused
 from ckptkit.offline.casts import is_cast
 from ckptkit.offline.chains import ChainRows, Chains, chained
 from ckptkit.offline.checks import RecordTable

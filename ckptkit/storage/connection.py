@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import os
 import threading
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ckptkit.collector import collector_paused
 from ckptkit.errors import MissingExtraError, UsageError
 from ckptkit.storage.patience import BACKSTOP_S, BODY_S, SOON_S, patiently
 from ckptkit.storage.session import quick_session, skip_unused_tls
@@ -269,7 +271,8 @@ def _send_bodies_as_they_are(fs: Any) -> None:
 
     async def set_session(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
-        client = await inner(*args, **kwargs)
+        with contextlib.nullcontext() if seen is not None else collector_paused():  # of tens of thousands of objects
+            client = await inner(*args, **kwargs)
         if client is not seen and hasattr(client, "meta"):
             from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 

@@ -1,4 +1,4 @@
-"""Python's cycle collector put off while a catalog or a plan is made: they are many objects, and no garbage."""
+"""Python's cycle collector put off while many objects are made and no garbage: a catalog, a plan, a client."""
 
 from __future__ import annotations
 
