@@ -28,6 +28,7 @@ from ckptkit.storage import staging
 from ckptkit.storage.attempt import AttemptStore
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.retry import may_yet_happen
 from ckptkit.storage.snapshot import snapshot
 from ckptkit.storage.store import Store
 
@@ -301,6 +302,7 @@ class RemotePlace:
             root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
         except OSError as error:
             # The answer may have been lost, or the request repeated after that: then the record is ours.
+            self._may_appear = may_yet_happen(error)
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
                 if not isinstance(error, FileExistsError):
@@ -318,7 +320,10 @@ class RemotePlace:
         with contextlib.suppress(OSError, CkptkitError):
             self.sync(())  # what arrives after the deletion would stay
         if not self._published and not self._is_record_ours():
-            self.root.delete_tree(self.path)
+            # Invariant: no record ever names what is gone. One that a slow server puts there late finds its files, and
+            # if it never does, the next save removes them.
+            if not self._may_appear:
+                self.root.delete_tree(self.path)
         elif self._replaced and self._replaced != self.save_id:
             self.root.delete_tree(f"{self.name}/{self._replaced}")
 

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import stamina
 
-from ckptkit.errors import UsageError
+from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage.patience import SilenceError, silences
 from ckptkit.units import parse_duration
 
-__all__ = ["call_with_retries", "is_transient", "timeout_s"]
+__all__ = ["call_with_retries", "is_transient", "may_yet_happen", "timeout_s"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,12 @@ def is_transient(error: BaseException) -> bool:
     if any(base.__name__ in _TRANSIENT_NAMES for base in type(error).__mro__):
         return True
     return isinstance(error, SilenceError) or (isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO)
+
+
+def may_yet_happen(error: BaseException) -> bool:
+    """Tell whether what failed so may yet be carried out, or has been: nobody said that it was refused."""
+    cause = error.__cause__ if isinstance(error, StorageError) else error
+    return cause is None or (is_transient(cause) and _status(cause) is None)
 
 
 def _is_silence(error: BaseException) -> bool:

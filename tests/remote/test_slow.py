@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 
-from ckptkit.errors import StorageError
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.errors import CkptkitError, StorageError
+from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from ckptkit.storage.patience import SilenceError, patiently, silences
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import call_with_retries
 from ckptkit.storage.store import ReadInto
+from tests.remote.test_turns import loads, save
 from tests.storage import servers
 from tests.storage.proxy import Answer, Proxy, Reply, proxy_of
 
@@ -260,3 +263,50 @@ def test_a_server_that_rejects_a_whole_upload_for_a_part_that_broke_off_is_sent_
         _lend(store, "big", data)
         assert broken.broken == 1
         assert open_store("s3://bucket/run", storage_options=rclone).read("big") == data
+
+
+# --- the commit record
+
+
+class _Held:
+    """To be set between a proxy and its server: commit records are not put, until that is asked for; nobody answers."""
+
+    def __init__(self) -> None:
+        self.puts: list[tuple[tuple[str, int], str, dict[str, str], bytes]] = []
+
+    def __call__(self, handler: Any, body: bytes) -> Reply | None:
+        if handler.command != "PUT" or not handler.path.endswith("/checkpoint.json"):
+            return handler.forward(body)  # type: ignore[no-any-return]
+        self.puts.append((handler.target, handler.path, dict(handler.headers.items()), body))
+        return None
+
+    def carry_out(self) -> int:
+        """Put the first of them."""
+        target, path, headers, body = self.puts[0]
+        connection = http.client.HTTPConnection(*target, timeout=30)
+        connection.request("PUT", path, body=body, headers=headers)
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_record_that_comes_after_its_save_was_given_up_names_files_that_are_there(
+    s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 2)
+    held = _Held()
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        proxy.between = held
+        with pytest.raises(CkptkitError):
+            save(url, {**s3, "endpoint_url": proxy.url}, 1)
+    root = open_store(url, storage_options=s3)
+    if comes:
+        assert held.carry_out() == 200
+        loads(url, s3, 1)
+        assert verify(f"{url}/step_00000001", storage_options=s3).ok
+    else:
+        assert list_checkpoints(root).committed == ()
+        save(url, s3, 2)
+        loads(url, s3, 2)
+        assert not any("step_00000001" in item.path for item in root.list(recursive=True))
