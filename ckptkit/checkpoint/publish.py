@@ -240,6 +240,7 @@ class RemotePlace:
             self._store = AttemptStore.of(root, self.path)
         self._replaced: str | None = None
         self._published = False
+        self._may_appear = False  # though the store has not said so
         self._free_at = -LOOK_S  # when a look showed that there is no record
 
     @property
