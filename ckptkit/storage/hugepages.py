@@ -19,29 +19,31 @@ _COLLAPSE = 25  # MADV_COLLAPSE of linux/mman.h, since 6.1; it asks no setting b
 _READ_WRITE, _NONE = 3, 0
 _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NO_RESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
-_WINDOW = 4 << 20  # made at once: 2 to 4 MiB are in the cache when they are written to, 8 take a fifth longer
-_LEAST = 4 * _WINDOW  # a smaller file has nothing to gain
-_PATIENCE_S = 0.05  # memory in small pieces is put together first, which may take longer than small pages do
-_WORTH_S = 0.5e-9  # a byte; huge pages take 0.05e-9, what they spare 0.25e-9
+_LARGEST = 4 << 20  # of a page: larger ones have left the cache when they are written to
+_LEAST = 16 << 20  # a smaller file has nothing to gain
+_SLOW_S = 0.5e-9  # a byte; a huge page takes 0.05e-9 and spares 0.25e-9
+_PAUSE = 16  # pages that are left out after a slow one, twice as many after the next: slow ones come in runs
+_PATIENCE_S = 0.05  # of a file, beside _SLOW_S of what was made
 
 
 class HugePages:
     """Lays huge pages below what is about to be appended to a file.
 
     The write itself stays a write: a full file system is an error of that call, no signal. Pages are made only where
-    the file will reach to their end, so it takes no more room than with small ones. Where there are none to be had,
-    or they take long, the rest of the file gets small ones.
+    the file will reach to their end, so it takes no more room than with small ones. Where there are none to be had it
+    gets small ones, and so do parts of it where they take long: memory in small pieces is put together first, and a
+    virtual machine has to be given what it has not yet used.
     """
 
     def __init__(self, fd: int, nbytes: int, page: int) -> None:
         self._fd = fd
         self._stop = nbytes // page * page
         self._page = page
-        self._made = 0
+        self._next = self._made = 0
+        self._pause = _PAUSE * page
         self._spent = 0.0
         self._calls = _calls()
-        self._room = _WINDOW + page
-        self._reserved: int | None = self._map(None, self._room, _NONE, _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
+        self._reserved: int | None = self._map(None, 2 * page, _NONE, _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
 
     @classmethod
     def below(cls, fd: int, nbytes: int) -> HugePages | None:
@@ -56,37 +58,39 @@ class HugePages:
 
     @property
     def made(self) -> int:
-        """Bytes that lie on huge pages, from the start of the file on."""
+        """Bytes of the file that lie on huge pages."""
         return self._made
 
     def reach(self, stop: int) -> None:
         """Have pages below what will be written up to `stop`. Never raises."""
-        while self._made < min(stop, self._stop) and self._reserved is not None:
-            started = time.perf_counter()
-            if not self._make(min(_WINDOW, self._stop - self._made)):
-                self.close()
+        while self._next < min(stop, self._stop) and self._reserved is not None:
+            started, worked = time.perf_counter(), time.thread_time()
+            made = self._make(self._reserved)
+            worked = time.thread_time() - worked  # not what was waited for a processor, as a write would
             self._spent += time.perf_counter() - started
-            if self._spent > _PATIENCE_S + _WORTH_S * self._made:
+            self._next += self._page
+            if worked > _SLOW_S * self._page:
+                self._next += self._pause
+                self._pause *= 2
+            if not made or self._spent > _PATIENCE_S + _SLOW_S * self._made:
                 self.close()
 
     def close(self) -> None:
         """Give the addresses back."""
         reserved, self._reserved = self._reserved, None
         if reserved is not None:
-            self._calls.munmap(reserved, self._room)
+            self._calls.munmap(reserved, 2 * self._page)
 
-    def _make(self, nbytes: int) -> bool:
-        assert self._reserved is not None
-        address = -(-self._reserved // self._page) * self._page
+    def _make(self, reserved: int) -> bool:
+        address = -(-reserved // self._page) * self._page
         try:
-            for start in range(self._made, self._made + nbytes, self._page):
-                os.pwrite(self._fd, b"\0", start)  # a range without any page is not collapsed
-            self._map(address, nbytes, _READ_WRITE, _SHARED | _FIXED, self._fd, self._made)
+            os.pwrite(self._fd, b"\0", self._next)  # a range without any page is not collapsed
+            self._map(address, self._page, _READ_WRITE, _SHARED | _FIXED, self._fd, self._next)
         except OSError:  # the write that follows says why
             return False
-        if self._calls.madvise(address, nbytes, _COLLAPSE):
+        if self._calls.madvise(address, self._page, _COLLAPSE):
             return False
-        self._made += nbytes
+        self._made += self._page
         return True
 
     def _map(self, address: int | None, nbytes: int, access: int, flags: int, fd: int, start: int) -> int:
@@ -127,7 +131,7 @@ def _page() -> int:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: a C library without these calls
         size = int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
         _calls()
-        return size if size <= _WINDOW and _WINDOW % size == 0 else 0
+        return size if size <= _LARGEST else 0
     return 0
 
 

@@ -58,7 +58,7 @@ def test_a_file_takes_no_more_room_than_with_small_pages(file: Path) -> None:
     assert 512 * file.stat().st_blocks == -(-NBYTES // os.sysconf("SC_PAGESIZE")) * os.sysconf("SC_PAGESIZE")
 
 
-def test_all_but_the_end_of_a_file_gets_huge_pages_where_the_system_has_them(file: Path) -> None:
+def test_huge_pages_are_whole_and_end_before_the_file_does(file: Path) -> None:
     made = written(file)
     if not made:
         pytest.skip("this system makes no huge pages on tmpfs")
@@ -78,12 +78,24 @@ def test_without_huge_pages_the_bytes_are_the_same(file: Path, monkeypatch: pyte
     assert not mapped(file)
 
 
-def test_where_they_take_long_the_rest_gets_small_ones(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hugepages, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(hugepages, "_WORTH_S", 0.0)
-    assert written(file) <= hugepages._WINDOW
+def test_where_they_take_long_altogether_the_rest_gets_small_ones(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugepages, "_PATIENCE_S", -1.0)
+    assert written(file) <= HUGE
     assert file.read_bytes() == DATA
     assert not mapped(file)
+
+
+def test_after_a_slow_one_there_is_a_pause_and_after_the_next_a_longer_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(HugePages, "_make", lambda pages, reserved: bool(tried.append(pages._next // HUGE)) or True)
+    monkeypatch.setattr(hugepages, "_SLOW_S", -1.0)
+    monkeypatch.setattr(hugepages, "_PATIENCE_S", 1e9)
+    monkeypatch.setattr(hugepages, "_PAUSE", 1)
+    written(file)
+    assert tried == [0, 2, 5]  # of ten
+    assert file.read_bytes() == DATA
 
 
 def test_small_files_have_none(file: Path) -> None:
