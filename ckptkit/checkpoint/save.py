@@ -155,7 +155,7 @@ class Saver:
                 if made
                 else capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
             )
-            made.append(self._proposed(captured, state, request, clock))
+            made.append(self._proposed(captured, state, request, clock, copied=stage is not None))
             return made[-1].message()
 
         with clock.phase("plan"):
@@ -196,6 +196,7 @@ class Saver:
         except BaseException:
             # All ranks raise together. Messages may be left in the group: the next FULL save makes another.
             self._drop_transfers()
+            self._plans.clear()  # what was wrong with a tensor is found, and said, where it is planned for anew
             raise
 
     def close(self) -> None:
@@ -250,22 +251,30 @@ class Saver:
         self.seen = attempt.after
         return record
 
-    def _proposed(self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock) -> _Proposal:
+    def _proposed(
+        self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock, *, copied: bool
+    ) -> _Proposal:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         part_ways(captured, self._keepers, rank)
         small = {**self._side_files, **side_files(state)} if rank == 0 else {}
-        plan = self._tensor_plan(captured, request.state_dict_type, rank, world_size, small)
+        plan = self._tensor_plan(captured, request.state_dict_type, rank, world_size, small, copied)
         if request.state_dict_type is StateDictType.FULL:
             small = {}  # they lie among the model's own files, and its plan writes them
         prepared = Prepared(request, plan, captured.objects, captured.rank_objects, _mesh(captured), clock, small)
         return _Proposal(captured, prepared, Fingerprints(captured) if world_size > 1 else None)
 
     def _tensor_plan(
-        self, captured: Captured, kind: StateDictType, rank: int, world_size: int, configs: Mapping[str, bytes]
+        self,
+        captured: Captured,
+        kind: StateDictType,
+        rank: int,
+        world_size: int,
+        configs: Mapping[str, bytes],
+        copied: bool,
     ) -> TensorPlan:
         previous = self._plans.get(kind)
         if kind is StateDictType.SHARDED:
-            return ShardedTensors.of(captured, rank, world_size, previous)
+            return ShardedTensors.of(captured, rank, world_size, previous, copied=copied)
         if kind is StateDictType.LOCAL:
             from ckptkit.checkpoint.local import LocalTensors
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from ckptkit.errors import SaveError
+
 if TYPE_CHECKING:
     import torch
 
@@ -19,7 +21,7 @@ __all__ = ["StagingBuffers", "stand_ins"]
 
 _ALIGNMENT = 64
 _SMALL = 2048  # elements: of larger tensors, each may have a call
-_PACK = 32767  # elements that torch.cat copies without handing them to threads, tensor by tensor
+_PACK = 32767  # elements that torch.stack copies without handing them to threads, tensor by tensor
 _shape_of, _dtype_of, _is_cuda = map(operator.attrgetter, ("shape", "dtype", "is_cuda"))
 _log = logging.getLogger(__name__)
 
@@ -62,7 +64,10 @@ class StagingBuffers:
         """Return copies of the tensors, all on the CPU and contiguous.
 
         Args:
-            tensors: One that stood there in the call before, too, is taken to be of the shape and dtype that it was.
+            tensors: One that stood there in the call before, too, is taken to be of the dtype that it was.
+
+        Raises:
+            SaveError: Such a one is not of the shape that it was.
         """
         import torch
 
@@ -70,6 +75,7 @@ class StagingBuffers:
             self._fit(tensors)
             views, single = self._views, self._single
             if self._on_gpu:
+                self._check(tensors, range(len(tensors)))
                 for view, tensor in zip(views, tensors, strict=True):
                     view.copy_(tensor, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
@@ -77,6 +83,7 @@ class StagingBuffers:
             for pack in self._packs:
                 pack.copy(tensors)
             if single:
+                self._check(tensors, single)
                 torch._foreach_copy_([views[row] for row in single], [tensors[row] for row in single])
         return views
 
@@ -118,6 +125,12 @@ class StagingBuffers:
             self._lay_out(looks)
             self._looks = looks
         self._last = list(tensors)
+
+    def _check(self, tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
+        """Raise where a tensor is not of the shape that its place is for: a copy might stretch it."""
+        for row in rows:
+            if tensors[row].shape != self._looks[row][0]:
+                raise _reshaped(self._looks[row][0], tensors[row].shape)
 
     def _lay_out(self, looks: list[tuple[torch.Size, torch.dtype]]) -> None:
         """Cut the block into one place a tensor."""
@@ -175,15 +188,29 @@ class _Pack:
 
     def __init__(self, rows: list[int], block: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
         self.rows = rows
-        out = block[: len(rows) * shape.numel() * dtype.itemsize].view(dtype)
-        self._is_scalar = not shape
-        self._out = out if self._is_scalar else out.view(len(rows) * shape[0], *shape[1:])
+        self._shape = shape
+        self._out = block[: len(rows) * shape.numel() * dtype.itemsize].view(dtype).view(len(rows), *shape)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         import torch
 
-        join = torch.stack if self._is_scalar else torch.cat
-        join([tensors[row] for row in self.rows], out=self._out)
+        chosen = list(map(tensors.__getitem__, self.rows))
+        if chosen[0].shape != self._shape:  # that the others are of the same, `stack` sees to itself
+            raise _reshaped(self._shape, chosen[0].shape)
+        try:
+            torch.stack(chosen, out=self._out)
+        except RuntimeError:
+            for tensor in chosen:
+                if tensor.shape != self._shape:
+                    raise _reshaped(self._shape, tensor.shape) from None
+            raise
+
+
+def _reshaped(before: torch.Size, now: torch.Size) -> SaveError:
+    return SaveError(
+        f"a tensor of shape {list(before)} has become one of {list(now)} in place. Nothing was saved; replace it, or "
+        "give it its shape again."
+    )
 
 
 def _changed(tensors: Sequence[torch.Tensor], last: Sequence[torch.Tensor]) -> list[int] | None:

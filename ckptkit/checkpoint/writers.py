@@ -78,13 +78,21 @@ class ShardedTensors:
     plan: ShardedPlan
 
     @classmethod
-    def of(cls, captured: Captured, rank: int, world_size: int, previous: object) -> ShardedTensors:
-        """Return the plan for a captured state. No communication."""
+    def of(
+        cls, captured: Captured, rank: int, world_size: int, previous: object, *, copied: bool = False
+    ) -> ShardedTensors:
+        """Return the plan for a captured state. No communication.
+
+        Args:
+            copied: Its tensors are copied at once, and `write` gets the copies: it looks at what was left out.
+        """
         from ckptkit.formats.dcp_plan import plan_sharded
 
         last = previous.plan if isinstance(previous, ShardedTensors) else None
         state_dict, private = dcp_state_dict(captured)
-        return cls(plan_sharded(state_dict, rank=rank, world_size=world_size, previous=last, private=private))
+        return cls(
+            plan_sharded(state_dict, rank=rank, world_size=world_size, previous=last, private=private, copied=copied)
+        )
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -112,6 +120,8 @@ class ShardedTensors:
         from ckptkit.formats.dcp_files import write_records
         from ckptkit.formats.dcp_write import write_part
 
+        if tensors is not None:
+            self.plan.places.confirm()
         write = tensors.writer.write_records if isinstance(tensors, SharedSnapshot) else write_records
         part = write_part(self.plan, store, tensors=tensors, sync=sync, report=report, write=write)
         return WrittenTensors(part.to_bytes(), part.files)

@@ -158,6 +158,7 @@ def plan_sharded(
     world_size: int = 1,
     previous: ShardedPlan | None = None,
     private: Collection[str] = (),
+    copied: bool = False,
 ) -> ShardedPlan:
     """Return what this rank writes of a state, taking plain tensors and objects as replicated on all ranks.
 
@@ -169,6 +170,7 @@ def plan_sharded(
         previous: The plan of the save before; its layout is taken over where keys, shapes, dtypes, meshes and
             placements are the same.
         private: Flattened keys that only this rank has ("rng.3.torch"): it writes them whatever others hold.
+        copied: `Places.moved` may leave to the copy of the tensors, and to `confirm`, what they notice.
 
     Raises:
         SaveError: A tensor is a partial sum, or an object would not load without running code.
@@ -180,7 +182,7 @@ def plan_sharded(
             for k, v in state_dict.items()
         }
     own = frozenset(private)
-    fresh = None if previous is None or own != previous.private else _refreshed(previous, values)
+    fresh = None if previous is None or own != previous.private else _refreshed(previous, values, copied)
     if fresh is not None:
         return fresh
     found = Flattened.of(values)
@@ -205,10 +207,10 @@ def plan_sharded(
     return _assigned(empty, {}, ())
 
 
-def _refreshed(previous: ShardedPlan, values: Mapping[str, Any]) -> ShardedPlan | None:
+def _refreshed(previous: ShardedPlan, values: Mapping[str, Any], copied: bool) -> ShardedPlan | None:
     """Return the plan of the save before with this state's memory, None where the structure is another."""
     flat = flat_values(values)
-    moved = None if flat is None else previous.places.moved(flat)
+    moved = None if flat is None else previous.places.moved(flat, copied=copied)
     if flat is None or moved is None:
         return None
     names = previous.places.names
@@ -250,7 +252,8 @@ def _assigned(plan: ShardedPlan, holders: Mapping[str, tuple[int, ...]], settled
     layout = Layout(plan.rank, plan.world_size, plan.private, holders)
     layout.add(plan.places.names, plan.paths, list(plan.flat.values()), plan.kinds)
     tensors, left = _memory(plan.places, layout)
-    return _filled(replace(plan, layout=layout, holders=dict(holders), settled=settled, tensors=tensors), left)
+    made = _filled(replace(plan, layout=layout, holders=dict(holders), settled=settled, tensors=tensors), left)
+    return replace(made, places=made.places.viewed(made.tensors))
 
 
 # --- what is in memory

@@ -6,12 +6,14 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, compress, count, repeat
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from ckptkit.errors import SaveError
 
 __all__ = ["Flattened", "Kinds", "Places", "flat_values"]
 
@@ -33,6 +35,7 @@ _placements_of = operator.attrgetter("placements")
 _meta_of = operator.attrgetter("tensor_meta")
 _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
+_is_cpu = operator.attrgetter("is_cpu")
 _meta_shape, _meta_dtype = operator.itemgetter(0), operator.itemgetter(2)
 Looks = tuple[Any, ...]
 """What must stay the same of a value for a plan to be reused, and is the same of all tensors that are cut alike: dtype
@@ -50,8 +53,12 @@ class Places:
         rows: Of each tensor that can be told to be the same, where it stands; DTensors first.
         anew: Where tensors stand that must be looked at anew at each save: subclasses, sparse ones, and such as moved
             before (generators give their state as a new tensor each time).
+        specs: What says how the DTensors are cut.
         memory: The local part of each of `rows`.
         columns: What else must be the same.
+        near: Of which of `memory` it matters where it lies, and in which order: others have views of it. What is taken
+            from the tensor itself is where that is. `spots`: where these lay.
+        on_host: All DTensors lay there.
         odd: Which of `memory` could be seen as negative, or conjugate, where it is; `bits`: which are.
     """
 
@@ -60,8 +67,12 @@ class Places:
     rows: list[int]
     anew: frozenset[int]
     dtensors: list[DTensor]
+    specs: list[Any]
     memory: list[torch.Tensor]
     columns: tuple[Sequence[Any], ...]
+    near: Sequence[int]
+    spots: tuple[Sequence[Any], ...]
+    on_host: bool
     odd: list[int]
     bits: list[tuple[bool, bool]]
 
@@ -86,18 +97,45 @@ class Places:
         dtensors = _at(values, cut)
         for row in anew:
             values[row] = None
-        columns = _shared(_columns(dtensors, memory))
+        specs = list(map(_spec_of, dtensors))
+        shapes, spots = _shared(list(map(_shape_of, memory))), _spots(memory)
+        columns = (*_cuts(specs), shapes, list(map(_dtype_of, memory)))
         odd = _could_be_odd(memory, columns[-1])
-        rows = cut + plain
-        return cls(list(flat), values, rows, frozenset(anew), dtensors, memory, columns, odd, _bits(memory, odd))
+        return cls(
+            names=list(flat),
+            values=values,
+            rows=cut + plain,
+            anew=frozenset(anew),
+            dtensors=dtensors,
+            specs=specs,
+            memory=memory,
+            columns=columns,
+            near=range(len(memory)),
+            spots=spots,
+            on_host=all(map(_is_cpu, memory[: len(dtensors)])),
+            odd=odd,
+            bits=_bits(memory, odd),
+        )
 
-    def moved(self, flat: Mapping[str, Any]) -> list[int] | None:
+    def viewed(self, memory: Sequence[torch.Tensor]) -> Places:
+        """Return the places for one who holds these tensors: of DTensors, local parts as they are, or views of them."""
+        held = set(map(id, memory))
+        cut = len(self.dtensors)
+        near = [place for place, local in enumerate(self.memory) if place >= cut or id(local) not in held]
+        return self if len(near) == len(self.near) else replace(self, near=near, spots=_spots(_at(self.memory, near)))
+
+    def moved(self, flat: Mapping[str, Any], *, copied: bool = False) -> list[int] | None:
         """Return the rows of a flat state whose tensors are not those of these places, or not there; None where its
-        names, or their order, are others."""
+        names, or their order, are others.
+
+        Args:
+            copied: They are copied at once, which fails where a shape is not what it was, and what was copied is not
+                used before `confirm`: what these two notice is not looked at.
+        """
         if list(flat) != self.names:
             return None
         values = list(flat.values())
-        found = self._elsewhere() | self.anew
+        found = self._elsewhere(copied) | self.anew
         same = bytes(map(operator.is_, values, self.values))
         row = same.find(0)
         while row >= 0:  # few: settings, that are no tensors
@@ -106,6 +144,20 @@ class Places:
             row = same.find(0, row + 1)
         return sorted(found)
 
+    def confirm(self) -> None:
+        """Look at what `moved` has left out. Any thread may call it, while training goes on.
+
+        Raises:
+            SaveError: DTensors are cut otherwise than they were, without having been replaced.
+        """
+        found: set[int] = set()
+        self._compare(_cuts(self.specs), self.columns[:3], self.rows, found)
+        if found:
+            raise SaveError(
+                f"{self.names[min(found)]}: its mesh or placements were changed in place, in the spec it had at the "
+                "save before. Nothing was saved; the next save takes it as it is then."
+            )
+
     def after(self, flat: Mapping[str, Any], moved: Collection[int]) -> Places:
         """Return the places once these rows have moved, without what they were."""
         if len(moved) == len(self.anew):  # all of which are always among them
@@ -113,53 +165,67 @@ class Places:
         if len(moved) > _MOVED:
             return Places.of(flat)
         rows = set(moved) - self.anew
-        values = [None if row in rows else value for row, value in enumerate(self.values)]
         kept = [row not in rows for row in self.rows]
-        columns = [
-            array("Q", compress(column, kept)) if isinstance(column, array) else list(compress(column, kept))
-            for column in self.columns
-        ]
-        memory = list(compress(self.memory, kept))
         places = list(accumulate(kept))
-        odd = [places[place] - 1 for place in self.odd if kept[place]]
-        return Places(
-            self.names,
-            values,
-            list(compress(self.rows, kept)),
-            self.anew | rows,
-            list(compress(self.dtensors, kept)),
-            memory,
-            tuple(columns),
-            odd,
-            [bits for place, bits in zip(self.odd, self.bits, strict=True) if kept[place]],
+        left = [kept[place] for place in self.near]
+        return replace(
+            self,
+            values=[None if row in rows else value for row, value in enumerate(self.values)],
+            rows=list(compress(self.rows, kept)),
+            anew=self.anew | rows,
+            dtensors=list(compress(self.dtensors, kept)),
+            specs=list(compress(self.specs, kept)),
+            memory=list(compress(self.memory, kept)),
+            columns=tuple(list(compress(column, kept)) for column in self.columns),
+            near=[places[place] - 1 for place in compress(self.near, left)],
+            spots=(array("Q", compress(self.spots[0], left)), list(compress(self.spots[1], left))),
+            odd=[places[place] - 1 for place in self.odd if kept[place]],
+            bits=[bits for place, bits in zip(self.odd, self.bits, strict=True) if kept[place]],
         )
 
-    def _elsewhere(self) -> frozenset[int] | set[int]:
+    def _elsewhere(self, copied: bool) -> frozenset[int] | set[int]:
         """Return the rows whose tensors, though the same, are not what or where they were."""
-        memory = [*map(_local_of, self.dtensors), *self.memory[len(self.dtensors) :]]
+        cut = len(self.dtensors)
+        memory = [*map(_local_of, self.dtensors), *self.memory[cut:]]
         found: set[int] = set()
         if not all(map(operator.is_, memory, self.memory)):
             found.update(compress(self.rows, map(operator.is_not, memory, self.memory)))
-        for now, then in zip(_columns(self.dtensors, self.memory), self.columns, strict=True):
-            if now != then:
-                found.update(compress(self.rows, map(operator.ne, now, then)))
+        # A copy of many fails where one is elsewhere than the others, which on the host is where these must be.
+        copied = copied and self.on_host and all(map(_is_cpu, self.memory[:cut]))
+        specs = list(map(_spec_of, self.dtensors))
+        if not (copied and all(map(operator.is_, specs, self.specs))):
+            self._compare(_cuts(specs), self.columns[:3], self.rows, found)
+        *_, shapes, dtypes = self.columns
+        self._compare((list(map(_dtype_of, self.memory)),), (dtypes,), self.rows, found)
+        if not copied:
+            self._compare((list(map(_shape_of, self.memory)),), (shapes,), self.rows, found)
+        near = _at(self.memory, self.near) if len(self.near) < len(self.memory) else self.memory
+        if near:
+            rows = _at(self.rows, self.near)
+            if copied:
+                self._compare((list(map(_shape_of, near)),), (_at(shapes, self.near),), rows, found)
+            self._compare(_spots(near), self.spots, rows, found)
         bits = _bits(self.memory, self.odd)
         if bits != self.bits:
             found.update(self.rows[place] for place in compress(self.odd, map(operator.ne, bits, self.bits)))
         return found
 
+    def _compare(
+        self, columns: tuple[Sequence[Any], ...], before: tuple[Sequence[Any], ...], rows: list[int], found: set[int]
+    ) -> None:
+        for now, then in zip(columns, before, strict=True):
+            if now != then:
+                found.update(compress(rows, map(operator.ne, now, then)))
 
-def _columns(dtensors: list[DTensor], memory: list[torch.Tensor]) -> tuple[Sequence[Any], ...]:
-    specs = list(map(_spec_of, dtensors))
-    return (  # those of DTensors first, as `rows` begins with them
-        list(map(_mesh_of, specs)),
-        list(map(_placements_of, specs)),
-        list(map(_meta_of, specs)),
-        array("Q", map(torch.Tensor.data_ptr, memory)),
-        list(map(_shape_of, memory)),
-        list(map(torch.Tensor.stride, memory)),
-        list(map(_dtype_of, memory)),
-    )
+
+def _cuts(specs: list[Any]) -> tuple[Sequence[Any], ...]:
+    """Return how DTensors are cut, as columns."""
+    return list(map(_mesh_of, specs)), list(map(_placements_of, specs)), list(map(_meta_of, specs))
+
+
+def _spots(memory: list[torch.Tensor]) -> tuple[Sequence[Any], ...]:
+    """Return where tensors lie, and in which order, as columns."""
+    return array("Q", map(torch.Tensor.data_ptr, memory)), _shared(list(map(torch.Tensor.stride, memory)))
 
 
 def _could_be_odd(memory: list[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[int]:
@@ -173,11 +239,10 @@ def _bits(memory: list[torch.Tensor], odd: list[int]) -> list[tuple[bool, bool]]
     return [(memory[place].is_conj(), memory[place].is_neg()) for place in odd]
 
 
-def _shared(columns: tuple[Sequence[Any], ...]) -> tuple[Sequence[Any], ...]:
-    """Let equal shapes and strides be one: what is kept is compared at each save, and is read from memory then."""
-    *head, shapes, strides, dtypes = columns
+def _shared(column: list[Any]) -> list[Any]:
+    """Let what is equal be one: what is kept is compared at each save, and is read from memory then."""
     known: dict[Any, Any] = {}
-    return (*head, *([known.setdefault(item, item) for item in column] for column in (shapes, strides)), dtypes)
+    return [known.setdefault(item, item) for item in column]
 
 
 def _are_memory(locals_: list[Any]) -> bool:
@@ -186,7 +251,7 @@ def _are_memory(locals_: list[Any]) -> bool:
     return plain and _QUANTIZED.isdisjoint(map(_dtype_of, locals_)) and not any(map(_is_meta, locals_))
 
 
-def _at(values: list[Any], rows: list[int]) -> list[Any]:
+def _at(values: Sequence[Any], rows: Sequence[int]) -> list[Any]:
     return list(map(values.__getitem__, rows))
 
 
@@ -205,7 +270,7 @@ class Kinds:
     @classmethod
     def of(cls, places: Places, values: Sequence[Any], look: Callable[[Any], Looks]) -> Kinds:
         """Return the kinds of a state that has these places. `look` gives the looks of one value."""
-        meshes, placements, metas, _, shapes, _, dtypes = places.columns
+        meshes, placements, metas, shapes, dtypes = places.columns
         cut, known = len(places.dtensors), dict[Any, int]()
         mesh_of, placed = _numbered(meshes, operator.is_), _numbered(placements, operator.eq)
         of_cut = zip(map(_meta_dtype, metas), map(_meta_shape, metas), mesh_of, placed, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -307,6 +308,20 @@ def test_whatever_was_replaced_or_changed_a_snapshot_is_the_tensors_as_they_are(
     check()
 
 
+@pytest.mark.parametrize("which", [[7], [0], range(40), [-1], [-45]])
+def test_a_tensor_that_was_reshaped_in_place_is_not_taken_for_what_it_was(which: Any) -> None:
+    tensors, buffers = small_and_large(), StagingBuffers()
+    buffers.copy(tensors)
+    before = [tensors[row].data for row in which]
+    for row in which:
+        tensors[row].data = tensors[row].data.reshape(-1, 1)
+    with pytest.raises(SaveError, match="in place"):
+        buffers.copy(tensors)
+    for row, data in zip(which, before, strict=True):
+        tensors[row].data = data
+    assert all(map(torch.equal, buffers.copy(tensors), tensors))
+
+
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_memory_that_was_exchanged_below_a_tensor_is_what_is_saved(tmp_path: Path, kind: str) -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(30)))
@@ -449,6 +464,55 @@ def structure_changes(url: str, mode: Any) -> list[bool]:
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_structure_that_changes_from_save_to_save_is_staged_anew(ranks: Any, tmp_path: Path, mode: str) -> None:
     assert ranks.run(structure_changes, 2, str(tmp_path), mode) == [[True] * 6] * 2
+
+
+def changes_below(url: str, mode: Any) -> list[Any]:
+    """What training does to the memory of DTensors in place, on one rank alone."""
+    model = nn.ParameterList([sharded(8).w0 for _ in range(30)])
+    names = [name for name, _ in model.named_parameters()]
+    local, model[3]._spec = model[3]._local_tensor, copy.copy(model[3]._spec)  # torch's own caches have the former spec
+    found: list[Any] = []
+    with CheckpointManager(url, async_mode=mode, timeout_s=30) as manager:
+        for step in (1, 2):
+            manager.save_async(step, TrainState(model=model)).result()
+        if dist.get_rank() == 1:
+            local.data = torch.full((8, 4), 7.0).t()
+        manager.save_async(3, TrainState(model=model))
+        saved = {name: jobs.whole(p) for name, p in zip(names, model, strict=True)}
+        with torch.no_grad():
+            for parameter in model:
+                parameter.zero_()
+        manager.load(TrainState(model=model), 3)
+        found.append({name: jobs.whole(p) for name, p in zip(names, model, strict=True)} == saved)
+        whole = local.data
+        for step in (4, 5):
+            if dist.get_rank() == 1:
+                local.data = torch.zeros(2, 16)
+            with pytest.raises(CkptkitError) as caught:
+                manager.save_async(step, TrainState(model=model)).result()
+            found.append(str(caught.value))
+        local.data = whole
+        manager.save_async(6, TrainState(model=model)).result()
+        model[3]._spec.placements = (Shard(1),)
+        with pytest.raises(CkptkitError) as caught:
+            manager.save_async(7, TrainState(model=model)).result()
+        found.append(str(caught.value))
+        model[3]._spec.placements = (Shard(0),)
+        manager.save_async(8, TrainState(model=model)).result()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_what_is_done_to_memory_in_place_is_saved_or_fails_the_save_on_all(
+    ranks: Any, tmp_path: Path, mode: str
+) -> None:
+    for right, staged, planned, cut in ranks.run(changes_below, 2, str(tmp_path), mode):
+        assert right
+        assert "rank 1" in staged
+        assert "a tensor of shape [4, 8] has become one of [2, 16] in place" in staged
+        assert "3: this rank holds [2, 16], its placement says [4, 8]" in planned
+        assert "model.3: its mesh or placements were changed in place" in cut
+    assert {path.name[-1] for path in tmp_path.glob("step_*")} == {"1", "2", "3", "6", "8"}
 
 
 def no_memory_on_one(url: str, kind: str) -> tuple[str, list[float]]:

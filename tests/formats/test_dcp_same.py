@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -185,6 +187,78 @@ def dtensors() -> list[Any]:
 
 def test_a_dtensor_that_got_other_memory_or_placements_is_looked_at_anew(ranks: Any) -> None:
     assert ranks.run(dtensors, 1)[0] == [[], [0], True, False, "refused"]
+
+
+def exchanged(made: DTensor) -> None:
+    made._local_tensor.data = torch.randn(4, 2)
+
+
+def otherwise(made: DTensor) -> None:
+    made._local_tensor.data = torch.randn(2, 4).t()
+
+
+def set_elsewhere(made: DTensor) -> None:
+    made._local_tensor.set_(torch.randn(20).untyped_storage(), 3, (4, 2))
+
+
+def replaced(made: DTensor) -> None:
+    made._local_tensor = torch.randn(4, 2)
+
+
+def same_spec(made: DTensor) -> None:
+    made._spec = copy.copy(made._spec)
+
+
+def below_a_dtensor() -> list[str]:
+    mesh = init_device_mesh("cpu", (1,))
+    wrong = []
+    for change in (exchanged, otherwise, set_elsewhere, replaced, same_spec):
+        for copied in (False, True):
+            made = {name: distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)]) for name in "vw"}
+            plan = plan_sharded(made)
+            change(made["w"])
+            again = plan_sharded(made, previous=plan, copied=copied)
+            same = all(torch.equal(t, made[name]._local_tensor) for name, t in zip("vw", again.tensors, strict=True))
+            if not (same and again.reused and described(again) == described(plan_sharded(made))):
+                wrong.append(f"{change.__name__} {copied}")
+            again.places.confirm()
+    return wrong
+
+
+def test_memory_that_was_exchanged_below_a_dtensor_is_what_the_plan_has(ranks: Any) -> None:
+    assert ranks.run(below_a_dtensor, 1)[0] == []
+
+
+def cut_in_place() -> list[Any]:
+    mesh = init_device_mesh("cpu", (1,))
+    made = {name: distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)]) for name in "vw"}
+    made["w"]._spec = copy.copy(made["w"]._spec)  # torch's own caches have the other
+    places = plan_sharded(made).places
+    made["w"]._spec.placements = (Shard(1),)
+    found: list[Any] = [places.moved(made), plan_sharded(made, previous=plan_sharded(made)).reused]
+    try:
+        places.confirm()
+    except SaveError as error:
+        found.append(str(error).split(":")[0])
+    return found
+
+
+def test_placements_that_were_changed_in_place_are_noticed_at_once_or_before_a_copy_is_used(ranks: Any) -> None:
+    assert ranks.run(cut_in_place, 1)[0] == [[1], True, "w"]
+
+
+def views() -> list[bool]:
+    """Of a large replica each of two ranks writes a part: a view, which its memory leaves behind."""
+    mesh = init_device_mesh("cpu", (2,))
+    made = {"w": distribute_tensor(torch.zeros(1024, 1024), mesh, [Replicate()], src_data_rank=None)}
+    plan = plan_sharded(made, rank=dist.get_rank(), world_size=2)
+    made["w"]._local_tensor.data = torch.ones(1024, 1024)
+    again = plan_sharded(made, rank=dist.get_rank(), world_size=2, previous=plan, copied=True)
+    return [plan.tensors[0].shape == (512, 1024), again.reused, bool(again.tensors[0].eq(1).all())]
+
+
+def test_memory_that_was_exchanged_below_views_of_it_is_what_the_plan_has(ranks: Any) -> None:
+    assert ranks.run(views, 2) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize(
