@@ -215,11 +215,21 @@ class _Place:
         wanted = {path: n for path, n in (self._names or {}).items() if n >= 0 and path not in self._last}
         wrong = [path for path, n in wanted.items() if path not in items or items[path].size != n]
         told = [said for said in finished.said.values() if said.path not in wrong]
-        wrong += [said.path for said in told if not said.is_there(items.get(said.path))]
+        wrong += [said.path for said in told if not (said.is_there(items.get(said.path)) or self._is_still(said))]
         others = [path for path in items if _OWNER.fullmatch(path) and path != self._own]
         if wrong or others or self._own not in items:
             what = f"{wrong[0]} is not what was written" if wrong else "another process has taken it over"
             raise StorageError(f"{self._target.url} was changed while it was written: {what}. Nothing was published.")
+
+    def _is_still(self, said: Finished) -> bool:
+        """Tell whether an object is what it was, though a listing gives it another tag than a look did.
+
+        Gateways change the tags in headers, and not those in listings; some give another one each time.
+        """
+        looks = [self._target.info(said.path) for _ in range(2)]
+        if looks[0] is None or looks[1] is None:
+            return False
+        return said.is_there(looks[1]) or (looks[0].tag != looks[1].tag and looks[1].size == said.nbytes)
 
     def leave(self) -> bool:
         """Leave what is finished to whoever writes the same next; False where there is nothing. This process may live

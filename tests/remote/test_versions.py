@@ -1,0 +1,202 @@
+"""Buckets that keep versions, tags that say nothing, objects of others: what a run sees, and what it does not touch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.errors import CheckpointExistsError, CkptkitError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.prune import prune
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage import ledger, open_store
+from ckptkit.storage.store import Store
+from tests.offline.test_resume import UNEVEN, went_on
+from tests.remote.test_end_to_end import state_of
+from tests.remote.test_resume import MANY, command, killed, objects
+from tests.remote.test_turns import loads, save
+from tests.storage.proxy import Proxy, Reply
+
+Options = dict[str, Any]
+_counter = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def versioned(s3: Options) -> str:
+    """A bucket that keeps what is replaced or deleted."""
+    fs = open_store("s3://versioned", storage_options=s3).fs
+    fs.mkdir("versioned")
+    fs.call_s3("put_bucket_versioning", Bucket="versioned", VersioningConfiguration={"Status": "Enabled"})
+    return "versioned"
+
+
+@pytest.fixture
+def url(versioned: str) -> str:
+    return f"s3://{versioned}/run{next(_counter)}"
+
+
+def names(root: Store) -> set[str]:
+    return {item.path for item in root.list(recursive=True)}
+
+
+def kept(root: Any) -> list[tuple[str, bool]]:
+    """Each version below, and whether it is a marker of a deletion."""
+    bucket, _, key = root._full("", root_allowed=True).partition("/")
+    page = root.fs.call_s3("list_object_versions", Bucket=bucket, Prefix=f"{key}/")
+    markers = [(item["Key"], True) for item in page.get("DeleteMarkers", ())]
+    return markers + [(item["Key"], False) for item in page.get("Versions", ())]
+
+
+# --- versions
+
+
+def test_a_run_in_a_versioned_bucket_sees_what_is_there_now(s3: Options, url: str) -> None:
+    root = open_store(url, storage_options=s3)
+    for step in (1, 2, 3):
+        save(url, s3, step, retention=RetentionPolicy(max_num=2))
+    loads(url, s3, 3)
+    assert [item.step for item in list_checkpoints(root).committed] == [2, 3]
+    assert not any("step_00000001" in name for name in names(root))
+    assert any(marker and "step_00000001" in name for name, marker in kept(root))  # it had been there
+    prune(url, policy=RetentionPolicy(max_num=1), storage_options=s3)
+    assert {name.split("/")[0] for name in names(root)} == {".ckptkit", "latest", "step_00000003"}
+    loads(url, s3, 3)
+
+
+def test_a_name_that_was_deleted_is_free_again_and_one_that_is_there_is_not(s3: Options, url: str) -> None:
+    save(url, s3, 1)
+    save(url, s3, 2)
+    prune(url, policy=RetentionPolicy(max_num=1), storage_options=s3)
+    save(url, s3, 1)  # its keys have markers
+    with pytest.raises(CheckpointExistsError):
+        save(url, s3, 2)
+    root = open_store(url, storage_options=s3)
+    assert {item.step for item in list_checkpoints(root).committed} == {1, 2}
+    assert verify(f"{url}/step_00000001", storage_options=s3).ok
+
+
+def test_a_checkpoint_that_is_overwritten_is_the_newer_one_in_a_versioned_bucket(s3: Options, url: str) -> None:
+    save(url, s3, 1)
+    with CheckpointManager(url, storage_options=s3) as manager:
+        manager.save(1, state_of(1), overwrite=True)
+    loads(url, s3, 1)
+    root = open_store(url, storage_options=s3)
+    (only,) = list_checkpoints(root).committed
+    assert {name.split("/")[1] for name in names(root) if name.startswith("step_") and name.count("/") > 1} == {
+        only.record.data
+    }
+
+
+def test_conversions_and_their_second_runs_work_in_a_versioned_bucket(
+    s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "WORTH", 500)
+    killed(UNEVEN / "ckpt", url, s3, 2, **MANY)
+    assert "2 of" in went_on(command(str(UNEVEN / "ckpt"), url, s3, MANY).notes)
+    command(str(UNEVEN / "ckpt"), f"{url}-whole", s3, MANY)
+    assert objects(url, s3) == objects(f"{url}-whole", s3)
+    reshard(str(UNEVEN / "ckpt"), f"{url}-3", world_size=3, dst_storage_options=s3)
+    reshard(f"{url}-3", f"{url}-2", world_size=2, storage_options=s3)
+    convert(f"{url}-3", f"{url}-2", to="dcp", storage_options=s3, overwrite=True)
+    assert verify(f"{url}-2", storage_options=s3).ok
+
+
+def test_markers_and_folders_of_consoles_are_nothing(s3: Options, url: str) -> None:
+    root = open_store(url, storage_options=s3)
+    bucket, _, key = root._full("", root_allowed=True).partition("/")  # type: ignore[attr-defined]
+    for folder in ("", "step_00000009/", "step_00000009/abc/", ".ckptkit/"):
+        root.fs.call_s3("put_object", Bucket=bucket, Key=f"{key}/{folder}", Body=b"")  # type: ignore[attr-defined]
+    save(url, s3, 1)
+    loads(url, s3, 1)
+    assert [item.step for item in list_checkpoints(root).committed] == [1]
+    save(url, s3, 9)
+    loads(url, s3, 9)
+
+
+# --- objects of others
+
+
+def test_nothing_of_others_is_touched_by_any_command(s3: Options, url: str) -> None:
+    root = open_store(url, storage_options=s3)
+    theirs = {
+        "step_00000001/notes.txt": b"1",
+        "step_00000001/0123456789abcdef/note.bin": b"2",
+        "step_x/checkpoint.json": b"{}",
+        "export/model.safetensors": b"3",
+        "LATEST": b"4",
+        "a b/ü%+#?.bin": b"5",
+    }
+    for name, data in theirs.items():
+        root.write(name, data)
+    for step in (2, 3, 4):
+        save(url, s3, step, retention=RetentionPolicy(max_num=1))
+    prune(url, policy=RetentionPolicy(max_num=1), storage_options=s3)
+    with pytest.raises(CheckpointExistsError):
+        convert(f"{url}/latest", f"{url}/export", to="dcp", storage_options=s3)
+    loads(url, s3, 4)
+    found = {name: root.read(name) for name in theirs if name in names(root)}
+    assert found == {
+        name: data for name, data in theirs.items() if not name.startswith("step_00000001/0123456789abcdef")
+    }
+
+
+# --- tags
+
+
+@pytest.fixture(params=["another each time", "weak"])
+def tags(request: pytest.FixtureRequest, counted: tuple[Proxy, Options]) -> tuple[Proxy, Options]:
+    """Through a gateway that changes tags in headers, as one that compresses or encrypts may, and not in listings."""
+    proxy, options = counted
+    turn = itertools.count()
+
+    def changed(tag: str) -> str:
+        return f'W/{tag[:-1]}-gzip"' if request.param == "weak" else f'"{next(turn):032x}-x"'
+
+    def between(handler: Any, body: bytes) -> Reply:
+        status, headers, data = handler.forward(body)
+        return status, [(k, changed(v) if k.lower() == "etag" else v) for k, v in headers], data
+
+    proxy.between = between
+    return proxy, options
+
+
+def test_a_run_survives_tags_that_say_nothing(tags: tuple[Proxy, Options], s3: Options, url: str) -> None:
+    _, options = tags
+    for step in (1, 2, 3):
+        save(url, options, step, retention=RetentionPolicy(max_num=2))
+    loads(url, options, 3)
+    convert(f"{url}/latest", f"{url}-dcp", to="dcp", storage_options=options)
+    assert verify(f"{url}-dcp", storage_options=s3).ok
+    assert [item.step for item in list_checkpoints(open_store(url, storage_options=s3)).committed] == [2, 3]
+
+
+def test_an_upload_whose_tags_were_changed_is_whole_or_an_error(
+    tags: tuple[Proxy, Options], s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 5 << 20)
+    _, options = tags
+    store, data = open_store(url, storage_options=options), bytes(range(256)) * (60 << 10)
+    try:
+        with store.writer("big") as out:
+            out.write(data)
+    except (OSError, CkptkitError):
+        assert names(open_store(url, storage_options=s3)) == set()
+        assert open_store(url, storage_options=s3).unfinished_uploads() == []  # type: ignore[attr-defined]
+    else:
+        assert open_store(url, storage_options=s3).read("big") == data
+
+
+def test_a_killed_conversion_whose_tags_say_nothing_begins_again(
+    tags: tuple[Proxy, Options], s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "WORTH", 500)
+    killed(UNEVEN / "ckpt", url, s3, 2, **MANY)
+    _, options = tags
+    command(str(UNEVEN / "ckpt"), url, options, MANY)
+    assert verify(url, storage_options=s3).ok
