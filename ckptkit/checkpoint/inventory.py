@@ -13,7 +13,7 @@ from ckptkit.checkpoint.lease import STATE_DIRECTORY, lease_holder
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
 from ckptkit.formats.layout import LATEST_HINT, CommitRecord, find_record, record_path, step_of_name
 from ckptkit.storage.owner import Owner
-from ckptkit.storage.snapshot import snapshot
+from ckptkit.storage.snapshot import Snapshot, snapshot
 from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, read_owner
 from ckptkit.storage.store import FileInfo, Store
 
@@ -184,6 +184,9 @@ class _Look:
 def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed | Skipped | _Look | str]:
     if root.local_root is not None:
         return [_look(root, name) for name in names]
+    if isinstance(view, Snapshot):
+        view.fetch(record_path(name) for name in names)
+        return [look for name in names for look in _look_at(root, view, name)]
     with ThreadPoolExecutor(16, thread_name_prefix="ckptkit-ls") as pool:
         return [look for looks in pool.map(lambda name: _look_at(root, view, name), names) for look in looks]
 

@@ -26,7 +26,9 @@ def fetch_likely(root: Store, view: Store, which: str | int, *, data: bool) -> R
         view: What a listing of `root` has just shown.
         data: Whether all of the data is wanted by this process.
     """
-    if not isinstance(view, Snapshot):
+    from ckptkit.storage.remote import RemoteStore
+
+    if not isinstance(view, Snapshot) or not isinstance(root, RemoteStore):
         return None
     name = _guess(view, which)
     files = [] if name is None else [item for item in view.list(name, recursive=True) if item.kind == "file"]

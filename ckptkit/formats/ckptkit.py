@@ -18,6 +18,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.outline import spare_fields, spares_of
 from ckptkit.formats.side_files import is_side_file
 from ckptkit.formats.strict_json import parse
+from ckptkit.storage.ahead import ReadAhead
 from ckptkit.storage.staging import leftover_of
 from ckptkit.storage.store import Store
 
@@ -79,7 +80,7 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
         found = record.files.get(OBJECTS_NAME)
         return None if found is None else _checked(place, OBJECTS_NAME, found, most=_MAX_OBJECTS_BYTES)
 
-    if place.local_root is not None:
+    if place.local_root is not None or isinstance(place, ReadAhead):  # which has them, or both are on their way
         return _checked(place, manifest, record.files.get(manifest)), objects()
     with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-open") as pool:
         other = pool.submit(objects)

@@ -3,43 +3,60 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from ckptkit.errors import CkptkitError
 from ckptkit.storage.paths import checked_path
 from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store
 
+if TYPE_CHECKING:
+    from ckptkit.storage.remote import RemoteStore
+
 __all__ = ["ReadAhead", "fetch_ahead"]
 
 logger = logging.getLogger(__name__)
 
-_Fetched = tuple[Future[Mapping[str, memoryview]], str]
-"""What brings the files of a group, and the name of the file there."""
 
-
-def fetch_ahead(store: Store, groups: Iterable[Sequence[FileInfo]]) -> ReadAhead:
+def fetch_ahead(store: RemoteStore, groups: Iterable[Sequence[FileInfo]]) -> ReadAhead:
     """Return a view of `store` for which the files of each group are on their way; nothing waits for them here.
 
     Args:
         groups: Files as a listing has just shown them, which nobody changes; those of a group come together.
     """
-    wanted = [group for group in groups if group]
-    held: dict[str, _Fetched] = {}
-    if wanted:
-        pool = ThreadPoolExecutor(len(wanted), thread_name_prefix="ckptkit-ahead")
-        for group in wanted:
-            fetched = pool.submit(_fetch, store, group)
-            held.update((item.path, (fetched, item.path)) for item in group)
-        pool.shutdown(wait=False)
+    held: dict[str, tuple[_Group, str]] = {}
+    for items in groups:
+        group = _Group(store, items)
+        held.update((item.path, (group, item.path)) for item in items)
     return ReadAhead(store, held)
 
 
-def _fetch(store: Store, items: Sequence[FileInfo]) -> Mapping[str, memoryview]:
-    views = {item.path: memoryview(bytearray(item.size)) for item in items}
-    store.read_many([ReadInto(path, 0, view) for path, view in views.items()])
-    return views
+class _Group:
+    """Files that are on their way together."""
+
+    def __init__(self, store: RemoteStore, items: Sequence[FileInfo]) -> None:
+        self._views = {item.path: memoryview(bytearray(item.size)) for item in items}
+        self._wait: Callable[[], None] | None = store.begin_many(
+            [ReadInto(path, 0, view) for path, view in self._views.items()]
+        )
+        self._lock = threading.Lock()
+
+    def get(self, path: str) -> memoryview | None:
+        """Wait, and return what a file holds; None where the group can't be had."""
+        with self._lock:
+            if self._wait is not None:
+                wait, self._wait = self._wait, None
+                try:
+                    wait()
+                except (CkptkitError, OSError) as error:
+                    logger.debug("could not be fetched ahead: %s", error)
+                    self._views.clear()
+                except BaseException:
+                    self._views.clear()
+                    raise
+        return self._views.get(path)
 
 
 class ReadAhead:
@@ -48,7 +65,7 @@ class ReadAhead:
     What could not be fetched is read again by whoever needs it, who then gets the store's own error.
     """
 
-    def __init__(self, store: Store, held: Mapping[str, _Fetched]) -> None:
+    def __init__(self, store: Store, held: Mapping[str, tuple[_Group, str]]) -> None:
         self._store = store
         self._held = held
         self.url = store.url
@@ -60,16 +77,12 @@ class ReadAhead:
     def child(self, path: str) -> Store:
         below = f"{checked_path(path)}/"
         held = {name.removeprefix(below): found for name, found in self._held.items() if name.startswith(below)}
-        return ReadAhead(self._store.child(path), held)
+        store = self._store.child(path)
+        return ReadAhead(store, held) if held else store
 
     def _fetched(self, path: str) -> memoryview | None:
-        if path not in self._held:
-            return None
-        fetched, name = self._held[path]
-        with suppress(CkptkitError, OSError):
-            return fetched.result()[name]
-        logger.debug("%s/%s could not be fetched ahead", self.url, path)
-        return None
+        group, name = self._held.get(path, (None, ""))
+        return None if group is None else group.get(name)
 
     # --- reading
 

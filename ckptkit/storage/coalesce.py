@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptkit.storage.store import ReadInto
 
-__all__ = ["Scatter", "Span", "coalesce"]
+__all__ = ["Job", "Scatter", "Span", "coalesce", "cut_reads"]
+
+_MAX_GAP = 512 << 10  # a request costs about as long as reading this much
+_LITTLE = 24 << 20  # where all that is to be read is no more, a connection each for all of it would take long
+_LEAST = 4 << 20  # of that, one request
+
+Job = tuple[str, int, int, list[ReadInto]]
+"""One request: (path, start, stop, the reads that it serves, those perhaps that others serve, too)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +81,43 @@ class Scatter:
             if start + len(view) > high:
                 still.append((start, view))
         self._open = still
+
+
+def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
+    """Return the requests for all of the reads: enough for what may be in flight to share the work, and no more.
+
+    Args:
+        large: Bytes that one request asks for where there are few.
+    """
+    by_file: dict[str, list[ReadInto]] = {}
+    for read in reads:
+        if read.view.nbytes:
+            by_file.setdefault(read.path, []).append(read)
+    jobs: list[Job] = []
+    total = sum(read.view.nbytes for read in reads)
+    most = min(2 * large, max(large if total > _LITTLE else min(_LEAST, large), total // 8))
+    for path, items in by_file.items():
+        ranges = [(item.start, item.start + item.view.nbytes) for item in items]
+        for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=sys.maxsize):
+            members = sorted((items[i] for i in span.members), key=_start)
+            # Cut without regard to what is read into what: a view may get its bytes from two requests.
+            for start, stop in _cut(span.start, span.stop, most):
+                later = bisect_left(members, stop, key=_start)
+                jobs.append((path, start, stop, members[:later]))
+                members = [item for item in members[:later] if _stop(item) > stop] + members[later:]
+    return jobs
+
+
+def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut a range into as few equal parts as are no larger than `most`."""
+    count = -(-(stop - start) // most)
+    for i in range(count):
+        yield start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count
+
+
+def _start(item: ReadInto) -> int:
+    return item.start
+
+
+def _stop(item: ReadInto) -> int:
+    return item.start + item.view.nbytes

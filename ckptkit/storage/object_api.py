@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ckptkit.errors import StorageError
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.content import Content
+from ckptkit.storage.together import Together
 
 __all__ = [
     "Entries",
@@ -18,6 +19,7 @@ __all__ = [
     "FsspecApi",
     "LostUploadError",
     "NotConditionalError",
+    "Range",
     "ObjectApi",
     "Sink",
     "UnfinishedUpload",
@@ -32,6 +34,10 @@ Entries = list[Entry]  # classes here have a method called list
 
 Sink = Callable[[int, "bytes | memoryview"], None]
 """Gets (where a piece starts, counted from the first byte asked for, the piece)."""
+
+
+Range = tuple[str, int, int, Sink]
+"""(name, start, stop, who gets the bytes)."""
 
 
 class NotConditionalError(StorageError):
@@ -99,6 +105,10 @@ class ObjectApi(Protocol):
 
     def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
         """Give the bytes [start, stop) to `sink` as they come, in order, and return how many there were."""
+
+    def begin(self, ranges: Sequence[Range]) -> Together[tuple[int, int]] | None:
+        """Begin `get_into` of each range, once, and return what waits for (how many bytes there were, how many the
+        object has in all) of each; None where each has to be asked for by a thread of its own."""
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
         """Return the first bytes of an object, and how many it has in all."""
@@ -183,6 +193,9 @@ class FsspecApi:
         data = self.get(name, start, stop)
         sink(0, data)
         return len(data)
+
+    def begin(self, ranges: Sequence[Range]) -> Together[tuple[int, int]] | None:
+        return None
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
         data = bytes(self.fs.cat_file(name))

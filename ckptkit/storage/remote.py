@@ -8,23 +8,23 @@ import datetime
 import errno
 import logging
 import secrets
-import sys
 import time
 import traceback
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from ckptkit.errors import IncompleteCheckpointError, StorageError
 from ckptkit.shown import keep_secret, without_secrets
 from ckptkit.storage.advice import advice_on
-from ckptkit.storage.coalesce import Scatter, coalesce
+from ckptkit.storage.coalesce import Job, Scatter, cut_reads
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.content import Content
 from ckptkit.storage.object_api import Entries, Entry, FsspecApi, NotConditionalError, ObjectApi, Uploads
 from ckptkit.storage.paths import checked_path
 from ckptkit.storage.retry import call_with_retries, is_transient, timeout_s
 from ckptkit.storage.store import FileInfo, ReadInto, split_url
+from ckptkit.storage.together import Together
 from ckptkit.storage.upload import PartWriter
 
 __all__ = ["RemoteStore"]
@@ -33,10 +33,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_GAP = 512 << 10  # a request costs about as long as reading this much
 _PAGES = 16  # of a listing, a thousand names each: more are slower than a request a folder
-_LITTLE = 24 << 20  # where all that is to be read is no more, a connection each for all of it would take long
-_LEAST = 4 << 20  # of that, one request
 _ERRNO: dict[type[OSError], int] = {  # those of fsspec have none
     FileNotFoundError: errno.ENOENT,
     FileExistsError: errno.EEXIST,
@@ -46,7 +43,6 @@ _PASSED_ON = tuple(_ERRNO)
 _DOWN_S = 60.0  # so long a store that failed for good is not waited for again
 _KNOWN_BYTES = 4 << 20  # a larger file is not kept in memory
 _Infos = list[FileInfo]  # the class has a method called list
-_Job = tuple[str, int, int, list[ReadInto]]
 
 
 class RemoteStore:
@@ -217,29 +213,60 @@ class RemoteStore:
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        by_file: dict[str, list[ReadInto]] = {}
-        for read in reads:
-            if read.view.nbytes:
-                by_file.setdefault(read.path, []).append(read)
-        jobs: list[_Job] = []
-        # Enough requests for all that may be in flight to share the work, and no more; of little, a few.
-        large, total = self._api.read_bytes, sum(read.view.nbytes for read in reads)
-        most = min(2 * large, max(large if total > _LITTLE else min(_LEAST, large), total // 8))
-        for path, items in by_file.items():
-            ranges = [(item.start, item.start + item.view.nbytes) for item in items]
-            for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=sys.maxsize):
-                members = sorted((items[i] for i in span.members), key=_start)
-                # Cut without regard to what is read into what: a view may get its bytes from two requests.
-                for start, stop in _cut(span.start, span.stop, most):
-                    later = bisect_left(members, stop, key=_start)
-                    jobs.append((path, start, stop, members[:later]))
-                    members = [item for item in members[:later] if _stop(item) > stop] + members[later:]
-        self._connection.each(self._read_job, jobs)
+        jobs = cut_reads(reads, large=self._api.read_bytes)
+        self._read_all(jobs, self._begin(jobs) if len(jobs) > 1 else None)
 
-    def _read_job(self, job: _Job) -> None:
+    def begin_many(self, reads: Sequence[ReadInto]) -> Callable[[], None]:
+        """Begin to fill the views, as far as that takes no thread, and return what waits for it, and tries again."""
+        jobs = cut_reads(reads, large=self._api.read_bytes)
+        return partial(self._read_all, jobs, self._begin(jobs))
+
+    def _read_all(self, jobs: Sequence[Job], begun: Together[tuple[int, int]] | None) -> None:
+        if begun is None:
+            self._connection.each(self._read_job, jobs)
+            return
+        answers = [item[0] if isinstance(item, tuple) else item for item in begun.answers()]
+        # What is not well is tried again as if a thread had asked.
+        again = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != job[2] - job[1]]
+        self._connection.each(self._read_again, again)
+
+    def _begin(self, jobs: Sequence[Job]) -> Together[tuple[int, int]] | None:
+        return self._api.begin(
+            [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
+        )
+
+    def fetch_listed(self, items: Sequence[FileInfo]) -> None:
+        """Fetch small files that a listing showed and that are not known, all at once, for `read_listed` to have."""
+        known = self._connection.known
+        new = [(item, self._full(item.path)) for item in items if item.tag and 0 < item.size <= _KNOWN_BYTES]
+        new = [(item, full) for item, full in new if known.get(full, item.tag) is None]
+        views = [memoryview(bytearray(item.size)) for item, _ in new]
+        jobs = [(i.path, 0, i.size, [ReadInto(i.path, 0, view)]) for (i, _), view in zip(new, views, strict=True)]
+        begun = self._begin(jobs) if len(jobs) > 1 else None
+        if begun is not None:
+            for (item, full), view, answer in zip(new, views, begun.answers(), strict=True):
+                if answer == (item.size, item.size):
+                    known.put(full, item.tag, bytes(view))
+
+    def _read_again(self, tried: tuple[Job, int | BaseException]) -> None:
+        self._read_job(*tried)
+
+    def _read_job(self, job: Job, before: int | BaseException | None = None) -> None:
+        """Read a range, tried again where that is worth it.
+
+        Args:
+            before: What a first try has come to.
+        """
         path, start, stop, items = job
-        full = self._full(path)
-        got = self._call(path, lambda: self._api.get_into(full, start, stop, Scatter(items, start)))
+        full, tried = self._full(path), [] if before is None else [before]
+
+        def get() -> int:
+            answer = tried.pop() if tried else self._api.get_into(full, start, stop, Scatter(items, start))
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        got = self._call(path, get)
         if got != stop - start:
             raise IncompleteCheckpointError(
                 f"{self._shown(path)}: the object ends at byte {start + got}, but bytes up to {stop} are "
@@ -433,21 +460,6 @@ def _plain(tag: str) -> str:
 
 def _path(item: FileInfo) -> str:
     return item.path
-
-
-def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into as few equal parts as are no larger than `most`."""
-    count = -(-(stop - start) // most)
-    for i in range(count):
-        yield start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count
-
-
-def _start(item: ReadInto) -> int:
-    return item.start
-
-
-def _stop(item: ReadInto) -> int:
-    return item.start + item.view.nbytes
 
 
 def _text(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,12 +19,14 @@ from ckptkit.storage.object_api import (
     FsspecApi,
     LostUploadError,
     NotConditionalError,
+    Range,
     Sink,
     UnfinishedUpload,
     Uploads,
 )
 from ckptkit.storage.patience import BODY_S, SOON_S, WHOLE_S, patiently
 from ckptkit.storage.signing import signed_as
+from ckptkit.storage.together import Together
 
 __all__ = ["S3Api"]
 
@@ -32,6 +35,7 @@ _HEAD_BYTES = 16 << 20  # what a whole object is asked for first: nearly all are
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
 _CHUNK = 1 << 20  # of a body, taken from the connection at once
+_AT_ONCE = 16  # ranges of one caller
 _MUCH = 1 << 20  # of a body that goes up: the server may have to wait for its disk before it answers
 
 
@@ -126,13 +130,23 @@ class S3Api(FsspecApi):
     def _get_into(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         from fsspec.asyn import sync
 
+        found: tuple[int, int] = sync(self.fs.loop, self._range, name, start, stop, sink)
+        return found
+
+    def begin(self, ranges: Sequence[Range]) -> Together[tuple[int, int]]:
+        return Together(
+            self.fs.loop,
+            [partial(self._range, name, start, stop, sink) for name, start, stop, sink in ranges],
+            most=_AT_ONCE,
+        )
+
+    async def _range(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         try:
-            got, total = sync(self.fs.loop, self._fetch, name, start, stop, sink)
+            return await self._fetch(name, start, stop, sink)
         except OSError as error:
             if _status(error) == 416:  # the range starts past the end: the object is empty, or shorter than that
                 return 0, 0
             raise
-        return got, total
 
     async def _fetch(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         """Give what comes to `sink` piece by piece, so that nobody holds an answer whole."""
@@ -141,19 +155,12 @@ class S3Api(FsspecApi):
         answer, given_s = await self._ask("get_object", where), self._given_s()
         stated = str(answer.get("ContentRange", "")).rpartition("/")[2]
         low = 0 if stated.isdigit() else start  # a server that knows no ranges sends all
-        high, got, body = low + stop - start, 0, answer["Body"]
-        try:
-            while piece := await patiently(body.read(_CHUNK), given_s=given_s):
-                wanted = memoryview(piece)[max(0, low - got) : max(0, high - got)]
-                if wanted:
-                    sink(max(low, got) - low, wanted)
-                got += len(piece)
-        finally:
-            body.close()
-        expected = answer.get("ContentLength", got)
+        arriving = _Arriving(answer["Body"], low, low + stop - start, sink)
+        await patiently(arriving.take(), body=arriving, given_s=given_s)
+        got, expected = arriving.got, answer.get("ContentLength", arriving.got)
         if got != expected:  # a connection that was cut can look like a short answer
             raise ConnectionError(f"the answer has {got} of {expected} bytes")
-        return max(0, min(got, high) - low), int(stated) if stated.isdigit() else got
+        return max(0, min(got, low + stop - start) - low), int(stated) if stated.isdigit() else got
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
         # Also at the first try: the HTTP client below sends a PUT again by itself when a kept connection breaks.
@@ -229,6 +236,28 @@ class S3Api(FsspecApi):
     def is_conditional(self) -> bool | None:
         host = urlsplit(self.fs.s3.meta.endpoint_url).hostname or ""
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
+
+
+class _Arriving:
+    """An answer's body on its way to a sink, which gets the bytes [low, high) of it."""
+
+    def __init__(self, body: Any, low: int, high: int, sink: Sink) -> None:
+        self.got = 0
+        self._body, self._low, self._high, self._sink = body, low, high, sink
+
+    def tell(self) -> int:
+        return self.got
+
+    async def take(self) -> None:
+        low, high = self._low, self._high
+        try:
+            while piece := await self._body.read(_CHUNK):
+                wanted = memoryview(piece)[max(0, low - self.got) : max(0, high - self.got)]
+                if wanted:
+                    self._sink(max(low, self.got) - low, wanted)
+                self.got += len(piece)
+        finally:
+            self._body.close()
 
 
 class S3Upload:

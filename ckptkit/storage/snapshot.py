@@ -102,6 +102,11 @@ class Snapshot:
             raise FileNotFoundError(f"{self.url}/{path} does not exist")
         return self._store.read_listed(found, start, stop)
 
+    def fetch(self, paths: Iterable[str]) -> None:
+        """Fetch small files that are about to be read, all at once, where they are not known."""
+        found = [self._file(path) for path in paths]
+        self._store.fetch_listed([item for item in found if item is not None])
+
     def read_into(self, path: str, start: int, view: memoryview) -> None:
         self._store.read_into(path, start, view)
 
