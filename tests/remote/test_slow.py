@@ -229,13 +229,14 @@ def test_one_that_the_store_loses_each_time_is_an_error_and_leaves_nothing(
 
 
 class _Broken:
-    """To be set between a proxy and its server: of the first part, half arrives."""
+    """To be set between a proxy and its server: of the first body to such a path, half arrives."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
         self.broken = 0
+        self._what = what
 
     def __call__(self, handler: Any, body: bytes) -> Reply | None:
-        if "partNumber=1&" not in handler.path or self.broken:
+        if handler.command != "PUT" or self._what not in handler.path or self.broken:
             return handler.forward(body)  # type: ignore[no-any-return]
         self.broken += 1
         to_server = http.client.HTTPConnection(*handler.target, timeout=30)
@@ -254,15 +255,16 @@ def rclone(tmp_path: Path) -> Iterator[Options]:
         yield dict(options)
 
 
-def test_a_server_that_rejects_a_whole_upload_for_a_part_that_broke_off_is_sent_it_again(
-    rclone: Options, small_parts: None, data: bytes
+@pytest.mark.parametrize(("what", "nbytes"), [("partNumber=1&", BIG), ("/run/x", PART)])
+def test_a_body_that_breaks_off_is_sent_again_also_where_the_server_then_rejects_a_whole_upload(
+    rclone: Options, small_parts: None, data: bytes, what: str, nbytes: int
 ) -> None:
     with proxy_of(rclone["endpoint_url"]) as proxy:
         store = RemoteStore("s3://bucket/run", storage_options={**rclone, "endpoint_url": proxy.url})
-        proxy.between = broken = _Broken()
-        _lend(store, "big", data)
+        proxy.between = broken = _Broken(what)
+        _lend(store, "x", data[:nbytes])
         assert broken.broken == 1
-        assert open_store("s3://bucket/run", storage_options=rclone).read("big") == data
+        assert open_store("s3://bucket/run", storage_options=rclone).read("x") == data[:nbytes]
 
 
 # --- the commit record
