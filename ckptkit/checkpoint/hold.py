@@ -27,6 +27,8 @@ _lock = threading.Lock()
 _shared: dict[tuple[int, str], _Shared] = {}  # by process (a fork has none of its parent's) and root
 
 
+_LEAVING_S = 10.0  # as long as a pin that is on its way out is waited for at the end; it is void without us
+
 _Held = tuple[list["_Shared"], list[ExitStack], int]
 # Garbage is collected at any line of any thread: in the one that serves the object store, which would wait for
 # itself, or inside `_lock`. So what nobody gave back is only noted there, which a SimpleQueue allows, and given
@@ -53,6 +55,7 @@ class RunHold:
     def __init__(self, root: Store) -> None:
         self._root = root
         self._pins: list[ExitStack] = []
+        self._leaving: list[threading.Event] = []
         self._taken: list[_Shared] = []
         self._end = weakref.finalize(self, _abandon, self._taken, self._pins, os.getpid())
 
@@ -83,13 +86,24 @@ class RunHold:
         _watch()
         self._pins.append(pin)
         while len(self._pins) > 1:
-            self._pins.pop(0).close()
+            before = self._pins.pop(0)
+            if self._root.local_root is not None:
+                before.close()
+                continue
+            leaving, left = ExitStack(), threading.Event()  # a request, which no load waits for
+            leaving.callback(left.set)
+            leaving.push(before)
+            self._leaving.append(left)
+            _abandoned.put(([], [leaving], os.getpid()))
 
     def release(self) -> None:
         """Give everything back. Can be repeated."""
         alive = self._end.detach()
         if alive is not None:
             _give_back(*alive[2])
+            if alive[2][2] == os.getpid():
+                for left in self._leaving:
+                    left.wait(_LEAVING_S)
 
 
 def _take(root: Store, look: Callable[[], Store] | None) -> _Shared:

@@ -93,6 +93,16 @@ def test_a_load_that_has_read_everything_is_pinned_from_then_on(s3: Options, url
     assert not list_pins(root)
 
 
+def test_the_pin_of_the_load_before_is_given_back(s3: Options, url: str) -> None:
+    save(url, s3, 1, 2)
+    root = open_store(url, storage_options=s3)
+    with CheckpointManager(url, storage_options=s3) as manager:
+        for step in (1, 2, 1):
+            manager.load(state_with(0), step)
+        assert "step_00000001" in [pin.name for pin in list_pins(root)]
+    assert not list_pins(root)
+
+
 @pytest.mark.parametrize("which", ["latest", 3, "3", "step_00000003"])
 def test_a_run_that_was_rolled_back_loads_its_latest_save_not_its_highest_step(
     s3: Options, url: str, which: str | int
