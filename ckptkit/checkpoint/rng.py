@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from array import array
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ def capture_rng() -> dict[str, Any]:
     import torch
 
     version, words, gauss = random.getstate()
+    numbers = torch.frombuffer(array("q", words), dtype=torch.int64)
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "words": numbers, "gauss": gauss},
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")

@@ -67,11 +67,11 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A dict of DTensors, the names of these in the checkpoint, and what stands for it in the JSON."""
+    """A dict of DTensors, these by their names in the checkpoint, and what stands for it in the JSON."""
 
     keys: list[str]
     tensors: list[torch.Tensor]
-    names: list[str]
+    table: dict[str, torch.Tensor]
     tree: JSON
 
 
@@ -115,8 +115,8 @@ class _Encoder:
         kind = type(value)
         if kind in (dict, collections.OrderedDict):
             known = self._seen.find(path, value)
-            if known is not None and self._tensors.keys().isdisjoint(known.names):
-                self._tensors.update(zip(known.names, known.tensors, strict=True))
+            if known is not None and known.table.keys().isdisjoint(self._tensors):  # goes through the latter: few
+                self._tensors.update(known.table)
                 return known.tree
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
             plain = plain and not any(map(str.startswith, value, itertools.repeat("$")))
@@ -178,9 +178,10 @@ class _Encoder:
         names, tensors = list(map(f"{path}.".__add__, values)), list(values.values())
         if not self._tensors.keys().isdisjoint(names) or any(map(_is_meta, tensors)):
             return {key: self.encode(item, f"{path}.{key}", 0) for key, item in values.items()}
-        self._tensors.update(zip(names, tensors, strict=True))
+        table = dict(zip(names, tensors, strict=True))
+        self._tensors.update(table)
         tree = {key: {"$ref": name} for key, name in zip(values, names, strict=True)}
-        self._seen.keep(path, _Known(list(values), tensors, names, tree))
+        self._seen.keep(path, _Known(list(values), tensors, table, tree))
         return tree
 
     def _apart(self, value: torch.Tensor, path: str) -> JSON:
