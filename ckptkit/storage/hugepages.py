@@ -21,9 +21,8 @@ _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NO_RESERVE = 0x01, 0x02, 0x10, 0x20, 0x4
 _FAILED = ctypes.c_void_p(-1).value
 _LARGEST = 4 << 20  # of a page: larger ones have left the cache when they are written to
 _LEAST = 16 << 20  # a smaller file has nothing to gain
-_SLOW_S = 0.5e-9  # a byte; a huge page takes 0.05e-9 and spares 0.25e-9
-_PAUSE = 16  # pages that are left out after a slow one, twice as many after the next: slow ones come in runs
-_PATIENCE_S = 0.05  # of a file, beside _SLOW_S of what was made
+_SPARES_S = 0.25e-9  # a byte of a page, where making it takes 0.05e-9 to 0.1e-9
+_PATIENCE_S = 0.06e-9  # a byte of the file: pages may take so much longer than they spare, a seventh of the write
 
 
 class HugePages:
@@ -31,8 +30,8 @@ class HugePages:
 
     The write itself stays a write: a full file system is an error of that call, no signal. Pages are made only where
     the file will reach to their end, so it takes no more room than with small ones. Where there are none to be had it
-    gets small ones, and so do parts of it where they take long: memory in small pieces is put together first, and a
-    virtual machine has to be given what it has not yet used.
+    gets small ones, and so does the rest of it once they have taken longer than they spare: memory in small pieces is
+    put together first, and a virtual machine has to be given what it has not used for a while.
     """
 
     def __init__(self, fd: int, nbytes: int, page: int) -> None:
@@ -40,8 +39,7 @@ class HugePages:
         self._stop = nbytes // page * page
         self._page = page
         self._next = self._made = 0
-        self._pause = _PAUSE * page
-        self._spent = 0.0
+        self._left = _PATIENCE_S * nbytes
         self._calls = _calls()
         self._reserved: int | None = self._map(None, 2 * page, _NONE, _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
 
@@ -64,15 +62,11 @@ class HugePages:
     def reach(self, stop: int) -> None:
         """Have pages below what will be written up to `stop`. Never raises."""
         while self._next < min(stop, self._stop) and self._reserved is not None:
-            started, worked = time.perf_counter(), time.thread_time()
+            started = time.perf_counter()
             made = self._make(self._reserved)
-            worked = time.thread_time() - worked  # not what was waited for a processor, as a write would
-            self._spent += time.perf_counter() - started
             self._next += self._page
-            if worked > _SLOW_S * self._page:
-                self._next += self._pause
-                self._pause *= 2
-            if not made or self._spent > _PATIENCE_S + _SLOW_S * self._made:
+            self._left += _SPARES_S * self._page - (time.perf_counter() - started)
+            if not made or self._left < 0:
                 self.close()
 
     def close(self) -> None:

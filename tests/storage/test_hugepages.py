@@ -78,24 +78,17 @@ def test_without_huge_pages_the_bytes_are_the_same(file: Path, monkeypatch: pyte
     assert not mapped(file)
 
 
-def test_where_they_take_long_altogether_the_rest_gets_small_ones(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hugepages, "_PATIENCE_S", -1.0)
-    assert written(file) <= HUGE
-    assert file.read_bytes() == DATA
-    assert not mapped(file)
-
-
-def test_after_a_slow_one_there_is_a_pause_and_after_the_next_a_longer_one(
+def test_where_they_take_longer_than_they_spare_the_rest_gets_small_ones(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[int] = []
     monkeypatch.setattr(HugePages, "_make", lambda pages, reserved: bool(tried.append(pages._next // HUGE)) or True)
-    monkeypatch.setattr(hugepages, "_SLOW_S", -1.0)
-    monkeypatch.setattr(hugepages, "_PATIENCE_S", 1e9)
-    monkeypatch.setattr(hugepages, "_PAUSE", 1)
+    monkeypatch.setattr(hugepages, "_SPARES_S", -1.0)
+    monkeypatch.setattr(hugepages, "_PATIENCE_S", 3.5 * HUGE / NBYTES)
     written(file)
-    assert tried == [0, 2, 5]  # of ten
+    assert tried == [0, 1, 2, 3]  # of ten
     assert file.read_bytes() == DATA
+    assert not mapped(file)
 
 
 def test_small_files_have_none(file: Path) -> None:
