@@ -245,7 +245,7 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
             made.session = quick_session(made.kwargs)
         _send_bodies_as_they_are(made)
     if protocol in ("gs", "gcs"):
-        _without_inner_retries(made)
+        _without_inner_retries(made, given="requests_timeout" in options)
     return made
 
 
@@ -306,15 +306,19 @@ def _prepare_gcs(settings: dict[str, Any]) -> None:
     settings.setdefault("requests_timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=BODY_S))
 
 
-def _without_inner_retries(fs: Any) -> None:
-    """Let one call of gcsfs be one request; where it is built otherwise, its own six tries stay."""
+def _without_inner_retries(fs: Any, *, given: bool) -> None:
+    """Let one call of gcsfs be one request; where it is built otherwise, its own six tries stay.
+
+    Args:
+        given: The user has said how long to wait.
+    """
     once = getattr(type(fs)._request, "__wrapped__", None)
     if once is None:
         return
 
     async def request(method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         data, asked = kwargs.get("data"), once(fs, method, path, *args, **kwargs)
-        if "alt=media" in path:
+        if given or "alt=media" in path:
             return await asked  # as long as bytes come
         least_s = BODY_S if getattr(data, "nbytes", 0) >= _MUCH else SOON_S
         return await patiently(asked, least_s=least_s, body=data if hasattr(data, "tell") else None)

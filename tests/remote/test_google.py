@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import aiohttp
 import pytest
 import stamina
 
@@ -25,6 +26,7 @@ from ckptkit.storage import ledger, open_store
 from ckptkit.storage.remote import RemoteStore
 from tests.checkpoint.saving import fork
 from tests.offline.test_resume import UNEVEN, went_on
+from tests.remote.slow import Late
 from tests.remote.test_resume import MANY, command, killed, objects
 from tests.remote.test_turns import loads, save
 from tests.storage import servers
@@ -105,7 +107,7 @@ def _saves(say: Any, url: str, gcs: Options) -> None:
 
 def test_of_two_jobs_that_save_to_one_prefix_one_does_and_the_other_is_told(gcs: Options, url: str) -> None:
     with ThreadPoolExecutor(2) as pool:
-        said = sorted(words for _, words in pool.map(lambda _: fork(_saves, url, gcs), range(2)))
+        said = sorted(words for _, words in pool.map(lambda _: fork(_saves, url, gcs, timeout=120), range(2)))
     assert said[1] == b"saved" and said[0] in (b"LeaseHeldError", b"CheckpointExistsError"), said
     loads(url, gcs, 1)
 
@@ -201,7 +203,7 @@ def _converts(say: Any, url: str, gcs: Options) -> None:
 
 def test_of_two_conversions_to_one_place_one_is_done_and_the_other_is_told(gcs: Options, url: str) -> None:
     with ThreadPoolExecutor(2) as pool:
-        said = sorted(words for _, words in pool.map(lambda _: fork(_converts, url, gcs), range(2)))
+        said = sorted(words for _, words in pool.map(lambda _: fork(_converts, url, gcs, timeout=120), range(2)))
     assert said == [b"CheckpointExistsError", b"done"]
     assert verify(url, storage_options=gcs).ok
 
@@ -252,6 +254,21 @@ def test_each_request_may_once_be_answered_by_not_now(via: tuple[Proxy, Options]
     reshard(f"{url}/latest", f"{url}-3", world_size=3, storage_options=options)
     proxy.rule = lambda number, method, path: "pass"
     assert verify(f"{url}-dcp", storage_options=options).ok and verify(f"{url}-3", storage_options=options).ok
+
+
+def test_an_answer_that_comes_too_late_of_each_kind_of_request_does_no_harm(
+    via: tuple[Proxy, Options], url: str
+) -> None:
+    proxy, options = via
+    store = RemoteStore(url, storage_options={**options, "requests_timeout": aiohttp.ClientTimeout(sock_read=0.5)})
+    proxy.between = late = Late()
+    store.write("record", b"mine")
+    with pytest.raises(FileExistsError):
+        store.write("record", b"theirs")
+    assert store.read("record") == b"mine"
+    store.delete(["record"])
+    assert store.list() == []
+    assert {"POST", "GET", "DELETE"} <= set(late.kinds)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(412, FileExistsError), (404, FileNotFoundError), (403, PermissionError)])

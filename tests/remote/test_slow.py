@@ -21,9 +21,10 @@ from ckptkit.storage.patience import SilenceError, patiently, silences
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import call_with_retries
 from ckptkit.storage.store import ReadInto
+from tests.remote.slow import Late
 from tests.remote.test_turns import loads, save
 from tests.storage import servers
-from tests.storage.proxy import Answer, Proxy, Reply, proxy_of
+from tests.storage.proxy import Answer, Reply, proxy_of
 
 Options = dict[str, Any]
 PART = 2 << 20  # what lies in memory goes up in three times that; S3 takes no less than 5 MiB
@@ -138,34 +139,6 @@ def test_a_server_that_stops_to_read_ends_in_an_error(monkeypatch: pytest.Monkey
 # --- answers that come when nobody waits for them any more
 
 
-class _Late:
-    """To be set between a proxy and its server: the first request of each kind is carried out, and its answer comes
-    once the client has given up."""
-
-    def __init__(self) -> None:
-        self.kinds: list[str] = []
-        self._lock = threading.Lock()
-
-    def __call__(self, handler: Any, body: bytes) -> Reply | None:
-        kind = next(iter(_kinds(handler)))
-        with self._lock:
-            late = kind not in self.kinds
-            if late:
-                self.kinds.append(kind)
-        reply: Reply = handler.forward(body)
-        if not late:
-            return reply
-        handler.connection.settimeout(30)
-        assert handler.connection.recv(1) == b"", "the client went on without an answer"
-        return None
-
-
-def _kinds(handler: Any) -> dict[str, int]:
-    one = Proxy("")
-    one.seen.append((handler.command, handler.path))
-    return dict(one.kinds())
-
-
 def test_an_answer_that_comes_too_late_of_each_kind_of_request_does_no_harm(
     s3: Options, small_parts: None, data: bytes
 ) -> None:
@@ -173,7 +146,7 @@ def test_an_answer_that_comes_too_late_of_each_kind_of_request_does_no_harm(
         options = {**s3, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 0.5}}
         store = RemoteStore("s3://remote/late", storage_options=options)
         store._connection.conditional = True
-        proxy.between = late = _Late()
+        proxy.between = late = Late()
         store.write("record", b"mine")
         with pytest.raises(FileExistsError):
             store.write("record", b"theirs")
