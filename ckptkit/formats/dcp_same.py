@@ -121,6 +121,11 @@ class Places:
         """Return the places for one who holds these tensors: of DTensors, local parts as they are, or views of them."""
         held = set(map(id, memory))
         cut = len(self.dtensors)
+        known: set[int] = set()
+        for local in map(id, self.memory[:cut]):
+            if local in known:  # of two DTensors: what is held may be of the other
+                held.discard(local)
+            known.add(local)
         near = [place for place, local in enumerate(self.memory) if place >= cut or id(local) not in held]
         return self if len(near) == len(self.near) else replace(self, near=near, spots=_spots(_at(self.memory, near)))
 
@@ -190,8 +195,9 @@ class Places:
         found: set[int] = set()
         if not all(map(operator.is_, memory, self.memory)):
             found.update(compress(self.rows, map(operator.is_not, memory, self.memory)))
-        # A copy of many fails where one is elsewhere than the others, which on the host is where these must be.
-        copied = copied and self.on_host and all(map(_is_cpu, self.memory[:cut]))
+        if self.on_host and not all(map(_is_cpu, self.memory[:cut])):
+            found.update(compress(self.rows, map(operator.not_, map(_is_cpu, self.memory[:cut]))))
+        copied = copied and self.on_host
         specs = list(map(_spec_of, self.dtensors))
         if not (copied and all(map(operator.is_, specs, self.specs))):
             self._compare(_cuts(specs), self.columns[:3], self.rows, found)

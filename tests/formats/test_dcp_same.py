@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckptkit.errors import SaveError
+from ckptkit.formats import dcp_same
 from ckptkit.formats.dcp_plan import ShardedPlan, plan_sharded
 from ckptkit.formats.dcp_same import Flattened, flat_values
 
@@ -245,6 +246,38 @@ def cut_in_place() -> list[Any]:
 
 def test_placements_that_were_changed_in_place_are_noticed_at_once_or_before_a_copy_is_used(ranks: Any) -> None:
     assert ranks.run(cut_in_place, 1)[0] == [[1], True, "w"]
+
+
+def off_the_host() -> list[Any]:
+    mesh = init_device_mesh("cpu", (1,))
+    made = {name: distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)]) for name in "vw"}
+    plan = plan_sharded(made)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dcp_same, "_is_cpu", lambda tensor: tensor is not made["w"]._local_tensor)
+        return [plan.places.moved(made, copied=copied) for copied in (False, True)]
+
+
+def test_a_dtensor_whose_memory_went_to_a_device_is_looked_at_anew(ranks: Any) -> None:
+    assert ranks.run(off_the_host, 1)[0] == [[1], [1]]
+
+
+def two_of_one_memory() -> list[bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.zeros(1024, 1024)
+    made = {
+        "cut": DTensor.from_local(local, mesh, [Shard(0)], run_check=False),
+        "whole": DTensor.from_local(local, mesh, [Replicate()], run_check=False),
+    }
+    for each in made.values():
+        each._local_tensor = local
+    plan = plan_sharded(made, rank=dist.get_rank(), world_size=2)
+    local.data = torch.ones(1024, 1024)
+    again = plan_sharded(made, rank=dist.get_rank(), world_size=2, previous=plan, copied=True)
+    return [bool(tensor.eq(1).all()) for tensor in again.tensors]
+
+
+def test_memory_of_two_dtensors_is_looked_at_for_each(ranks: Any) -> None:
+    assert ranks.run(two_of_one_memory, 2) == [[True] * 2] * 2
 
 
 def views() -> list[bool]:
