@@ -345,6 +345,20 @@ def test_no_rank_lists_what_another_has_looked_for(ranks: Any, counted: tuple[Pr
     assert len(files) == len(set(files)) == 6
 
 
+def test_what_is_little_beside_a_huge_tensor_takes_no_requests_of_its_own(
+    counted: tuple[Proxy, Options], url: str
+) -> None:
+    proxy, options = counted
+    state = TrainState(extra={"huge": torch.zeros(9 << 20)})  # 36 MiB; the states of random numbers are a few KB
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, state)
+        files = [path for method, path in proxy.seen if method == "PUT" and path.endswith(".distcp")]
+        assert len(files) == 1, files
+        state.extra["huge"].fill_(1)
+        manager.load(state)
+    assert not state.extra["huge"].any()
+
+
 def test_listing_a_hundred_checkpoints_takes_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
     from ckptkit.checkpoint.inventory import list_checkpoints
     from ckptkit.formats.layout import CommitRecord, record_path, step_name
