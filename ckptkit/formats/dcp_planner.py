@@ -10,7 +10,7 @@ ranks agree on who writes what, every mismatch is found before a byte is read, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +32,7 @@ from ckptkit.formats.dcp_read import ReadPlan
 __all__ = ["CachedSavePlanner", "DCPLoadPlanner", "DCPSavePlanner", "PlansReads", "WriterMeta"]
 
 _UNSETTLED = bytes(8)
+_MIXED = "Some ranks plan with DCPSavePlanner, others do not: all must have the same planner."
 _SAVE = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object",
          "transform_object")  # fmt: skip
 _LOAD = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor",
@@ -71,6 +72,9 @@ class _Share:
     digest: bytes
     settlement: bytes
     hashes: bytes | None
+
+    def __iter__(self) -> Iterator[str]:
+        raise SaveError(_MIXED)  # to torch's planner, which takes it for a dict of paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ class DCPSavePlanner(DefaultSavePlanner):
         if not shares:
             return super().create_global_plan(all_plans)
         if len(shares) < len(all_plans):
-            raise SaveError("Some ranks plan with DCPSavePlanner, others do not: all must have the same planner.")
+            raise SaveError(_MIXED)
         self.global_plan = [SavePlan([], planner_data=turn) for turn in self._turns(shares)]
         self.metadata = Metadata({})  # what was written says the writer
         return self.global_plan, self.metadata

@@ -37,7 +37,13 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ckptkit.catalog.entry import Catalog, TensorEntry
-from ckptkit.errors import CheckpointExistsError, IncompleteCheckpointError, SaveError
+from ckptkit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    SaveError,
+)
 from ckptkit.formats import ckptkit as own
 from ckptkit.formats import dcp
 from ckptkit.formats.dcp_bytes import is_dense
@@ -52,6 +58,7 @@ from ckptkit.formats.dcp_torch_metadata import CatalogMetadata, CatalogPaths, Pl
 from ckptkit.formats.dcp_write import write_index, write_part
 from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME, find_record
 from ckptkit.storage import Store, open_store
+from ckptkit.storage.hold_directory import HeldDirectory
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.remote import RemoteStore
 
@@ -66,7 +73,8 @@ class DCPWriter(StorageWriter):
     """Writes DCP checkpoints that torch reads: several files at once, digests and CRC in the same pass, fsynced.
 
     The checkpoint exists once `.metadata` does, which is written last and durable. `manifest.safetensors` beside it
-    holds a digest of every slice. A failure of any worker fails the save.
+    holds a digest of every slice. A failure of any worker fails the save. A local directory is locked while it is written
+    to: of two jobs at once the second gets a LeaseHeldError.
     """
 
     def __init__(
@@ -96,6 +104,10 @@ class DCPWriter(StorageWriter):
         self.rank: int | None = None
         self.collective = True
         self._meta = WriterMeta()
+        self._held: HeldDirectory | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
@@ -132,6 +144,8 @@ class DCPWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.collective:
+            root = self._store().local_root
+            self._held = None if root is None else HeldDirectory(root)
             self._clear("__", ".metadata")
         return [
             plan if plan.storage_data is not None else dataclasses.replace(plan, storage_data=f"__{i}_")
@@ -206,6 +220,13 @@ class DCPWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            self._finish(metadata, results)
+        finally:
+            if self._held is not None:
+                self._held.release()
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.version = "1.0.0"
         metadata.storage_meta = self._plain_meta()
         parts = [found[0].storage_data for found in results if found]
@@ -250,6 +271,8 @@ class _Resolved(Sequence[torch.Tensor]):
         tensor = self._known.get(id(item))
         if tensor is None:
             tensor = cast(torch.Tensor, self.planner.resolve_data(item))
+        if tensor.is_meta:
+            raise SaveError(f"{item.index.fqn}: the tensor is on the meta device: it has no values to save.")
         wanted, sizes = _dtype_of(item), tuple(_chunk(item).sizes)
         found = str(tensor.dtype).removeprefix("torch.")
         if (found, tuple(tensor.shape)) != (wanted, sizes) or not is_dense(tensor):
@@ -331,7 +354,10 @@ class DCPReader(StorageReader):
     def catalog(self) -> Catalog:
         """What the checkpoint holds."""
         if self._catalog is None:
-            self._catalog = _open(self.store)
+            try:
+                self._catalog = _open(self.store)
+            except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+                raise type(error)(f"{self.url}: {error}") from error
         return self._catalog
 
     @property

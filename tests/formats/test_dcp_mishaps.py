@@ -1,0 +1,160 @@
+"""`dcp.save` and `dcp.load` with our writer and reader when something goes wrong: nothing half-made is left to load."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
+from ckptkit.errors import CheckpointNotFoundError, LeaseHeldError, NoSpaceError, SaveError
+from ckptkit.storage.hold_directory import HeldDirectory
+from tests.formats.dcp_states import differences, state
+from tests.ranks import context, run_ranks
+
+PLANNERS = [DefaultSavePlanner, DCPSavePlanner]
+
+
+def failure(call: Any) -> BaseException | None:
+    """What a step of torch failed with, on the lowest rank where it did."""
+    try:
+        call()
+    except CheckpointException as error:
+        found: BaseException = error.failures[min(error.failures)][0]
+        return found
+    return None
+
+
+def at_once(url: str, kind: type[DefaultSavePlanner]) -> str:
+    """Rank 1 saves while rank 0, which is of another job, has planned and not yet written."""
+
+    class Waiting(DefaultSavePlanner):
+        def finish_plan(self, plan: Any) -> Any:
+            dist.barrier()
+            dist.barrier()
+            return super().finish_plan(plan)
+
+    mine = {"w": torch.full((50, 50), float(dist.get_rank()))}
+    if dist.get_rank() == 0:
+        dcp.save(mine, storage_writer=DCPWriter(url), planner=Waiting(), no_dist=True)
+        found = {"w": torch.ones(50, 50)}
+        dcp.load(found, storage_reader=FileSystemReader(url), no_dist=True)
+        return f"{found['w'].unique().tolist()}"
+    dist.barrier()
+    error = failure(lambda: dcp.save(mine, storage_writer=DCPWriter(url), planner=kind(), no_dist=True))
+    dist.barrier()
+    return type(error).__name__
+
+
+@pytest.mark.parametrize("kind", PLANNERS)
+def test_of_two_writers_at_once_the_second_is_refused_and_the_first_is_what_loads(ranks, tmp_path, kind) -> None:
+    assert ranks.run(at_once, 2, str(tmp_path / "c"), kind) == ["[0.0]", LeaseHeldError.__name__]
+
+
+def test_a_process_takes_again_what_it_holds_and_gives_it_back(tmp_path: Path) -> None:
+    first, second = HeldDirectory(str(tmp_path / "c")), HeldDirectory(str(tmp_path / "c"))
+    first.release()
+    assert run_ranks(held, 1, str(tmp_path / "c")) == ["LeaseHeldError"]
+    second.release()
+    assert run_ranks(held, 1, str(tmp_path / "c")) == ["free"]
+
+
+def held(path: str) -> str:
+    try:
+        HeldDirectory(path)
+    except LeaseHeldError as error:
+        return type(error).__name__
+    return "free"
+
+
+def dying(rank: int, rendezvous: str, url: str, kind: type[DefaultSavePlanner], step: str) -> None:
+    """Save on two ranks, of which the second dies in a step; leave with 0 where that was an error on this one."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
+    )
+    dist.barrier()
+    if rank == 1:
+        setattr(DCPWriter, step, lambda *_: os._exit(7))
+    code = 1
+    try:
+        dcp.save(state("shard0@2"), storage_writer=DCPWriter(url), planner=kind())
+    except (CheckpointException, RuntimeError):
+        code = 0
+    os._exit(code)
+
+
+@pytest.mark.parametrize("kind", PLANNERS)
+@pytest.mark.parametrize("step", ["prepare_local_plan", "write_data"])
+def test_a_rank_that_dies_fails_the_others_and_leaves_no_checkpoint(tmp_path: Path, kind: Any, step: str) -> None:
+    rendezvous = str(tmp_path / uuid.uuid4().hex)
+    made = [
+        context().Process(target=dying, args=(rank, rendezvous, str(tmp_path / "c"), kind, step)) for rank in (0, 1)
+    ]
+    for process in made:
+        process.start()
+    for process in made:
+        process.join(100)
+        process.kill()
+    assert [process.exitcode for process in made] == [0, 7]
+    assert not list(tmp_path.glob("c/*metadata*")) + list(tmp_path.glob("c/manifest*"))
+    assert isinstance(
+        failure(lambda: dcp.load({"w": torch.ones(1)}, storage_reader=DCPReader(tmp_path / "c"))), Exception
+    )
+
+
+def full(url: str, kind: type[DefaultSavePlanner]) -> list[Any]:
+    """A save for which there is no space, then a smaller one to the same place by the same process."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    large, small = {"w": torch.randn(400, 400)}, {"w": torch.arange(3.0)}
+    first = failure(lambda: dcp.save(large, storage_writer=DCPWriter(url), planner=kind()))
+    left = [name for name in os.listdir(url) if "metadata" in name or "manifest" in name]
+    second = failure(lambda: dcp.save(small, storage_writer=DCPWriter(url), planner=kind()))
+    found = {"w": torch.zeros(3)}
+    dcp.load(found, storage_reader=DCPReader(url))
+    return [type(first), left, second, found["w"].tolist()]
+
+
+@pytest.mark.parametrize("kind", PLANNERS)
+def test_a_full_disk_leaves_no_checkpoint_and_the_place_free(tmp_path: Path, kind: Any) -> None:
+    assert run_ranks(full, 2, str(tmp_path / "c"), kind) == [[NoSpaceError, [], None, [0.0, 1.0, 2.0]]] * 2
+
+
+def mixed(url: str, ours: int) -> tuple[str, list[str]]:
+    made = state("shard0@2")
+    planner = DCPSavePlanner() if dist.get_rank() == ours else None
+    error = failure(lambda: dcp.save(made, storage_writer=DCPWriter(f"{url}/mixed"), planner=planner))
+    dcp.save(made, storage_writer=DCPWriter(f"{url}/c"), planner=DCPSavePlanner())
+    target = state("shard0@2", zeros=True)
+    loader = DCPLoadPlanner() if dist.get_rank() == ours else None
+    dcp.load(target, storage_reader=DCPReader(f"{url}/c"), planner=loader)
+    return f"{type(error).__name__}: {error}", differences(target, made)
+
+
+@pytest.mark.parametrize("ours", [0, 1])
+def test_ranks_may_load_with_different_planners_but_not_save(ranks, tmp_path, ours: int) -> None:
+    for error, differing in ranks.run(mixed, 2, str(tmp_path), ours):
+        assert error.startswith(f"{SaveError.__name__}: Some ranks plan with DCPSavePlanner")
+        assert differing == []
+
+
+@pytest.mark.parametrize("kind", PLANNERS)
+def test_a_tensor_without_values_is_refused_by_name(tmp_path: Path, kind: Any) -> None:
+    made = {"w": torch.ones(2), "m": torch.empty(3, device="meta")}
+    error = failure(lambda: dcp.save(made, storage_writer=DCPWriter(tmp_path), planner=kind(), no_dist=True))
+    assert isinstance(error, SaveError) and str(error).startswith("m: ")
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_what_is_no_checkpoint_is_said_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
+        DCPReader(tmp_path).catalog  # noqa: B018
