@@ -73,8 +73,8 @@ class DCPWriter(StorageWriter):
     """Writes DCP checkpoints that torch reads: several files at once, digests and CRC in the same pass, fsynced.
 
     The checkpoint exists once `.metadata` does, which is written last and durable. `manifest.safetensors` beside it
-    holds a digest of every slice. A failure of any worker fails the save. A local directory is locked while it is written
-    to: of two jobs at once the second gets a LeaseHeldError.
+    holds a digest of every slice. A failure of any worker fails the save. A local directory is locked meanwhile: of two
+    jobs at once the second gets a LeaseHeldError.
     """
 
     def __init__(
