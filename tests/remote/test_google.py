@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 import stamina
+import torch.distributed.tensor  # noqa: F401  once, not in each forked process
 
 from ckptkit.checkpoint.publish import RemotePlace
 from ckptkit.checkpoint.retention import RetentionPolicy
