@@ -225,6 +225,7 @@ class _Builder:
         self.files = files
         self.rows: dict[str, _Rows] = {}
         self.objects: dict[str, tuple[StorageInfo, str]] = {}
+        self.opaque: list[str] = []  # tensors among them
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
     def catalog(self) -> Catalog:
@@ -305,6 +306,7 @@ class _Builder:
         if offset is None or any(offset) or size != entry.size or not _is_counts(size):
             return False
         self.objects.setdefault(name, (info, part.name))
+        self.opaque.append(name)
         places.clear()
         return True
 
@@ -446,7 +448,14 @@ class _Builder:
             world_size=len(self.parts) if per_rank else None,
             files=files,
             extra=extra,
+            notes=self._notes(),
         )
+
+    def _notes(self) -> tuple[str, ...]:
+        if not self.opaque:
+            return ()
+        shown = ", ".join(self.opaque[:3]) + (f", ... ({len(self.opaque)})" if len(self.opaque) > 3 else "")
+        return (f"{shown}: quantized or sparse; jobs load them, but no export or reshard has them",)
 
 
 def _column(parts: Iterable[list[Any]], dtype: Any) -> npt.NDArray[Any]:

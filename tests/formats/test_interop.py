@@ -118,8 +118,9 @@ def test_a_quantized_tensor_leaves_the_others_readable_offline(tmp_path: Path) -
     shown = inspect(str(tmp_path / "s")).to_json()
     assert "model.q" in str(shown) and "model.w" in str(shown)
     assert verify(str(tmp_path / "s")).ok
-    convert(str(tmp_path / "s"), str(tmp_path / "dcp"), to="dcp")
-    reshard(str(tmp_path / "s"), str(tmp_path / "two"), world_size=2)
+    converted = convert(str(tmp_path / "s"), str(tmp_path / "dcp"), to="dcp")
+    resharded = reshard(str(tmp_path / "s"), str(tmp_path / "two"), world_size=2)
+    assert all(any("model.q" in note for note in report.notes) for report in (converted, resharded))
     for name in ("dcp", "two"):
         state = {"model": {"w": torch.zeros(8, 4)}}
         dcp.load(state, storage_reader=FileSystemReader(tmp_path / name), no_dist=True)
