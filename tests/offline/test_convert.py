@@ -327,8 +327,12 @@ def test_interrupted_work_leaves_nothing_that_looks_finished_and_runs_again(kind
     assert process.stdout is not None and process.stdout.readline()
     time.sleep(0.35)
     process.send_signal(kind)
-    process.wait(30)
-    process.stdout.close()
+    try:
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
     if (tmp_path / "out").exists():  # then it is a whole one
         got = tensors_in(tmp_path / "out")
         assert all(same(got[key], value) for key, value in tensors.items())
