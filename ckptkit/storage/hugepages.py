@@ -22,7 +22,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _LARGEST = 4 << 20  # of a page: larger ones have left the cache when they are written to
 _LEAST = 16 << 20  # a smaller file has nothing to gain
 _SPARES_S = 0.25e-9  # a byte of a page, where making it takes 0.05e-9 to 0.1e-9
-_PATIENCE_S = 0.06e-9  # a byte of the file: pages may take so much longer than they spare, a seventh of the write
+_PATIENCE_S = 0.01e-9  # a byte of the file: pages may take so much longer than they spare, a fortieth of the write
 
 
 class HugePages:
