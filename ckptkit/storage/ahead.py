@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ckptkit.errors import CkptkitError
 from ckptkit.storage.paths import checked_path
-from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store
+from ckptkit.storage.store import FileInfo, ReadInto, Store
+from ckptkit.storage.view import View
 
 if TYPE_CHECKING:
     from ckptkit.storage.remote import RemoteStore
@@ -59,7 +59,7 @@ class _Group:
         return self._views.get(path)
 
 
-class ReadAhead:
+class ReadAhead(View):
     """A Store that serves what was fetched ahead from memory, and asks the store itself for all else.
 
     What could not be fetched is read again by whoever needs it, who then gets the store's own error.
@@ -104,25 +104,13 @@ class ReadAhead:
         if rest:
             self._store.read_many(rest, workers=workers)
 
-    # --- looking and writing: as the store does
+    # --- looking: as the store does
 
     def info(self, path: str) -> FileInfo | None:
         return self._store.info(path)
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
         return self._store.list(path, recursive=recursive)
-
-    def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        return self._store.writer(path, sync=sync)
-
-    def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        self._store.write(path, data, overwrite=overwrite, sync=sync)
-
-    def delete(self, paths: Iterable[str]) -> None:
-        self._store.delete(paths)
-
-    def delete_tree(self, path: str) -> None:
-        self._store.delete_tree(path)
 
     def free_bytes(self) -> int | None:
         return self._store.free_bytes()

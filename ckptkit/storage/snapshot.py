@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ckptkit.storage.paths import checked_path
-from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store
+from ckptkit.storage.store import FileInfo, ReadInto, Store
+from ckptkit.storage.view import View
 
 if TYPE_CHECKING:
     from ckptkit.storage.remote import RemoteStore
@@ -30,7 +30,7 @@ def snapshot(store: Store, below: str = "") -> Store:
     return store if found is None else Snapshot(store, below, found)
 
 
-class Snapshot:
+class Snapshot(View):
     """A Store whose `info` and `list` tell what was there, and whose small files are fetched once for each content.
 
     What it does not cover, and all that is written, goes to the store at once; the view does not change.
@@ -40,7 +40,7 @@ class Snapshot:
     """
 
     def __init__(self, store: RemoteStore, below: str, found: Sequence[FileInfo]) -> None:
-        self._store = store
+        self._store: RemoteStore = store
         self._below = f"{below}/" if below else ""
         self._names = [item.path for item in found]
         self._found = found
@@ -112,17 +112,3 @@ class Snapshot:
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
         self._store.read_many(reads, workers=workers)
-
-    # --- writing
-
-    def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        return self._store.writer(path, sync=sync)
-
-    def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        self._store.write(path, data, overwrite=overwrite, sync=sync)
-
-    def delete(self, paths: Iterable[str]) -> None:
-        self._store.delete(paths)
-
-    def delete_tree(self, path: str) -> None:
-        self._store.delete_tree(path)
