@@ -66,13 +66,13 @@ def work(options: dict[str, Any], megabytes: int, count: int, rounds: int, repli
         for name, number in (("dcp_save_s", 1), ("dcp_next_save_s", 2)):
             writer = DCPWriter(f"s3://bench/dcp{turn}-{number}", storage_options=options)
             row[name] = timed(lambda writer=writer: dcp.save(sharded, storage_writer=writer))
-        row["torch_load_s"] = timed(lambda: dcp.load(sharded, storage_reader=FsspecReader(theirs, **fresh)))
-        row["load_s"] = timed(lambda: manager.load(state))
+        for name in ("", "next_"):
+            row[f"torch_{name}load_s"] = timed(lambda: dcp.load(sharded, storage_reader=FsspecReader(theirs, **fresh)))
+            row[f"{name}load_s"] = timed(lambda: manager.load(state))
+            reader = DCPReader(f"s3://bench/dcp{turn}-1", storage_options=options)
+            row[f"dcp_{name}load_s"] = timed(lambda reader=reader: dcp.load(sharded, storage_reader=reader))
         if replicated:
-            row["next_load_s"] = timed(lambda: manager.load(state))
             row["load_read_s"] = timed(lambda: manager.load(state, replicas="read"))
-        reader = DCPReader(f"s3://bench/dcp{turn}-1", storage_options=options)
-        row["dcp_load_s"] = timed(lambda: dcp.load(sharded, storage_reader=reader))
         manager.close()
         return row
 
