@@ -3,8 +3,8 @@
     python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000] [--json FILE]
 
 Every figure is the best of `--repeat` runs; a run is the slowest rank between two barriers. CPU is the sum over ranks.
-Ratios are torch's time over ours: 2.0 means half the time. Before each save, whoever's it is, every rank uses and frees as
-much memory as it will write: a virtual machine may have given that back to its host. `--cold` leaves that out.
+Ratios are torch's time over ours: 2.0 means half the time. Before each save, whoever's it is, every rank uses and
+frees as much memory as it will write: a virtual machine may have given it back to its host. `--cold` leaves that out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def main() -> int:
     parser.add_argument("--tensors", type=int, default=2000)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--no-sync", action="store_true")
-    parser.add_argument("--cold", action="store_true", help="measure also how a virtual machine gets memory from its host")
+    parser.add_argument(
+        "--cold", action="store_true", help="measure also how a virtual machine gets memory from its host"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
@@ -41,8 +43,9 @@ def main() -> int:
         for ranks in options.ranks:
             for kind in options.kinds:
                 root = f"{where}/ckptkit-benchmark"
-                arguments = (kind, options.gigabytes, options.tensors, root, not options.no_sync, options.repeat, options.cold)
-                found = run_ranks(rank_main, ranks, *arguments, timeout=1800)[0]
+                arguments = (kind, options.gigabytes, options.tensors, root)
+                settings = (not options.no_sync, options.repeat, options.cold)
+                found = run_ranks(rank_main, ranks, *arguments, *settings, timeout=1800)[0]
                 rows.append({"where": where, "ranks": ranks, "kind": kind, "dd": dd, "best": found})
                 show(rows[-1])
                 shutil.rmtree(root, ignore_errors=True)

@@ -40,8 +40,8 @@ def make_state(kind: str, gigabytes: float, tensors: int) -> dict[str, Any]:
 def get_memory(nbytes: int) -> None:
     """Have as much memory as is about to be written at hand, whoever writes: use it once, and free it.
 
-    A virtual machine may give what it has freed back to its host, within seconds, and gets it again at 0.5 GB/s. That is
-    no machine's own speed, and whether it falls to one contestant or the other is chance.
+    A virtual machine may give what it has freed back to its host, within seconds, and gets it again at 0.5 GB/s: that
+    is the speed of neither contestant, and chance tells which of them it falls to.
     """
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -3,9 +3,10 @@
     python -m benchmarks.save_load.stall [--ranks 2] [--where /dev/shm] [--gigabytes 1] [--saves 4] [--repeat 3]
 
 A stall is the time of the slowest rank between two barriers, from the call to its return; each save is committed before
-the next. "first" is the first of a fresh set of processes, "later" the best of the others. `--kind model` is a job: 500
-small parameters under FSDP2 with Adam, a step between the saves. Every peer runs in ranks of its own. The clone is the
-best of as many, into new memory each time, as `tensor.clone()` gives it.
+the next. "first" is the first of a fresh set of processes, "later" the best of the others; of all `--repeat` sets the
+best and the median. In brackets: as multiples of a clone of the state, the first one for a first save, as they take new
+memory, a later one for later saves. `--kind model` is a job: 500 small parameters under FSDP2 with Adam, a step between
+the saves. Every peer runs in ranks of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import logging
 import os
 import shutil
+import statistics
 import sys
 import warnings
 from collections.abc import Callable
@@ -109,20 +111,23 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--peers", nargs="+", default=list(PEERS))
     options = parser.parse_args()
-    best: dict[str, tuple[float, float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {peer: [] for peer in options.peers}
     for _ in range(options.repeat):
-        for peer in options.peers:
+        for peer, rows in found.items():
             root = f"{options.where}/ckptkit-stall"
             arguments = (peer, options.gigabytes, options.tensors, options.kind, root, options.saves)
-            found = run_ranks(measure, options.ranks, *arguments, timeout=900)[0]
+            first, *others = run_ranks(measure, options.ranks, *arguments, timeout=900)[0]
             shutil.rmtree(root, ignore_errors=True)
-            known = best.get(peer, (float("inf"), float("inf")))
-            best[peer] = (min(known[0], found[0]), min(known[1], *found[1:]))
-    clone = min(best["clone"]) if "clone" in best else float("nan")
-    print(f"{options.where}, {options.ranks} ranks, {options.kind}, {options.gigabytes} GiB")
-    for peer, (first, later) in best.items():
-        print(f"  {peer:16s} first {first:7.3f} s (x{first / clone:5.2f} of a clone)  ", end="")
-        print(f"later {later:7.3f} s (x{later / clone:5.2f})")
+            rows.append((first, min(others)))
+    print(f"{options.where}, {options.ranks} ranks, {options.kind}, {options.gigabytes} GiB; milliseconds (clones)")
+    for peer, rows in found.items():
+        cells = []
+        for place, phase in enumerate(("first", "later")):
+            for name, of_all in (("best", min), ("median", statistics.median)):
+                spent = of_all([row[place] for row in rows])
+                clone = of_all([row[place] for row in found["clone"]]) if "clone" in found else float("nan")
+                cells.append(f"{phase}, {name} {spent * 1e3:7.1f} ({spent / clone:5.2f})")
+        print(f"  {peer:16s} {'   '.join(cells)}")
     sys.stdout.flush()
     return 0
 

@@ -189,7 +189,7 @@ def plan_sharded(
     if found is None:
         flat, paths = flatten_state_dict(dict(values))
         found = Flattened(flat, list(paths.values()))
-    places = Places.of(found.values)
+    places = Places.of(found.values, spots=False)
     empty = ShardedPlan(
         rank=rank,
         world_size=world_size,

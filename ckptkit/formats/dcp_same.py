@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, compress, count, repeat
@@ -77,8 +78,12 @@ class Places:
     bits: list[tuple[bool, bool]]
 
     @classmethod
-    def of(cls, flat: Mapping[str, Any]) -> Places:
-        """Return the places of a flat state's tensors as they are now."""
+    def of(cls, flat: Mapping[str, Any], *, spots: bool = True) -> Places:
+        """Return the places of a flat state's tensors as they are now.
+
+        Args:
+            spots: Without, `viewed` is called at once: it tells where they lie, of those of which it matters.
+        """
         values = list(flat.values())
         kinds = list(map(type, values))
         every = range(len(kinds))
@@ -98,8 +103,7 @@ class Places:
         for row in anew:
             values[row] = None
         specs = list(map(_spec_of, dtensors))
-        shapes, spots = _shared(list(map(_shape_of, memory))), _spots(memory)
-        columns = (*_cuts(specs), shapes, list(map(_dtype_of, memory)))
+        columns = (*_cuts(specs), _shared(list(map(_shape_of, memory))), list(map(_dtype_of, memory)))
         odd = _could_be_odd(memory, columns[-1])
         return cls(
             names=list(flat),
@@ -111,7 +115,7 @@ class Places:
             memory=memory,
             columns=columns,
             near=range(len(memory)),
-            spots=spots,
+            spots=_spots(memory if spots else []),
             on_host=all(map(_is_cpu, memory[: len(dtensors)])),
             odd=odd,
             bits=_bits(memory, odd),
@@ -121,13 +125,13 @@ class Places:
         """Return the places for one who holds these tensors: of DTensors, local parts as they are, or views of them."""
         held = set(map(id, memory))
         cut = len(self.dtensors)
-        known: set[int] = set()
-        for local in map(id, self.memory[:cut]):
-            if local in known:  # of two DTensors: what is held may be of the other
-                held.discard(local)
-            known.add(local)
-        near = [place for place, local in enumerate(self.memory) if place >= cut or id(local) not in held]
-        return self if len(near) == len(self.near) else replace(self, near=near, spots=_spots(_at(self.memory, near)))
+        locals_ = list(map(id, self.memory[:cut]))
+        if len(set(locals_)) < cut:
+            held -= {local for local, number in Counter(locals_).items() if number > 1}  # it may be of the other
+        near = [*compress(count(), map(operator.not_, map(held.__contains__, locals_))), *range(cut, len(self.memory))]
+        if len(near) == len(self.near) == len(self.spots[0]):
+            return self
+        return replace(self, near=near, spots=_spots(_at(self.memory, near)))
 
     def moved(self, flat: Mapping[str, Any], *, copied: bool = False) -> list[int] | None:
         """Return the rows of a flat state whose tensors are not those of these places, or not there; None where its
