@@ -230,8 +230,9 @@ class Filler:
                 jobs.append((fill.needed, lambda fill=fill, full=full: self._through_buffer(fill, full)))  # type: ignore[misc]
             else:
                 jobs.append((fill.needed, lambda fill=fill, at=at: self._direct(fill, at)))  # type: ignore[misc]
-        size = _BATCH if self.store.local_root is not None else _BATCH_REMOTE
-        for batch in _batches(small, size):
+        near = self.store.local_root is not None
+        size = _BATCH if near else _BATCH_REMOTE
+        for batch in _batches(small, size, one_file=near):
             jobs.append((size, lambda batch=batch: self._joined(batch)))  # type: ignore[misc]
         self._fills = []
         jobs.sort(key=lambda job: -job[0])
@@ -241,7 +242,7 @@ class Filler:
     # --- into the target's own memory
 
     def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Small reads of one file: near ones become one."""
+        """Small reads: near ones of one file become one."""
         # A cast, a device, a stride: read with the others all the same, and copied then.
         into = [fill.target if _is_direct(fill) else torch.empty(fill.sizes, dtype=fill.dtype) for fill, _ in batch]
         views = [host_view(tensor, writable=True) for tensor in into]
@@ -360,13 +361,18 @@ def _start_in_file(fill: _Fill) -> int | None:
     return fill.start + fill.itemsize * box.flat_start(fill.shape) if box.is_contiguous_in(fill.shape) else None
 
 
-def _batches(small: list[tuple[_Fill, int]], size: int) -> Iterator[list[tuple[_Fill, int]]]:
-    """Cut small reads into batches of one file, in the order of the file."""
+def _batches(small: list[tuple[_Fill, int]], size: int, *, one_file: bool) -> Iterator[list[tuple[_Fill, int]]]:
+    """Cut small reads into batches, in the order of the files.
+
+    Args:
+        one_file: A batch ends with its file. Far away it does not: how many requests there should be for a file is told
+            by all that is read, and a batch that seems little gets a connection for every few megabytes.
+    """
     small.sort(key=lambda item: (item[0].path, item[1]))
     batch: list[tuple[_Fill, int]] = []
     nbytes = 0
     for item in small:
-        if batch and (nbytes >= size or batch[-1][0].path != item[0].path):
+        if batch and (nbytes >= size or (one_file and batch[-1][0].path != item[0].path)):
             yield batch
             batch, nbytes = [], 0
         batch.append(item)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ckptkit.checkpoint.delete import delete_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.pins import list_pins
 from ckptkit.checkpoint.state import TrainState
+from ckptkit.formats.dcp_storage import DCPReader, DCPWriter
 from ckptkit.storage import open_store
 from tests.storage.proxy import Proxy
 
@@ -55,6 +57,20 @@ def test_a_load_lists_once_and_asks_for_nothing_twice(counted: tuple[Proxy, Opti
     assert value_of(state) == 2
     assert kinds == {"LIST": 1, "GET": 5, "PUT": 1}, kinds  # two records, two of the index, the data; the pin
     assert len(seen) == len(set(seen))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_several_files_that_are_little_each_take_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
+    proxy, options = counted
+    saved = {f"w{i}": torch.full((9 << 18,), float(i)) for i in range(4)}  # 36 MiB
+    dcp.save(saved, storage_writer=DCPWriter(url, storage_options=options))
+    files = [item.path for item in open_store(url, storage_options=options).list() if item.path.endswith(".distcp")]
+    target = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
+    proxy.clear()
+    dcp.load(target, storage_reader=DCPReader(url, storage_options=options))
+    assert all(torch.equal(target[key], saved[key]) for key in saved)
+    assert len(files) > 1
+    assert sorted(path.rpartition("/")[2] for _, path in proxy.seen if path.endswith(".distcp")) == sorted(files)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
