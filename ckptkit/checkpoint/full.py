@@ -27,6 +27,7 @@ from ckptkit.checkpoint.stream import FileTensor, SafetensorsStream, open_stream
 from ckptkit.checkpoint.writers import Report, WrittenTensors
 from ckptkit.errors import SaveError
 from ckptkit.formats._torch_records import PlacementRecord
+from ckptkit.formats.dcp_bytes import row_major
 from ckptkit.formats.layout import MANIFEST_NAME, FileRecord
 from ckptkit.formats.slice_table import SliceRow, TablePart, write_manifest
 from ckptkit.storage.workers import WorkerPool
@@ -380,7 +381,7 @@ class _Transfer:
         import torch
 
         part = _at(_part(self._plan, item.key, piece, self._memory[item.key]), tile)
-        return part.to("cpu").contiguous().view(-1).view(torch.uint8)
+        return row_major(part).to("cpu").view(-1).view(torch.uint8)
 
 
 def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.box import Box
 from ckptkit.errors import SaveError
 from ckptkit.formats._torch_records import PlacementRecord
+from ckptkit.formats.dcp_bytes import lies_row_major, row_major
 from ckptkit.formats.shards import LocalPart, local_parts, mesh_coordinate
 
 if TYPE_CHECKING:
@@ -179,11 +180,11 @@ def host_bytes(tensor: torch.Tensor, max_bytes: int = 64 << 20) -> Iterator[memo
 
     if tensor.numel() == 0:
         return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    if lies_row_major(tensor):
         view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
         for start in range(0, len(view), max_bytes):
             yield view[start : start + max_bytes]
         return
     for tile in Box.whole(tuple(tensor.shape)).tiles(max(1, max_bytes // tensor.element_size())):
         piece = tensor[tuple(slice(o, o + s) for o, s in zip(tile.offsets, tile.sizes, strict=True))]
-        yield memoryview(piece.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        yield memoryview(row_major(piece).to("cpu").reshape(-1).view(torch.uint8).numpy().data)

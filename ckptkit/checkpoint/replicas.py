@@ -254,7 +254,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     strides = tensor.stride()
     dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    return tensor.permute(dims).reshape(-1).view(torch.uint8)
+    return tensor.permute(dims).reshape(-1).contiguous().view(torch.uint8)  # a column is a row with gaps
 
 
 def _summary(row: torch.Tensor) -> torch.Tensor:

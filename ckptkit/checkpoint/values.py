@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CorruptCheckpointError, SaveError
+from ckptkit.formats.dcp_bytes import row_major
 from ckptkit.formats.torch_bytes import dump_object, parse_object
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class _Encoder:
         if not isinstance(value, DTensor) and (value.layout is not torch.strided or value.is_quantized):
             return _torch_save(value, path)  # sparse, quantized: it has no row of bytes that could be read in part
         if plain and value.numel() * value.element_size() <= INLINE_BYTES:
-            raw = value.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            raw = row_major(value).to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
             fields = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
             return {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}
         return self._apart(value, path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PIECE", "HostBytes", "host_view", "is_dense", "lies_row_major", "settle_device"]
+__all__ = ["PIECE", "HostBytes", "host_view", "is_dense", "lies_row_major", "row_major", "settle_device"]
 
 PIECE = 512 << 10  # digest, CRC and write of a piece run while it is in the cache; smaller ones cost more calls
 _STAGE = 16 << 20

@@ -140,6 +140,41 @@ def test_what_is_equal_is_stored_once(ranks: Any, tmp_path: Path) -> None:
     assert ranks.run(save_equal, 2, str(tmp_path)) == [[], []]
 
 
+class Views(nn.Module):
+    """Buffers that lie in memory with gaps, all in one place, or as what they are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table, waves = torch.arange(12.0).view(4, 3), torch.complex(torch.arange(4.0), torch.ones(4))
+        for name, view in {
+            "column": table[:, 0],
+            "corner": table[::2, ::2],
+            "all_one": table[0, 2].expand(3, 2),
+            "conjugate": waves.conj(),
+            "negative": torch._neg_view(torch.arange(4.0)),
+            "imaginary": waves.conj().imag,
+        }.items():
+            self.register_buffer(name, view)
+
+
+def save_views(url: str, kind: str, background: bool) -> list[str]:
+    model = Views()
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        state = TrainState(model=model)
+        _ = manager.save_async(1, state).result() if background else manager.save(1, state)
+        again = Views()
+        for name, buffer in list(again.named_buffers()):
+            again.register_buffer(name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+        manager.load(TrainState(model=again))
+    return [name for name, buffer in model.named_buffers() if not torch.equal(buffer, again.get_buffer(name))]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_however_they_lie_in_memory_they_come_back(ranks: Any, tmp_path: Path, kind: str, background: bool) -> None:
+    assert ranks.run(save_views, 2, str(tmp_path), kind, background) == [[], []]
+
+
 def save_later(url: str) -> dict[str, list[float]]:
     model, optimizer = made()
     fill(model, optimizer, 3.0)

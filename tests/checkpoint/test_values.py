@@ -65,6 +65,12 @@ def test_small_tensors_lie_inside_the_json(dtype: torch.dtype) -> None:
     assert torch.equal(decode(tree, tensors.__getitem__), tensor)
 
 
+def test_small_tensors_seen_as_conjugate_or_negative_come_back() -> None:
+    seen = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert torch.equal(through(seen), seen)
+    assert torch.equal(through(seen.imag), torch.tensor([-2.0, 4.0]))
+
+
 def test_tensors_without_elements_and_without_dimensions_come_back() -> None:
     assert through(torch.zeros(0, 3)).shape == (0, 3)
     assert through(torch.tensor(2.5)).item() == 2.5
