@@ -448,7 +448,7 @@ class SaveAttempt:
         self._place.look()
         # 6. and 7.: the commit. Invariant: a save that returns survives a power cut.
         data = record.to_json()
-        self._place.publish(data, overwrite=self._overwrite)
+        self._place.publish(data, overwrite=self._overwrite, again=lease.make_sure if lease else None)
         if lease is not None:
             lease.sequence = record.sequence
         return CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
@@ -468,8 +468,8 @@ class SaveAttempt:
                 future.result()
         # Invariant: who has lost the lease, and with it what he has written, does not commit.
         fresh = bool(looks) and time.monotonic() - started < LOOK_S
-        if lease is not None and not fresh and not lease.is_surely_ours():
-            lease.check()
+        if lease is not None and not fresh:
+            lease.make_sure()
 
     def _write_hints(self, hints: Mapping[str, bytes]) -> None:
         if self.data:

@@ -99,6 +99,11 @@ class Lease:
         one_of_two = isinstance(root, RemoteStore) and root.has_conditional_writes is True
         return one_of_two and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
 
+    def make_sure(self) -> None:
+        """Raise as `check` does where it is not surely ours."""
+        if not self.is_surely_ours():
+            self.check()
+
     def try_conditional(self) -> None:
         """Find out by its file whether the store has conditional writes."""
         if isinstance(self.root, RemoteStore):

@@ -11,8 +11,9 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ckptkit.errors import CheckpointExistsError, CkptkitError, SaveError
@@ -75,8 +76,13 @@ class Place(Protocol):
         """Raise CheckpointExistsError if there is a checkpoint of this name, where that is not known, and `publish`
         would have to ask. Rank 0, a moment before that."""
 
-    def publish(self, record: bytes, *, overwrite: bool) -> None:
-        """Write the record and let the checkpoint appear. Durable on return. Rank 0."""
+    def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
+        """Write the record and let the checkpoint appear. Durable on return. Rank 0.
+
+        Args:
+            again: Raises where this writer may no longer write. Called before the record is tried to be put again,
+                which may be a minute later.
+        """
 
     def close(self) -> None:
         """Delete all that is not published. Rank 0; can be repeated."""
@@ -160,7 +166,7 @@ class LocalPlace:
     def _sizes(self) -> dict[str, int]:
         return {item.path: item.size for item in self.store.list(recursive=True)}
 
-    def publish(self, record: bytes, *, overwrite: bool) -> None:
+    def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
         self.store.write(RECORD_NAME, record)
         # Invariant: from here the staging directory is complete, and discovery does not see it.
         folders = {""} | {path.rpartition("/")[0] for path in self._sizes()}
@@ -241,6 +247,7 @@ class RemotePlace:
         self._replaced: str | None = None
         self._published = False
         self._may_appear = False  # though the store has not said so
+        self._tried = False
         self._free_at = -LOOK_S  # when a look showed that there is no record
 
     @property
@@ -293,17 +300,19 @@ class RemotePlace:
     def _is_known_free(self) -> bool:
         return time.monotonic() - self._free_at < LOOK_S
 
-    def publish(self, record: bytes, *, overwrite: bool) -> None:
+    def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
         # Invariant: every object that the record names is complete, under keys that nobody else writes.
         old = find_record(self.root, record_path(self.name)) if overwrite else None
         root = self.root
         if isinstance(root, RemoteStore) and self._is_known_free():
             root = root.with_free_names()
+        if isinstance(root, RemoteStore):
+            root = root.with_each_put(partial(self._try, again))
         try:
             root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
         except OSError as error:
             # The answer may have been lost, or the request repeated after that: then the record is ours.
-            self._may_appear = may_yet_happen(error)
+            self._may_appear = self._may_appear or may_yet_happen(error)
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
                 if not isinstance(error, FileExistsError):
@@ -311,6 +320,18 @@ class RemotePlace:
                 raise self._was_taken() from error
         self._published = True
         self._replaced = old.data if old is not None and old.data else None
+
+    def _try(self, again: Callable[[], None] | None, put: Callable[[], str]) -> str:
+        """Try to put the record. What one try has on its way may come whatever the next one is told."""
+        if self._tried and again is not None:
+            again()
+        self._tried = True
+        try:
+            return put()
+        except BaseException as error:
+            stopped = not isinstance(error, Exception)  # while the answer was waited for
+            self._may_appear = self._may_appear or stopped or may_yet_happen(error)
+            raise
 
     def _was_taken(self) -> CheckpointExistsError:
         return CheckpointExistsError(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from ckptkit.errors import IncompleteCheckpointError, StorageError
+from ckptkit.errors import CkptkitError, IncompleteCheckpointError, StorageError
 from ckptkit.shown import keep_secret, without_secrets
 from ckptkit.storage.advice import advice_on
 from ckptkit.storage.coalesce import Job, Scatter, cut_reads
@@ -63,6 +63,7 @@ class RemoteStore:
         self._api = _api_of(self.protocol, self._connection)
         self.url = without_secrets(self._place)
         self._names_are_free = False
+        self._around: Callable[[Callable[[], str]], str] | None = None
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"
@@ -89,6 +90,12 @@ class RemoteStore:
         store._names_are_free = True
         return store
 
+    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> RemoteStore:
+        """Return this store with each try of each put made by `around`, which is given what makes it."""
+        store = copy.copy(self)
+        store._around = around
+        return store
+
     # --- names and errors
 
     def _full(self, path: str, *, root_allowed: bool = False) -> str:
@@ -112,7 +119,7 @@ class RemoteStore:
             if isinstance(error, PermissionError):
                 text += advice_on(error, self.protocol)
             raise type(error)(error.errno or _ERRNO[_kind(error)], text) from _harmless(error)
-        except StorageError:
+        except CkptkitError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a file system raises becomes an error of ours
             text = f"{self._shown(path)}: {type(error).__name__}: {_text(error)}{advice_on(error, self.protocol)}"
@@ -299,7 +306,7 @@ class RemoteStore:
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
         if overwrite:
-            self._note(full, self._call(path, lambda: self._api.put(full, body, if_absent=False)), body)
+            self._note(full, self._tried(path, lambda: self._api.put(full, body, if_absent=False)), body)
             return
         if not self._names_are_free and not self._conditional() and self.exists(path):
             raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already")
@@ -346,7 +353,10 @@ class RemoteStore:
                     raise
                 return ""
 
-        return self._call(path, put)
+        return self._tried(path, put)
+
+    def _tried(self, path: str, put: Callable[[], str]) -> str:
+        return self._call(path, put if self._around is None else partial(self._around, put))
 
     def _conditional(self) -> bool:
         """Tell whether this store refuses to replace an object when it is asked to. Tried once a connection."""

@@ -92,9 +92,10 @@ def is_transient(error: BaseException) -> bool:
 
 
 def may_yet_happen(error: BaseException) -> bool:
-    """Tell whether what failed so may yet be carried out, or has been: nobody said that it was refused."""
+    """Tell whether what failed so may yet be carried out, or has been: nobody said that it was refused for good. A
+    gateway that answers 5xx may have passed it on, and so may an HTTP client that sends a request again by itself."""
     cause = error.__cause__ if isinstance(error, StorageError) else error
-    return cause is None or (is_transient(cause) and _status(cause) is None)
+    return cause is None or is_transient(cause)
 
 
 def _is_silence(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import os
 import socket
 import threading
@@ -12,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stamina
 
 from ckptkit.checkpoint.inventory import list_checkpoints
-from ckptkit.errors import CkptkitError, StorageError
+from ckptkit.checkpoint.lease import STATE_DIRECTORY, TTL_S, _here
+from ckptkit.errors import CkptkitError, LeaseHeldError, StorageError
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
+from ckptkit.storage.owner import this_process
 from ckptkit.storage.patience import SilenceError, patiently, silences
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import call_with_retries
+from ckptkit.storage.s3 import S3Api
 from ckptkit.storage.store import ReadInto
 from tests.remote.slow import Late
 from tests.remote.test_turns import loads, save
@@ -34,6 +39,14 @@ BIG = 15 << 20
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+
+
+@pytest.fixture
+def at_once() -> Iterator[None]:
+    """Retries without waits."""
+    stamina.set_testing(True, attempts=8)
+    yield
+    stamina.set_testing(False)
 
 
 @pytest.fixture
@@ -285,3 +298,57 @@ def test_a_record_that_comes_after_its_save_was_given_up_names_files_that_are_th
         save(url, s3, 2)
         loads(url, s3, 2)
         assert not any("step_00000001" in item.path for item in root.list(recursive=True))
+
+
+@pytest.mark.parametrize("then", ["503", "denied", "interrupted"])
+def test_a_record_that_comes_after_its_save_was_given_up_for_another_reason_names_files_that_are_there(
+    s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, at_once: None, then: str
+) -> None:
+    held, real = _Held(), S3Api.put
+
+    def put(api: S3Api, name: str, *args: Any, **kwargs: Any) -> str:
+        try:
+            return real(api, name, *args, **kwargs)
+        except OSError:
+            if then == "interrupted" and name.endswith("/checkpoint.json"):
+                raise KeyboardInterrupt from None  # while the answer was waited for
+            raise
+
+    def rule(number: int, method: str, path: str) -> str | Answer:
+        # The HTTP client sends what broke off again by itself.
+        if len(held.puts) < 1 + (then == "denied") or method != "PUT" or not path.endswith("/checkpoint.json"):
+            return "pass"
+        return Answer(403, "AccessDenied") if then == "denied" else "503"
+
+    monkeypatch.setattr(S3Api, "put", put)
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        proxy.between, proxy.rule = held, rule
+        with pytest.raises(KeyboardInterrupt if then == "interrupted" else CkptkitError):
+            save(url, {**s3, "endpoint_url": proxy.url}, 1)
+    assert held.carry_out() == 200
+    loads(url, s3, 1)
+    assert verify(f"{url}/step_00000001", storage_options=s3).ok
+
+
+def test_a_record_is_not_tried_again_once_another_job_has_the_lease(s3: Options, url: str, at_once: None) -> None:
+    root = open_store(url, storage_options=s3)
+    tries = 0
+
+    def rule(number: int, method: str, path: str) -> str:
+        nonlocal tries
+        if method != "PUT" or not path.endswith("/checkpoint.json"):
+            return "pass"
+        tries += 1
+        if tries == 1:  # the store was out of reach for so long that another job took over, and cleaned up
+            (ours,) = (lease for lease in list(_here.values()) if lease.root.url == url)
+            ours._renewed -= TTL_S
+            theirs = {"nonce": "0" * 16, "beat": 0, "released": True, **this_process().to_json()}
+            root.write(f"{STATE_DIRECTORY}/lease-00000002.json", json.dumps(theirs).encode())
+            root.delete_tree("step_00000001")
+        return "503" if tries == 1 else "pass"
+
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        proxy.rule = rule
+        with pytest.raises(LeaseHeldError):
+            save(url, {**s3, "endpoint_url": proxy.url}, 1)
+    assert list_checkpoints(root).committed == ()
