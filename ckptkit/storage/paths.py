@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from ckptkit.errors import UnsafePathError
 
-__all__ = ["checked_path", "is_safe_name"]
+__all__ = ["checked_path", "is_path", "is_safe_name"]
+
+# A part that is empty, "." or "..", and characters that no path may have: halves of some, too, but for those that stand
+# for a byte of a name that is not UTF-8.
+_REFUSED = re.compile("(?:^|/)[.]{0,2}(?:/|\\Z)|[\\\\\\x00-\\x1f\\x7f\ud800-\udc7f\udd00-\udfff]")
 
 # Names that Windows keeps for devices, whatever the extension: a checkpoint must be portable.
 _DEVICES = frozenset(
@@ -27,12 +33,7 @@ def checked_path(path: str, *, root_allowed: bool = False) -> str:
         UnsafePathError: It is absolute, empty, or has "." or "..", an empty part, NUL, a control
             character or a backslash.
     """
-    if path == "" and root_allowed:
-        return path
-    parts = path.split("/")
-    bad = any(part in ("", ".", "..") for part in parts)
-    bad = bad or "\\" in path or any(ord(c) < 32 or ord(c) == 127 or _is_half(c) for c in path)
-    if bad or len(path) > 4096:
+    if not (is_path(path) or (path == "" and root_allowed)):
         raise UnsafePathError(
             f"path {path!r} is refused: it must be relative, with '/' between its parts, and may not have "
             "'.', '..', a backslash, a control character or half a character."
@@ -40,9 +41,9 @@ def checked_path(path: str, *, root_allowed: bool = False) -> str:
     return path
 
 
-def _is_half(char: str) -> bool:
-    """Whether no file system takes it: a surrogate that stands for no byte of a name that is not UTF-8."""
-    return "\ud800" <= char <= "\udfff" and not "\udc80" <= char <= "\udcff"
+def is_path(path: str) -> bool:
+    """Tell whether `path` names something below a store; others' keys may be such as none can read or delete here."""
+    return len(path) <= 4096 and not _REFUSED.search(path)
 
 
 def is_safe_name(name: str) -> bool:

@@ -21,7 +21,7 @@ from ckptkit.storage.coalesce import Job, Scatter, cut_reads
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.content import Content
 from ckptkit.storage.object_api import Entries, Entry, FsspecApi, NotConditionalError, ObjectApi, Uploads
-from ckptkit.storage.paths import checked_path
+from ckptkit.storage.paths import checked_path, is_path
 from ckptkit.storage.retry import call_with_retries, is_transient, timeout_s
 from ckptkit.storage.store import FileInfo, ReadInto, split_url
 from ckptkit.storage.together import Together
@@ -147,15 +147,13 @@ class RemoteStore:
 
     def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
         full = self._full(path, root_allowed=True)
-        root = self._full("", root_allowed=True)
         found = [item for page in self._pages(path, full, recursive=recursive) for item in page]
-        entries = [_file_info(item["name"].rstrip("/")[len(root) :].lstrip("/"), item) for item in found]
         # A store may list the folder itself, as a marker object.
-        return sorted((e for e in entries if e.path not in ("", path)), key=_path)
+        return [item for item in self._listed(found) if item.path != path]
 
     def list_at_once(self, path: str = "") -> _Infos | None:
         """Return every file below `path`, sorted by path, where few requests list them all; else None."""
-        full, root = self._full(path, root_allowed=True), self._full("", root_allowed=True)
+        full = self._full(path, root_allowed=True)
         if not self._api.paged:
             return None
         found: list[Entry] = []
@@ -163,7 +161,13 @@ class RemoteStore:
             if number == _PAGES:
                 return None
             found += page
-        return sorted((_file_info(item["name"][len(root) :].lstrip("/"), item) for item in found), key=_path)
+        return self._listed(found)
+
+    def _listed(self, found: Entries) -> _Infos:
+        """Return what a listing shows, sorted by path, but for keys of others that no path here can name."""
+        start = len(self._full("", root_allowed=True))
+        named = ((item["name"][start:].removeprefix("/").removesuffix("/"), item) for item in found)
+        return sorted((_file_info(path, item) for path, item in named if is_path(path)), key=_path)
 
     def _pages(self, path: str, full: str, *, recursive: bool) -> Iterator[Entries]:
         """Yield a listing; each page of it is tried again by itself, or a long one would never come to its end."""

@@ -146,6 +146,33 @@ def test_nothing_of_others_is_touched_by_any_command(s3: Options, url: str) -> N
     }
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "a\\b/c",
+        "a\x01b/c",
+        "../a/b",
+        "./a/b",
+        "/step_00000002/checkpoint.json",
+        "step_00000001/a\\b",
+        "a//b",
+        "step_00000001/0123456789abcdef//a",
+        ".ckptkit//lease-00000009.json",
+    ],
+)
+def test_keys_of_others_that_no_path_can_name_are_in_nobodys_way(s3: Options, url: str, key: str) -> None:
+    root = open_store(url, storage_options=s3)
+    bucket, _, folder = root._full("", root_allowed=True).partition("/")  # type: ignore[attr-defined]
+    root.fs.call_s3("put_object", Bucket=bucket, Key=f"{folder}/{key}", Body=b"{}")  # type: ignore[attr-defined]
+    for step in (1, 2, 3):
+        save(url, s3, step, retention=RetentionPolicy(max_num=1))
+    prune(url, policy=RetentionPolicy(max_num=1), storage_options=s3)
+    assert [item.step for item in list_checkpoints(root).committed] == [3]
+    assert not any(name.startswith(("step_00000001", "step_00000002")) for name in names(root))
+    loads(url, s3, 3)
+    root.fs.call_s3("head_object", Bucket=bucket, Key=f"{folder}/{key}")  # type: ignore[attr-defined]
+
+
 # --- tags
 
 
