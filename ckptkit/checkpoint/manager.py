@@ -355,6 +355,8 @@ class CheckpointManager:
     def _stage(self, prepared: Prepared) -> None:
         """Copy what is to be written. A failure waits for `publish`: the other ranks are on their way."""
         started = prepared.clock.seconds()
+        if not prepared.plan.reused:
+            self._stager.forget()
         try:
             prepared.staged = (self._writer.stage if self._writer else self._buffers.copy)(prepared.plan.tensors)
         except Exception as error:  # noqa: BLE001  memory, most likely: `publish` raises it on every rank

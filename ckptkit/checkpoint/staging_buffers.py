@@ -52,7 +52,7 @@ class StagingBuffers:
         self._looks: list[tuple[torch.Size, torch.dtype]] = []
         self._packs: list[_Pack] = []
         self._single: list[int] = []
-        self._last: list[torch.Tensor] = []
+        self._last: list[torch.Tensor] | None = None
         self._on_gpu = False
 
     @property
@@ -87,11 +87,15 @@ class StagingBuffers:
                 torch._foreach_copy_([views[row] for row in single], [tensors[row] for row in single])
         return views
 
+    def forget(self) -> None:
+        """Have the next call look at every tensor anew: what else is known of them has changed."""
+        self._last = None
+
     def release(self) -> None:
         """Give the memory back."""
         self._drop()
         self._views, self._looks, self.starts = _Views(), [], []
-        self._packs, self._single, self._last = [], [], []
+        self._packs, self._single, self._last = [], [], None
 
     def _drop(self) -> None:
         if self._registered:
@@ -110,8 +114,8 @@ class StagingBuffers:
 
     def _fit(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have a place for each tensor."""
-        last, self._last = self._last, []
-        changed = _changed(tensors, last)
+        last, self._last = self._last, None
+        changed = None if last is None else _changed(tensors, last)
         if changed is None:
             self._on_gpu = any(map(_is_cuda, tensors))
             looks = list(zip(map(_shape_of, tensors), map(_dtype_of, tensors), strict=True))

@@ -154,7 +154,7 @@ class _Child:
             while not self._ready:
                 self.hear_ready(_LOOK_S)
                 self._look()
-            if buffers.generation != self._block:
+            if buffers.generation != self._block and buffers.fd >= 0:  # a rank may have no tensors to write
                 send(self.connection, Block(buffers.nbytes), buffers.fd)
                 self._block = buffers.generation
             send(self.connection, request)

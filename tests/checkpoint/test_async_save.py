@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptkit.checkpoint import save as save_module
 from ckptkit.checkpoint import staging_buffers
@@ -464,6 +464,28 @@ def structure_changes(url: str, mode: Any) -> list[bool]:
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_structure_that_changes_from_save_to_save_is_staged_anew(ranks: Any, tmp_path: Path, mode: str) -> None:
     assert ranks.run(structure_changes, 2, str(tmp_path), mode) == [[True] * 6] * 2
+
+
+def other_dtype_below(url: str, mode: Any) -> list[bool]:
+    """A DTensor of another dtype over the local tensor of before, whose memory was exchanged, at every save."""
+    first = sharded(8, dtype=torch.float16).w0
+    local, right = first._local_tensor, []
+    with CheckpointManager(url, async_mode=mode) as manager:
+        for step, dtype in enumerate((torch.float16, torch.bfloat16, torch.int16, torch.float64)):
+            local.data = torch.arange(32).view(4, 8).to(dtype) + 1
+            value = DTensor.from_local(local, first.device_mesh, first.placements, run_check=False)
+            value._local_tensor = local  # not a view of it
+            manager.save_async(step, TrainState(extra={"t": {"w": value}}, rng=False))
+            saved, again = local.clone(), TrainState(extra={"t": {"w": sharded(8, dtype=dtype).w0}}, rng=False)
+            local.zero_()
+            manager.load(again, step)
+            right.append(torch.equal(again.extra["t"]["w"].to_local(), saved))
+    return right
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_dtype_that_was_exchanged_below_a_tensor_is_staged_anew(ranks: Any, tmp_path: Path, mode: str) -> None:
+    assert ranks.run(other_dtype_below, 2, str(tmp_path), mode) == [[True] * 4] * 2
 
 
 def changes_below(url: str, mode: Any) -> list[Any]:

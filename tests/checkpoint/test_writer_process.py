@@ -109,6 +109,19 @@ def test_a_state_that_grows_is_written_from_the_new_memory(tmp_path: Path) -> No
             assert torch.equal(again.weight, model.weight)
 
 
+def test_a_rank_without_tensors_has_nothing_staged(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, async_mode="process") as manager:
+        for step, size in enumerate((None, 900, None, 0)):
+            tensors = {} if size is None else {"w": torch.ones(size)}
+            manager.save_async(step, TrainState(extra={"all": {**tensors, "n": step}}, rng=False)).result()
+            again = TrainState(
+                extra={"all": {**{key: torch.zeros_like(t) for key, t in tensors.items()}, "n": -1}}, rng=False
+            )
+            manager.load(again)
+            assert again.extra["all"]["n"] == step
+            assert all(torch.equal(again.extra["all"][key], t) for key, t in tensors.items())
+
+
 def test_a_process_killed_in_a_save_fails_it_and_the_next_save_has_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
