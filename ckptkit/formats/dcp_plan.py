@@ -33,7 +33,7 @@ __all__ = ["PlannedKey", "PlannedSlice", "ShardedPlan", "local_boxes", "plan_sha
 _DIGEST = 16
 _NO_PROTOCOL = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, dict))
 Flat = dict[str, Any]
-_shape_of, _sizes_of = attrgetter("shape"), itemgetter(2)
+_shape_of, _sizes_of, _dtype_of_meta = attrgetter("shape"), itemgetter(2), itemgetter(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +279,8 @@ def _memory(places: Places, layout: Layout) -> tuple[list[torch.Tensor], list[in
     tensors = [torch.empty(0)] * len(layout.pieces)
     left: list[int] = []
     cut, stop = len(places.dtensors), 0
+    if list(map(_dtype_of_meta, places.columns[2])) != list(places.columns[4][:cut]):
+        return tensors, list(range(len(tensors)))  # one of them is refused
     local = chain(places.memory[:cut], map(torch.Tensor.detach, places.memory[cut:]))
     memory = dict(zip(places.rows, local, strict=True))
     for first, rows in layout.runs:
@@ -301,7 +303,7 @@ def _filled(plan: ShardedPlan, rows: Sequence[int]) -> ShardedPlan:
         _, _, sizes, source, narrow = pieces[row]
         local = memory.get(source)
         if local is None:
-            local = memory[source] = _dense(source[0], _local(plan.flat[source[0]], source[1]))
+            local = memory[source] = _dense(source[0], plan.flat[source[0]], source[1])
         tensors[row] = local = local if narrow is None else local.narrow(*narrow)
         if local.shape != sizes:
             raise SaveError(f"{source[0]}: this rank holds {list(local.shape)}, its placement says {list(sizes)}.")
@@ -321,7 +323,8 @@ def _local(value: Any, index: int) -> torch.Tensor:
     return local.detach()
 
 
-def _dense(name: str, local: torch.Tensor) -> torch.Tensor:
+def _dense(name: str, value: Any, index: int) -> torch.Tensor:
+    local = _local(value, index)
     if not is_dense(local):
         raise SaveError(
             f"{name}: its shards are {type(local).__name__}, which are not plain memory, so that no part of them could "
@@ -329,6 +332,8 @@ def _dense(name: str, local: torch.Tensor) -> torch.Tensor:
         )
     if local.is_meta:
         raise SaveError(f"{name}: the tensor is on the meta device: it has no values to save.")
+    if local.dtype != value.dtype:
+        raise SaveError(f"{name}: it says that it is {value.dtype}, this rank holds {local.dtype}.")
     return local
 
 

@@ -149,7 +149,9 @@ def test_how_names_are_nested_is_part_of_what_ranks_agree_on() -> None:
 
 
 def test_memory_that_does_not_fit_its_placement_is_refused_on_the_spot(ranks: Any) -> None:
-    assert ranks.run(misfits, 1)[0] == ["w: this rank holds [3, 2], its placement says [4, 2].", "meta"]
+    dtypes = "w: it says that it is torch.float32, this rank holds torch.float16."
+    shapes = "w: this rank holds [3, 2], its placement says [4, 2]."
+    assert ranks.run(misfits, 1)[0] == [shapes, "meta", dtypes, dtypes]
 
 
 def misfits() -> list[str]:
@@ -162,6 +164,13 @@ def misfits() -> list[str]:
             plan_sharded({"w": made})
         except SaveError as error:
             found.append("meta" if "meta device" in str(error) else str(error))
+    made = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    plan = plan_sharded({"w": made})
+    made._local_tensor.data = torch.ones(4, 2).half()
+    for previous in (None, plan):
+        with pytest.raises(SaveError) as caught:
+            plan_sharded({"w": made}, previous=previous)
+        found.append(str(caught.value))
     return found
 
 
