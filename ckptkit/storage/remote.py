@@ -367,20 +367,20 @@ class RemoteStore:
         known = self._connection.conditional
         return self._learn(self._probe) if known is None else known
 
-    def _learn(self, probe: Callable[[], bool]) -> bool:
+    def _learn(self, probe: Callable[[], bool | None]) -> bool:
         known = self._call("", self._api.is_conditional)
         if known is None:
             known = probe()
         self._connection.conditional = known
-        if not known:
+        if known is False:
             logger.warning(
                 "%s has no conditional writes: nothing but the lease, which can be lost, keeps two jobs from "
                 "committing the same checkpoint. Let one job at a time write there.",
                 self.url,
             )
-        return known
+        return known is True
 
-    def _probe(self) -> bool:
+    def _probe(self) -> bool | None:
         path = f".probe-{secrets.token_hex(8)}.part"  # a name that discovery passes over
         full = self._full(path)
         self._call(path, lambda: self._api.put(full, b"?", if_absent=False))
@@ -389,9 +389,9 @@ class RemoteStore:
         finally:
             self.delete([path])
 
-    def _refuses(self, path: str, data: bytes) -> bool:
-        """Tell whether the store will not replace the object at `path`. What is said of an object that is there
-        counts, not what a server says it supports."""
+    def _refuses(self, path: str, data: bytes) -> bool | None:
+        """Tell whether the store will not replace the object at `path`; None: it does not say. What is said of an
+        object that is there counts, not what a server says it supports."""
         full = self._full(path)
         try:
             tag = self._call(path, lambda: self._api.put(full, data, if_absent=True))
@@ -399,7 +399,7 @@ class RemoteStore:
             return True
         except StorageError as error:
             logger.debug("%s refuses conditional writes: %s", self.url, error)
-            return False
+            return None if error.__cause__ is not None and is_transient(error.__cause__) else False
         self._note(full, tag, data)
         return False
 

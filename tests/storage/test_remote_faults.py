@@ -417,6 +417,20 @@ def test_a_store_with_conditional_writes_is_not_warned_about(moto: Options, capl
     assert not [record for record in caplog.records if record.name.startswith("ckptkit")]
 
 
+def test_a_store_that_fails_while_it_is_tried_is_not_taken_for_one_without_conditional_writes(
+    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 2)
+    store._connection.conditional = None
+    store.write_first("lease", b"1")
+    via.rule = lambda number, method, path: "503" if method == "PUT" else "pass"
+    store.try_conditional("lease", b"1")
+    assert store.has_conditional_writes is None
+    via.rule = lambda number, method, path: "pass"
+    store.try_conditional("lease", b"1")
+    assert store.has_conditional_writes is True
+
+
 def test_gcs_survives_every_third_request_failing() -> None:
     with servers.fake_gcs() as options, proxy_of(options["endpoint_url"]) as via:
         os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
