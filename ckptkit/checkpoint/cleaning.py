@@ -7,6 +7,7 @@ import re
 import time
 
 from ckptkit.checkpoint.inventory import Attempt, Inventory, list_checkpoints
+from ckptkit.checkpoint.lease import store_clock
 from ckptkit.checkpoint.publish import settle_replacements
 from ckptkit.formats.layout import LATEST_HINT
 from ckptkit.storage import staging
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 UPLOAD_AGE_S = 86400.0  # of an upload that nobody finished; those of a dead save go with its files at once
 _HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # as LocalStore names what it is writing
+_OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # how RemotePlace names what it writes
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # as RemoteStore names what it tries conditional writes on
 
 
@@ -82,12 +84,16 @@ def _clean_statements(root: Store, inventory: Inventory, view: Store, *, leased:
 
 
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
-    """Throw away multipart uploads that were begun a day ago: no listing of files shows them, and they cost."""
+    """Throw away multipart uploads of saves that were begun a day ago: no listing of files shows them, and they cost.
+    Others' may take longer than that."""
     if not isinstance(root, RemoteStore):
         return []
-    found = root.unfinished_uploads(older_than_s=UPLOAD_AGE_S)
+    start = len(root._full("", root_allowed=True)) + 1
+    found = [u for u in root.unfinished_uploads(older_than_s=UPLOAD_AGE_S) if _OF_A_SAVE.match(u.name[start:])]
     if found and not dry_run:
-        root.abort_uploads(older_than_s=UPLOAD_AGE_S)
+        now = store_clock(root)  # ours may be ahead of it
+        found = [upload for upload in found if now - upload.started >= UPLOAD_AGE_S]
+        root.end_uploads(found)
     return [f"unfinished upload of {upload.name}" for upload in found]
 
 

@@ -437,9 +437,13 @@ class RemoteStore:
     def abort_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> int:
         """Throw away the unfinished uploads below `path`, and return how many there were."""
         found = self.unfinished_uploads(path, older_than_s=older_than_s)
-        for upload in found:
-            self._call(path, lambda upload=upload: self._api.abort(upload))  # type: ignore[misc]
+        self.end_uploads(found)
         return len(found)
+
+    def end_uploads(self, found: Uploads) -> None:
+        """Throw these away."""
+        for upload in found:
+            self._call("", lambda upload=upload: self._api.abort(upload))  # type: ignore[misc]
 
 
 def _kind(error: OSError) -> type[OSError]:

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,14 +129,27 @@ def test_prune_throws_away_old_uploads_and_touches_no_foreign_object(
     root = open_store(url, storage_options=s3)
     save(root, 1)
     root.write("notes/readme.txt", b"mine")
-    root._api.upload(root._full("step_00000009/0123456789abcdef/x"))  # type: ignore[attr-defined]
+    for name in ("step_00000009/0123456789abcdef/x", "datasets/tokens.bin"):
+        root._api.upload(root._full(name))  # type: ignore[attr-defined]
     monkeypatch.setattr(cleaning, "UPLOAD_AGE_S", 1e11)
     clean_leftovers(root)
-    assert len(root.unfinished_uploads()) == 1  # type: ignore[attr-defined]
+    assert len(root.unfinished_uploads()) == 2  # type: ignore[attr-defined]
     monkeypatch.setattr(cleaning, "UPLOAD_AGE_S", 0.0)
     assert len(clean_leftovers(root)) == 1
-    assert root.unfinished_uploads() == []  # type: ignore[attr-defined]
+    (left,) = root.unfinished_uploads()  # type: ignore[attr-defined]
+    assert left.name.endswith("/datasets/tokens.bin")
     assert root.read("notes/readme.txt") == b"mine" and check(root) == [1]
+
+
+def test_an_upload_is_old_by_the_clock_of_the_store(url: str, s3: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = open_store(url, storage_options=s3)
+    save(root, 1)
+    root._api.upload(root._full("step_00000009/0123456789abcdef/x"))  # type: ignore[attr-defined]
+    ahead = SimpleNamespace(time=lambda: time.time() + 1e10, monotonic=time.monotonic)
+    monkeypatch.setattr("ckptkit.storage.remote.time", ahead)
+    monkeypatch.setattr(cleaning, "UPLOAD_AGE_S", 1e10)  # moto's uploads are all of 2010
+    assert clean_leftovers(root) == []
+    assert len(root.unfinished_uploads()) == 1  # type: ignore[attr-defined]
 
 
 def test_a_listing_that_is_old_does_not_turn_the_order_of_a_run_round(s3: Options, url: str) -> None:
