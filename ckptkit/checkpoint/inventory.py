@@ -13,6 +13,7 @@ from ckptkit.checkpoint.lease import STATE_DIRECTORY, lease_holder
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
 from ckptkit.formats.layout import LATEST_HINT, CommitRecord, find_record, record_path, step_of_name
 from ckptkit.storage.owner import Owner
+from ckptkit.storage.retry import is_outage
 from ckptkit.storage.snapshot import Snapshot, snapshot
 from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, read_owner
 from ckptkit.storage.store import FileInfo, Store
@@ -74,11 +75,13 @@ class Skipped:
 
     Attributes:
         damaged: It may have been saved: it has a commit record, which can't be read, or is of another checkpoint.
+        unanswered: The store failed when it was asked for the record, which may be well.
     """
 
     path: str
     reason: str
     damaged: bool = False
+    unanswered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,8 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
-        return Skipped(path, str(error), damaged=True)  # also one of a later version: it is newer than what we can read
+        # Also one of a later version: it is newer than what we can read.
+        return Skipped(path, str(error), damaged=True, unanswered=is_outage(error))
     except OSError as error:
         return Skipped(path, f"its checkpoint.json can't be read: {error}", damaged=True)
     if record is None:

@@ -22,7 +22,7 @@ from ckptkit.checkpoint.load_plan import LoadOptions
 from ckptkit.checkpoint.pins import pin_unseen, pin_url, pin_while_reading
 from ckptkit.checkpoint.report import LoadReport, write_trace_file
 from ckptkit.checkpoint.state import TrainState
-from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from ckptkit.formats.ckptkit import open_catalog
 from ckptkit.formats.layout import CommitRecord
 from ckptkit.storage.ahead import ReadAhead
@@ -110,7 +110,10 @@ class Loader:
         self._ahead = None
         if not damaged:
             self._ahead = fetch_likely(self._root, view, which, data=self._coordinator.world_size == 1)
-        return choose(self._root, which, damaged=damaged, best=self._best, view=view)
+        found = choose(self._root, which, damaged=damaged, best=self._best, view=view)
+        if isinstance(found, Skipped) and found.unanswered:  # the one before is no stand-in for what may be well
+            raise StorageError(found.reason)
+        return found
 
     def _load_chosen(
         self, which: str | int, state: TrainState, options: LoadOptions, fall_back: bool

@@ -22,7 +22,7 @@ from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.content import Content
 from ckptkit.storage.object_api import Entries, Entry, FsspecApi, NotConditionalError, ObjectApi, Uploads
 from ckptkit.storage.paths import checked_path, is_path
-from ckptkit.storage.retry import call_with_retries, is_transient, timeout_s
+from ckptkit.storage.retry import call_with_retries, is_outage, is_transient, timeout_s
 from ckptkit.storage.store import FileInfo, ReadInto, split_url
 from ckptkit.storage.together import Together
 from ckptkit.storage.upload import PartWriter
@@ -399,7 +399,7 @@ class RemoteStore:
             return True
         except StorageError as error:
             logger.debug("%s refuses conditional writes: %s", self.url, error)
-            return None if error.__cause__ is not None and is_transient(error.__cause__) else False
+            return None if is_outage(error) else False
         self._note(full, tag, data)
         return False
 

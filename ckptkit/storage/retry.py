@@ -15,7 +15,7 @@ from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage.patience import SilenceError, silences
 from ckptkit.units import parse_duration
 
-__all__ = ["call_with_retries", "is_transient", "may_yet_happen", "timeout_s"]
+__all__ = ["call_with_retries", "is_outage", "is_transient", "may_yet_happen", "timeout_s"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,12 @@ def is_transient(error: BaseException) -> bool:
     if any(base.__name__ in _TRANSIENT_NAMES for base in type(error).__mro__):
         return True
     return isinstance(error, SilenceError) or (isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Tell whether a store failed, though it was asked again and again: that says nothing of what it holds."""
+    cause = error.__cause__ if isinstance(error, StorageError) else None
+    return cause is not None and is_transient(cause)
 
 
 def may_yet_happen(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from moto.s3.models import s3_backends
 from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.errors import CorruptCheckpointError, RankFailedError
+from ckptkit.errors import CorruptCheckpointError, RankFailedError, StorageError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.prune import prune
 from ckptkit.offline.reshard import reshard
@@ -149,6 +149,20 @@ def test_a_server_that_refuses_conditions_is_written_to_without(
     assert any("conditional writes" in record.message for record in caplog.records)
     with pytest.raises(FileExistsError):
         store.write("large", b"1")
+
+
+def test_a_newest_checkpoint_that_the_store_fails_to_give_is_not_fallen_back_from(
+    counted: tuple[Proxy, Options], s3: Options, url: str, at_once: None
+) -> None:
+    proxy, options = counted
+    for step in (1, 2):
+        save(url, s3, step)
+    options = {**options, "default_fill_cache": False}  # of a connection that has not read it yet
+    proxy.rule = lambda number, method, path: "503" if path.endswith("/step_00000002/checkpoint.json") else "pass"
+    with CheckpointManager(url, storage_options=options) as manager, pytest.raises(StorageError):
+        manager.load(state_of(99), fallback="previous")
+    proxy.rule = lambda number, method, path: "pass"
+    loads(url, options, 2)
 
 
 def test_wrong_bytes_and_short_answers_are_found_by_whoever_reads(
