@@ -22,6 +22,7 @@ from ckptkit.units import format_size
 __all__ = ["ComputedTensor", "CrcField", "Literal", "OutputFile", "OutputTensor", "Placement", "Plan"]
 
 Bytes = npt.NDArray[np.uint8]
+_NAMED = 8  # more that are left over for one reason are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class Plan:
             )
         for file in self.files:
             yield f"{file.path}  {format_size(file.nbytes)}"
-        yield from (f"left over: {name} ({reason})" for name, reason in self.leftovers)
+        yield from _left_over(self.leftovers)
         yield from (f"missing: {name}" for name in self.missing)
         yield from (f"note: {note}" for note in self.notes)
 
@@ -187,6 +188,18 @@ class Plan:
             "missing": list(self.missing),
             "notes": list(self.notes),
         }
+
+
+def _left_over(leftovers: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield a line for each tensor that is left over; one for all of a reason that many have, such as the optimizer."""
+    of: dict[str, list[str]] = {}
+    for name, reason in leftovers:
+        of.setdefault(reason, []).append(name)
+    for reason, names in of.items():
+        if len(names) <= _NAMED:
+            yield from (f"left over: {name} ({reason})" for name in names)
+        else:
+            yield f"left over: {len(names)} tensors, {names[0]}, ... ({reason}); --json names each"
 
 
 def _renamed(tensor: OutputTensor) -> str:

@@ -137,6 +137,17 @@ def test_a_plan_prints_what_is_left_over_and_what_is_missing():
     assert {"left over: rest (no reason)", "missing: gone", "note: a note"} <= set(lines)
 
 
+def test_a_plan_does_not_list_what_many_are_left_over_for():
+    many = tuple((f"optimizer.state.{i}", "optimizer state") for i in range(300))
+    lines = [
+        line for line in replace(plan_of_two(), leftovers=(("rest", "no reason"), *many)).lines() if "left" in line
+    ]
+    assert lines == [
+        "left over: rest (no reason)",
+        "left over: 300 tensors, optimizer.state.0, ... (optimizer state); --json names each",
+    ]
+
+
 def test_a_plan_is_json():
     document = json.loads(json.dumps(plan_of_two().to_json()))
     assert document["tensors"][0]["boxes"][0]["file"] == "model.safetensors"
