@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
-from ckptkit.storage.store import Store, open_store, split_url
+from ckptkit.storage.store import Store, open_store, require_bucket, split_url
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint.inventory import Inventory
@@ -30,6 +30,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     half = _HALF_PROTOCOL.fullmatch(url)
     if half and not os.path.exists(url):
         raise UsageError(f"{url} has one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
+    require_bucket(url)  # before the slashes at its end go
     head, separator, name = url.rstrip("/").rpartition("/")
     if not NAMED_CHECKPOINT.fullmatch(name) or head.endswith(":/"):
         if split_url(url)[0] == "file" and head and not os.path.lexists(url):

@@ -76,7 +76,7 @@ def prune(
     root = open_store(url, storage_options=storage_options)
     inventory = list_checkpoints(root)
     if not (inventory.committed or inventory.abandoned):
-        raise CheckpointNotFoundError(f"{nothing_of_ours(url, inventory, root)} Nothing was deleted.")
+        raise CheckpointNotFoundError(f"Nothing was deleted: {nothing_of_ours(url, inventory, root)}")
     policy = effective_policy(policy, inventory, recorded=recorded)
     if policy is None and not inventory.abandoned:
         raise UsageError(f"{url} records no retention policy. Say what to keep, as with --max-num 3 or --max-mem 1TB.")

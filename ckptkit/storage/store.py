@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from ckptkit.errors import UsageError
 from ckptkit.shown import carries_credentials, without_secrets
 
-__all__ = ["BlobWriter", "FileInfo", "ReadInto", "Store", "open_store", "split_url"]
+__all__ = ["BlobWriter", "FileInfo", "ReadInto", "Store", "open_store", "require_bucket", "split_url"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,22 @@ class Store(Protocol):
         """Return the free space; None where the store has no limit one can ask for."""
 
 
+_OF_BUCKETS = frozenset(["s3", "s3a", "gs", "gcs"])
+
+
 def split_url(url: str) -> tuple[str, str]:
     """Return (protocol, rest): ("file", path) for a plain path, ("s3", "bucket/key") for "s3://bucket/key"."""
     protocol, separator, rest = url.partition("://")
     if not separator or "/" in protocol:
         return "file", url
     return protocol.lower(), rest
+
+
+def require_bucket(url: str) -> None:
+    """Raise UsageError where `url` is of a kind that begins with a bucket, and names none: "s3://", "gs:///run"."""
+    protocol, rest = split_url(url)
+    if protocol in _OF_BUCKETS and not rest.partition("/")[0]:
+        raise UsageError(f"{url} names no bucket. It is written {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
 
 
 def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Store:
@@ -126,7 +136,8 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
         storage_options: Passed to the fsspec file system, as its users give them.
 
     Raises:
-        UsageError: The URL itself holds a password, a token or a signature: process lists, histories and logs show it.
+        UsageError: The URL itself holds a password, a token or a signature: process lists, histories and logs show it;
+            or it is of a kind that begins with a bucket, and names none.
     """
     protocol, rest = split_url(url)
     if carries_credentials(url):
@@ -134,6 +145,7 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
             f"{without_secrets(url)} has a login or a signature in it, which process lists and shell histories show to "
             "others; it is not used. Give the plain URL, and the login in the environment or in storage options."
         )
+    require_bucket(url)
     if protocol in ("file", "local"):
         from ckptkit.storage.local import LocalStore
 

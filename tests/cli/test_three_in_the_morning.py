@@ -247,6 +247,21 @@ def test_a_path_like_nothing_that_is_there_says_how_far_it_exists(tmp_path: Path
     assert f"does not exist. Nor does {tmp_path}/x; {tmp_path} does." in result.stderr
 
 
+@pytest.mark.parametrize("url", ["s3://", "s3:///run", "gs://"])
+def test_a_url_without_a_bucket_is_wrong_usage(url: str) -> None:
+    for command in (["ls", url], ["verify", url], ["inspect", url], ["prune", url, "--max-num", "1"]):
+        result = run(*command)
+        assert result.exit_code == 2
+        assert f"Error: {url} names no bucket. It is written {url[:2]}://BUCKET/" in result.output
+
+
+def test_a_prune_of_what_is_no_run_says_that_nothing_was_deleted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    result = run("prune", tmp_path, "--max-num", "1")
+    assert f"Error: Nothing was deleted: {tmp_path} holds no checkpoint of ckptkit." in result.output
+    assert result.output.endswith(f"ckptkit inspect {tmp_path}\n")  # the command is the last word: it is copied
+
+
 def test_a_pin_has_a_reason(root: Path) -> None:
     result = run("pin", root / "300", "--why", " ")
     assert result.exit_code == 2
