@@ -1,6 +1,6 @@
 """Accelerate with checkpoints of ckptkit: `AcceleratorCheckpoints` in place of save_state and load_state.
 
-python examples/accelerate_hooks.py
+python examples/accelerate_hooks.py      # needs: pip install -e '.[hf]'
 """
 
 from __future__ import annotations

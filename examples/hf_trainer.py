@@ -1,6 +1,6 @@
 """transformers' Trainer with checkpoints of ckptkit: one callback. Resumes by itself, exports at the end.
 
-python examples/hf_trainer.py
+python examples/hf_trainer.py      # needs: pip install -e '.[hf]'
 """
 
 from __future__ import annotations

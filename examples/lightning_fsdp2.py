@@ -1,6 +1,6 @@
 """Lightning over FSDP2: train, stop, resume bit-exactly, keep the best two.
 
-    python examples/lightning_fsdp2.py        # starts its own two ranks on the CPU
+    python examples/lightning_fsdp2.py        # starts two ranks on the CPU; needs: pip install -e '.[lightning]'
 
 All that a script needs is the strategy's name and, for rotation, the callback: the last lines of `train`.
 """

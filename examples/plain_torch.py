@@ -1,6 +1,6 @@
 """Plain torch: `dcp.save` and `dcp.load` with our storage, Stateful objects and a StatefulDataLoader.
 
-    python examples/plain_torch.py
+    python examples/plain_torch.py      # needs: pip install -e '.[test]', for torchdata
 
 `DCPWriter` and `DCPReader` take the place of torch's FileSystemWriter and FileSystemReader: digests, any storage.
 """
@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckptkit.formats.dcp_storage import DCPReader, DCPWriter
+from ckptkit import DCPReader, DCPWriter
 
 
 class App:

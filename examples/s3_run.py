@@ -1,7 +1,7 @@
 """A run on S3: save, rotate, resume. Starts a server on loopback (moto, of the extra `test`) unless AWS_ENDPOINT_URL
 names one.
 
-python examples/s3_run.py
+python examples/s3_run.py      # needs: pip install -e '.[s3]', and '.[test]' for the server
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The main job, end to end: train with FSDP2, save, stop, resume bit-exactly, export, reshard, go on.
 
-    python examples/train_and_export.py                                 # starts the ranks itself
+    python examples/train_and_export.py                                 # starts the ranks itself; needs '.[hf]'
     torchrun --nproc-per-node 2 examples/train_and_export.py            # the same
 
 A small Llama with random weights learns a short text on the CPU: bf16 compute over fp32 weights, AdamW, a
