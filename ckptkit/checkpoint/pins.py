@@ -118,7 +118,9 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
         # Nobody else has this name: on an object store no request has to ask whether it is free.
         write_state(root, path, body, overwrite=root.local_root is None)
     except (OSError, UnsafePathError) as error:  # a link out of the root where pins are: not written through
-        logger.warning("%s: %s is read without a pin: %s", root.url, name, error)
+        why_not = getattr(error, "strerror", None) or error  # not the name of the file, which nobody knows
+        text = "%s: %s is read without a pin (%s): a job that rotates may delete it meanwhile"
+        logger.warning(text, root.url, name, why_not)
         yield lambda: _record_of(root, name)
         return
 

@@ -105,12 +105,13 @@ def test_a_root_that_is_read_only_is_read_without_a_pin(
     root = open_store(str(tmp_path))
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError(13, "Permission denied")
+        raise PermissionError(13, "Permission denied", f"{tmp_path}/.ckptkit/pins/.read-1.json.2.part")
 
     monkeypatch.setattr(type(root), "write", refuse)
     with pin_while_reading(root, "step_00000001"):
         pass
-    assert "without a pin" in caplog.text
+    what = "step_00000001 is read without a pin (Permission denied): a job that rotates may delete it meanwhile"
+    assert caplog.messages == [f"{tmp_path}: {what}"]
 
 
 def test_pinning_for_ever_needs_a_checkpoint(tmp_path: Path) -> None:
