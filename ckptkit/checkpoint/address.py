@@ -96,14 +96,11 @@ def _refuse_unknown(head: str, name: str) -> None:
         return
     import difflib
 
-    from ckptkit.checkpoint.inventory import list_checkpoints
+    from ckptkit.checkpoint.inventory import list_checkpoints, said_of
 
     inventory = list_checkpoints(open_store(head))
     if inventory.committed:
         known = ["latest", "best", *(item.name for item in inventory.committed)]
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {head}/{near[0]}?" if near else ""
-        resolved = ", ".join(item.name for item in inventory.committed[-5:])
-        raise CheckpointNotFoundError(
-            f"{head} has no checkpoint {name!r}. There are {len(inventory.committed)}, the last: {resolved}.{hint}"
-        )
+        raise CheckpointNotFoundError(f"{head} has no checkpoint {name!r}. {said_of(inventory.committed)}.{hint}")

@@ -29,6 +29,7 @@ __all__ = [
     "list_checkpoints",
     "rank_by",
     "resolve",
+    "said_of",
 ]
 
 _NONCE = re.compile(r"[0-9a-f]{16}")
@@ -391,12 +392,17 @@ def rank_by(records: Sequence[CommitRecord], metric: str, mode: str) -> list[Com
     return sorted(known, key=lambda record: sign * record.metrics[metric])
 
 
+def said_of(committed: Sequence[Committed]) -> str:
+    """Return how many there are, at least one, and the names of the last five, without a full stop."""
+    there = ", ".join(item.name for item in committed[-5:])
+    return f"There are {len(committed)}, the last: {there}" if len(committed) > 1 else f"There is only {there}"
+
+
 def _not_found(inventory: Inventory, name: str) -> str:
     if not inventory.committed:
         text = f"{inventory.url} has no committed checkpoint"
     else:
-        there = ", ".join(item.name for item in inventory.committed[-5:])
-        text = f"{inventory.url} has no checkpoint {name!r}. There are {len(inventory.committed)}, the last: {there}"
+        text = f"{inventory.url} has no checkpoint {name!r}. {said_of(inventory.committed)}"
     skipped = "; ".join(f"{item.path}: {item.reason}" for item in inventory.skipped[:3])
     if skipped:
         text += f". Skipped: {skipped}"

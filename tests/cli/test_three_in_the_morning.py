@@ -201,6 +201,15 @@ def test_a_name_that_a_run_does_not_have_gets_a_guess(root: Path) -> None:
     assert "step_00000300" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["77", "step_00000077", "latest~1"])
+def test_a_name_that_a_run_of_one_does_not_have_names_the_one(root: Path, name: str) -> None:
+    for step in ("step_00000100", "step_00000200"):
+        shutil.rmtree(root / step)
+    result = run("inspect", root / name)
+    assert result.exit_code == 1
+    assert f"has no checkpoint '{name}'. There is only step_00000300." in result.stderr
+
+
 def test_latest_of_another_systems_run_says_what_to_give(zoo: Path) -> None:
     result = run("inspect", zoo / "deepspeed_zero2_bf16_w2" / "ckpt" / "latest")
     assert result.exit_code == 1
