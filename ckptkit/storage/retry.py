@@ -69,6 +69,7 @@ _TRANSIENT_NAMES = frozenset(
         "ServerDisconnectedError",
         "ServerTimeoutError",
         "ChecksumError",
+        "TimeoutError",  # that of asyncio in Python 3.10
         "TransportError",  # httpx and google-auth
     ]
 )

@@ -128,10 +128,11 @@ class S3Api(FsspecApi):
         return self._get_into(name, start, stop, sink)[0]
 
     def _get_into(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
-        from fsspec.asyn import sync
-
-        found: tuple[int, int] = sync(self.fs.loop, self._range, name, start, stop, sink)
-        return found
+        # Not by `sync` of fsspec, which leaves a read under way where its caller is interrupted.
+        (answer,) = self.begin([(name, start, stop, sink)]).answers()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
     def begin(self, ranges: Sequence[Range]) -> Together[tuple[int, int]]:
         return Together(

@@ -431,6 +431,34 @@ def test_a_store_that_fails_while_it_is_tried_is_not_taken_for_one_without_condi
     assert store.has_conditional_writes is True
 
 
+def test_who_is_interrupted_in_a_read_has_his_memory_back(
+    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("x", b"1" * 1000)
+    asked, go, wait = threading.Event(), threading.Event(), threading.Event.wait
+    interrupted: list[bool] = []
+
+    def rule(number: int, method: str, path: str) -> str:
+        asked.set()
+        return "pass" if wait(go, 60) else "reset"
+
+    def interrupted_wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout == 1 and not interrupted:  # whoever waits for an answer does so by the second, to see signals
+            interrupted.append(wait(asked, 60))
+            raise KeyboardInterrupt
+        return wait(event, timeout)
+
+    via.rule = rule
+    view = bytearray(1000)
+    monkeypatch.setattr(threading.Event, "wait", interrupted_wait)
+    with pytest.raises(KeyboardInterrupt):
+        store.read_into("x", 0, memoryview(view))
+    monkeypatch.undo()
+    go.set()
+    for _ in range(30):  # what would still come has time to
+        assert store.read("x") == b"1" * 1000 and view == bytes(1000)
+
+
 def test_gcs_survives_every_third_request_failing() -> None:
     with servers.fake_gcs() as options, proxy_of(options["endpoint_url"]) as via:
         os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
