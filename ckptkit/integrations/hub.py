@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import CheckpointNotFoundError, StorageError, UsageError
+from ckptkit.formats.detect import nearest
 from ckptkit.shown import keep_secret, without_secrets
 from ckptkit.storage.retry import call_with_retries
 from ckptkit.storage.store import split_url
@@ -37,7 +38,7 @@ def push_folder(
 
     Raises:
         UsageError: `folder` is a remote URL, or `repo` is no repo name.
-        CheckpointNotFoundError: `folder` holds no export.
+        CheckpointNotFoundError: `folder` is not there, or holds no export.
         StorageError: The Hub refused, or could not be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -47,6 +48,8 @@ def push_folder(
     if split_url(folder)[0] != "file":
         raise UsageError(f"{without_secrets(folder)}: only a local folder can be pushed. Convert to a local DST first.")
     place = Path(folder)
+    if not place.exists():
+        raise CheckpointNotFoundError(f"{folder} does not exist. {nearest(str(place.absolute()))}")
     weights = [path for path in place.glob("*.safetensors") if path.is_file()]
     if not weights:
         raise CheckpointNotFoundError(

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 
+from ckptkit import convert
 from tests.cli.test_terminal import on_a_terminal
 
 
@@ -87,10 +89,18 @@ class Handler(BaseHTTPRequestHandler):
                 for o in json.loads(data)["objects"]
             ]
             self.answer(200, {"transfer": "basic", "objects": objects})
+        elif self.path == "/api/validate-yaml":
+            self.validate(json.loads(data)["content"])
         elif "/commit/" in self.path:
             self.commit(data)
         else:
             self.answer(404, {"error": self.path})
+
+    def validate(self, card: str) -> None:
+        """Answer as the Hub does where a README.md comes: its head must be YAML, of a library that has a name."""
+        head = yaml.safe_load(card.split("---")[1]) if card.startswith("---\n") else {}
+        good = isinstance(head.get("library_name", ""), str) and isinstance(head.get("tags", []), list)
+        self.answer(200 if good else 400, {"errors": [] if good else [{"message": str(head)}], "warnings": []})
 
     def commit(self, data: bytes) -> None:
         for line in data.decode().splitlines():
@@ -146,6 +156,14 @@ def test_a_push_uploads_every_visible_file_unchanged(hub: Hub, export: Path) -> 
     assert ".hidden" not in hub.files
 
 
+def test_what_convert_made_is_pushed_with_its_card(hub: Hub, zoo: Path, tmp_path: Path) -> None:
+    convert(str(zoo / "hf_ref_llama_untied"), str(tmp_path / "out"), to="hf")
+    done = push(hub, str(tmp_path / "out"), "me/model")
+    assert done.returncode == 0, done.stderr
+    assert hub.files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert b"library_name" in hub.files["README.md"]
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 @pytest.mark.parametrize("request_of", ["/repos/create", "/preupload/", "/objects/batch", "/commit/"])
 def test_a_push_goes_on_where_the_hub_fails_for_a_moment(hub: Hub, export: Path, request_of: str, status: int) -> None:
@@ -169,6 +187,13 @@ def test_a_folder_without_weights_is_not_pushed(hub: Hub, tmp_path: Path) -> Non
     done = push(hub, str(tmp_path), "me/model")
     assert done.returncode == 1
     assert hub.files == {}
+
+
+def test_a_folder_that_is_not_there_is_said_not_to_be(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    done = push(hub, str(tmp_path / "exprot"), "me/model")
+    assert done.returncode == 1
+    assert done.stderr == f"Error: {tmp_path}/exprot does not exist. Did you mean {tmp_path}/export?\n"
 
 
 def test_a_name_that_is_no_repo_is_wrong_usage(hub: Hub, export: Path) -> None:
