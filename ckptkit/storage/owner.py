@@ -47,11 +47,12 @@ class Owner:
     def alive(self) -> bool | None:
         """Tell whether the process lives; None where this process can't see: it is, or was, on another machine.
 
-        After a reboot of the same machine it is dead, though its boot is not ours.
+        After a reboot of the same machine it is dead, though its boot is not ours. A machine without an id, as in most
+        containers, may be another one of that name.
         """
         if self.machine != _machine():
-            same_host_rebooted = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
-            return False if same_host_rebooted else None
+            same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
+            return False if same and not self.machine.endswith("/") else None
         return _start_of(self.pid) == self.started
 
 

@@ -67,10 +67,16 @@ def test_a_pid_that_was_given_out_again_is_not_the_owner(tmp_path: Path) -> None
     acquire_lease(open_store(str(tmp_path))).release()
 
 
-def test_a_machine_that_was_rebooted_has_no_old_owner(tmp_path: Path) -> None:
-    boot, rest = this_process().machine.split("/", 1)
-    put(tmp_path, replace(this_process(), machine=f"{boot[::-1]}/{rest}"))
+def test_a_machine_that_was_rebooted_has_no_old_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: "boot/pid:[4026531836]/0123")
+    put(tmp_path, replace(this_process(), machine="before/pid:[4026531836]/0123"))
     acquire_lease(open_store(str(tmp_path))).release()
+
+
+def test_of_machines_without_an_id_none_is_known_to_have_been_rebooted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: "boot/pid:[4026531836]/")
+    assert replace(this_process(), machine="another/pid:[4026531836]/").alive() is None
+    assert this_process().alive()
 
 
 def test_another_machine_that_was_silent_for_long_is_dead(tmp_path: Path) -> None:
