@@ -300,10 +300,13 @@ def write_state(root: Store, path: str, data: bytes, *, overwrite: bool = False)
 
 def store_clock(root: Store) -> float:
     """Return the time as the store stamps files, in seconds since the epoch; ours where it stamps none."""
-    path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
-    write_state(root, path, b"?")
-    found = root.info(path)
-    root.delete([path])
+    for _ in range(3):
+        path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
+        write_state(root, path, b"?")
+        found = root.info(path)
+        root.delete([path])
+        if found is not None:  # else a new owner of the lease has tidied up
+            break
     return found.mtime if found is not None and found.mtime else time.time()
 
 

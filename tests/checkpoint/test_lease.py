@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,24 @@ def _contend(say: Any, root: str) -> None:
         while len(list(Path(root).glob("lost-*"))) < 7 and time.monotonic() < deadline:
             time.sleep(0.02)
         lease.check()
+
+
+def test_the_clock_of_the_store_is_asked_again_where_somebody_tidies_up_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = open_store(str(tmp_path))
+    real, lost = root.info, []
+
+    def info(path: str) -> Any:
+        if not lost:
+            lost.append(path)
+            root.delete([path])
+        return real(path)
+
+    monkeypatch.setattr(root, "info", info)
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 0.0))  # years behind
+    assert module.store_clock(root) > 1e9
+    assert not list(tmp_path.glob(".ckptkit/clock-*"))
 
 
 def test_one_of_many_contenders_takes_over(tmp_path: Path) -> None:
