@@ -340,7 +340,7 @@ def test_a_store_without_conditions_is_asked_for_the_name_once_more_where_the_la
         root.write("step_00000003/checkpoint.json", other)
 
     # The look at the run, which goes on meanwhile, may be late enough to see it.
-    with pytest.raises(CheckpointExistsError, match="by another writer first|was saved already"):
+    with pytest.raises(CheckpointExistsError, match=r"by another writer first|was saved already"):
         save(root, 3, lease=lease, before=copy_one_there)
     lease.release()
     assert root.read("step_00000003/checkpoint.json") == other
