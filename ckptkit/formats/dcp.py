@@ -29,6 +29,7 @@ from ckptkit.formats._pickle_stubs import ChunkMetadata, Index, Record, StorageI
 from ckptkit.formats.dcp_columns import BYTES_KIND, MAX_COUNT, MAX_NDIM, ZSTD, TensorColumns, in_bulk, tensor_dtype
 from ckptkit.formats.dcp_locate import Items, LocatedSlices, item_batches
 from ckptkit.formats.dcp_roles import RoleTable
+from ckptkit.formats.layout import step_of_name
 from ckptkit.formats.options import ReadOptions
 from ckptkit.storage.paths import checked_path
 from ckptkit.storage.store import FileInfo, Store
@@ -86,7 +87,9 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
             f"{METADATA} is missing{' (only .metadata.tmp is there)' if unfinished else ''}: the save did not finish. "
             "Take an older checkpoint of this run."
         )
-    raise CheckpointNotFoundError("there is no .metadata and no __0.metadata: this is no DCP checkpoint.")
+    text = "there is no .metadata and no __0.metadata: this is no DCP checkpoint."
+    steps = [(step, name) for name in listing if (step := step_of_name(name)) is not None]
+    raise CheckpointNotFoundError(f"{text} It may be a run: name one in it, as {max(steps)[1]}." if steps else text)
 
 
 def _load(store: Store, info: FileInfo) -> Any:

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
+from ckptkit import CheckpointManager, DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit.errors import CheckpointNotFoundError, LeaseHeldError, NoSpaceError, SaveError
 from ckptkit.storage.hold_directory import HeldDirectory
 from tests.formats.dcp_states import differences, state
@@ -158,3 +158,11 @@ def test_a_tensor_without_values_is_refused_by_name(tmp_path: Path, kind: Any) -
 def test_what_is_no_checkpoint_is_said_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
         DCPReader(tmp_path).catalog  # noqa: B018
+
+
+def test_a_run_is_no_checkpoint_and_its_newest_is_named(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, TrainState(model=torch.nn.Linear(2, 2)))
+    with pytest.raises(CheckpointNotFoundError, match=r"It may be a run: name one in it, as step_00000002\.$"):
+        _ = DCPReader(tmp_path).catalog
