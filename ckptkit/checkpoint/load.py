@@ -239,7 +239,11 @@ def check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: in
     if catalog.info.format != "ckptkit-local":
         return
     saved = catalog.info.world_size
-    why = f"it was saved by {saved} ranks, this job has {world_size}" if saved != world_size else _moved(state, catalog)
+    why = (
+        f"it was saved at world size {saved}, this job has {world_size}"
+        if saved != world_size
+        else _moved(state, catalog)
+    )
     if why:
         mesh = _live_mesh(state)
         flag = f" --mesh {mesh}" if mesh else ""

@@ -282,13 +282,13 @@ class _Planner:
         elif callable(policy):
             self.plan.objects.append(ObjectTarget(kind, key, item, tuple(trees), policy))
         elif policy == "keep":
-            self.plan.skipped[key] = f"saved by {len(ranks)} ranks, now there are {self.world_size}"
+            self.plan.skipped[key] = f"saved at world size {len(ranks)}, now it is {self.world_size}"
         else:
             self.plan.mismatches.add(
                 "others",
                 kind,
                 [
-                    f"{key} was saved by {len(ranks)} ranks with different states, now there are {self.world_size}: "
+                    f"{key} was saved at world size {len(ranks)} with a state a rank, now it is {self.world_size}: "
                     "pass per_rank_on_resize='keep', or a function that makes a state from theirs"
                 ],
             )
@@ -300,16 +300,18 @@ class _Planner:
         elif len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
             self.plan.rng = self.objects[f"rng.{self.rank}"]
         elif self.options.rng_on_resize == "error":
-            self.plan.mismatches.add("others", "rng", [f"saved by {len(ranks)} ranks, now there are {self.world_size}"])
+            self.plan.mismatches.add(
+                "others", "rng", [f"saved at world size {len(ranks)}, now it is {self.world_size}"]
+            )
         elif self.options.rng_on_resize == "reseed":
             self.plan.reseed = True
             self.plan.rng = self.objects[f"rng.{ranks[0]}"]
             self.plan.notes.append(
-                f"random numbers: saved by {len(ranks)} ranks, now there are {self.world_size}; each rank is seeded "
+                f"random numbers: saved at world size {len(ranks)}, now it is {self.world_size}; each rank is seeded "
                 "anew from the saved state and its rank"
             )
         else:
-            self.plan.skipped["rng"] = f"saved by {len(ranks)} ranks, now there are {self.world_size}"
+            self.plan.skipped["rng"] = f"saved at world size {len(ranks)}, now it is {self.world_size}"
 
     def left_out(self) -> None:
         """Name what the checkpoint holds and nothing here takes."""
