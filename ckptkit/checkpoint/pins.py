@@ -18,9 +18,9 @@ from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, 
 from ckptkit.formats.layout import CommitRecord, find_record, read_record, record_path
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.owner import Owner, this_process
-from ckptkit.storage.snapshot import snapshot
+from ckptkit.storage.snapshot import Snapshot, snapshot
 from ckptkit.storage.staging import new_nonce
-from ckptkit.storage.store import Store, open_store
+from ckptkit.storage.store import FileInfo, Store, open_store
 
 __all__ = [
     "Pin",
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 TTL_S = 600.0  # a reader renews its pin well before
 _PINS = f"{STATE_DIRECTORY}/pins"
 _DELETING = f"{STATE_DIRECTORY}/deleting"
+_LEFT_S = 86400.0  # since a pin that does not hold was renewed
 _STALE_S = 60.0  # an announced deletion of a process that can't be asked
 _FOREVER = re.compile(r"keep-(.+)\.json")
 
@@ -57,11 +58,18 @@ class Pin:
         return f"pinned: {self.why}" if self.owner is None else f"being read by {self.owner} ({self.why})"
 
 
-def list_pins(root: Store) -> list[Pin]:
-    """Return the pins that hold: those of people, and those of readers that live and were renewed in time."""
+def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
+    """Return the pins that hold: those of people, and those of readers that live and were renewed in time.
+
+    Args:
+        clean: Delete what killed readers left a day ago.
+    """
     view = snapshot(root, _PINS)
     items = [item for item in view.list(_PINS) if item.kind == "file" and item.path.endswith(".json")]
+    if isinstance(view, Snapshot):
+        view.fetch(item.path for item in items)
     pins: list[Pin] = []
+    left: list[FileInfo] = []
     now: float | None = None
     for item in items:
         body: Any = None
@@ -77,8 +85,13 @@ def list_pins(root: Store) -> list[Pin]:
         if owner is not None:
             now = store_clock(root) if now is None and owner.alive() is None else now
             if not _holds(owner, item.mtime, now):
+                left.append(item)
                 continue
         pins.append(Pin(body["name"], str(body.get("why", ""))[:1000], owner))
+    if clean and left:
+        now = store_clock(root) if now is None else now
+        with contextlib.suppress(OSError):  # they forbid nothing
+            root.delete([item.path for item in left if item.mtime and now - item.mtime > _LEFT_S])
     return pins
 
 
@@ -222,7 +235,7 @@ def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
         # To delete is what makes room. No reader can pin now either: there is no space for its pin.
         logger.warning("%s: the deletion of %s is not announced: %s", root.url, name, error)
     try:
-        yield [pin for pin in list_pins(root) if pin.name == name]
+        yield [pin for pin in list_pins(root, clean=True) if pin.name == name]
     finally:
         try:
             root.delete([path])

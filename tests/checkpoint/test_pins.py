@@ -62,6 +62,22 @@ def test_a_reader_on_another_machine_keeps_it_for_as_long_as_it_renews(
     assert bool(list_pins(open_store(str(tmp_path)))) is holds
 
 
+def test_a_deletion_cleans_up_what_killed_readers_left_a_day_ago(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    root = open_store(str(tmp_path))
+    owner = {"host": "h", "pid": 1, "started": "never", "machine": _machine()}
+    folder = tmp_path / ".ckptkit" / "pins"
+    folder.mkdir(exist_ok=True)
+    for name, days in (("read-old", 2), ("read-new", 0), ("keep-step_00000001", 2)):
+        body = {"name": "step_00000001", "why": "x"} | ({"owner": owner} if name.startswith("read") else {})
+        (folder / f"{name}.json").write_text(json.dumps(body))
+        os.utime(folder / f"{name}.json", (time.time() - 86400 * days,) * 2)
+    assert len(list_pins(root)) == 1
+    assert len(list(folder.iterdir())) == 3  # to look changes nothing
+    with deleting(root, "step_00000001"):
+        assert sorted(path.stem for path in folder.iterdir()) == ["keep-step_00000001", "read-new"]
+
+
 def test_a_reader_waits_for_a_deletion_that_is_under_way(tmp_path: Path) -> None:
     save(tmp_path, 1)
     root = open_store(str(tmp_path))
