@@ -115,13 +115,13 @@ def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:
     """Cut a share into messages: large tensors in the host's memory as they lie, the others packed."""
     import torch
 
-    from ckptkit.formats.dcp_bytes import host_view
+    from ckptkit.formats.dcp_bytes import host_view, lies_row_major
 
     small: list[torch.Tensor] = []
     size = 0
     for piece in (piece for tensor in share for piece in _pieces(tensor)):
         nbytes = piece.numel() * piece.itemsize
-        if nbytes >= _DIRECT and piece.device.type == "cpu" and piece.is_contiguous():
+        if nbytes >= _DIRECT and lies_row_major(piece):
             data = torch.frombuffer(host_view(piece, writable=True), dtype=torch.uint8)
             yield _Message(lambda _, data=data: data, lambda _: None)  # type: ignore[misc]
             continue

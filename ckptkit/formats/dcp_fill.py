@@ -16,7 +16,7 @@ from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.catalog.entry import Codec, Digest, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
-from ckptkit.formats.dcp_bytes import host_view
+from ckptkit.formats.dcp_bytes import host_view, lies_row_major
 from ckptkit.formats.dcp_digests import (
     Running,
     SliceCheck,
@@ -166,8 +166,9 @@ class Filler:
             return b""
         found = xxhash.xxh3_128()
         for fill in self._fills:
-            what = fill.path, fill.start, fill.nbytes, fill.offsets, fill.sizes, fill.strides, str(fill.target.dtype)
-            found.update(repr(what).encode())
+            # In a compressed record `start` counts from its first byte; how a tensor lies tells how it is sent.
+            where = fill.path, fill.start, fill.nbytes, fill.offsets, fill.sizes, fill.strides, fill.codec
+            found.update(repr((where, str(fill.target.dtype), lies_row_major(fill.target))).encode())
         return found.digest()
 
     def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
@@ -348,7 +349,7 @@ class Filler:
 
 def _is_direct(fill: _Fill) -> bool:
     """Whether the bytes of the file may be read to where they belong."""
-    return fill.dtype is fill.target.dtype and fill.target.is_contiguous() and fill.target.device.type == "cpu"
+    return fill.dtype is fill.target.dtype and lies_row_major(fill.target)
 
 
 def _start_in_file(fill: _Fill) -> int | None:

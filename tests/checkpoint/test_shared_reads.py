@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
 
 from ckptkit.checkpoint import load as load_module
 from ckptkit.checkpoint.manager import CheckpointManager
@@ -181,6 +183,59 @@ def test_a_rank_that_dies_while_it_sends_fails_the_others(tmp_path: Path) -> Non
     with pytest.raises(RankError):
         run_ranks(die_while_sending, 3, str(tmp_path / "run"), str(tmp_path))
     assert all("rank 1" in (tmp_path / str(rank)).read_text() for rank in (0, 2))
+
+
+def write_packed(folder: str) -> None:
+    module = torch.nn.ModuleList([torch.nn.Linear(30, 40), torch.nn.Linear(30, 40)])
+    writer = dcp.FileSystemWriter(folder, _extensions=[ZStandard()])
+    dcp.save({"model": module.state_dict()}, storage_writer=writer)
+
+
+def load_own_layer(folder: str, run: str) -> bool:
+    module = torch.nn.ModuleList([torch.nn.Linear(30, 40), torch.nn.Linear(30, 40)])
+    own, wanted = str(dist.get_rank()), dict(module.state_dict())
+    dcp.load({"model": wanted}, checkpoint_id=folder)
+    expected = {name: tensor.clone() for name, tensor in wanted.items() if name.startswith(own)}
+    stage = torch.nn.ModuleDict({own: torch.nn.Linear(30, 40)})
+    with CheckpointManager(run) as manager:
+        manager.load(TrainState(model=stage, rng=False), folder, strict=False, replicas="broadcast")
+    return raw(dict(stage.state_dict())) == raw(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compressed_tensors_that_begin_alike_are_not_the_same(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(write_packed, 1, str(tmp_path / "theirs"))
+    assert ranks.run(load_own_layer, 2, str(tmp_path / "theirs"), str(tmp_path / "run")) == [True, True]
+
+
+class Seen(torch.nn.Module):
+    """Large tensors of one size; on some ranks the first lies in columns, and the numbers are seen as conjugate."""
+
+    def __init__(self, value: float, otherwise: bool) -> None:
+        super().__init__()
+        ones = torch.ones(600, 500, dtype=torch.complex64)
+        for number in range(4):
+            tensor = (value + number) * ones + 1j * number
+            self.register_buffer(f"t{number}", tensor.t().contiguous().t() if otherwise and number % 2 else tensor)
+        self.register_buffer("seen", (ones * (value + 1j)).conj() if otherwise else ones * (value + 1j))
+
+
+def save_seen(url: str) -> None:
+    with CheckpointManager(url) as manager:
+        manager.save(1, TrainState(model=Seen(1.0, False), rng=False))
+
+
+def load_seen(url: str) -> bool:
+    module = Seen(9.0, dist.get_rank() == 1)
+    with CheckpointManager(url, timeout_s=20) as manager:
+        manager.load(TrainState(model=module, rng=False), in_place=True, replicas="broadcast")
+    saved = dict(Seen(1.0, False).named_buffers())
+    return all(torch.equal(tensor.resolve_conj(), saved[name]) for name, tensor in module.named_buffers())
+
+
+def test_ranks_whose_tensors_lie_otherwise_get_the_same_numbers(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save_seen, 1, str(tmp_path / "run"))
+    assert ranks.run(load_seen, 3, str(tmp_path / "run")) == [True, True, True]
 
 
 def test_ranks_without_a_signature_share_with_nobody() -> None:

@@ -122,3 +122,13 @@ def test_another_dtype_is_refused_before_anything_is_read(tmp_path):
         Filler(LocalStore(tmp_path)).add(
             TensorEntry("w", "float32", (4,), SliceArray.of([part], 1)), 0, (0,), torch.zeros(4, dtype=torch.int32)
         )
+
+
+@pytest.mark.parametrize("size", [6, 3 << 18])
+def test_a_target_seen_as_conjugate_gets_the_numbers_not_the_bytes(size):
+    whole, entry = stored((size,), (0,), "complex64")
+    live = torch.zeros(size, dtype=torch.complex64)
+    filler = Filler(LocalStore(Path(ROOT.name)))
+    filler.add(entry, 0, (0,), live.conj())
+    filler.run()
+    assert torch.equal(live.conj().resolve_conj(), whole)
