@@ -198,8 +198,12 @@ class _Planner:
         sides = {fqn: (dtype_name(t.dtype), tuple(t.shape)) for fqn, t in wanted.items() if fqn in saved}
         mine = {fqn: (e.dtype, e.shape) for fqn, e in saved.items() if fqn in sides or fqn not in claimed}
         good = match_tensors(self.plan.mismatches, key, sides, mine, convert_dtype=self.options.convert_dtype)
+        before = len(self.plan.models)
         self.plan.models += [ModelTensor(f"{key}.{fqn}", wanted[fqn], saved[fqn]) for fqn in good]
         self.extra_claims(key, live, saved, aliases, wanted)
+        expanded = [target.key for target in self.plan.models[before:] if _is_expanded(target.live)]
+        why = "is an expanded view, whose elements share memory: make it a tensor of its own with .clone()"
+        self.plan.mismatches.add("others", key, [f"{name} {why}" for name in expanded])
 
     def claim(
         self, key: str, group: list[str], found: list[str], live: Mapping[str, Any], wanted: dict[str, torch.Tensor]
@@ -331,6 +335,12 @@ class _Planner:
                 self.plan.skipped.setdefault(kind, "rng=False")
         if not self.state.parts("model") and self.entries(Role.MODEL):
             self.plan.skipped.setdefault("model", "nothing here takes it")
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether torch would refuse to write into it."""
+    repeated = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return repeated and tensor.numel() > 0 and not tensor.is_meta
 
 
 def plan_optimizer(

@@ -117,6 +117,27 @@ def test_a_wrong_shape_is_an_error_even_without_strict(run: str) -> None:
         load(run, TrainState(model=net(width=9)), strict=False)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"in_place": True}, {"max_memory": 0}], ids=["beside", "in_place", "no_memory"]
+)
+def test_an_expanded_view_is_refused_before_anything_is_touched(tmp_path: Path, options: dict[str, Any]) -> None:
+    def model(value: float) -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("first", torch.full((3, 4), value))
+        module.register_buffer("wide", torch.full((1, 4), value).expand(3, 4))
+        return module
+
+    run = saved_as(tmp_path, TrainState(model=model(1.0)))
+    state = TrainState(model=model(2.0))
+    before = bits(state)
+    with pytest.raises(CheckpointMismatchError, match=r"model\.wide is an expanded view.*clone"):
+        load(run, state, **options)
+    assert same(bits(state), before)
+    assert not state.half_loaded
+    load(run, state, exclude=["wide"], **options)
+    assert float(state.model.first.sum()) == 12.0  # type: ignore[union-attr, operator]
+
+
 def test_a_model_alone_loads_and_the_rest_is_said_to_be_skipped(run: str) -> None:
     report = load(run, TrainState(model=net()))
     assert report.skipped["optimizer"] == "nothing here takes it"
