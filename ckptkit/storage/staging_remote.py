@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from ckptkit.storage import ledger
 from ckptkit.storage.ledger import FOLDER, Finished, Ledger, read_ledger
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.retry import may_yet_happen
 from ckptkit.storage.staging import Writer, is_interruption, new_nonce, read_owner, write_owner
 from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 OWNER_NAME = ".ckptkit-owner.json"  # first to come, last to go: the directory is being written
 _OWNER = re.compile(r"\.ckptkit-owner(?:-(\d{1,9}))?\.json")  # numbered: who takes over from whom
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")
+_TURNS = 3  # of who takes a place; each other one needs somebody who came and went meanwhile
 _Items = Mapping[str, FileInfo]
 
 
@@ -59,7 +61,9 @@ def stage_remote(
         staged.put_last()
     except BaseException as error:
         with contextlib.suppress(OSError):
-            if not (resume and is_interruption(error) and place.leave()):
+            # What may yet be put there by a request that nobody has answered must find what it names.
+            left = staged.may_appear and place.leave(anyway=True)
+            if not left and not (resume and is_interruption(error) and place.leave()):
                 place.clear([*staged.written, *staged.ledger.earlier])
         raise
     place.clear([])
@@ -131,17 +135,39 @@ class _Place:
         Raises:
             CheckpointExistsError: It is somebody else's, or there is something.
         """
+        for _ in range(_TURNS):
+            items = self._look()
+            left = self._left(items)
+            alive = left.writer.owner.alive() if left.writer else None
+            if items:
+                self._check_free(left, alive, overwrite=overwrite)
+            # Where the writer is known, and is gone, what it may have written goes, and nothing else.
+            known = left.names if left.writer is not None and not overwrite else None
+            self._state(left.number + 1, list(items) if known is None else known)
+            try:
+                # Somebody else may have come, written all of it and gone, since this process looked.
+                now = {path: item.size for path, item in self._look().items() if path != self._own}
+                if now == {path: item.size for path, item in items.items()}:
+                    return self._take_over(items, left, known, resume=resume)
+            except BaseException:
+                # This process may live on, and try again: what it says of itself would then be in its way.
+                with contextlib.suppress(OSError):
+                    self._target.delete([self._own])
+                raise
+            self._target.delete([self._own])
+        raise CheckpointExistsError(f"{self._target.url} is being written by another process.")
+
+    def _look(self) -> dict[str, FileInfo]:
+        """Return what lies there."""
         found = {item.path: item for item in self._target.list(recursive=True)}
         # Whoever tries the store leaves this for a moment, or where it is killed: it is nothing.
         self._probes = [path for path in found if _PROBE.fullmatch(path)]
-        items = {path: item for path, item in found.items() if path not in self._probes}
-        left = self._left(items)
-        alive = left.writer.owner.alive() if left.writer else None
-        if items:
-            self._check_free(left, alive, overwrite=overwrite)
-        # Where the writer is known, and is gone, what it may have written goes, and nothing else.
-        known = left.names if left.writer is not None and not overwrite else None
-        self._state(left.number + 1, list(items) if known is None else known)
+        return {path: item for path, item in found.items() if path not in self._probes}
+
+    def _take_over(
+        self, items: _Items, left: _Left, known: frozenset[str] | None, *, resume: bool
+    ) -> dict[str, Finished]:
+        """Keep what is finished of what lies there, and delete the rest, of it what is in `known`."""
         if left.writer is not None:
             _end_uploads(self._target, left.names)
         earlier = read_ledger(self._target, items) if resume and left.writer is not None else {}
@@ -231,11 +257,14 @@ class _Place:
             return False
         return said.is_there(looks[1]) or (looks[0].tag != looks[1].tag and looks[1].size == said.nbytes)
 
-    def leave(self) -> bool:
+    def leave(self, *, anyway: bool = False) -> bool:
         """Leave what is finished to whoever writes the same next; False where there is nothing. This process may live
-        on: it says that it is gone."""
-        items = self._target.list(FOLDER)
-        if not items or not self._is_ours():
+        on: it says that it is gone.
+
+        Args:
+            anyway: Also where nothing is said of what is finished.
+        """
+        if not (anyway or self._target.list(FOLDER)) or not self._is_ours():
             return False
         body, _, names = self._body.partition(b"\n")
         gone = json.dumps({**json.loads(body), "started": "-"}).encode()
@@ -272,6 +301,8 @@ class _Staged:
         self.last = last
         self.written: list[str] = []
         self.held: dict[str, bytes] = {}
+        self.may_appear = False
+        """Whether a name in `last` may come to be there, though the store has not said so."""
         self._lock = threading.Lock()
 
     @property
@@ -287,9 +318,17 @@ class _Staged:
 
     def put_last(self) -> None:
         """Write what was held back."""
+        inner = self.inner.with_each_put(self._try) if isinstance(self.inner, RemoteStore) else self.inner
         for path, data in sorted(self.held.items()):
             self._note(path)
-            self.inner.write(path, data)
+            inner.write(path, data)
+
+    def _try(self, put: Callable[[], str]) -> str:
+        try:
+            return put()
+        except BaseException as error:
+            self.may_appear |= not isinstance(error, Exception) or may_yet_happen(error)
+            raise
 
     # --- reading: what is held back is there for the one who wrote it
 

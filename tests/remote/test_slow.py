@@ -25,6 +25,7 @@ from ckptkit.storage.patience import SilenceError, patiently, silences
 from ckptkit.storage.remote import RemoteStore
 from ckptkit.storage.retry import call_with_retries
 from ckptkit.storage.s3 import S3Api
+from ckptkit.storage.staging import stage
 from ckptkit.storage.store import ReadInto
 from tests.remote.slow import Late
 from tests.remote.test_turns import loads, save
@@ -257,13 +258,18 @@ def test_a_body_that_breaks_off_is_sent_again_also_where_the_server_then_rejects
 
 
 class _Held:
-    """To be set between a proxy and its server: commit records are not put, until that is asked for; nobody answers."""
+    """To be set between a proxy and its server: commit records are not put, until that is asked for; nobody answers.
 
-    def __init__(self) -> None:
+    Args:
+        name: What is taken for a commit record.
+    """
+
+    def __init__(self, name: str = "checkpoint.json") -> None:
+        self.name = name
         self.puts: list[tuple[tuple[str, int], str, dict[str, str], bytes]] = []
 
     def __call__(self, handler: Any, body: bytes) -> Reply | None:
-        if handler.command != "PUT" or not handler.path.endswith("/checkpoint.json"):
+        if handler.command != "PUT" or not handler.path.endswith(f"/{self.name}"):
             return handler.forward(body)  # type: ignore[no-any-return]
         self.puts.append((handler.target, handler.path, dict(handler.headers.items()), body))
         return None
@@ -352,3 +358,31 @@ def test_a_record_is_not_tried_again_once_another_job_has_the_lease(s3: Options,
         with pytest.raises(LeaseHeldError):
             save(url, {**s3, "endpoint_url": proxy.url}, 1)
     assert list_checkpoints(root).committed == ()
+
+
+@pytest.mark.parametrize("then", ["503", "denied"])
+def test_an_index_that_comes_after_its_export_was_given_up_names_files_that_are_there(
+    s3: Options, url: str, at_once: None, then: str
+) -> None:
+    held, names = _Held("index.json"), {"data": 4, "index.json": -1}
+
+    def export(options: Options) -> None:
+        with stage(url, last=["index.json"], names=names, storage_options=options) as store:
+            store.write("data", b"data")
+            store.write("index.json", b"{}")
+
+    def rule(number: int, method: str, path: str) -> str | Answer:
+        if len(held.puts) < 2 or method != "PUT" or not path.endswith("/index.json"):
+            return "pass"
+        return Answer(403, "AccessDenied") if then == "denied" else "503"
+
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        proxy.between, proxy.rule = held, rule
+        with pytest.raises((CkptkitError, PermissionError)):
+            export({**s3, "endpoint_url": proxy.url})
+    root = open_store(url, storage_options=s3)
+    assert held.carry_out() == 200
+    assert root.read("data") == b"data" and root.read("index.json") == b"{}"
+    root.delete(["index.json"])  # or it never comes: then the next one goes on as if nothing had been
+    export(s3)
+    assert {item.path for item in root.list()} == {"data", "index.json"}
