@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from ckptkit.formats.detect import open_source
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
-from ckptkit.storage import ledger, open_store, owner, upload
+from ckptkit.storage import ledger, open_store, owner, staging_remote, upload
 from ckptkit.storage.ledger import FOLDER, Ledger
 from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.staging_remote import _Place
 from tests.checkpoint.saving import fork
 from tests.offline.test_resume import UNEVEN, went_on
 from tests.ranks import RankError, run_ranks
@@ -249,6 +251,56 @@ def test_ctrl_c_leaves_what_is_whole_and_an_error_nothing(
     assert objects(f"{url}-other", s3) == {}
     raised.clear()
     assert "1 of" in went_on(command(str(source), url, s3, MANY).notes)
+
+
+def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> None:
+    """Let `other` happen once, after the next writer has looked, and before it states that it writes there."""
+    state = _Place._state
+
+    def late(self: _Place, *args: Any) -> None:
+        monkeypatch.setattr(_Place, "_state", state)
+        other()
+        state(self, *args)
+
+    monkeypatch.setattr(_Place, "_state", late)
+
+
+@pytest.mark.parametrize("before", ["nothing", "what a dead one left"])
+def test_what_somebody_else_has_published_since_this_one_looked_stays(
+    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    if before != "nothing":
+        killed(source, url, s3, 3, **MANY)
+    between(monkeypatch, lambda: command(str(source), url, s3, MANY))
+    with pytest.raises(CheckpointExistsError, match="exists already"):
+        command(str(source), url, s3, MANY)
+    command(str(source), f"{url}-whole", s3, MANY)
+    assert objects(url, s3) == objects(f"{url}-whole", s3)
+
+
+def test_of_two_that_replace_the_same_the_later_one_replaces_the_other_too(
+    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(str(source), url, s3, {"max_shard_size": "2kB"})
+    between(monkeypatch, lambda: command(str(source), url, s3, {**MANY, "overwrite": True}))
+    command(str(source), url, s3, {"max_shard_size": "1.3kB", "overwrite": True})
+    command(str(source), f"{url}-whole", s3, {"max_shard_size": "1.3kB"})
+    assert objects(url, s3) == objects(f"{url}-whole", s3)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), PermissionError("no")], ids=["Ctrl-C", "denied"])
+def test_who_is_stopped_while_it_takes_over_is_not_in_its_own_way(
+    source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    killed(source, url, s3, 3, **MANY)
+
+    def stopped(*args: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(staging_remote, "_end_uploads", stopped)
+        command(str(source), url, s3, MANY)
+    assert "3 of" in went_on(command(str(source), url, s3, MANY).notes)
 
 
 def _dying_in_an_upload(say: Any, source: str, url: str, s3: Options) -> None:
