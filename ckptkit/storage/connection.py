@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import hashlib
@@ -28,6 +29,7 @@ R = TypeVar("R")
 PART_BYTES = 16 << 20  # one ranged read, where there are few
 UPLOAD_BYTES = 36 << 20  # one part of an upload; what is no larger than two goes up in one request
 _THREADS = 16  # requests in flight; what they read goes straight to where it is wanted
+_READS = _THREADS + 4  # ranges in flight
 _UPLOADS = 8  # on their way up at once, by all writers of a process
 _HELD_BYTES = 144 << 20  # of those, what is held for them alone: four parts, or two files of one request each
 _MUCH = 1 << 20  # of a body that goes up: the server may have to wait for its disk before it answers
@@ -120,6 +122,7 @@ class _OfProcess:
     pool: WorkerPool
     budget: Budget
     known: Known
+    turns: asyncio.Semaphore
 
 
 class Connection:
@@ -163,6 +166,7 @@ class Connection:
                     WorkerPool(_THREADS, thread_name_prefix="ckptkit-remote"),
                     Budget(_UPLOADS, _HELD_BYTES),
                     Known(),
+                    asyncio.Semaphore(_READS),
                 )
             return self._held
 
@@ -175,6 +179,12 @@ class Connection:
     def budget(self) -> Budget:
         """Asked for each part that is on its way: what bounds the memory of uploads."""
         return self._mine().budget
+
+    @property
+    def turns(self) -> asyncio.Semaphore:
+        """Held for each range that is being read. Else ranges would wait for a connection, which one can't tell from a
+        server that says nothing."""
+        return self._mine().turns
 
     @property
     def known(self) -> Known:
@@ -222,7 +232,7 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
         settings["config_kwargs"] = {
             # A checksum of the whole object says nothing of a range, and some servers send it all the same.
             "response_checksum_validation": "when_required",
-            "max_pool_connections": _THREADS + 8,  # and those of callers' own threads
+            "max_pool_connections": _READS + 4,  # and those of callers' own threads
             "read_timeout": BACKSTOP_S,
             # retry.py does it, for all stores alike. Three layers of retries would multiply into minutes.
             "retries": {"max_attempts": 0, "mode": "standard"},

@@ -143,7 +143,8 @@ class S3Api(FsspecApi):
 
     async def _range(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         try:
-            return await self._fetch(name, start, stop, sink)
+            async with self.connection.turns:
+                return await self._fetch(name, start, stop, sink)
         except OSError as error:
             if _status(error) == 416:  # the range starts past the end: the object is empty, or shorter than that
                 return 0, 0

@@ -20,6 +20,7 @@ from ckptkit.checkpoint.lease import STATE_DIRECTORY, TTL_S, _here
 from ckptkit.errors import CkptkitError, LeaseHeldError, StorageError
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
+from ckptkit.storage.connection import _READS
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.patience import SilenceError, patiently, silences
 from ckptkit.storage.remote import RemoteStore
@@ -148,6 +149,51 @@ def test_a_server_that_stops_to_read_ends_in_an_error(monkeypatch: pytest.Monkey
             store._put("y", store._full("y"), bytes(32 << 20))
     for connection in taken:
         connection.close()
+
+
+class _Crowd:
+    """To be set between a proxy and its server: no range is answered before so many are asked for at once."""
+
+    def __init__(self, enough: int) -> None:
+        self.most = self._now = 0
+        self._enough, self._changed = enough, threading.Condition()
+
+    def __call__(self, handler: Any, body: bytes) -> Reply | None:
+        if handler.command != "GET" or "list-type" in handler.path:
+            return handler.forward(body)  # type: ignore[no-any-return]
+        with self._changed:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.most >= self._enough, timeout=60)
+            self._changed.wait_for(lambda: self.most > self._enough, timeout=0.3)  # one too many has time to come
+        try:
+            return handler.forward(body)  # type: ignore[no-any-return]
+        finally:
+            with self._changed:
+                self._now -= 1
+
+
+def test_ranges_wait_for_their_turn_not_for_a_connection_where_waiting_counts(s3: Options) -> None:
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        store = RemoteStore("s3://remote/crowd", storage_options={**s3, "endpoint_url": proxy.url})
+        for number in range(16):
+            store.write(f"{number}", b"x" * 100)
+        proxy.between = crowd = _Crowd(_READS)
+        found: list[bytes] = []
+
+        def read() -> None:
+            views = [bytearray(100) for _ in range(16)]
+            store.read_many([ReadInto(f"{n}", 0, memoryview(view)) for n, view in enumerate(views)])
+            found.extend(map(bytes, views))
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [b"x" * 100] * 48
+    assert crowd.most == _READS
 
 
 # --- answers that come when nobody waits for them any more
