@@ -187,8 +187,13 @@ class Filler:
         return [[fill.target for fill in share] for share in shares]
 
     def names(self) -> dict[str, str]:
-        """Return for each file that is to be read a tensor in it."""
-        return {fill.path: fill.name for fill in self._fills}
+        """Return for each file that is to be read the tensor that lies last: a file that was cut lacks it."""
+        last: dict[str, tuple[int, str]] = {}
+        for fill in self._fills:
+            stop = fill.start + fill.nbytes if fill.codec is None else fill.codec.start + fill.codec.nbytes
+            if stop >= last.get(fill.path, (0, ""))[0]:
+                last[fill.path] = stop, fill.name
+        return {path: name for path, (_, name) in last.items()}
 
     def wholly(self) -> list[SliceCheck]:
         """Return the slices that are to be read whole, and have a digest."""

@@ -13,7 +13,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state import TrainState
-from ckptkit.errors import IntegrityError, UsageError
+from ckptkit.errors import IncompleteCheckpointError, IntegrityError, UsageError
+from ckptkit.formats.ckptkit import open_catalog
+from ckptkit.storage import open_store
 
 ROWS, COLUMNS = 3 << 10, 1 << 10
 
@@ -89,6 +91,27 @@ def test_damage_in_what_is_read_whole_is_found(tmp_path: Path, verify: Any) -> N
     with CheckpointManager(tmp_path) as manager, pytest.raises(IntegrityError, match=r"model\.weight"):
         manager.load(TrainState(model=live), verify=verify)
     assert not live.weight.any()
+
+
+@pytest.mark.parametrize("max_memory", [None, 0])
+@pytest.mark.parametrize("sizes", [(1 << 10, 3 << 19), (3 << 19, 1 << 10), (64, 32)])
+def test_of_a_truncated_file_a_tensor_is_named_that_lacks_bytes(
+    tmp_path: Path, sizes: tuple[int, int], max_memory: int | None
+) -> None:
+    def module(value: float) -> torch.nn.Module:
+        return torch.nn.ParameterDict({f"of{size}": torch.full((size,), value) for size in sizes})
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=module(1.0), rng=False))
+    catalog = open_catalog(open_store(str(tmp_path / "step_00000001")))
+    slices = {name: entry.slices[0] for name, entry in catalog.tensors.items()}
+    last = max(slices, key=lambda name: slices[name].start)
+    (file,) = tmp_path.glob("step_*/*.distcp")
+    file.write_bytes(file.read_bytes()[: slices[last].start + 8])
+    live = module(0.0)
+    with CheckpointManager(tmp_path) as manager, pytest.raises(IncompleteCheckpointError, match=f"'{last}'"):
+        manager.load(TrainState(model=live, rng=False), max_memory=max_memory)
+    assert not any(parameter.any() for parameter in live.parameters())
 
 
 def test_an_unknown_way_to_verify_is_refused(tmp_path: Path) -> None:
