@@ -13,6 +13,7 @@ from ckptkit.offline.copy import CopyReport, Progress, execute
 from ckptkit.offline.masters import prove_masters
 from ckptkit.offline.plan import Plan
 from ckptkit.offline.publish import OutputPlace
+from ckptkit.offline.reading import check_read_as_seen
 from ckptkit.offline.report import ConvertReport, peak_memory
 
 if TYPE_CHECKING:
@@ -85,11 +86,13 @@ def carry_out(
     with place.stage(plan) as session:
 
         def copied() -> CopyReport:
-            return execute(
+            report = execute(
                 plan, source.store, session.store, workers=how.workers, max_memory=how.max_memory, check=how.check,
                 progress=how.progress, only=session.only, journal=session.journal, ledger=session.ledger,
                 digests=sealing is not None,
             )  # fmt: skip
+            check_read_as_seen(source)
+            return report
 
         def proved() -> int:
             from ckptkit.offline.prove import prove_equal

@@ -23,8 +23,9 @@ from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.layout import CommitRecord, find_record
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.publish import is_one_of_many
+from ckptkit.offline.unchanged import Seen, check_unchanged, look_at
 
-__all__ = ["check_still_there", "open_pinned", "reads_checkpoints"]
+__all__ = ["check_read_as_seen", "check_still_there", "open_pinned", "reads_checkpoints"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,12 +37,13 @@ _VANISHED = (FileNotFoundError, CorruptCheckpointError)
 @dataclass(slots=True)
 class _Reading:
     """What the command called `why` reads: the pins, the sources, and those of our own checkpoints with the URL that
-    each was asked for by."""
+    each was asked for by; of sources of other formats, what was seen when they were opened."""
 
     why: str
     pins: ExitStack = field(default_factory=ExitStack)
     sources: list[Source] = field(default_factory=list)
     ours: list[tuple[str, Source]] = field(default_factory=list)
+    seen: list[tuple[Source, Seen]] = field(default_factory=list)
 
 
 _current: ContextVar[_Reading] = ContextVar("ckptkit-reading")
@@ -141,8 +143,12 @@ def open_pinned(
     """
     reading = _current.get()
     if together and is_one_of_many():
-        return _opened_together(reading, url, storage_options, options)
-    return _opened(reading, url, storage_options, options)
+        source = _opened_together(reading, url, storage_options, options)
+    else:
+        source = _opened(reading, url, storage_options, options)
+    if together and not any(item is source for _, item in reading.ours):
+        reading.seen.append((source, look_at(source)))
+    return source
 
 
 def _opened_together(
@@ -207,6 +213,14 @@ def check_still_there(source: Source) -> None:
     """Raise where the source is one of ours that was deleted, or replaced, since `open_pinned`."""
     if any(item is source for _, item in _current.get().ours) and not _is_there(source):
         raise IncompleteCheckpointError("its files are gone, or are those of another save.")
+
+
+def check_read_as_seen(source: Source) -> None:
+    """Raise where files of a source of another format were replaced since `open_pinned`. Those of ours never are: they
+    have names of their own, and digests."""
+    for item, seen in _current.get().seen:
+        if item is source:
+            check_unchanged(source, seen)
 
 
 def _is_there(source: Source) -> bool:

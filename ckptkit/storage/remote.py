@@ -468,7 +468,7 @@ def _file_info(path: str, found: Entry) -> FileInfo:
     when = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
     if isinstance(when, datetime.datetime):
         when = when.timestamp()
-    tag = _plain(str(found.get("generation") or found.get("ETag") or ""))
+    tag = _plain(str(found.get("generation") or found.get("ETag") or found.get("blob_id") or ""))
     return FileInfo(path, kind, size, float(when) if isinstance(when, (int, float)) else 0.0, tag)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.errors import CheckpointExistsError, CkptkitError
+from ckptkit.errors import CheckpointExistsError, CkptkitError, CorruptCheckpointError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.prune import prune
 from ckptkit.offline.reshard import reshard
@@ -18,6 +19,7 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import ledger, open_store
 from ckptkit.storage.store import Store
 from tests.offline.test_resume import UNEVEN, went_on
+from tests.offline.test_unchanged import while_copying
 from tests.remote.test_end_to_end import state_of
 from tests.remote.test_resume import MANY, command, killed, objects
 from tests.remote.test_turns import loads, save
@@ -227,3 +229,44 @@ def test_a_killed_conversion_whose_tags_say_nothing_begins_again(
     _, options = tags
     command(str(UNEVEN / "ckpt"), url, options, MANY)
     assert verify(url, storage_options=s3).ok
+
+
+# --- a source that changes
+
+
+@pytest.fixture
+def foreign(s3: Options, url: str) -> str:
+    convert(str(UNEVEN / "ckpt"), f"{url}-hf", dst_storage_options=s3)
+    return f"{url}-hf"
+
+
+def write_again(url: str, s3: Options, more: bytes = b"") -> None:
+    store = open_store(url, storage_options=s3)
+    data = store.read("model.safetensors")
+    store.write("model.safetensors", data[:-1] + bytes([data[-1] ^ 1]) + more, overwrite=True)
+
+
+def test_of_a_source_that_is_replaced_while_it_is_read_nothing_is_published(
+    s3: Options, foreign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    while_copying(monkeypatch, lambda: write_again(foreign, s3))
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors was changed or replaced while it was read"):
+        convert(foreign, f"{foreign}-dcp", to="dcp", storage_options=s3)
+    assert objects(f"{foreign}-dcp", s3) == {}
+
+
+def test_a_gateway_that_lists_another_tag_each_time_tells_of_no_change(
+    counted: tuple[Proxy, Options], foreign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy, options = counted
+    turn = itertools.count()
+
+    def between(handler: Any, body: bytes) -> Reply:
+        status, headers, data = handler.forward(body)
+        return status, headers, re.sub(b"<ETag>.*?</ETag>", lambda _: b"<ETag>%032x</ETag>" % next(turn), data)
+
+    proxy.between = between
+    convert(foreign, f"{foreign}-dcp", to="dcp", storage_options=options)
+    while_copying(monkeypatch, lambda: write_again(foreign, options, b"more"))
+    with pytest.raises(CorruptCheckpointError, match="was changed or replaced"):
+        convert(foreign, f"{foreign}-again", to="dcp", storage_options=options)

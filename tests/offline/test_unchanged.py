@@ -1,0 +1,61 @@
+"""A source of another format that somebody replaces while it is read: no result is made of two checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.offline import carry_out
+from ckptkit.offline.convert import convert
+from ckptkit.offline.reshard import reshard
+
+COMMANDS: dict[str, Callable[[str, str], Any]] = {
+    "convert": convert,
+    "reshard": lambda src, dst: reshard(src, dst, world_size=3),
+}
+
+
+def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Run `act` once the source is open, before its tensors are read."""
+    execute = carry_out.execute
+
+    def acting(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return execute(*args, **kwargs)
+
+    monkeypatch.setattr(carry_out, "execute", acting)
+
+
+@pytest.fixture
+def source(zoo: Path, tmp_path: Path) -> Path:
+    shutil.copytree(zoo / "verl_fsdp2_w2", tmp_path / "in")
+    return tmp_path / "in"
+
+
+def replaced(source: Path) -> None:
+    path = max((path for path in source.rglob("model_*.pt")), key=lambda path: path.stat().st_size)
+    shutil.copyfile(path, source / "new")
+    os.replace(source / "new", path)  # of the same size
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_of_a_source_that_is_replaced_while_it_is_read_nothing_is_published(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    while_copying(monkeypatch, lambda: replaced(source))
+    with pytest.raises(CorruptCheckpointError, match=r"model_\S+ was changed or replaced while it was read"):
+        COMMANDS[command](str(source), str(tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_what_else_comes_into_its_directory_is_in_nobodys_way(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    while_copying(monkeypatch, lambda: (source / "train.log").write_text("step 5"))
+    convert(str(source), str(tmp_path / "out"))
