@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +121,39 @@ def test_passing_faults_are_retried(error: Exception) -> None:
 )
 def test_lasting_faults_are_not_retried(error: Exception) -> None:
     assert not is_transient(error)
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def plain_http(tmp_path: Path) -> Iterator[str]:
+    """A server over `tmp_path` that knows no ranges."""
+    handler = partial(_Quiet, directory=str(tmp_path))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_server_of_http_that_gives_the_whole_file_for_a_range_is_cut_from_or_refused(
+    tmp_path: Path, plain_http: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(256)) * 100
+    (tmp_path / "x").write_bytes(data)
+    store = open_store(plain_http)
+    assert store.read("x", 10, 20) == data[10:20] and store.read("x", len(data) - 1, len(data) + 9) == data[-1:]
+    assert store.read("x", 100, len(data) + 200) == data[100:]
+    view = memoryview(bytearray(700))
+    store.read_into("x", 300, view)
+    assert view == data[300:1000]
+    monkeypatch.setattr("ckptkit.storage.object_api.PART_BYTES", 1000)
+    with pytest.raises(StorageError, match="does not serve ranges of a file: 25600 bytes came where 10"):
+        store.read("x", 10, 20)
