@@ -120,6 +120,11 @@ class Coordinator:
         """Whether this is rank 0, which decides and publishes. Not collective."""
         return self.rank == 0
 
+    @property
+    def step(self) -> int:
+        """How many verbs were called before: the same on all ranks. Not collective."""
+        return self._step
+
     def global_rank(self, rank: int) -> int:
         """Return what `torch.distributed` calls a rank of this coordinator. Not collective."""
         return self._ranks[rank]

@@ -65,7 +65,7 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
             if turn >= len(theirs):
                 continue
             peers = others if member == own else [coordinator.global_rank(members[member])]
-            flight = _start(theirs[turn], peers, coordinator.group, sends=member == own)
+            flight = _start(theirs[turn], peers, coordinator, sends=member == own)
             flying.append(flight)
             aloft += flight.nbytes
             received += 0 if member == own else flight.nbytes
@@ -102,13 +102,15 @@ class _Flight:
         return self.nbytes
 
 
-def _start(message: _Message, peers: Sequence[int], group: Any, *, sends: bool) -> _Flight:
+def _start(message: _Message, peers: Sequence[int], coordinator: Coordinator, *, sends: bool) -> _Flight:
     import torch.distributed as dist
 
-    data = message.make(sends)
+    # A tag of this exchange alone: where a rank fails in it, what others have sent must not be taken for the next
+    # thing that it waits for. gloo ends the process where a message is too long for that.
+    data, group, tag = message.make(sends), coordinator.group, coordinator.step
     if sends:
-        return _Flight(data, [dist.isend(data, peer, group=group) for peer in peers], lambda _: None)
-    return _Flight(data, [dist.irecv(data, peers[0], group=group)], message.keep)
+        return _Flight(data, [dist.isend(data, peer, group=group, tag=tag) for peer in peers], lambda _: None)
+    return _Flight(data, [dist.irecv(data, peers[0], group=group, tag=tag)], message.keep)
 
 
 def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:

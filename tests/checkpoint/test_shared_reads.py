@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
 from ckptkit.checkpoint import load as load_module
+from ckptkit.checkpoint import shared_reads
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.shared_reads import groups_of
 from ckptkit.checkpoint.state import TrainState
@@ -236,6 +238,31 @@ def load_seen(url: str) -> bool:
 def test_ranks_whose_tensors_lie_otherwise_get_the_same_numbers(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_seen, 1, str(tmp_path / "run"))
     assert ranks.run(load_seen, 3, str(tmp_path / "run")) == [True, True, True]
+
+
+def fail_while_others_send(url: str) -> tuple[str, bool]:
+    def fail(*args: Any, **more: Any) -> Any:
+        raise MemoryError("no room")
+
+    land = shared_reads._Flight.land
+    shared_reads._Flight.land = lambda self, timeout_s: land(self, 0.5)  # what never comes is not waited for
+    if dist.get_rank() == 1:
+        shared_reads._start = fail
+    module = Held(2)
+    before = raw(dict(module.named_buffers()))
+    with contextlib.ExitStack() as stack:
+        manager = CheckpointManager(url, timeout_s=40)
+        stack.callback(manager.close)
+        with pytest.raises(RankFailedError, match="replicas share") as caught:
+            manager.load(TrainState(model=module, rng=False), replicas="broadcast")
+    return str(caught.value), raw(dict(module.named_buffers())) == before
+
+
+def test_a_rank_that_fails_while_others_send_fails_all_and_ends_no_process(tmp_path: Path) -> None:
+    run_ranks(save_held, 1, str(tmp_path / "run"))
+    found = run_ranks(fail_while_others_send, 2, str(tmp_path / "run"))
+    assert all(same for _, same in found)
+    assert found[0][0] == found[1][0]
 
 
 def test_ranks_without_a_signature_share_with_nobody() -> None:
