@@ -312,7 +312,7 @@ class RemotePlace:
             root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
         except OSError as error:
             # The answer may have been lost, or the request repeated after that: then the record is ours.
-            self._may_appear = self._may_appear or may_yet_happen(error)
+            self._may_appear |= may_yet_happen(error)
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
                 if not isinstance(error, FileExistsError):
@@ -329,8 +329,7 @@ class RemotePlace:
         try:
             return put()
         except BaseException as error:
-            stopped = not isinstance(error, Exception)  # while the answer was waited for
-            self._may_appear = self._may_appear or stopped or may_yet_happen(error)
+            self._may_appear |= may_yet_happen(error)
             raise
 
     def _was_taken(self) -> CheckpointExistsError:

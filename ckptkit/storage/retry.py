@@ -100,7 +100,10 @@ def is_outage(error: BaseException) -> bool:
 
 def may_yet_happen(error: BaseException) -> bool:
     """Tell whether what failed so may yet be carried out, or has been: nobody said that it was refused for good. A
-    gateway that answers 5xx may have passed it on, and so may an HTTP client that sends a request again by itself."""
+    gateway that answers 5xx may have passed it on, and so may an HTTP client that sends a request again by itself; who
+    is interrupted was waiting for the answer."""
+    if not isinstance(error, Exception):
+        return True
     cause = error.__cause__ if isinstance(error, StorageError) else error
     return cause is None or is_transient(cause)
 

@@ -99,9 +99,8 @@ def _end_uploads(target: Store, names: frozenset[str] | None) -> None:
     if not isinstance(target, RemoteStore):
         return
     root = target._full("", root_allowed=True) + "/"
-    for upload in target.unfinished_uploads():
-        if names is None or upload.name.removeprefix(root) in names:
-            target._call("", lambda upload=upload: target._api.abort(upload))  # type: ignore[misc]
+    found = target.unfinished_uploads()
+    target.end_uploads([upload for upload in found if names is None or upload.name.removeprefix(root) in names])
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +326,7 @@ class _Staged:
         try:
             return put()
         except BaseException as error:
-            self.may_appear |= not isinstance(error, Exception) or may_yet_happen(error)
+            self.may_appear |= may_yet_happen(error)
             raise
 
     # --- reading: what is held back is there for the one who wrote it
