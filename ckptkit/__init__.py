@@ -18,21 +18,22 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.logs import RankHandler
+from ckptkit.log import RankHandler
 from ckptkit.version import __version__
 
 logging.getLogger(__name__).addHandler(RankHandler())
 
 _WHERE = {
     "CheckpointManager": "ckptkit.checkpoint.manager",
-    "TrainState": "ckptkit.checkpoint.state",
-    "StateDictType": "ckptkit.checkpoint.state",
+    "TrainState": "ckptkit.checkpoint.state.train_state",
+    "StateDictType": "ckptkit.checkpoint.state.train_state",
+    "PerRank": "ckptkit.checkpoint.state.train_state",
     "RetentionPolicy": "ckptkit.checkpoint.retention",
-    "open_checkpoint": "ckptkit.checkpoint.open",
-    "DCPWriter": "ckptkit.formats.dcp_storage",
-    "DCPReader": "ckptkit.formats.dcp_storage",
-    "DCPSavePlanner": "ckptkit.formats.dcp_planner",
-    "DCPLoadPlanner": "ckptkit.formats.dcp_planner",
+    "open_checkpoint": "ckptkit.checkpoint.load.mapping",
+    "DCPWriter": "ckptkit.formats.dcp.torch_api",
+    "DCPReader": "ckptkit.formats.dcp.torch_api",
+    "DCPSavePlanner": "ckptkit.formats.dcp.planners",
+    "DCPLoadPlanner": "ckptkit.formats.dcp.planners",
     "convert": "ckptkit.offline.convert",
     "reshard": "ckptkit.offline.reshard",
     "verify": "ckptkit.offline.verify",
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointManager",
     "TrainState",
     "StateDictType",
+    "PerRank",
     "RetentionPolicy",
     "open_checkpoint",
     "DCPWriter",
@@ -55,12 +57,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from ckptkit.checkpoint.load.mapping import open_checkpoint
     from ckptkit.checkpoint.manager import CheckpointManager
-    from ckptkit.checkpoint.open import open_checkpoint
     from ckptkit.checkpoint.retention import RetentionPolicy
-    from ckptkit.checkpoint.state import StateDictType, TrainState
-    from ckptkit.formats.dcp_planner import DCPLoadPlanner, DCPSavePlanner
-    from ckptkit.formats.dcp_storage import DCPReader, DCPWriter
+    from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState
+    from ckptkit.formats.dcp.planners import DCPLoadPlanner, DCPSavePlanner
+    from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
     from ckptkit.offline.convert import convert
     from ckptkit.offline.reshard import reshard
     from ckptkit.offline.verify import verify

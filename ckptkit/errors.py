@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptkit.shown import without_secrets
+from ckptkit.redact import without_secrets
 
 __all__ = [
     "CkptkitError",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 
 from ckptkit import RetentionPolicy
 from ckptkit.integrations.accelerate import AcceleratorCheckpoints
@@ -19,31 +20,41 @@ from ckptkit.integrations.accelerate import AcceleratorCheckpoints
 def train(url: str, until: int) -> tuple[int, Any]:
     """Train to step `until`; return the step that was resumed from, and the weights."""
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
+    # The seed and the epoch give the order of the data, so that a resume inside an epoch sees the rest of it.
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    # A generator of its own: making an iterator draws a number, which must not be one of dropout's.
+    data = torch.utils.data.DataLoader(torch.randn(40, 4), batch_size=8, shuffle=True, generator=torch.Generator())
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
     checkpoints = AcceleratorCheckpoints(accelerator, url, retention=RetentionPolicy(max_num=2))
     report = checkpoints.load_state()
-    start = report.step if report is not None and report.step is not None else 0
-    for step in range(start + 1, until + 1):
-        accelerator.backward(model(torch.randn(8, 4)).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 3 == 0:
-            checkpoints.save_state(step)
+    start = step = report.step if report is not None and report.step is not None else 0
+    while step < until:
+        epoch, seen = divmod(step, len(data))
+        batches = accelerator.skip_first_batches(data, seen) if seen else data
+        batches.set_epoch(epoch)
+        for batch in batches:
+            accelerator.backward(model(batch).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % 7 == 0:  # in the middle of an epoch of 5 steps
+                checkpoints.save_state(step)
+            if step == until:
+                break
     checkpoints.close()
     return start, [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as once, tempfile.TemporaryDirectory() as twice:
-        _, straight = train(once, 6)
-        train(twice, 3)
-        start, resumed = train(twice, 6)
+        _, straight = train(once, 12)
+        train(twice, 7)
+        start, resumed = train(twice, 12)
     equal = all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
     print(f"resumed at step {start}: weights {'bit-equal' if equal else 'DIFFER'}")
-    return 0 if equal and start == 3 else 1
+    return 0 if equal and start == 7 else 1
 
 
 if __name__ == "__main__":

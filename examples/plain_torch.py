@@ -1,6 +1,6 @@
 """Plain torch: `dcp.save` and `dcp.load` with our storage, Stateful objects and a StatefulDataLoader.
 
-    python examples/plain_torch.py      # needs: pip install -e '.[test]', for torchdata
+    python examples/plain_torch.py      # needs: pip install -e . torchdata
 
 `DCPWriter` and `DCPReader` take the place of torch's FileSystemWriter and FileSystemReader: digests, any storage.
 """

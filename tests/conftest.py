@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.split import at_night
+
 # No timed assertions: a busy machine must not turn a test red.
 settings.register_profile("ckptkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ckptkit")
@@ -22,6 +24,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ZOO = Path(__file__).parent / "zoo"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves to `make test-night`."""
+    for item in at_night(items):
+        item.add_marker("night")
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries without waits, that give up soon."""
+    monkeypatch.setattr("ckptkit.storage.retry.WAIT_S", 0.0)
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "3s")
 
 
 @pytest.fixture(scope="session")

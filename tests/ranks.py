@@ -122,7 +122,7 @@ def _values(results: list[tuple[str, Any]]) -> list[Any]:
     return [value for _, value in results]
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
     """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError."""
     rendezvous, processes, conns = _rendezvous(), [], []
     for rank in range(world_size):
@@ -158,7 +158,7 @@ class Pool:
             self._processes.append(process)
             self._conns.append(ours)
 
-    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
         """Run `fn(*args)` on ranks 0 to world_size - 1 and return their results. Raises RankError."""
         if not self._processes:
             self._start()

@@ -24,8 +24,8 @@ import numpy as np
 
 def write(path: Path, ranks: int, tensors: int) -> None:
     from ckptkit.catalog.entry import Catalog, CatalogInfo, SliceArray, TensorEntry
-    from ckptkit.formats.manifest import Manifest
-    from ckptkit.offline.rank_files import chunked
+    from ckptkit.formats.own.manifest import Manifest
+    from ckptkit.offline.resharding.rank_files import chunked
 
     names = [f"__{rank}_0.distcp" for rank in range(ranks)]
     cursors = np.zeros(ranks, np.int64)
@@ -89,8 +89,8 @@ class Laps:
 
 def read_vanilla(folder: Path) -> None:
     lap = Laps()
-    from ckptkit.formats.dcp import open_catalog
-    from ckptkit.storage.store import open_store
+    from ckptkit.formats.dcp.catalog import open_catalog
+    from ckptkit.storage.open import open_store
 
     lap("imports")
     open_catalog(open_store(str(folder)))
@@ -98,7 +98,7 @@ def read_vanilla(folder: Path) -> None:
 
 
 def unpickle(folder: Path) -> None:
-    from ckptkit.formats._pickle_bulk import load_metadata
+    from ckptkit.formats.pickles.walk import load_metadata
 
     lap = Laps()
     load_metadata((folder / ".metadata").read_bytes(), file=".metadata")
@@ -116,12 +116,12 @@ def read_with_torch(folder: Path) -> None:
 def read(path: Path, to_ranks: int) -> None:
     lap = Laps()
     from ckptkit.catalog.targets import Target
-    from ckptkit.formats.manifest import read_manifest
-    from ckptkit.offline.coverage import check_plan
-    from ckptkit.offline.hf_files import hf_files
-    from ckptkit.offline.jobs import prepare
-    from ckptkit.offline.plan import Plan
-    from ckptkit.offline.rank_files import dcp_files
+    from ckptkit.formats.own.manifest import read_manifest
+    from ckptkit.offline.copying.coverage import check_plan
+    from ckptkit.offline.copying.jobs import prepare
+    from ckptkit.offline.copying.plan import Plan
+    from ckptkit.offline.export.files import hf_files
+    from ckptkit.offline.resharding.rank_files import dcp_files
 
     lap("imports")
     catalog = read_manifest(path.read_bytes())

@@ -48,11 +48,11 @@ def make_model(folder: Path, nbytes: int, dtype: str, small: bool = False, *, em
     """Write model.safetensors and config.json. `empty`: zeros, which take no room on the disk."""
     import numpy as np
 
-    from ckptkit.formats.safetensors_header import HeaderTensor, lay_out
+    from ckptkit.formats.hf.header import TensorToWrite, lay_out
 
     itemsize = 2 if dtype == "bfloat16" else 4
     shapes, config = _shapes(nbytes, itemsize, small)
-    layout = lay_out([HeaderTensor(name, dtype, shape) for name, shape in shapes.items()], {"format": "pt"})
+    layout = lay_out([TensorToWrite(name, dtype, shape) for name, shape in shapes.items()], {"format": "pt"})
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     with (folder / "model.safetensors").open("wb") as file:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit import convert
-from ckptkit.offline.checksums import SUMS_NAME
+from ckptkit.offline.export.checksums import SUMS_NAME
 from tests.checkpoint.test_damage import KINDS, damages, faults, flipped_unseen, loads, make_run, verified
 from tests.ranks import Pool, run_ranks
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch  # noqa: F401  before the forks, so that each costs milliseconds
 import torch.distributed as dist
 
-from ckptkit.checkpoint.coordinator import Coordinator
-from ckptkit.checkpoint.delete import rotate
-from ckptkit.checkpoint.lease import acquire_lease
+from ckptkit.checkpoint.manager import SignalWatch
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.signals import SignalWatch
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.delete import rotate
+from ckptkit.checkpoint.run.lease import acquire_lease
 from ckptkit.storage import staging
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
 
 DEADLINE_S = 30.0

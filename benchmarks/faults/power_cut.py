@@ -31,12 +31,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptkit.checkpoint.delete import rotate
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.offline.verify import verify
 from ckptkit.storage import staging
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 from tests.checkpoint import crash, killed
 from tests.checkpoint.saving import check, leftovers, save
 

@@ -23,14 +23,14 @@ import numpy as np
 import torch
 
 from ckptkit import convert
-from ckptkit.checkpoint.inventory import resolve
+from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.open import open_checkpoint
-from ckptkit.checkpoint.pins import pin_while_reading
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.inventory import resolve
+from ckptkit.checkpoint.run.pins import pin_while_reading
 from ckptkit.errors import CheckpointNotFoundError, LeaseHeldError
 from ckptkit.offline.verify import verify
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 from tests.checkpoint.killed import content, same_as_saved, state
 
 

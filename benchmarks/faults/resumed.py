@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 from tests.offline.resumes import kill_on_disk, kill_remote, make_source, objects, run_remote
 from tests.storage import servers
 from tests.storage.proxy import proxy_of

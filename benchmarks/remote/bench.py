@@ -34,7 +34,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.storage import open_store
 from tests.storage import servers
 from tests.storage.proxy import proxy_of
@@ -213,7 +213,10 @@ def _growth(job: Callable[[], None]) -> float:
 
 
 # What torch's load does; and, without a second copy, what ours does by itself where memory is short.
-LOADS: dict[str, dict[str, Any]] = {"load_in_place": {"in_place": True}, "load_checked_first": {"max_memory": 0}}
+LOADS: dict[str, dict[str, Any]] = {
+    "load_atomic": {"atomic": True},
+    "load_checked_first": {"atomic": True, "max_memory": 0},
+}
 
 
 def requests(options: Options, model: Holder) -> dict[str, float]:

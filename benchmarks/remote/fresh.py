@@ -28,16 +28,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-import ckptkit.checkpoint.async_save
-import ckptkit.checkpoint.loader
-import ckptkit.formats.dcp_index
-import ckptkit.formats.dcp_planner  # noqa: F401
+import ckptkit.checkpoint.load.choose
+import ckptkit.checkpoint.save.background
+import ckptkit.formats.dcp.index
+import ckptkit.formats.dcp.planners  # noqa: F401
 from ckptkit import DCPReader, DCPWriter
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.storage import open_store
-from ckptkit.storage.attempt import AttemptStore
-from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.private_keys import AttemptStore
 from tests.storage.proxy import proxy_of
 
 if TYPE_CHECKING:

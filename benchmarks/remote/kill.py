@@ -23,11 +23,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.remote.bench import serve
-from ckptkit.checkpoint import cleaning
-from ckptkit.checkpoint.cleaning import clean_leftovers
-from ckptkit.checkpoint.delete import rotate
-from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run import commit
+from ckptkit.checkpoint.run.commit import clean_leftovers
+from ckptkit.checkpoint.run.delete import rotate
+from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.storage import open_store, staging, upload
 from tests.checkpoint.saving import check, fork, save
 
@@ -91,9 +91,9 @@ def one_kill(url: str, options: dict[str, Any], delay: float, first: int, found:
     found["acked_lost"] += bool(acked) and acked[-1] not in steps
     last = max([first - 1, *acked, *steps]) + 1
     save(root, last, nbytes=SMALL)  # takes the dead one's lease over, and cleans up behind it
-    staging.STARTING_S, cleaning.UPLOAD_AGE_S = 0.0, 0.0  # what only its age tells to be dead: a probe, an upload
+    staging.STARTING_S, commit.UPLOAD_AGE_S = 0.0, 0.0  # what only its age tells to be dead: a probe, an upload
     clean_leftovers(root)
-    staging.STARTING_S, cleaning.UPLOAD_AGE_S = 60.0, 86400.0
+    staging.STARTING_S, commit.UPLOAD_AGE_S = 60.0, 86400.0
     left = strays(root)
     found["left_over"] += bool(left)
     if left:

@@ -44,7 +44,7 @@ def work(options: dict[str, Any], megabytes: int, count: int, rounds: int, repli
 
     from ckptkit import DCPReader, DCPWriter
     from ckptkit.checkpoint.manager import CheckpointManager
-    from ckptkit.checkpoint.state import TrainState
+    from ckptkit.checkpoint.state.train_state import TrainState
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     big = max(1, count // 10)

@@ -12,9 +12,9 @@ import resource
 import tempfile
 import time
 
-from ckptkit.offline.seal import planned_catalog
-from ckptkit.offline.target_mesh import TargetMesh
-from ckptkit.storage.store import open_store
+from ckptkit.offline.resharding.mesh import TargetMesh
+from ckptkit.offline.resharding.seal import planned_catalog
+from ckptkit.storage.open import open_store
 from tests.offline.test_reshard_plans import planned, shapes, whole
 
 

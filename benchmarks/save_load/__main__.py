@@ -1,8 +1,9 @@
-"""Time and CPU of saving and loading a sharded state: ours beside `dcp.save` and `dcp.load`, same ranks, same disk.
+"""Time and CPU of `CheckpointManager.save` and `load` beside `dcp.save` and `dcp.load`: same ranks, same disk, one run.
 
     python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000] [--json FILE]
 
-Every figure is the best of `--repeat` runs; a run is the slowest rank between two barriers. CPU is the sum over ranks.
+large: 16 parameters; adamw: a transformers model with AdamW; small: `--tensors` small parameters. Every figure is the
+best of `--repeat` runs; a run is the slowest rank between two barriers. CPU is the sum over ranks.
 Ratios are torch's time over ours: 2.0 means half the time. Before each save, whoever's it is, every rank uses and
 frees as much memory as it will write: a virtual machine may have given it back to its host. `--cold` leaves that out.
 """
@@ -26,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.save_load", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--where", nargs="+", default=["/dev/shm", "/tmp"])
-    parser.add_argument("--kinds", nargs="+", default=["large", "small"])
+    parser.add_argument("--kinds", nargs="+", default=["large", "adamw", "small"], choices=["large", "adamw", "small"])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--tensors", type=int, default=2000)
     parser.add_argument("--repeat", type=int, default=3)
@@ -70,14 +71,14 @@ def dd_seconds(where: str, gigabytes: float, repeat: int) -> float:
 def show(row: dict[str, Any]) -> None:
     """Print one block: seconds and CPU seconds, and torch's over ours."""
     print(f"\n{row['where']}  {row['ranks']} ranks  {row['kind']}")
-    reference = row["best"]["torch dcp"]
+    reference = row["best"]["dcp.save, dcp.load"]
     for name, phases in row["best"].items():
         cells = []
         for phase in ("save", "load"):
             seconds, cpu = phases[phase]
             wall, work = reference[phase][0] / seconds, reference[phase][1] / cpu
             cells.append(f"{phase} {seconds:7.3f} s (x{wall:5.2f})  cpu {cpu:7.3f} s (x{work:5.2f})")
-        print(f"  {name:20s} {'   '.join(cells)}")
+        print(f"  {name:22s} {'   '.join(cells)}")
     sys.stdout.flush()
 
 

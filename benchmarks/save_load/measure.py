@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
+import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-
-from ckptkit.checkpoint.coordinator import Coordinator
 
 Result = dict[str, tuple[float, float]]
 
@@ -62,90 +66,149 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
     return float(slowest), float(total)
 
 
-class Bench:
-    """One state, one directory; each peer saves to a fresh directory every time."""
+class Job:
+    """A model, with an optimizer or alone, and what torch's own checkpoint functions take of it."""
 
-    def __init__(self, state: dict[str, Any], root: str, sync: bool) -> None:
-        self.state = state
-        self.root = root
+    def __init__(self, kind: str, gigabytes: float, tensors: int) -> None:
+        self.optimizer: torch.optim.Optimizer | None = None
+        if kind == "adamw":
+            self.model, self.optimizer = _llama(gigabytes)
+        else:
+            self.model = nn.Module()
+            for i, tensor in enumerate(make_state(kind, gigabytes, tensors)["model"].values()):
+                self.model.register_parameter(f"weight{i}", nn.Parameter(tensor))
+
+    def torch_state(self) -> dict[str, Any]:
+        """Return the state that `dcp.save` and `dcp.load` take, as torch's tutorial makes it."""
+        if self.optimizer is None:
+            return {"model": self.model.state_dict()}
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def accept(self, state: dict[str, Any]) -> None:
+        """Take back what `dcp.load` has filled."""
+        if self.optimizer is not None:
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+
+    def local_tensors(self) -> list[torch.Tensor]:
+        """Return this rank's memory of all tensors."""
+        states = [] if self.optimizer is None else [v for s in self.optimizer.state.values() for v in s.values()]
+        found = [tensor.detach() for tensor in [*self.model.parameters(), *states]]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
+
+
+def _llama(gigabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A transformers model under FSDP2 whose weights and AdamW moments take `gigabytes` in all, after one step."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers = max(1, round((gigabytes * 2**30 / 12 - 2 * 4096 * 1024) / (1024 * 1024 * 12)))
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=1024, intermediate_size=2731, num_hidden_layers=layers, num_attention_heads=8
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    model(input_ids=torch.arange(8).reshape(1, 8), labels=torch.arange(8).reshape(1, 8)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+class Bench:
+    """Saves and loads one job by each peer's public calls."""
+
+    def __init__(self, job: Job, sync: bool) -> None:
+        self.job = job
         self.sync = sync
-        self.coordinator = Coordinator()
-        self.plan: Any = None
         self.planner: Any = None
 
-    def fresh(self, name: str) -> str:
-        path = f"{self.root}/{name}"
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(path, ignore_errors=True)
-        dist.barrier()
-        return path
+    @contextlib.contextmanager
+    def torch_dcp(self, path: str) -> Any:
+        def load() -> None:
+            state = self.job.torch_state()
+            dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+            self.job.accept(state)
 
-    def torch_save(self, path: str) -> None:
-        dcp.save(self.state, storage_writer=dcp.FileSystemWriter(path, sync_files=self.sync))
+        writer = dcp.FileSystemWriter(path, sync_files=self.sync)
+        yield lambda: dcp.save(self.job.torch_state(), storage_writer=writer), load
 
-    def torch_load(self, path: str) -> None:
-        dcp.load(self.state, storage_reader=dcp.FileSystemReader(path))
-
-    def writer_save(self, path: str) -> None:
-        from ckptkit import DCPWriter
-
-        dcp.save(self.state, storage_writer=DCPWriter(path, sync=self.sync))
-
-    def reader_load(self, path: str) -> None:
-        from ckptkit import DCPReader
-
-        dcp.load(self.state, storage_reader=DCPReader(path))
-
-    def planned_save(self, path: str) -> None:
-        from ckptkit import DCPSavePlanner, DCPWriter
+    @contextlib.contextmanager
+    def writer_reader(self, path: str) -> Any:
+        from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
 
         self.planner = self.planner or DCPSavePlanner()
-        dcp.save(self.state, storage_writer=DCPWriter(path, sync=self.sync), planner=self.planner)
 
-    def planned_load(self, path: str) -> None:
-        from ckptkit import DCPLoadPlanner, DCPReader
+        def load() -> None:
+            state = self.job.torch_state()
+            dcp.load(state, storage_reader=DCPReader(path), planner=DCPLoadPlanner())
+            self.job.accept(state)
 
-        dcp.load(self.state, storage_reader=DCPReader(path), planner=DCPLoadPlanner())
+        writer = DCPWriter(path, sync=self.sync)
+        yield lambda: dcp.save(self.job.torch_state(), storage_writer=writer, planner=self.planner), load
 
-    def sharded_save(self, path: str) -> None:
-        from ckptkit.formats.dcp_write import write_sharded
-        from ckptkit.storage import open_store
+    @contextlib.contextmanager
+    def manager(self, path: str) -> Any:
+        from ckptkit import CheckpointManager, TrainState
 
-        ranks = self.coordinator  # as the manager has its ranks talk
+        state = TrainState(model=self.job.model, optimizer=self.job.optimizer, rng=False)
+        with CheckpointManager(path) as manager:
+            yield lambda: manager.save(1, state), lambda: manager.load(state)
 
-        def all_gather(data: bytes) -> list[bytes]:
-            return ranks.broadcast(ranks.gather(data))
+    @contextlib.contextmanager
+    def bare(self, path: str) -> Any:
+        """The same bytes by plain writes and reads, one file a thread: what the machine can do."""
+        tensors = [tensor for tensor in self.job.local_tensors() if tensor.numel()]
+        count = max(1, (os.cpu_count() or 1) // dist.get_world_size())
+        files = [(Path(path, f"{dist.get_rank()}_{i}"), tensors[i::count]) for i in range(count)]
 
-        _, self.plan = write_sharded(
-            self.state,
-            open_store(path),
-            gather=ranks.gather,
-            all_gather=all_gather,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            previous=self.plan,
-            sync=self.sync,
-        )
-        ranks.barrier()
+        def write(file: Path, tensors: list[torch.Tensor]) -> None:
+            with file.open("wb", buffering=0) as target:
+                for tensor in tensors:
+                    view = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+                    while view:
+                        view = view[target.write(view) :]
+                if self.sync:
+                    os.fsync(target.fileno())
 
-    def sharded_load(self, path: str) -> None:
-        from ckptkit.formats.ckptkit import open_manifest
-        from ckptkit.formats.dcp_read import read_sharded
-        from ckptkit.storage import open_store
+        def read(file: Path, tensors: list[torch.Tensor]) -> None:
+            with file.open("rb", buffering=0) as source:
+                for tensor in tensors:
+                    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                    while view:
+                        view = view[source.readinto(view) :]
 
-        store = open_store(path)
-        catalog = open_manifest(store)
-        assert catalog is not None
-        read_sharded(catalog, store, self.state)
+        Path(path).mkdir(exist_ok=True)
+        with ThreadPoolExecutor(count) as pool:
+
+            def each(work: Callable[[Path, list[torch.Tensor]], None]) -> Callable[[], None]:
+                return lambda: list(pool.map(work, *zip(*files, strict=True))) and None
+
+            yield each(write), each(read)
 
 
 PEERS = {
-    "torch dcp": ("torch_save", "torch_load"),
-    "DCPWriter/Reader": ("writer_save", "reader_load"),
-    "the same, planners": ("planned_save", "planned_load"),
-    "write/read_sharded": ("sharded_save", "sharded_load"),
+    "bare writes and reads": Bench.bare,
+    "dcp.save, dcp.load": Bench.torch_dcp,
+    "DCPWriter, DCPReader": Bench.writer_reader,
+    "CheckpointManager": Bench.manager,
 }
+
+
+def fresh(root: str) -> str:
+    """Return an empty directory for the next peer."""
+    path = f"{root}/c"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        Path(root).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    return path
 
 
 def rank_main(
@@ -153,17 +216,18 @@ def rank_main(
 ) -> dict[str, Result]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    bench = Bench(make_state(kind, gigabytes, tensors), root, sync)
-    nbytes = sum(tensor.to_local().nbytes for tensor in bench.state["model"].values())
+    bench = Bench(Job(kind, gigabytes, tensors), sync)
+    nbytes = sum(tensor.nbytes for tensor in bench.job.local_tensors())
     best: dict[str, Result] = {name: {} for name in PEERS}
     for _ in range(repeat):
-        for name, (save, load) in PEERS.items():
-            path = bench.fresh("c")
+        for name, peer in PEERS.items():
+            path = fresh(root)
             if not cold:
                 get_memory(nbytes + nbytes // 8)
-            for phase, method in (("save", save), ("load", load)):
-                found = timed(lambda method=method, path=path: getattr(bench, method)(path))
-                known = best[name].get(phase, found)
-                best[name][phase] = (min(known[0], found[0]), min(known[1], found[1]))
-    bench.fresh("c")
+            with peer(bench, path) as (save, load):
+                for phase, call in (("save", save), ("load", load)):
+                    found = timed(call)
+                    known = best[name].get(phase, found)
+                    best[name][phase] = (min(known[0], found[0]), min(known[1], found[1]))
+    fresh(root)
     return best

@@ -18,7 +18,7 @@ from typing import Any
 
 _OPEN = """
 import json, sys, time
-from ckptkit.formats.ckptkit import open_manifest
+from ckptkit.formats.own.reader import open_manifest
 from ckptkit.storage import open_store
 import numpy
 def peak():  # not ru_maxrss, which a process takes over from the one that started it
@@ -48,8 +48,8 @@ def describe(directory: str, slices: int, tensors: int) -> float:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from benchmarks.save_load.planning import shifted, state_of
-    from ckptkit.formats.dcp_plan import plan_sharded
-    from ckptkit.formats.dcp_write import write_index, write_part
+    from ckptkit.formats.dcp.plan import plan_sharded
+    from ckptkit.formats.dcp.write import write_index, write_part
     from ckptkit.storage.local import LocalStore
 
     world = -(-slices // tensors)

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptkit.formats.columns import pack, unpack
-from ckptkit.formats.dcp_plan import plan_sharded
-from ckptkit.formats.dcp_write import write_index, write_part
+from ckptkit.formats.dcp.plan import plan_sharded
+from ckptkit.formats.dcp.write import write_index, write_part
+from ckptkit.formats.own.columns import pack, unpack
 from ckptkit.storage.local import LocalStore
 
 

@@ -7,6 +7,7 @@ numbers (a million of them are a few arrays), `TensorSlice` is a view of one row
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -30,6 +31,7 @@ __all__ = [
     "MeshInfo",
     "CatalogInfo",
     "Catalog",
+    "same_by_record",
 ]
 
 _FEW_SLICES = 2048  # of a tensor: these are compared in pairs where they form no grid
@@ -69,7 +71,7 @@ class Codec:
     `TensorSlice.start` then counts from the first byte of the decoded record.
     """
 
-    name: str  # "zstd", "sign:4:01" (`formats/signs.py`)
+    name: str  # "zstd", "sign:4:01" (`formats/dcp/host_bytes.py`)
     start: int
     nbytes: int
 
@@ -113,6 +115,9 @@ class SliceArray(Sequence[TensorSlice]):
         digest_starts, digest_nbytes: [n] the bytes each digest covers; None where they are the slice's own.
         strides, codecs: The few rows that have one, by row.
     """
+
+    opaque: str = ""
+    """Why the bytes of the tensor can't be told, as the end of a sentence about it; "" where they can."""
 
     __slots__ = (
         "algorithm",
@@ -190,6 +195,11 @@ class SliceArray(Sequence[TensorSlice]):
     def __len__(self) -> int:
         return len(self.starts)
 
+    def records(self) -> list[tuple[str, int, int]]:
+        """Return (path, start, nbytes) of what was stored for each slice, whether it can be read or not."""
+        files = [self.paths[file] for file in self.files]
+        return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
+
     @overload
     def __getitem__(self, row: int) -> TensorSlice: ...
     @overload
@@ -225,12 +235,77 @@ class SliceArray(Sequence[TensorSlice]):
         first = first_of_equal(boxes)
         return rows if first is None else rows[first]
 
+    @staticmethod
+    def whole(path: str, start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
+        """Return the slice of a tensor that lies in one piece, without columns: most files have nothing else."""
+        return _WholeSlice(path, start, nbytes, shape)
+
     def _digest(self, row: int, start: int, nbytes: int) -> Digest | None:
         if self.algorithm is None or self.digests is None:
             return None
         if self.digest_starts is not None and self.digest_nbytes is not None:
             start, nbytes = int(self.digest_starts[row]), int(self.digest_nbytes[row])
         return Digest(self.algorithm, int(self.digests[row]), start, nbytes)
+
+
+class _WholeSlice(SliceArray):
+    """A tensor in one piece: the columns are made when somebody asks, which costs more than to read a header entry."""
+
+    __slots__ = ("_nbytes", "_path", "_shape", "_start")
+
+    algorithm = None
+    digests = None
+    digest_starts = None
+    digest_nbytes = None
+    strides: Mapping[int, tuple[int, ...]] = {}
+    codecs: Mapping[int, Codec] = {}
+
+    def __init__(self, path: str, start: int, nbytes: int, shape: tuple[int, ...]) -> None:
+        self._path = path
+        self._start = start
+        self._nbytes = nbytes
+        self._shape = shape
+
+    def is_all_of(self, shape: tuple[int, ...]) -> bool:
+        return self._shape == shape
+
+    @property
+    def paths(self) -> Sequence[str]:  # type: ignore[override]
+        return (self._path,)
+
+    @property
+    def files(self) -> npt.NDArray[np.int32]:  # type: ignore[override]
+        return np.zeros(1, np.int32)
+
+    @property
+    def starts(self) -> Int64:  # type: ignore[override]
+        return np.array([self._start], np.int64)
+
+    @property
+    def nbytes(self) -> Int64:  # type: ignore[override]
+        return np.array([self._nbytes], np.int64)
+
+    @property
+    def offsets(self) -> Int64:  # type: ignore[override]
+        return np.zeros((1, len(self._shape)), np.int64)
+
+    @property
+    def sizes(self) -> Int64:  # type: ignore[override]
+        return np.array(self._shape, np.int64).reshape(1, -1)
+
+    @property
+    def ranks(self) -> npt.NDArray[np.int32]:  # type: ignore[override]
+        return np.full(1, -1, np.int32)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(1))]
+        if row not in (0, -1):
+            raise IndexError(row)
+        return TensorSlice(Box.whole(self._shape), self._path, self._start, self._nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +335,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        return Box.whole(self.shape).numel
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -293,6 +368,8 @@ class TensorEntry:
 
     def _cut_in_rows(self) -> bool:
         """Whether few slices are the tensor's rows, in order: most are, and numpy's fixed cost is ten times this."""
+        if isinstance(self.slices, _WholeSlice) and self.slices.is_all_of(self.shape):
+            return True
         if not self.shape or len(self.slices) > _ROWS_BY_HAND:
             return False
         row, inner = 0, list(self.shape[1:])
@@ -311,6 +388,30 @@ class TensorEntry:
                 f"tensor {self.name!r}: {len(sizes)} slices in {len(self.shape)} dimensions, more than any job makes."
             )
         return tiles_exactly(offsets, sizes, np.asarray(self.shape, np.int64))
+
+
+def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
+    """Tell whether two tensors hold the same bytes by what is recorded: that they are the same bytes of the same files,
+    or digests over the same boxes. None where that does not tell."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return None
+    if len(first.slices) != len(second.slices) or len(first.slices) > 4096:
+        return None
+    a, b = (sorted(e.slices, key=lambda s: (s.box.offsets, s.box.sizes, s.path, s.start)) for e in (first, second))
+    if any(x.box != y.box or x.strides != y.strides for x, y in zip(a, b, strict=True)):
+        return None
+    if all((x.path, x.start, x.codec) == (y.path, y.start, y.codec) for x, y in zip(a, b, strict=True)):
+        return True
+    digests = [(x.digest, y.digest, x.nbytes, x.start, y.start) for x, y in zip(a, b, strict=True)]
+    for one, other, nbytes, start, other_start in digests:
+        if one is None or other is None or one.algorithm != other.algorithm:
+            return None
+        if (one.start, one.nbytes, other.start, other.nbytes) != (start, nbytes, other_start, nbytes):
+            return None
+    if any(one.value != other.value for one, other, *_ in digests if one and other):
+        return False
+    # Equal 64-bit digests of data that nobody chose are equal bytes; 32 bits are too few to be sure.
+    return True if digests and digests[0][0] and digests[0][0].algorithm.startswith("xxh3") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +477,12 @@ class Catalog:
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, ObjectEntry] = field(default_factory=dict)
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
+
+    def opaque(self) -> dict[str, str]:
+        """Return by name the tensors that can't be read without their classes, and why. Looks at all records."""
+        found = dict(self.info.extra.get("opaque", {}))
+        found.update((e.name, why) for e in self.tensors.values() if (why := e.slices.opaque))
+        return found
 
     def by_role(self, role: Role) -> dict[str, TensorEntry]:
         """Return the tensors of one role, keyed by FQN (MODEL, MASTER) or by name (the others)."""

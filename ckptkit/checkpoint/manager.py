@@ -2,41 +2,155 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
-from ckptkit.checkpoint.async_save import SaveHandle, collecting_later
-from ckptkit.checkpoint.coordinator import Coordinator
-from ckptkit.checkpoint.delete import delete_checkpoint, rotate
-from ckptkit.checkpoint.hf_config import read_side_files
-from ckptkit.checkpoint.hold import RunHold
-from ckptkit.checkpoint.inventory import list_checkpoints, resolve
-from ckptkit.checkpoint.load_plan import LoadOptions
-from ckptkit.checkpoint.loader import Loader, load_options
+from ckptkit.checkpoint.load.choose import Loader, load_options
+from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.save import Prepared, Saver, SaveRequest
-from ckptkit.checkpoint.signals import SAVE_SIGNALS, SignalWatch
-from ckptkit.checkpoint.staging_buffers import StagingBuffers, stand_ins
-from ckptkit.checkpoint.state import StateDictType, TrainState
-from ckptkit.checkpoint.writer_process import WriterProcess
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
+from ckptkit.checkpoint.run.lease import RunHold
+from ckptkit.checkpoint.save.background import SaveHandle, collecting_later
+from ckptkit.checkpoint.save.hf_config import read_side_files
+from ckptkit.checkpoint.save.saver import Prepared, Saver, SaveRequest
+from ckptkit.checkpoint.save.staging import StagingBuffers, stand_ins
+from ckptkit.checkpoint.save.writer_process import WriterProcess
+from ckptkit.checkpoint.state.train_state import StateDictType, TrainState
 from ckptkit.errors import CkptkitError, SaveError, UsageError
-from ckptkit.formats.layout import CommitRecord, checkpoint_name
-from ckptkit.storage.store import open_store
+from ckptkit.formats.own.record import CommitRecord, checkpoint_name
+from ckptkit.storage.open import open_store
+from ckptkit.storage.retry import BACKGROUND_S, Patience, timeout_s
 from ckptkit.units import parse_duration, parse_size
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "SAVE_SIGNALS", "SignalWatch"]
+
+# A signal on any rank becomes one decision of all ranks, between two training steps.
+
+
+logger = logging.getLogger(__name__)
+
+SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)
+_watches: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
+
+
+class SignalWatch:
+    """Remembers that a signal came, and lets the ranks agree on it at a step boundary.
+
+    The handlers only set a flag: a save inside a handler would run in the middle of a collective. A handler
+    that was installed before runs as well, unless it is the default one, which would end the process.
+
+    Forked processes (the workers of a DataLoader, of a multiprocessing Pool) have the handlers from before, so that
+    SIGTERM ends them. Only SIGUSR1 and SIGUSR2 stay without effect there: a scheduler that sends one to all processes
+    of a job must not end workers that the training needs until it has saved.
+
+    Args:
+        coordinator: The ranks that must agree; not used by any other thread.
+        signals: By default SIGTERM (a scheduler that preempts) and SIGUSR1 (`sbatch --signal=USR1@300`).
+        every: Ask the other ranks at each `every`-th call of `agreed`, the same ones on every rank.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        signals: Iterable[int] = SAVE_SIGNALS,
+        every: int = 1,
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("signal handlers can be installed by the main thread only: make the manager there.")
+        if every < 1:
+            raise UsageError(f"every is {every}, expected a whole number from 1.")
+        self.coordinator = coordinator
+        self.every = every
+        self.received: int | None = None
+        self._calls = 0
+        self._before: dict[int, Any] = {}
+        _watches.add(self)
+        for number in signals:
+            self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def agreed(self) -> bool:
+        """Return True on every rank at the same call, once some rank has had a signal. All ranks call it.
+
+        Stays True until `clear`.
+        """
+        self._calls += 1
+        if self._calls % self.every:
+            return False
+        seen = self.coordinator.any(self.received is not None)
+        if seen:
+            logger.info("%s: saving", "a signal came" if self.received is None else signal.Signals(self.received).name)
+        return seen
+
+    def clear(self) -> None:
+        """Forget the signal: it was acted upon."""
+        self.received = None
+
+    def close(self) -> None:
+        """Put back the handlers that were there before."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+
+    def __enter__(self) -> SignalWatch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Block the watched signals of this thread: Python forgets what a child gets before it has run its fork hooks."""
+    numbers = {number for watch in _watches for number in watch._before}
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _in_child() -> None:
+    """Give a forked process the handlers that were there before all watches."""
+    for number in {number for watch in _watches for number in watch._before if number not in _HARMLESS}:
+        found: Any = signal.getsignal(number)
+        while isinstance(watch := getattr(found, "__self__", None), SignalWatch):
+            found = watch._before.get(number)
+            signal.signal(number, found if found is not None else signal.SIG_DFL)
+    _in_parent()  # what came meanwhile is delivered now
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
 
 _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
     """Saves, keeps and loads the checkpoints of one run. All ranks make it, and call its methods, together.
+
+    A process that is forked from the one that made it can't use it: `close` does nothing there, the rest raises.
 
     Args:
         url: The root of the run: a path, or anything fsspec opens ("s3://bucket/run").
@@ -54,6 +168,9 @@ class CheckpointManager:
         process_group: The ranks that take part; None for all.
         side_files: A directory whose config, tokenizer, chat template and licence every checkpoint carries, so that
             it can be exported with nothing else at hand. A transformers model brings its own config.
+        start_fresh: When `load` returns None. "if_empty": where nothing was saved yet; directories of steps of which
+            none is committed, as a copy that was cut off leaves them, are an error. "if_none_committed": there, too.
+            "never": it raises instead.
         storage_options: Passed to fsspec.
     """
 
@@ -72,10 +189,13 @@ class CheckpointManager:
         trace: str | Path | None = None,
         process_group: Any = None,
         side_files: str | Path | None = None,
+        start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if async_policy not in ("wait", "refuse"):
             raise UsageError(f"async_policy={async_policy!r}: it is 'wait' or 'refuse'.")
+        if start_fresh not in ("if_empty", "if_none_committed", "never"):
+            raise UsageError(f"start_fresh={start_fresh!r}: it is 'if_empty', 'if_none_committed' or 'never'.")
         self.url = str(url)
         self.retention = retention
         self.rotates: Callable[[CommitRecord], bool] | None = None
@@ -112,6 +232,7 @@ class CheckpointManager:
             coordinator=self._coordinator,
             hold=self._hold,
             best=objective,
+            start_fresh=start_fresh,
             trace=self._trace,
             storage_options=storage_options,
         )
@@ -120,6 +241,7 @@ class CheckpointManager:
         if self._writer is not None:
             self._writer.wait_ready()
         self._in_flight: SaveHandle | None = None
+        self._pid = os.getpid()
         self._last_saved: int | None = None
         self._closed = False
 
@@ -164,6 +286,7 @@ class CheckpointManager:
             SaveError: The save before failed; or it is still under way and `async_policy` is "refuse".
             RankFailedError: A rank could not capture its state.
         """
+        self._check_open()
         if self._async_policy == "refuse" and self._busy():
             raise SaveError(
                 f"step {step} is not saved: the save before is still under way, and async_policy is 'refuse'."
@@ -173,11 +296,12 @@ class CheckpointManager:
             request = self._request(step, metrics, client_state, tag, overwrite)
             prepared = self._saver.prepare(state, request, stage=self._stage)
             stall = prepared.clock.seconds()
-            self._in_flight = SaveHandle(step, lambda: self._publish_staged(prepared, stall))
+            self._in_flight = SaveHandle(step, lambda: self._publish_staged(prepared, stall), self._patience())
             return self._in_flight.start()
 
     def wait(self) -> SaveReport | None:
         """Wait for the save under way and return its report; None where there is none. Raises what went wrong."""
+        self._check_open()
         handle, self._in_flight = self._in_flight, None
         return None if handle is None else handle.result()
 
@@ -186,6 +310,7 @@ class CheckpointManager:
 
         All ranks call it between two steps; it costs one small all-reduce. Stays True.
         """
+        self._check_open()
         return self._watch is not None and self._watch.agreed()
 
     def save_on_signal(
@@ -199,6 +324,7 @@ class CheckpointManager:
         Raises:
             UsageError: The manager was made without `on_signal`.
         """
+        self._check_open()
         if self._watch is None:
             raise UsageError("save_on_signal: make the manager with on_signal='save'.")
         if not self._watch.agreed():
@@ -223,12 +349,13 @@ class CheckpointManager:
         options: LoadOptions | None = None,
         **overrides: Any,
     ) -> LoadReport | None:
-        """Restore `state` in place; return what was loaded, or None where the run has no checkpoint yet.
+        """Restore `state` in place; return what was loaded, or None where the run is new (see `start_fresh`).
 
         All ranks must call it; rank 0 chooses. Any state-dict type, any world size and mesh (LOCAL: its own). Nothing
-        is touched unless everything fits and was read (where memory is short: checked) without error. Where the root
-        holds nothing of ours, but another system's run (Lightning's, verl's, ...), the newest checkpoint of that is
-        loaded.
+        is touched unless all keys, shapes and dtypes fit. Tensors are then read straight into the state, without a
+        second copy; damage found then is an error, the state is half loaded, and it can't be saved until a load
+        succeeds. `atomic=True` changes nothing until all is read and checked. Where the root holds nothing of ours, but
+        another system's run (Lightning's, verl's, ...), the newest checkpoint of that is loaded.
 
         Args:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint, of any format that
@@ -236,11 +363,12 @@ class CheckpointManager:
             fallback: Where the checkpoint is damaged: "error", or "previous" loads the newest one before it that is
                 not, and says so in the log. The damaged one may then be saved again.
             options: How to treat what does not fit; or its fields as keywords: `strict`, `include`, `exclude`,
-                `model`, `optimizer`, `convert_dtype`, `in_place`, `max_memory`, `verify`, `replicas`, `rng_on_resize`,
+                `model`, `optimizer`, `convert_dtype`, `atomic`, `max_memory`, `verify`, `replicas`, `rng_on_resize`,
                 `per_rank_on_resize`.
 
         Raises:
             CheckpointNotFoundError: `which` names a checkpoint that is not there.
+            IncompleteCheckpointError: There are directories of steps, and none is committed.
             CheckpointMismatchError: Lists all that does not fit.
             CorruptCheckpointError: The checkpoint is damaged; names file and tensor.
         """
@@ -250,16 +378,18 @@ class CheckpointManager:
     # --- what there is
 
     def latest(self) -> int | None:
-        """Return the step of the newest committed checkpoint, None where there is none. All ranks must call it."""
+        """Return the step of the newest committed checkpoint, None where there is none. All ranks must call it.
 
-        def step() -> int | None:
-            found = list_checkpoints(self._root).latest
-            return None if found is None else found.step
-
-        return self._coordinator.decide(step, "looking for the latest checkpoint")
+        Raises:
+            IncompleteCheckpointError: There are directories of steps, and none is committed (see `start_fresh`).
+        """
+        self._check_open()
+        return self._coordinator.decide(self._loader.latest, "looking for the latest checkpoint")
 
     def list(self) -> list[CommitRecord]:
         """Return the records of the committed checkpoints, oldest first, without their files. Collective."""
+
+        self._check_open()
 
         def records() -> Sequence[CommitRecord]:
             return [item.record.without_files() for item in list_checkpoints(self._root).committed]
@@ -288,7 +418,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the save under way, raise what went wrong with it, and give everything back. Collective."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         try:
             self._settle()
@@ -314,9 +444,13 @@ class CheckpointManager:
         if error is None:
             self.close()
             return
+        if os.getpid() != self._pid:
+            return  # a fork: what there is to give back is our parent's
         # Training failed on this rank: the others may not come here, so nothing collective can be done.
         handle, self._in_flight = self._in_flight, None
         if handle is not None:
+            if not isinstance(error, Exception):  # Ctrl-C
+                handle.hurry()
             failure = _outcome(handle)
             if failure is not None:
                 _log.error("the save of step %d failed as well: %s", handle.step, failure)
@@ -347,10 +481,16 @@ class CheckpointManager:
             state_dict_type=self.state_dict_type,
             tag=tag,
             metrics=dict(metrics or {}),
-            client_state=copy.deepcopy(client_state),  # the record is written when training goes on
+            client_state=client_state,
             overwrite=overwrite or checkpoint_name(step, tag) in self._loader.given_up,
+            set_aside=self._loader.looked,
             resumed_from=self._loader.resumed_from,
         )
+
+    def _patience(self) -> Patience:
+        """Return how long a save in the background retries storage calls: less than other ranks wait for this one."""
+        limit_s = timeout_s(BACKGROUND_S)
+        return Patience(limit_s if self._coordinator.world_size == 1 else min(limit_s, self._coordinator.timeout_s / 2))
 
     def _stage(self, prepared: Prepared) -> None:
         """Copy what is to be written. A failure waits for `publish`: the other ranks are on their way."""
@@ -366,8 +506,7 @@ class CheckpointManager:
 
     def _settle(self) -> None:
         """Wait for the save under way; raise its error if nobody has seen it."""
-        if self._closed:
-            raise UsageError(f"the manager of {self.url} is closed.")
+        self._check_open()
         handle, self._in_flight = self._in_flight, None
         if handle is None:
             return
@@ -376,15 +515,26 @@ class CheckpointManager:
         else:
             handle.result()
 
+    def _check_open(self) -> None:
+        if self._closed:  # its group is gone: a collective would run over the group of all ranks
+            raise UsageError(f"the manager of {self.url} is closed. Make another one.")
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"the manager of {self.url} was made by process {self._pid}, and this is a fork of it, process "
+                f"{os.getpid()}, which can't use it: its threads and connections stay behind. Use it in the process "
+                "that made it, or make another manager here."
+            )
+
     def _publish(self, prepared: Prepared, tensors: Any, stall: float | None) -> SaveReport:
         record = self._saver.publish(prepared, tensors)
         self._last_saved = record.step
         self._loader.given_up.discard(record.name)
         deleted: tuple[tuple[int, int], ...] = ()
-        kept = 0
+        kept: int | None = None
+        exempt = 0
         if self._coordinator.is_main:
             with prepared.clock.phase("rotate"):
-                deleted, kept = self._rotate(record)
+                deleted, kept, exempt = self._rotate(record)
         seconds = prepared.clock.seconds()
         report = SaveReport(
             url=f"{self.url}/{record.name}",
@@ -396,6 +546,7 @@ class CheckpointManager:
             deleted=deleted,
             kept=kept,
             limit=self.retention.max_num if self.retention is not None else None,
+            exempt=exempt,
             phases=prepared.clock.phases,
         )
         self._announce(report)
@@ -404,23 +555,25 @@ class CheckpointManager:
     def _publish_staged(self, prepared: Prepared, stall: float) -> SaveReport:
         return self._publish(prepared, prepared.staged, stall)
 
-    def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int]:
-        """Return (step, bytes) of what was deleted, and how many are kept. Raises nothing: the save is done."""
+    def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int | None, int]:
+        """Return (step, bytes) of what was deleted, how many are kept, and how many of them are exempt from the limit.
+        Raises nothing: the save is done."""
         try:
             return self._rotated()
         except (CkptkitError, OSError) as error:
             _log.warning("step %d is saved, but rotating failed; the next save tries again: %s", record.step, error)
-            return (), 0
+            return (), None, 0
 
-    def _rotated(self) -> tuple[tuple[tuple[int, int], ...], int]:
+    def _rotated(self) -> tuple[tuple[tuple[int, int], ...], int, int]:
         seen = self._saver.seen
         if self.retention is None:
-            return (), len((seen or list_checkpoints(self._root)).committed)
+            return (), len((seen or list_checkpoints(self._root)).committed), 0
         protected = {self._loader.resumed_from: "the run was resumed from it"} if self._loader.resumed_from else {}
         done = rotate(self._root, self.retention, protected=protected, among=self.rotates, seen=seen)
         self._hold.remember(done.left, among=self.rotates)
         gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
-        return gone, len(done.decisions) - len(done.deleted)
+        older = done.decisions[: -self.retention.max_num] if self.retention.max_num is not None else ()
+        return gone, len(done.decisions) - len(done.deleted), sum(item.keep for item in older)
 
     def _announce(self, report: SaveReport) -> None:
         if self._coordinator.is_main:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import threading
@@ -12,12 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.checkpoint.load.plan import LoadOptions
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import UsageError
 from ckptkit.units import format_size
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint.deferred import DeferredOptimizer
+    from collections.abc import Callable
 
-__all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file"]
+__all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file", "DeferredOptimizer"]
 
 _log = logging.getLogger(__name__)
 _TURNS = ("write", "digest", "sync")
@@ -97,8 +101,9 @@ class SaveReport:
         stall_seconds: How long training stood still on this rank.
         seconds: From the call to the commit.
         deleted: (step, bytes) of the checkpoints that rotation removed.
-        kept: How many checkpoints there are now.
-        limit: The most that rotation keeps; None where there is no limit.
+        kept: How many checkpoints there are now; None on ranks other than 0, and where rotation failed.
+        limit: The most that rotation keeps, beside exempt ones; None where there is no limit.
+        exempt: How many of `kept` are older than the `limit` newest and kept by another rule (best, pinned, ...).
         phases: What took the time: plan, stage, write, digest, sync, commit, ...
     """
 
@@ -109,8 +114,9 @@ class SaveReport:
     stall_seconds: float
     seconds: float
     deleted: tuple[tuple[int, int], ...] = ()
-    kept: int = 0
+    kept: int | None = None
     limit: int | None = None
+    exempt: int = 0
     phases: tuple[Phase, ...] = ()
 
     def line(self) -> str:
@@ -122,9 +128,18 @@ class SaveReport:
             f"stall {self.stall_seconds:.2f} s",
             f"{format_size(int(rate))}/s",
         ]
-        kept = f"keeping {self.kept}" + (f"/{self.limit}" if self.limit is not None else "")
-        freed = ", ".join(f"freed step {step} ({format_size(nbytes)})" for step, nbytes in self.deleted)
-        return " · ".join([*parts, f"{kept}, {freed}" if freed else kept])
+        freed = [f"freed step {step} ({format_size(nbytes)})" for step, nbytes in self.deleted]
+        kept = [] if self.kept is None else [self._keeping(self.kept)]
+        return " · ".join([*parts, *([", ".join([*kept, *freed])] if kept or freed else [])])
+
+    def _keeping(self, kept: int) -> str:
+        if self.limit is None:
+            return f"keeping {kept}"
+        if kept <= self.limit:
+            return f"keeping {kept}/{self.limit}"
+        left = kept - self.limit - self.exempt
+        also = f", {left} could not be deleted" if left > 0 else ""
+        return f"keeping {kept} ({min(self.limit, kept - self.exempt)} newest, {self.exempt} exempt{also})"
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}. What one phase
@@ -269,3 +284,53 @@ def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadRe
         report.write_trace(str(folder / f"{what}-{report.step or 0:08d}-rank{rank:05d}.json"), rank=rank)
     except OSError as error:
         _log.warning("the trace of a %s could not be written: %s", what, error)
+
+
+# An optimizer's state that is restored later: once the optimizer, and what was added to the model, are there.
+
+
+class DeferredOptimizer:
+    """Restores the optimizers of a training state from the checkpoint its model was loaded from, once.
+
+    Until then nothing but the address of the checkpoint is held; rotation keeps the checkpoint a run was resumed
+    from. Call `apply` before the first step, when parameters that training adds (adapters) are in the model and the
+    optimizer was built.
+    """
+
+    def __init__(
+        self, state: TrainState, options: LoadOptions, restore: Callable[[TrainState, LoadOptions], LoadReport]
+    ) -> None:
+        self._state: TrainState | None = state
+        self._options = dataclasses.replace(options, model="skip", optimizer="restore")
+        self._restore: Callable[[TrainState, LoadOptions], LoadReport] | None = restore
+
+    @property
+    def pending(self) -> bool:
+        """Whether `apply` still has something to do."""
+        return self._restore is not None
+
+    def apply(self, state: TrainState | None = None, *, strict: bool = True) -> LoadReport | None:
+        """Restore the optimizers; all ranks must call it. The first call only: later ones return None.
+
+        Args:
+            state: Model and optimizer as they are now, where they are other objects than at the load.
+            strict: The checkpoint's optimizer may not hold parameters that the live one has not. Parameters that
+                were added since start without state either way, and are in the report's `missing`.
+
+        Raises:
+            CheckpointMismatchError: The state does not fit; nothing was changed, and `apply` may be called again.
+        """
+        if self._restore is None or self._state is None:
+            return None
+        whole = state if state is not None else self._state
+        if whole.optimizer is None:
+            raise UsageError("apply: the training state has no optimizer. Pass TrainState(model=..., optimizer=...).")
+        only = TrainState(model=whole.model, optimizer=whole.optimizer, rng=False)
+        options = dataclasses.replace(self._options, strict=strict)
+        try:
+            report = self._restore(only, options)
+        except BaseException:
+            whole.half_loaded = only.half_loaded or whole.half_loaded
+            raise
+        self._restore = self._state = None
+        return report

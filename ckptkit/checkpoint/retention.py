@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptkit.checkpoint.inventory import rank_by
+from ckptkit.checkpoint.run.inventory import rank_by
 from ckptkit.errors import UsageError
-from ckptkit.formats.layout import CommitRecord
+from ckptkit.formats.own.record import CommitRecord
 from ckptkit.units import format_size, parse_size
 
 __all__ = ["Decision", "RetentionPolicy", "decide"]

@@ -12,6 +12,8 @@ from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, stora
 from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
 from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome
 from ckptkit.errors import UsageError
+from ckptkit.redact import without_secrets
+from ckptkit.storage.store import split_url
 
 _what, _names, _model, _files = grouped("What"), grouped("Names"), grouped("Model"), grouped("Files")
 _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")
@@ -43,7 +45,7 @@ _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "do
     default="auto",
     show_default=True,
     metavar="WHICH",
-    help="model, or master: the fp32 copies that some optimizers keep.",
+    help="model, or master: the fp32 copies that some optimizers keep. auto: model, or master where --dtype casts.",
 )
 @_what("--include", multiple=True, metavar="GLOB", help="Only these tensors; may be given several times.")
 @_what("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; may be given several times.")
@@ -81,6 +83,8 @@ def command(
 
     if push and options["to"] != "hf":
         raise UsageError(f"--push uploads a Hugging Face export; it does not go with --to {options['to']}.")
+    if push and split_url(dst)[0] not in ("file", "local"):
+        raise UsageError(f"--push uploads a local folder; {without_secrets(dst)} is none. Give a local DST.")
     explain_interrupts(dst, overwrite=options["overwrite"])
     with progress_bar("convert") as progress:
         report = convert(

@@ -48,7 +48,7 @@ def command(
         print_json(report.to_json())
     else:
         click.echo("\n".join(_lines(report)))
-    if not report.equal:
+    if report.differs:
         raise SystemExit(1)
 
 
@@ -58,6 +58,8 @@ def _lines(report: DiffReport) -> list[str]:
     lines += [f"only in B: {name}" for name in report.only_b]
     lines += [f"shape: {name}: {list(x)} in A, {list(y)} in B" for name, (x, y) in report.shapes.items()]
     lines += [f"dtype: {name}: {x} in A, {y} in B" for name, (x, y) in report.dtypes.items()]
+    lines += [f"value: {name}: {x} in A, {y} in B" for name, (x, y) in report.values.items()]
+    lines += [f"not interpreted: {name} {why}" for name, why in report.records.items()]
     if report.different:
         lines += _table("differs", report.different, [d.name for d in report.different])
         layers = report.layers()

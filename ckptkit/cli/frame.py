@@ -18,7 +18,8 @@ import click
 
 from ckptkit.cli.options import grouped
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, UsageError
-from ckptkit.shown import keep_secret, printable, without_known_secrets, without_secrets
+from ckptkit.redact import keep_secret, printable, without_known_secrets, without_secrets
+from ckptkit.storage.retry import patient
 
 __all__ = [
     "command_frame",
@@ -48,7 +49,7 @@ def command_frame(function: F) -> F:
         _set_up_logging(quiet=quiet, verbose=verbose or debug)
         click.get_current_context().meta["ckptkit.quiet"] = quiet
         try:
-            with redirect_stdout(cast(TextIO, _Printable(sys.stdout))):
+            with redirect_stdout(cast(TextIO, _Printable(sys.stdout))), patient():
                 function(*args, **kwargs)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
@@ -89,7 +90,7 @@ def _older(error: Exception) -> str:
     """Where a checkpoint of a run is damaged, the one to fall back to."""
     if not isinstance(error, CorruptCheckpointError) or not error.checkpoint:
         return ""
-    from ckptkit.offline.earlier import earlier_checkpoint
+    from ckptkit.offline.reading import earlier_checkpoint
 
     given = click.get_current_context().params
     options = {
@@ -143,9 +144,6 @@ def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
     words = f"%(levelname)s {ranks}%(name)s: %(message)s" if verbose else f"Warning: {ranks}%(message)s"
     logging.basicConfig(level=logging.WARNING, format=words, stream=sys.stderr)
     logging.getLogger("ckptkit").setLevel(level)
-    logging.getLogger("stamina").setLevel(
-        level if verbose else logging.ERROR
-    )  # our own words say that it is tried again
 
 
 def print_json(document: Any) -> None:

@@ -74,6 +74,7 @@ def _lines(report: InspectReport) -> list[str]:
         lines += [""] + [line for tensor in report.tensors for line in _tensor_lines(tensor)]
     else:
         lines += _overview(report)
+    lines += [f"  not interpreted: {name} {why}" for name, why in report.uninterpreted.items()]
     return lines + [f"  note: {note}" for note in report.notes]
 
 

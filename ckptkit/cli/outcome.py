@@ -14,7 +14,7 @@ from ckptkit.cli.options import Count, grouped
 from ckptkit.units import format_size
 
 if TYPE_CHECKING:
-    from ckptkit.offline.report import ConvertReport
+    from ckptkit.offline.conversion import ConvertReport
 
 __all__ = ["explain_interrupts", "outcome_options", "show_outcome"]
 
@@ -25,7 +25,7 @@ _OPTIONS = [
     _safety("--dry-run", is_flag=True, help="Print the plan, write nothing."),
     _safety("--verify", is_flag=True, help="Read the result again and prove it equal to the source."),
     _safety("--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the source's digests."),
-    _safety("--overwrite", is_flag=True, help="Replace DST, once the new one is complete."),
+    _safety("--overwrite", is_flag=True, help="Replace the checkpoint or export at DST."),
     _resource("--workers", type=Count(0), default=0, metavar="N", help="Copies in flight. By the machine."),
     _resource("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Tensor bytes held at once."),
     _output("--json", "as_json", is_flag=True, help="Print one JSON document."),
@@ -45,12 +45,13 @@ def explain_interrupts(dst: str, *, overwrite: bool) -> None:
 
 
 def _interrupted(dst: str, *, overwrite: bool) -> str:
-    from ckptkit.offline.resume import left_beside
+    from ckptkit.offline.copying.resume import left_beside
     from ckptkit.storage.store import split_url
 
     if split_url(dst)[0] != "file":
-        replaced = "; what --overwrite was to replace may be gone" * overwrite
-        return f"{dst} was not made{replaced}. Run the same command again: it goes on with the objects that are whole."
+        old = f"{dst} is as it was before, or the new one lies whole in {dst}/.ckptkit-new"
+        made = old if overwrite else f"{dst} was not made"
+        return f"{made}. Run the same command again: it goes on with the objects that are whole."
     if not overwrite and (os.path.isfile(dst) or (os.path.isdir(dst) and os.listdir(dst))):
         return f"{dst} is complete, or is as it was before."
     untouched = f"{dst} is as it was before" if overwrite and os.path.exists(dst) else f"{dst} was not made"
@@ -88,12 +89,12 @@ def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
 
 def _next(report: ConvertReport) -> list[str]:
     """The command that most people type after this one."""
-    names = {file.path for file in report.plan.files}
+    if "://" in report.dst:
+        return []  # vLLM reads directories
     where = shlex.quote(report.dst)
-    if any("diffusers" in note for note in report.notes):
-        return []  # nothing to serve
-    if report.to == "hf" and "config.json" in names and "://" not in report.dst:
-        return [f"serve it with: vllm serve {where}"]
-    if report.to == "hf" and "adapter_config.json" in names and "://" not in report.dst:
-        return [f"serve it with: vllm serve BASE_MODEL --enable-lora --lora-modules adapter={where}"]
-    return []
+    return {
+        "": [],
+        "model": [f"serve it with: vllm serve {where}"],
+        "adapter": [f"serve it with: vllm serve BASE_MODEL --enable-lora --lora-modules adapter={where}"],
+        "no tokenizer": [f"before vLLM can serve it, put the tokenizer's files into {where}: the source has none"],
+    }[report.serving]

@@ -16,8 +16,8 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
     """Keep the checkpoint at URL (RUN/step_..., RUN/latest, RUN/best, RUN/1200) whatever rotation says.
     RUN alone is its newest."""
-    from ckptkit.checkpoint.address import resolve_checkpoint
-    from ckptkit.checkpoint.pins import pin_forever
+    from ckptkit.checkpoint.run.address import resolve_checkpoint
+    from ckptkit.checkpoint.run.pins import pin_forever
     from ckptkit.errors import CheckpointNotFoundError, UsageError
 
     if not why.strip():

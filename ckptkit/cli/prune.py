@@ -48,12 +48,16 @@ def command(
         for decision in report.decisions:
             verb = "keep" if decision.keep else "would delete" if dry_run else "deleted"
             if decision.name in report.failed:
-                verb = "FAILED to delete"
+                verb = "would FAIL to delete" if dry_run else "FAILED to delete"
             click.echo(f"{verb:<12}  {decision.name}  {format_size(decision.nbytes):>9}  {decision.reason}")
+            if dry_run and decision.name in report.failed:
+                click.echo(f"{'':<12}  {report.failed[decision.name]}")
         for path in report.cleaned:
             if path.endswith(".owner"):
                 continue  # it belongs to the line before
             click.echo(f"{'would clean' if dry_run else 'cleaned':<12}  {path}  left by a save whose process is gone")
+        for path in report.kept_files:
+            click.echo(f"{'would stay' if dry_run else 'stayed':<12}  {path}  no commit record names it")
         click.echo(f"{'would free' if dry_run else 'freed'} {format_size(report.freed_bytes)}")
     if report.failed:
         raise SystemExit(1)

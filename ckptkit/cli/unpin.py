@@ -14,8 +14,8 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 @command_frame
 def command(url: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
     """Let rotation decide on the checkpoint at URL again. RUN alone is its newest."""
-    from ckptkit.checkpoint.address import resolve_checkpoint
-    from ckptkit.checkpoint.pins import split_checkpoint_url, unpin
+    from ckptkit.checkpoint.run.address import resolve_checkpoint
+    from ckptkit.checkpoint.run.pins import split_checkpoint_url, unpin
     from ckptkit.errors import CheckpointNotFoundError
 
     options = with_storage_options(storage_options)

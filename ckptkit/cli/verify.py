@@ -38,7 +38,11 @@ def command(
     as_json: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Check that the checkpoint at URL is complete and undamaged. Exit code 1 where it is not."""
+    """Check that the checkpoint at URL is complete and undamaged. Exit code 1 where damage was found.
+
+    Records that can't be read without the class of their tensor are listed; their checksums are compared, and they are
+    no damage.
+    """
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.verify import verify
 
@@ -83,12 +87,13 @@ def _lines(report: VerifyReport) -> list[str]:
         if more:
             named = ", ".join(more[:3]) + ", ..." * (len(more) > 3)
             lines.append(f"bad: {path}: {len(more)} more of it ({named}); --json lists all")
+    lines += [f"not interpreted: {name} {why}" for name, why in report.uninterpreted.items()]
     return [*lines, report.summary()]
 
 
 def _what_to_try(report: VerifyReport, options: Mapping[str, Any] | None) -> list[str]:
     """The checkpoint before this one, where there is one."""
-    from ckptkit.offline.earlier import earlier_checkpoint
+    from ckptkit.offline.reading import earlier_checkpoint
 
     older = earlier_checkpoint(report.url, storage_options=options)
     return [f"try the one before it: ckptkit verify {shlex.quote(older)}"] if older else []

@@ -4,33 +4,200 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog
-from ckptkit.collector import collector_paused
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, UnsafePathError
-from ckptkit.formats.format_list import (
-    FORMATS,
-    RECORD,
-    TORCH_ENDINGS,
-    UNNAMED,
-    Format,
-    Place,
-    format_of,
-    open_torch,
-    reader,
-    refuse_packed,
+from ckptkit.catalog.entry import Catalog, Role
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePathError,
+    UnsupportedFormatError,
 )
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.steps import ordered, parse_step
-from ckptkit.storage import Store, open_store
+from ckptkit.formats.torch_save import MODEL_FILES
+from ckptkit.formats.trainers.steps import ordered, parse_step
+from ckptkit.gc_pause import collector_paused
+from ckptkit.storage import FileInfo, Store, open_store
 from ckptkit.storage.store import split_url
 
-__all__ = ["Source", "identify", "nearest", "open_source"]
+__all__ = [
+    "Source",
+    "identify",
+    "nearest",
+    "open_source",
+    "FORMATS",
+    "RECORD",
+    "TORCH_ENDINGS",
+    "UNNAMED",
+    "Format",
+    "Place",
+    "format_of",
+    "open_torch",
+    "reader",
+    "refuse_packed",
+]
+
+# The formats ckptkit reads, in the order in which they are looked for: the marks of each, and its reader.
+
+
+RECORD = "checkpoint.json"
+_DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
+# Names that a tool gives to weights; a safetensors file of any other name counts only where nothing else is there.
+_WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
+_SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
+TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # of files that torch.save wrote
+_TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
+
+
+class Place:
+    """A directory that may be a checkpoint, with what lies in it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    @cached_property
+    def listing(self) -> dict[str, FileInfo]:
+        return {item.path: item for item in self.store.list()}
+
+    @cached_property
+    def files(self) -> list[str]:
+        return [path for path, item in self.listing.items() if item.kind in ("file", "symlink")]
+
+    @cached_property
+    def directories(self) -> list[str]:
+        return [path for path, item in self.listing.items() if item.kind == "directory"]
+
+    def any_file(self, pattern: str) -> bool:
+        """Whether a file's whole name matches."""
+        return any(re.fullmatch(pattern, name) for name in self.files)
+
+
+# What values of another type or shape than a format has cause in a reader. The cause stays attached.
+_MALFORMED = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError)
+Test = Callable[[Place], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: how it is told, and the module that reads it; `path` where one file of a directory is meant."""
+
+    name: str
+    test: Test
+    reader: str
+    path: str = ""
+
+    def open(self, store: Store, options: ReadOptions) -> Catalog:
+        try:
+            if self.reader == "torch_save":
+                return open_torch(store, self.path or None, options)
+            catalog: Catalog = reader(self.reader).open_catalog(store, options=options)
+            return catalog
+        except CkptkitError:
+            raise
+        except _MALFORMED as error:
+            raise CorruptCheckpointError(
+                f"{store.url}: it is laid out as a {self.name} checkpoint, but a file is not what that format says: "
+                f"{type(error).__name__}: {error}."
+            ) from error
+
+
+def reader(module: str) -> Any:
+    return importlib.import_module(f"ckptkit.formats.{module}")
+
+
+def _only_torch_file(place: Place) -> bool:
+    names = [name for name in place.files if name.endswith(TORCH_ENDINGS)]
+    return any(name in MODEL_FILES for name in names) or (len(names) == 1 and parse_step(names[0]) is None)
+
+
+# Names are looked at before a reader is imported: most directories have nothing that most readers look for.
+# DeepSpeed and verl name their files so that nothing else does; what has a file beside a DCP comes before DCP.
+FORMATS: tuple[Format, ...] = (
+    Format("ckptkit", lambda p: RECORD in p.files, "own.reader"),
+    Format(
+        "deepspeed-universal",
+        lambda p: "zero" in p.directories and p.any_file(r".*_(?:model|optim)_states\.pt"),
+        "deepspeed.universal",
+    ),
+    Format("deepspeed", lambda p: p.any_file(r"layer_\d+(?:-model_\d+)?-model_states\.pt"), "deepspeed.pipeline"),
+    Format("deepspeed", lambda p: p.any_file(_DEEPSPEED), "deepspeed.zero"),
+    Format(
+        "deepspeed",
+        lambda p: (
+            reader("deepspeed.trainer").is_trainer_directory(p.files, p.directories) and not p.any_file(_SAFETENSORS)
+        ),
+        "deepspeed.trainer",
+    ),
+    Format("verl", lambda p: p.any_file(r"model_world_size_\d+_rank_\d+\.pt"), "trainers.verl"),
+    Format(
+        "megatron",
+        lambda p: "metadata.json" in p.files and reader("trainers.megatron").is_megatron(p.store, p.files),
+        "trainers.megatron",
+    ),
+    Format("lightning", lambda p: "meta.pt" in p.files and ".metadata" in p.files, "trainers.lightning"),
+    Format(
+        "lightrft",
+        lambda p: (
+            ("optim_states" in p.directories or "client_state.pt" in p.files)
+            and reader("trainers.lightrft").is_lightrft(p.files, p.directories)
+        ),
+        "trainers.lightrft",
+    ),
+    Format("dcp", lambda p: p.any_file(r"\.metadata|__\d+\.metadata"), "dcp.reader"),
+    Format("accelerate", lambda p: reader("trainers.accelerate").is_accelerate(list(p.listing)), "trainers.accelerate"),
+    Format("ckptkit-local", lambda p: p.any_file(r"local_\d{5,9}\.safetensors"), "own.local"),
+    Format("safetensors", lambda p: p.any_file(_SAFETENSORS), "hf.safetensors"),
+    Format("torch", lambda p: p.any_file(_TORCH), "torch_save"),
+    Format(
+        "directories",
+        lambda p: reader("trainers.directories").layout_of(p.store, p.directories) is not None,
+        "trainers.directories",
+    ),
+)
+# Files of any name count only where no directory below is a checkpoint.
+UNNAMED: tuple[Format, ...] = (
+    Format(
+        "rank-files", lambda p: reader("trainers.rank_directory").is_rank_directory(p.files), "trainers.rank_directory"
+    ),
+    Format("safetensors", lambda p: p.any_file(r".*\.safetensors"), "hf.safetensors"),
+    Format("torch", _only_torch_file, "torch_save"),
+)
+
+
+def format_of(place: Place, formats: Sequence[Format] = ()) -> Format | None:
+    return next((form for form in formats or FORMATS if form.test(place)), None)
+
+
+def refuse_packed(names: Sequence[str]) -> None:
+    """Raise UnsupportedFormatError for an archive of NeMo, which holds a checkpoint that can't be read in place."""
+    packed = next((name for name in names if name.endswith(".nemo")), None)
+    if packed is not None:
+        raise UnsupportedFormatError(
+            f"{packed} is a tar archive of NeMo, perhaps compressed, with a checkpoint in it. Unpack it with "
+            "'tar -xf' into an empty directory, and give that directory."
+        )
+
+
+def open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
+    """Open one file, or what lies at the root. Names of a LightningModule lose its attribute, as in a sharded one."""
+    refuse_packed([name] if name is not None else [])
+    catalog: Catalog = reader("torch_save").open_catalog(store, path=name, options=options)
+    if not catalog.info.producer.startswith("lightning") or options.strip_prefix is not None:
+        return catalog
+    lightning = reader("trainers.lightning")
+    fqns = [entry.fqn for entry in catalog.tensors.values() if entry.role.value == "model"]
+    stripped: Catalog = lightning.without_prefix(catalog, lightning.module_prefix(fqns))
+    return stripped
+
 
 _MAX_DEPTH = 3
 _MAX_CHILDREN = 32  # directories without a step in their name that are looked into
@@ -91,7 +258,8 @@ def open_source(
     url = _real(url)
     file = _as_file(url, storage_options)
     if file is not None:
-        return _open_file(*file, url, options)
+        source = _open_file(*file, url, options)
+        return replace(source, catalog=_with_step(source.catalog, url))
     place = Place(open_store(url, storage_options=storage_options))
     if not place.listing:
         _refuse_empty(place.store, url)
@@ -108,7 +276,24 @@ def open_source(
         if told is error:
             raise
         raise told from error
+    if form in UNNAMED:
+        _check_weights(catalog, url)
     return Source(place.store, _with_step(catalog, url), url, note)
+
+
+def _check_weights(catalog: Catalog, url: str) -> None:
+    """Raise where all that a directory has is a file of an optimizer, a scheduler or the like.
+
+    Raises:
+        IncompleteCheckpointError: It names the file.
+    """
+    if catalog.by_role(Role.MODEL):
+        return
+    name = next(iter(catalog.info.files), "")
+    raise IncompleteCheckpointError(
+        f"{url}: all that could be read is {name}, which holds no weights. A save that was cut off leaves this: take "
+        f"an older checkpoint. To see what the file holds: ckptkit inspect {shlex.quote(f'{url}/{name}')}"
+    )
 
 
 def _with_step(catalog: Catalog, url: str) -> Catalog:
@@ -151,7 +336,7 @@ def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Sourc
         if form is not None:
             return Source(store, form.open(store, options), parent, f"{name} is a part of the checkpoint in {parent}.")
     if name.endswith(".safetensors"):
-        return Source(store, reader("safetensors").open_file(store, name), url)
+        return Source(store, reader("hf.safetensors").open_file(store, name), url)
     return Source(store, open_torch(store, name, options), url)
 
 
@@ -180,7 +365,7 @@ def _unknown(place: Place, url: str) -> CkptkitError:
     shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     refuse_packed(place.files)
     if place.any_file(_DATA.pattern):
-        reader("dcp").open_catalog(place.store)  # raises: it says what is missing
+        reader("dcp.catalog").open_catalog(place.store)  # raises: it says what is missing
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")
 
 
@@ -192,6 +377,8 @@ def _resolve(place: Place, url: str, depth: int) -> _Found | None:
     form = format_of(place)
     if form is not None:
         return place, url, form, ""
+    if place.any_file(_DATA.pattern):
+        return None  # a save of DCP that did not finish: what lies below, or beside, is a part of it
     if depth < _MAX_DEPTH:
         for look in (_newest_step, _member, _pointed_at, _only_child):
             found = look(place, url, depth)
@@ -284,7 +471,7 @@ def _only_child(place: Place, url: str, depth: int) -> _Found | None:
         return place, f"{url}/{files[0]}", single, f"{files[0]} is {_among(len(files))} in {url}."
     if len(place.directories) > _MAX_CHILDREN:
         return None
-    likely = [name for name in place.directories if not name.startswith(_ASIDE)] or place.directories
+    likely = [name for name in place.directories if not name.startswith(_ASIDE)]
     found = [(name, child) for name in likely if (child := _enter(place, url, name, depth))]
     # What has the marks of a format is a checkpoint; files of ranks beside it may be states of its data loader.
     marked = [(name, child) for name, child in found if child[2] in FORMATS]
@@ -309,7 +496,7 @@ def _numbered_files(place: Place) -> list[str]:
         steps = ordered(n for n in place.files if n.endswith(TORCH_ENDINGS))
         if len(steps) > 1 and (steps[0].step, steps[0].epoch) == (steps[1].step, steps[1].epoch):
             return []
-        if steps and reader("rank_directory").are_rank_files(place.store, place.files):
+        if steps and reader("trainers.rank_directory").are_rank_files(place.store, place.files):
             return []
     return [step.name for step in steps]
 

@@ -6,6 +6,8 @@ for the paths of DCP. Tensor bytes are not read.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,23 +20,64 @@ from ckptkit.errors import (
     IncompleteCheckpointError,
     UnsafePickleError,
 )
-from ckptkit.formats._restricted_pickle import Unknown, loads
-from ckptkit.formats._torch_legacy import is_legacy, is_tar, read_legacy, read_tar
-from ckptkit.formats._torch_records import DTensorRecord, ShardedTensorRecord, StoredTensor
-from ckptkit.formats._torch_zip import TorchArchive, read_archive
-from ckptkit.formats.dcp_roles import EntryRole, RoleTable
-from ckptkit.formats.numbered_files import MODEL_FILES, numbered_files
-from ckptkit.formats.objects import plain
+from ckptkit.formats.dcp.roles import EntryRole, RoleTable
+from ckptkit.formats.hf.side_files import find_side_files, unread_optimizer
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.side_files import find_side_files, unread_optimizer
-from ckptkit.formats.strict_json import parse
-from ckptkit.storage.paths import is_safe_name
-from ckptkit.storage.store import Store
+from ckptkit.formats.own.json import parse
+from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
+from ckptkit.formats.pickles.objects import plain
+from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
+from ckptkit.formats.pickles.walk import Unknown, loads
+from ckptkit.formats.pickles.zip import TorchArchive, read_archive
+from ckptkit.storage.store import Store, is_safe_name
 
-__all__ = ["EXTENSIONS", "INDEX_SUFFIX", "is_torch_file", "open_catalog", "open_file", "read_torch_file"]
+__all__ = [
+    "EXTENSIONS",
+    "INDEX_SUFFIX",
+    "is_torch_file",
+    "open_catalog",
+    "open_file",
+    "read_torch_file",
+    "MODEL_FILES",
+    "numbered_files",
+]
+
+# Names of files: -00001-of-0000N, which belong together without an index, and those that only a model has.
+
+
+MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt")  # of torch.save
+
+_NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.(\w+)")
+
+
+def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
+    """Return the files named -0000i-of-0000n.`extension` in order; None where there are none.
+
+    Raises:
+        IncompleteCheckpointError: Not all n are there; it names those that are missing.
+        CorruptCheckpointError: Those of two checkpoints lie together.
+    """
+    matches = [match for name in names if (match := _NUMBERED.fullmatch(name)) and match[4] == extension]
+    if not matches:
+        return None
+    sets = {(match[1], match[3]) for match in matches}
+    if len(sets) > 1:
+        raise CorruptCheckpointError(f"numbered files of {len(sets)} checkpoints lie together: {sorted(sets)}.")
+    stem, total = sets.pop()
+    have = {int(match[2]) for match in matches}
+    first = 0 if 0 in have else 1  # some tools count from 0
+    wanted = range(first, first + int(total))
+    if len(have) != len(wanted) or have != set(wanted):
+        absent = itertools.islice((i for i in wanted if i not in have), 8)
+        gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.{extension}" for i in absent]
+        there = f"{len(have)} of {int(total)} shards are there; "
+        raise IncompleteCheckpointError(there + (f"missing: {', '.join(gone)}." if gone else "others are too many."))
+    return sorted(match[0] for match in matches)
+
 
 EXTENSIONS = (".pt", ".bin", ".ckpt", ".pth", ".pth.tar", ".th")
 INDEX_SUFFIX = ".bin.index.json"
+_STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # under which scripts save the step
 _MAX_INDEX_BYTES = 128 << 20
 
 Path = tuple[str | int, ...]
@@ -319,8 +362,8 @@ def _info(
         if isinstance(value, dict):
             if "pytorch-lightning_version" in value:
                 producer = f"lightning {str(value['pytorch-lightning_version'])[:20]}"
-            if type(value.get("global_step")) is int:
-                step = value["global_step"]
+            said = [value[name] for name in _STEPS if type(value.get(name)) is int]
+            step = said[0] if said else None
     side = find_side_files(store)
     tied = _tied(entries)
     notes = tuple(f"{', '.join(names[1:])} shares its bytes with {names[0]} (tied)." for names in tied)

@@ -13,9 +13,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from ckptkit.errors import MissingExtraError, UsageError
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = [
     "ShardingStrategy",
@@ -26,6 +29,8 @@ __all__ = [
     "Precision",
     "Offload",
     "Size",
+    "to_env",
+    "from_env",
 ]
 
 Size = int | Literal["auto"]
@@ -140,7 +145,13 @@ class FSDPConfig:
     """The low precision, "bf16" or "fp16" (which implies a gradient scaler); None computes in the model's dtype."""
 
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = "fp32"
-    """The dtype of gradient reduction; None: as computed."""
+    """The dtype of gradient reduction; None: as computed. With "fp32" what is computed in fp64 is reduced in fp64."""
+
+    initial_loss_scale: float = 2.0**16
+    """fp16: what the loss is multiplied by at first, 1 to 2**24."""
+
+    loss_scale_hysteresis: int = 2
+    """fp16: how many overflows there are before the loss scale backs off; 1: every one does."""
 
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """The dtype that the model's floating outputs are cast to; None: as computed."""
@@ -185,7 +196,8 @@ class FSDPConfig:
     """True compiles each block's forward; a string names the backend of torch.compile."""
 
     sync_module_states: bool = True
-    """True gives every rank the parameters and buffers of rank 0 before they are sharded."""
+    """True gives every rank the parameters and buffers of rank 0 before they are sharded. False keeps each rank's own:
+    they must be equal then, by the same seed or the same file, for data-parallel ranks are seeded differently."""
 
     use_orig_params: bool | None = None
     """FSDP2 always does; False is accepted with a warning."""
@@ -197,6 +209,7 @@ class FSDPConfig:
         _coerce(self)
         _check_flags(self)
         _check_sizes(self)
+        _check_loss_scale(self)
         _check_combinations(self)
         _warn(self)
 
@@ -250,14 +263,12 @@ class FSDPConfig:
 
     def to_accelerate_env(self, *, fsdp_version: Literal[1, 2] = 2) -> dict[str, str]:
         """Return the environment variables that make accelerate run FSDP in the same way."""
-        from ckptkit.fsdp.accelerate_env import to_env
 
         return to_env(self, fsdp_version)
 
     @classmethod
     def from_accelerate_env(cls, env: Mapping[str, str] | None = None) -> FSDPConfig:
         """Return the config that accelerate would read from `env` (default: this process's environment)."""
-        from ckptkit.fsdp.accelerate_env import from_env
 
         return cls.from_dict(from_env(os.environ if env is None else env))
 
@@ -327,6 +338,19 @@ def _check_sizes(config: FSDPConfig) -> None:
     if reshard is not None and (not isinstance(reshard, int) or (reshard < 1 and reshard is not False)):
         raise UsageError(
             f"reshard_after_forward is {reshard!r}; it must be True, False, a number of ranks (1 or more) or None."
+        )
+
+
+def _check_loss_scale(config: FSDPConfig) -> None:
+    scale, hysteresis = config.initial_loss_scale, config.loss_scale_hysteresis
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 <= scale <= 2**24:
+        raise UsageError(f"initial_loss_scale is {scale!r}; it must be a number from 1 to {2**24} (2**24).")
+    if not isinstance(hysteresis, int) or isinstance(hysteresis, bool) or hysteresis < 1:
+        raise UsageError(f"loss_scale_hysteresis is {hysteresis!r}; it must be a number of overflows, 1 or more.")
+    if not config.needs_grad_scaler and (scale, hysteresis) != (2**16, 2):
+        raise UsageError(
+            f"initial_loss_scale and loss_scale_hysteresis belong to mixed_precision='fp16'; it is "
+            f"{config.mixed_precision!r}, which needs no loss scale."
         )
 
 
@@ -403,3 +427,98 @@ def _names(value: object, name: str) -> tuple[str, ...]:
     if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(part, str) for part in value):
         return tuple(value)
     raise UsageError(f"{name} is {value!r}; it must be a string or a list of strings.")
+
+
+# FSDPConfig as the environment variables of `accelerate launch`, and back. Imports no torch, no accelerate.
+
+
+# accelerate numbers these from 1, in this order (accelerate.utils.constants).
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_WRAPS = {"AUTO": "TRANSFORMER_BASED_WRAP", "BLOCKS": "TRANSFORMER_BASED_WRAP"}  # accelerate's own guess of classes
+_TRUE, _FALSE = {"1", "true", "t", "yes", "y", "on"}, {"0", "false", "f", "no", "n", "off"}
+
+
+def to_env(config: FSDPConfig, fsdp_version: int) -> dict[str, str]:
+    """Return the variables for `config`. Booleans are lower case, as accelerate's launcher writes them."""
+    policy = config.auto_wrap_policy.value
+    env = {
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_USE_FSDP": _bool(config.enable_fsdp),
+        "FSDP_SHARDING_STRATEGY": config.sharding_strategy.value,
+        "FSDP_OFFLOAD_PARAMS": _bool(config.offload == "params"),
+        "FSDP_BACKWARD_PREFETCH": config.backward_prefetch.value,
+        "FSDP_FORWARD_PREFETCH": _bool(config.forward_prefetch),
+        "FSDP_STATE_DICT_TYPE": config.state_dict_type + "_STATE_DICT",
+        "FSDP_AUTO_WRAP_POLICY": _WRAPS.get(policy, policy),
+        "FSDP_MIN_NUM_PARAMS": str(config.min_num_params),
+        "FSDP_SYNC_MODULE_STATES": _bool(config.sync_module_states),
+        "FSDP_USE_ORIG_PARAMS": _bool(config.use_orig_params is not False),
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": _bool(config.activation_checkpointing),
+    }
+    if config.mixed_precision is not None:
+        env["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
+    if config.transformer_layer_cls:
+        # accelerate looks classes up by their short names in the model
+        env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(name.rpartition(".")[2] for name in config.transformer_layer_cls)
+    if fsdp_version == 2:
+        env["FSDP_VERSION"] = "2"
+        env["FSDP_RESHARD_AFTER_FORWARD"] = _bool(bool(config.reshard))
+    return env
+
+
+def from_env(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the FSDPConfig fields that `env` sets, with accelerate's defaults for what it leaves out.
+
+    Raises:
+        UsageError: A variable holds a value that accelerate would refuse too.
+    """
+    fields: dict[str, Any] = {
+        "enable_fsdp": _flag(env, "ACCELERATE_USE_FSDP", "false"),
+        "sharding_strategy": _numbered(env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"), _STRATEGIES),
+        "offload": "params" if _flag(env, "FSDP_OFFLOAD_PARAMS", "false") else "none",
+        "forward_prefetch": _flag(env, "FSDP_FORWARD_PREFETCH", "false"),
+        "auto_wrap_policy": env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
+        "min_num_params": _positive(env.get("FSDP_MIN_NUM_PARAMS", "100000")),
+        "transformer_layer_cls": env.get("FSDP_TRANSFORMER_CLS_TO_WRAP", ""),
+        "sync_module_states": _flag(env, "FSDP_SYNC_MODULE_STATES", "true"),
+        "activation_checkpointing": _flag(env, "FSDP_ACTIVATION_CHECKPOINTING", "false"),
+        "state_dict_type": env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
+        "backward_prefetch": _numbered(env.get("FSDP_BACKWARD_PREFETCH", "BACKWARD_PRE"), _PREFETCHES),
+    }
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    fields["mixed_precision"] = None if precision == "no" else precision
+    if "FSDP_USE_ORIG_PARAMS" in env and not _flag(env, "FSDP_USE_ORIG_PARAMS", "true"):
+        fields["use_orig_params"] = False
+    if env.get("FSDP_VERSION") == "2":
+        fields["reshard_after_forward"] = _flag(env, "FSDP_RESHARD_AFTER_FORWARD", "true")
+    return fields
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _flag(env: Mapping[str, str], name: str, default: str) -> bool:
+    text = env.get(name, default).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise UsageError(f"{name} is {env[name]!r} in the environment; it must be true or false.")
+
+
+def _numbered(text: str, names: tuple[str, ...]) -> str:
+    if text.isdigit() and 1 <= int(text) <= len(names):
+        return names[int(text) - 1]
+    return text
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit():
+        raise UsageError(f"FSDP_MIN_NUM_PARAMS is {text!r} in the environment; it must be a number of parameters.")
+    return max(1, int(text))

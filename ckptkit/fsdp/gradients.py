@@ -22,6 +22,9 @@ __all__ = [
     "is_finite_everywhere",
     "inspect_gradients",
     "GradientReport",
+    "checked_max_norm",
+    "checked_norm_type",
+    "widened",
 ]
 
 _Key = tuple[DeviceMesh, tuple[int, ...]]
@@ -38,17 +41,19 @@ class GradientReport:
 
 @torch.no_grad()
 def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
-    """Return the p-norm (1 <= p <= inf) of all gradients as one fp32 scalar, the same as in a single process.
+    """Return the p-norm (1 <= p <= inf) of all gradients as one scalar, the same on all ranks and as in one process.
 
-    A shard counts once however often it is replicated; a plain gradient counts once too, being the same on all
-    ranks. Parameters without a gradient count nothing. All ranks must call it with the same parameters, in the
-    same order; one small all-reduce runs for each way of sharding.
+    It is fp64 where a gradient is, else fp32; NaN on every rank where any rank has a NaN. A shard counts once
+    however often it is replicated; a plain gradient counts once too, being the same on all ranks. Parameters without
+    a gradient count nothing. All ranks must call it with the same parameters, in the same order; one small all-reduce
+    runs for each way of sharding.
     """
-    p = _checked(p)
+    p = checked_norm_type(p)
+    parameters = _listed(parameters)
     plain: list[torch.Tensor] = []
     sharded: dict[_Key, list[torch.Tensor]] = {}
     device: torch.device | None = None
-    for parameter in _listed(parameters):
+    for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor):
             # The key comes from the parameter: a rank that has no gradient still joins the all-reduce.
@@ -69,9 +74,11 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
     for (mesh, dims), locals_ in sharded.items():
         parts.append(_reduced(_power(locals_, p, device), mesh, dims, p))
     total = torch.stack(parts)
-    if p == math.inf:
-        return total.max().float()
-    return total.sum().pow(1.0 / p).float()
+    norm = total.max() if p == math.inf else total.sum().pow(1.0 / p)
+    # By the parameters too: a rank without a gradient gives the same dtype.
+    found = {parameter.dtype for parameter in parameters}
+    found |= {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
+    return norm if torch.float64 in found else norm.float()
 
 
 @torch.no_grad()
@@ -82,8 +89,7 @@ def clip_grad_norm(
 
     `max_norm` 0 or None clips nothing and still returns the norm. All ranks must call it.
     """
-    if max_norm is not None and not max_norm >= 0:
-        raise UsageError(f"max_norm is {max_norm}; it must be 0 (no clipping) or more.")
+    max_norm = checked_max_norm(max_norm)
     parameters = _listed(parameters)
     norm = grad_norm(parameters, p)
     if max_norm:
@@ -101,8 +107,9 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
         if gradient is not None:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             groups.setdefault((local.device, local.dtype), []).append(local)
-    for (device, _), gradients in groups.items():
-        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+    for (device, dtype), gradients in groups.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        torch._foreach_mul_(gradients, factor.to(device, wide) if isinstance(factor, torch.Tensor) else factor)
 
 
 def is_finite_everywhere(norm: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
@@ -126,12 +133,16 @@ def inspect_gradients(
     scaler: DynamicGradScaler | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
+    divisor: float | None = None,
 ) -> GradientReport:
     """Return the joint norm of unscaled gradients, whether all ranks may step, and what to multiply gradients by.
 
+    Gradients are too large by `divisor`, by default the scaler's scale.
     The scaler is told of the outcome. Gradients are left as they are. All ranks must call it.
     """
+    max_norm = checked_max_norm(max_norm)
     scale = scaler.scale if scaler is not None else 1.0
+    scale = scale if divisor is None else divisor
     norm = grad_norm(parameters, norm_type)
     if scale != 1.0:
         norm = norm / scale
@@ -166,11 +177,29 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> Sequence[torch
     return parameters if isinstance(parameters, (list, tuple)) else list(parameters)
 
 
-def _checked(p: float) -> float:
-    p = float(p)
-    if not p >= 1:
-        raise UsageError(f"p is {p}; a norm needs 1 <= p <= inf.")
-    return p
+def widened(loss: torch.Tensor) -> torch.Tensor:
+    """Return `loss` in fp32 where it is narrower: what a scale or a division would round away."""
+    return loss if loss.dtype == torch.float64 else loss.float()
+
+
+def checked_norm_type(p: float) -> float:
+    """Return `p` as a float; UsageError where there is no such norm."""
+    try:
+        value = float(p)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not value >= 1:
+        raise UsageError(f"The norm type p is {p!r}; a norm needs 1 <= p <= inf.")
+    return value
+
+
+def checked_max_norm(max_norm: float | None) -> float | None:
+    """Return `max_norm`; UsageError unless it is None or a number >= 0: a negative one would turn gradients around."""
+    if max_norm is None:
+        return None
+    if isinstance(max_norm, (str, bool)) or not float(max_norm) >= 0:
+        raise UsageError(f"max_norm is {max_norm!r}; it must be 0 or None (no clipping), or a number above 0.")
+    return max_norm
 
 
 def _place(parameter: DTensor, gradient: Any) -> tuple[_Key, torch.Tensor | None]:
@@ -201,11 +230,17 @@ def _power(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> t
 
 
 def _reduced(value: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], p: float) -> torch.Tensor:
-    operation = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
     moved = value.to(mesh.device_type) if value.device.type != mesh.device_type else value
+    if p == math.inf:
+        # A backend's MAX may lose a NaN (gloo's does), so whether there is one travels beside the value.
+        nan = torch.isnan(moved)
+        moved = torch.stack([moved.nan_to_num(nan=0.0, posinf=math.inf), nan.to(moved.dtype)])
     for dim in dims:
         if mesh.size(dim) > 1:
+            operation = dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM
             dist.all_reduce(moved, op=operation, group=mesh.get_group(dim))
+    if p == math.inf:
+        moved = torch.where(moved[1] > 0, math.nan, moved[0])
     return moved.to(value.device)
 
 

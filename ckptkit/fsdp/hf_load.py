@@ -10,17 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckptkit.catalog.builtin_maps import choose_map
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Target
-from ckptkit.checkpoint.fill import Fill, fill
-from ckptkit.checkpoint.parts import PartView, part_view
-from ckptkit.checkpoint.state import model_tensors
+from ckptkit.checkpoint.load.fill import Fill, fill
+from ckptkit.checkpoint.state.local_part import PartView, part_view
+from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.formats import safetensors
-from ckptkit.formats.shards import LocalPart
+from ckptkit.formats.dcp.shared_memory import Claim, check_claims
+from ckptkit.formats.hf import safetensors
+from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.fsdp import meta
-from ckptkit.storage.store import Store, open_store
+from ckptkit.keymaps.builtin import choose_map
+from ckptkit.storage.open import open_store
+from ckptkit.storage.store import Store
 
 __all__ = ["HFLoadReport", "load_hf"]
 
@@ -47,7 +49,8 @@ def load_hf(
     """Fill `model`, sharded or not, from the safetensors at `url`. Each rank reads the bytes of its own shards.
 
     Nothing is communicated, and the host holds one shard of one tensor at a time. Names are mapped to the live
-    model's where transformers keeps other ones in memory (stacked experts). Tied weights load under either name.
+    model's where transformers keeps other ones in memory (stacked experts).
+    Tied weights load under either name, and must be the same where the files have both.
 
     Args:
         model: Its parameters have memory (`prepare_model` gives it), with or without values.
@@ -68,10 +71,18 @@ def load_hf(
     aliases = {name for names in _names_by_tensor(live).values() for name in names}
     unexpected = [name for name in targets if name not in used and name not in aliases]
     _check(url, chosen, live, missing if strict else [], unexpected if strict else [], cast)
+    check_claims(store, _several_names(live, targets, catalog))
     rank = dist.get_rank() if dist.is_initialized() else 0
     nbytes = 0
-    for name, (_, target) in chosen.items():
-        nbytes += _read(catalog, store, target, part_view(name, live[name], rank))
+    state = TrainState(model=model, rng=False)
+    try:
+        for name, (_, target) in chosen.items():
+            nbytes += _read(catalog, store, target, part_view(name, live[name], rank))
+    except BaseException:
+        state.half_loaded = url
+        raise
+    if not missing:
+        state.half_loaded = ""
     by_tensor = _names_by_tensor(live)
     loaded = tuple(alias for name in chosen for alias in by_tensor[id(live[name])])
     meta.mark_initialized(model, *loaded)
@@ -112,6 +123,20 @@ def _matched(
         else:
             chosen[names[0]] = (found, targets[found])
     return chosen, missing
+
+
+def _several_names(
+    live: Mapping[str, torch.Tensor], targets: Mapping[str, Target], catalog: Catalog
+) -> list[list[Claim]]:
+    """Return what the files hold for the several names of one tensor: whole, so that every rank finds the same."""
+    groups = []
+    for names in _names_by_tensor(live).values():
+        found = [name for name in names if name in targets and _is_copy(targets[name])]
+        if len(found) > 1:
+            tensor = live[names[0]]
+            entries = {name: catalog.tensors[targets[name].parts[0].source] for name in found}
+            groups.append([Claim.whole(name, entry, tensor) for name, entry in entries.items()])
+    return groups
 
 
 def _check(

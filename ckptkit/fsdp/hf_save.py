@@ -15,22 +15,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.builtin_maps import choose_map
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Part, Target
-from ckptkit.checkpoint.coordinator import Coordinator, Outcome
-from ckptkit.checkpoint.hf_config import side_files
-from ckptkit.checkpoint.state import TrainState, capture
-from ckptkit.checkpoint.stream import FileTensor, open_stream
+from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.save.hf_config import adapter_configs, adapters_of, side_files
+from ckptkit.checkpoint.save.stream import FileTensor, open_stream
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
+from ckptkit.formats.replaceable import check_replaceable
 from ckptkit.fsdp import meta
-from ckptkit.storage.staging import stage
+from ckptkit.fsdp.hf_model import Exported, adapter_tensors, exported, prove
+from ckptkit.keymaps.builtin import choose_map
+from ckptkit.storage.publish import stage
 from ckptkit.storage.store import Store
 from ckptkit.units import parse_size
 
 __all__ = ["save_hf"]
 
 _INDEX = "model.safetensors.index.json"
+_LAST = (_INDEX, "adapter_config.json", "config.json")
 _DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -53,36 +56,49 @@ def save_hf(
     """Write `model` to `url` as `from_pretrained` reads it. All ranks must call it; rank 0 writes.
 
     Each rank holds one whole tensor at a time. Tied weights are written once, stacked experts as the hub has them;
-    config.json, generation_config.json and the tokenizer's files come along. The directory appears whole or not at
-    all.
+    config.json, generation_config.json and the tokenizer's files come along. Of a PEFT model the adapters are written,
+    as PEFT's `from_pretrained` reads them, not the base: merge them first (`merge_and_unload`) to export a model. The
+    names are tried with `from_pretrained` on the meta device before anything is written. The directory appears whole or
+    not at all.
 
     Args:
-        model: Sharded or not.
+        model: Sharded or not, wrapped or not.
         url: A path, or anything fsspec opens.
         tokenizer: Anything with `save_pretrained`, or None.
         dtype: "keep", or what floating tensors are cast to: "bf16", "fp16", "fp32".
         max_shard_size: The most that one file holds.
-        overwrite: Replace what is at `url`.
+        overwrite: Replace the export, or the checkpoint, that is at `url`; a directory with anything else is refused.
         storage_options: For the file system.
 
     Raises:
-        SaveError: Parts of the model have no values, or a rank failed (the same on every rank).
+        SaveError: Parts of the model have no values, `from_pretrained` would not read all of it, or a rank failed (the
+            same on every rank).
         CheckpointExistsError: `url` is taken.
     """
-    meta.require_initialized(model)
-    tensors, targets = _targets(model, dtype)
-    files = _files(targets, parse_size(max_shard_size))
+    source = exported(model)
+    meta.require_initialized(source.model)
     coordinator = Coordinator()
     try:
+        tensors, files = _plan(source, dtype, parse_size(max_shard_size), coordinator)
         with contextlib.ExitStack() as stack:
             opened: list[Store] = []
-            staged = stage(url, overwrite=overwrite, last=(_INDEX, "config.json"), storage_options=storage_options)
-            coordinator.decide(lambda: opened.append(stack.enter_context(staged)), f"opening {url}")
+            small: dict[str, bytes] = {}
+
+            def open_place() -> None:
+                small.update(_small_files(source.model, files, tokenizer))
+                names = dict.fromkeys([*small, *(file.path for file in files)], -1)
+                staged = stage(
+                    url, replaceable=check_replaceable if overwrite else None, last=_LAST,
+                    storage_options=storage_options, names=names,
+                )  # fmt: skip
+                opened.append(stack.enter_context(staged))
+
+            coordinator.decide(open_place, f"opening {url}")
             store = opened[0] if opened else None
             for file in files:
                 outcome = Outcome.of(lambda file=file: _write_file(store, file, tensors))  # type: ignore[misc]
                 coordinator.settle(outcome, f"writing {file.path}")
-            coordinator.decide(lambda: _write_side_files(opened[0], model, files, tokenizer), "writing the config")
+            coordinator.decide(lambda: _write_small(opened[0], small), "writing the config")
             coordinator.decide(stack.pop_all().close if opened else _nothing, f"publishing {url}")
     finally:
         coordinator.close()
@@ -92,24 +108,52 @@ def _nothing() -> None:
     """Do nothing: only rank 0 has a directory to publish."""
 
 
-def _targets(model: nn.Module, dtype: str) -> tuple[dict[str, torch.Tensor], list[Target]]:
+def _plan(
+    source: Exported, dtype: str, max_bytes: int, coordinator: Coordinator
+) -> tuple[dict[str, torch.Tensor], list[_File]]:
+    """Return the files, and the live tensors that they are made of. Collective."""
     if dtype not in _DTYPES:
         raise UsageError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}.")
-    captured = capture(TrainState(model=model, rng=False))
-    aliases = captured.aliases["model"]
-    tensors = {name: tensor for name, tensor in captured.models["model"].items() if name not in aliases}
-    sources = {}
-    for name, tensor in tensors.items():
-        box = Box.whole(tuple(tensor.shape))
-        stored = str(tensor.dtype).removeprefix("torch.")
-        sources[name] = Target(name, stored, box.sizes, (Part(box, name, box),), stored)
-    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if adapters_of(source.model):
+        return _adapters(source, dtype, coordinator)
+    to_dict = getattr(getattr(source.model, "config", None), "to_dict", None)
+    sources = {name: _whole(name, tensor) for name, tensor in source.tensors.items()}
     mapped = choose_map(sources, config=to_dict() if callable(to_dict) else {}).mapped.targets
-    wanted = _DTYPES[dtype]
+    targets = [_cast(replace(target, name=name), dtype) for name, target in mapped.items()]
+    coordinator.decide(lambda: prove(source, targets), "trying from_pretrained")
+    return source.tensors, _files(targets, max_bytes)
+
+
+def _adapters(source: Exported, dtype: str, coordinator: Coordinator) -> tuple[dict[str, torch.Tensor], list[_File]]:
+    """Return the files of the adapters of a PEFT model. Collective."""
+    tensors = dict(source.tensors)
+    computed: dict[str, torch.Tensor] = {}
+
+    def name() -> tuple[dict[str, dict[str, str]], dict[str, tuple[tuple[int, ...], str]]]:
+        found = adapter_tensors(source, computed)
+        return found, {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in computed.items()}
+
+    folders, shapes = coordinator.decide(name, "naming the tensors of the adapter")
+    for made, (shape, stored) in shapes.items():
+        tensors[made] = computed.get(made, torch.empty(shape, dtype=getattr(torch, stored)))
     return tensors, [
-        replace(target, name=name, dtype=wanted if wanted and dtype_of(target.dtype).kind == "float" else target.dtype)
-        for name, target in mapped.items()
+        _File(
+            f"{folder}adapter_model.safetensors",
+            tuple(_cast(replace(_whole(live, tensors[live]), name=name), dtype) for name, live in names.items()),
+        )
+        for folder, names in folders.items()
     ]
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Target:
+    box = Box.whole(tuple(tensor.shape))
+    stored = str(tensor.dtype).removeprefix("torch.")
+    return Target(name, stored, box.sizes, (Part(box, name, box),), stored)
+
+
+def _cast(target: Target, dtype: str) -> Target:
+    wanted = _DTYPES[dtype]
+    return replace(target, dtype=wanted) if wanted and dtype_of(target.dtype).kind == "float" else target
 
 
 def _nbytes(target: Target) -> int:
@@ -194,17 +238,24 @@ def _bytes(value: torch.Tensor) -> memoryview:
     return value.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_side_files(store: Store, model: nn.Module, files: list[_File], tokenizer: Any) -> None:
-    for path, data in _tokenizer_files(tokenizer):
-        store.write(path, data)
+def _small_files(model: nn.Module, files: list[_File], tokenizer: Any) -> dict[str, bytes]:
+    small = dict(_tokenizer_files(tokenizer))
+    if adapters_of(model):
+        return small | {f"{at}adapter_config.json": data for at, data in adapter_configs(model).items()}
     for path, data in side_files(TrainState(model=model, rng=False)).items():
-        store.write(path, _with_dtype(data, files) if path == "config.json" else data)
+        small[path] = _with_dtype(data, files) if path == "config.json" else data
     if len(files) > 1:
         weight_map = {target.name: file.path for file in files for target in file.targets}
         targets = [target for file in files for target in file.targets]
         metadata = {"total_parameters": sum(t.numel for t in targets), "total_size": sum(map(_nbytes, targets))}
         text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
-        store.write(_INDEX, (text + "\n").encode())
+        small[_INDEX] = (text + "\n").encode()
+    return small
+
+
+def _write_small(store: Store, small: Mapping[str, bytes]) -> None:
+    for path, data in small.items():
+        store.write(path, data)
 
 
 def _with_dtype(config: bytes, files: list[_File]) -> bytes:

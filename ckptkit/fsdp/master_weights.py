@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,18 @@ from torch.optim import Optimizer
 
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
-from ckptkit.fsdp.gradients import clip_grad_norm, inspect_gradients, scale_gradients
+from ckptkit.fsdp.gradients import (
+    checked_max_norm,
+    checked_norm_type,
+    clip_grad_norm,
+    inspect_gradients,
+    scale_gradients,
+    widened,
+)
 
 __all__ = ["MasterWeightOptimizer"]
+
+_log = logging.getLogger(__name__)
 
 MASTER = "master"
 # Each element of a parameter is stepped by itself, so a shard can be stepped without knowing of the whole. Exact types:
@@ -40,7 +50,8 @@ class MasterWeightOptimizer(Optimizer):
         norm_type: The p of that norm.
 
     Raises:
-        UsageError: `base` evaluates its closure several times (LBFGS) or is a MasterWeightOptimizer itself.
+        UsageError: `base` evaluates its closure several times (LBFGS) or is a MasterWeightOptimizer itself;
+            `max_norm` is negative; there is no such norm.
     """
 
     master_state_name = MASTER
@@ -59,8 +70,8 @@ class MasterWeightOptimizer(Optimizer):
             )
         self.base = base
         self.grad_scaler = grad_scaler
-        self.max_norm = max_norm
-        self.norm_type = norm_type
+        self.max_norm = checked_max_norm(max_norm)
+        self.norm_type = checked_norm_type(norm_type)
         self.last_grad_norm: torch.Tensor | None = None
         had = base.state
         super().__init__([{**group, "params": list(group["params"])} for group in base.param_groups], base.defaults)
@@ -74,8 +85,8 @@ class MasterWeightOptimizer(Optimizer):
         return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Run backward from the loss times the loss scale, in fp32."""
-        torch.autograd.backward(loss.float() * self.loss_scale, retain_graph=retain_graph)
+        """Run backward from the loss times the loss scale, in fp32 or wider."""
+        torch.autograd.backward(widened(loss) * self.loss_scale, retain_graph=retain_graph)
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Run backward from `tensor`, whose gradient is `grad`; the loss scale is the caller's to put into it."""
@@ -95,9 +106,14 @@ class MasterWeightOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        return self.step_scaled(max_norm=self.max_norm)
+
+    @torch.no_grad()
+    def step_scaled(self, *, max_norm: float | None, divisor: float | None = None) -> bool:
+        """Do as `step` does, with another limit, and gradients that are too large by `divisor` (default: the scale)."""
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         report = inspect_gradients(
-            parameters, scaler=self.grad_scaler, max_norm=self.max_norm, norm_type=self.norm_type
+            parameters, scaler=self.grad_scaler, max_norm=max_norm, norm_type=self.norm_type, divisor=divisor
         )
         self.last_grad_norm = report.norm
         if not report.finite:
@@ -113,6 +129,7 @@ class MasterWeightOptimizer(Optimizer):
     @torch.no_grad()
     def step_masters(self, factor: float = 1.0) -> None:
         """Step without looking at the gradients: `factor` times them, masters, rounding. No collective runs here."""
+        self.follow_weights()
         with _Lent(self, factor) as lent:
             self.base.step()
         lent.round()
@@ -131,6 +148,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's layout; masters are state like the moments. The scaler has a `state_dict` of its own."""
+        self.follow_weights()
         return super().state_dict()
 
     @torch.no_grad()
@@ -162,11 +180,36 @@ class MasterWeightOptimizer(Optimizer):
         _foreach_copy([parameter for parameter, _ in held], [master for _, master in held])
 
     @torch.no_grad()
-    def masters_from_parameters(self) -> None:
-        """Make every master equal to its parameter: for weights that were loaded without an optimizer state."""
-        for parameter in self._parameters():
-            if MASTER in self.state[parameter]:
-                self.state[parameter][MASTER].copy_(parameter)
+    def follow_weights(self) -> int:
+        """Let masters follow weights that something else than this optimizer has changed (a load, an edit) and return
+        how many parameters those were. No communication.
+
+        Whatever writes weights need not know of masters: each element of a parameter that is not its master, rounded,
+        gives the master its value. `step`, `state_dict` and every save call this first.
+        """
+        held = [
+            (index, _local(parameter).detach(), _local(self.state[parameter][MASTER]))
+            for index, parameter in enumerate(self._parameters())
+            if MASTER in self.state.get(parameter, {}) and not parameter.is_meta
+        ]
+        by_kind: dict[Any, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        for item in held:
+            by_kind[item[1].dtype, item[2].device].append(item)
+        followed = [index for group in by_kind.values() for index in _follow(group)]
+        if followed:
+            names = self._names()
+            shown = ", ".join(repr(names[index]) for index in sorted(followed)[:3])
+            more = f" and {len(followed) - 3} more" if len(followed) > 3 else ""
+            _log.info("weights changed outside of the optimizer; their fp32 masters follow: %s%s", shown, more)
+        return len(followed)
+
+    def _names(self) -> list[str]:
+        return [
+            name
+            for index, group in enumerate(self.param_groups)
+            for name in group.get("param_names")
+            or [f"group {index}, parameter {position}" for position in range(len(group["params"]))]
+        ]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
@@ -204,6 +247,30 @@ class MasterWeightOptimizer(Optimizer):
         if problems:
             raise CheckpointMismatchError("The optimizer state does not fit; nothing was loaded. " + " ".join(problems))
         return pairs
+
+
+def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]:
+    """Give masters of one device the elements of parameters of one dtype that are not the master, rounded; return
+    the indices of those parameters. One synchronization with the device, where nothing has changed."""
+    dtype, device = held[0][1].dtype, held[0][2].device
+    weights = [weight.to(device) for _, weight, _ in held]  # the state may be offloaded
+    bits = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
+    flat = torch.empty(sum(weight.numel() for weight in weights), dtype=dtype, device=device)
+    rounded = [
+        part.view(weight.shape)
+        for part, weight in zip(torch.split(flat, [w.numel() for w in weights]), weights, strict=True)
+    ]
+    torch._foreach_copy_(rounded, [master for *_, master in held])
+    torch._foreach_sub_([part.view(bits) for part in rounded], [weight.view(bits) for weight in weights])
+    if not flat.view(bits).any():
+        return []
+    followed = []
+    for (index, _, master), weight, difference in zip(held, weights, rounded, strict=True):
+        changed = difference.view(bits) != 0
+        if changed.any():
+            master.copy_(torch.where(changed, weight.to(master.dtype), master))
+            followed.append(index)
+    return followed
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ __all__ = [
     "TrainingMesh",
     "auto_shard_size",
     "make_mesh",
+    "make_sample_mesh",
     "plan_for",
     "device_type_of",
     "ensure_process_group",
@@ -154,6 +155,27 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
         whole = (plan.replicate, plan.shard, plan.cp, plan.tp)
         cp = init_device_mesh(device_type, whole, mesh_dim_names=("replicate", "shard", "cp", "tp"))["cp"]
     return TrainingMesh(plan, root, data, root["tp"] if plan.tp > 1 else None, cp)
+
+
+def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
+    """Return this rank's 1-D mesh "dp" of ranks that see different samples; `inside` ranks in a row see the same.
+
+    All ranks must call it.
+
+    Raises:
+        UsageError: `inside` does not divide the number of ranks; nothing was communicated.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world_size = dist.get_world_size()
+    if world_size % inside:
+        raise UsageError(
+            f"tp x cp = {inside} ranks work on one sample, but the {world_size} ranks are no multiple of it."
+        )
+    if inside == 1:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))
+    return init_device_mesh(device_type, (world_size // inside, inside), mesh_dim_names=("dp", "inside"))["dp"]
 
 
 def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") -> str:

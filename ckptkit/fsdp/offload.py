@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckptkit.errors import UsageError
+
 __all__ = ["offload_optimizer", "load_optimizer", "offload_model", "reload_model"]
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the one-letter name of a type variable
@@ -69,6 +71,8 @@ def reload_model(models: T, *, device: torch.device | str | None = None) -> T:
 def _modules(models: object) -> Iterable[nn.Module]:
     # A ModuleList is one module, a list is several.
     several = models if isinstance(models, (list, tuple)) else [models]
+    if any(isinstance(given, Optimizer) for given in several):
+        raise UsageError("offload_model and reload_model move modules, found an optimizer. Try offload_optimizer.")
     return [module for module in several if isinstance(module, nn.Module)]
 
 

@@ -20,9 +20,12 @@ _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def mixed_precision_policy(
-    config: FSDPConfig, *, is_root: bool = False, is_training: bool = True
+    config: FSDPConfig, *, is_root: bool = False, is_training: bool = True, stored: torch.dtype | None = None
 ) -> MixedPrecisionPolicy:
-    """Return fully_shard's policy for a unit. Inference computes in the stored dtype."""
+    """Return fully_shard's policy for a unit whose trainable parameters are `stored` in that dtype.
+
+    Inference computes in the stored dtype. What is computed in fp64 is not reduced in fp32.
+    """
     # output_dtype on the root alone: a block that returned fp32 would feed it to the next block's bf16 weights.
     output = _TORCH[config.output_dtype] if is_root and config.output_dtype else None
     if not is_training:
@@ -30,6 +33,8 @@ def mixed_precision_policy(
     reduce = _TORCH[config.reduce_dtype] if config.reduce_dtype else None
     # With "master" too: trainable parameters are stored in this dtype, frozen ones are cast as they are gathered.
     compute = _TORCH[config.mixed_precision] if config.mixed_precision else None
+    if stored == torch.float64 and compute is None and reduce == torch.float32:
+        reduce = torch.float64
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, output_dtype=output)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckptkit.checkpoint.parts import part_view
+from ckptkit.checkpoint.state.local_part import part_view
 from ckptkit.fsdp import meta
 from ckptkit.fsdp.groups import clean_fqn
 

@@ -15,10 +15,9 @@ from torch import nn
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport, SaveReport
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.fsdp import meta
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 
 __all__ = ["CheckpointOptions", "save_checkpoint", "load_checkpoint"]
 
@@ -82,7 +81,7 @@ def load_checkpoint(
 ) -> LoadReport | None:
     """Load a committed checkpoint of the run, or the foreign one that lies at the URL itself; None where is neither.
 
-    Models that had no values have them after this; masters follow weights that were loaded without an optimizer.
+    Models that had no values have them after this.
     """
     wanted = "restore" if restore_optimizer else "skip"
     with _manager(options) as manager:
@@ -94,10 +93,6 @@ def load_checkpoint(
         return None
     for model in state.parts("model").values():
         _note_values(model, report)
-    if not restore_optimizer:
-        for optimizer in state.parts("optimizer").values():
-            if isinstance(optimizer, MasterWeightOptimizer):
-                optimizer.masters_from_parameters()
     return report
 
 

@@ -13,7 +13,7 @@ from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy
 from ckptkit.fsdp.mesh import auto_shard_size
 
-__all__ = ["accumulation_steps", "configured", "set_seed"]
+__all__ = ["accumulation_steps", "check_batch_sizes", "configured", "set_seed"]
 
 
 def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: int) -> int:
@@ -22,11 +22,10 @@ def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: 
     Raises:
         UsageError: The sizes don't divide without a rest.
     """
-    if micro < 1:
-        raise UsageError(f"micro_train_batch_size is {micro}; it must be 1 or more.")
+    check_batch_sizes(train_batch_size, micro=micro)
     if train_batch_size is None:
         return 1
-    if train_batch_size < 1 or train_batch_size % (micro * world_size):
+    if train_batch_size % (micro * world_size):
         raise UsageError(
             f"train_batch_size {train_batch_size} is not a multiple of micro_train_batch_size {micro} x {world_size} "
             f"data-parallel ranks = {micro * world_size}."
@@ -34,10 +33,24 @@ def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: 
     return train_batch_size // (micro * world_size)
 
 
-def set_seed(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators, on all devices."""
+def check_batch_sizes(train_batch_size: int | None, *, micro: int) -> None:
+    """Raise UsageError unless both are numbers of samples; `train_batch_size` may be None."""
+    for name, value in (("micro_train_batch_size", micro), ("train_batch_size", train_batch_size)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UsageError(f"{name} is {value!r}; it must be a number of samples, 1 or more.")
+
+
+def set_seed(seed: int, *, offset: int = 0) -> None:
+    """Seed Python's, numpy's and torch's generators, on all devices, with `seed` + `offset`.
+
+    Raises:
+        UsageError: `seed` is no whole number, 0 or more.
+    """
     import numpy as np
 
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise UsageError(f"seed is {seed!r}; it must be a whole number, 0 or more.")
+    seed = (seed + offset) % 2**64
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

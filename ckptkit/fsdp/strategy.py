@@ -5,24 +5,28 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.rng import share_stream
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import meta, offload
+from ckptkit.fsdp.accumulation import StepCounter, Windows
+from ckptkit.fsdp.arguments import check_arguments
 from ckptkit.fsdp.config import FSDPConfig
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
-from ckptkit.fsdp.gradients import inspect_gradients, scale_gradients
-from ckptkit.fsdp.groups import NO_DECAY, param_groups
+from ckptkit.fsdp.gradients import checked_max_norm, inspect_gradients, scale_gradients, widened
+from ckptkit.fsdp.groups import NO_DECAY, NoDecay, param_groups
 from ckptkit.fsdp.hf_load import HFLoadReport, load_hf
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.fsdp.mesh import (
@@ -30,10 +34,11 @@ from ckptkit.fsdp.mesh import (
     device_type_of,
     ensure_process_group,
     make_mesh,
+    make_sample_mesh,
     plan_for,
 )
 from ckptkit.fsdp.reset import reset_parameters
-from ckptkit.fsdp.setup import accumulation_steps, configured, set_seed
+from ckptkit.fsdp.setup import accumulation_steps, check_batch_sizes, configured, set_seed
 from ckptkit.fsdp.tensor_parallel import TPPlan
 from ckptkit.fsdp.units import Policy
 from ckptkit.fsdp.wrap import shard, unwrap_model
@@ -49,6 +54,7 @@ ModelOrModelOptimPair = nn.Module | ModelOptimPair
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 T = TypeVar("T")
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the one-letter name of a type variable
+Outcome = Literal["stepped", "skipped", "accumulating"]
 
 
 def is_mp_optimizer(optimizer: object) -> bool:
@@ -63,15 +69,21 @@ class FSDPStrategy:
 
     Args:
         config: How models are sharded; default `FSDPConfig()`.
-        seed: For every random generator, in `setup_distributed`.
+        seed: For every random generator, in `setup_distributed`: rank r of the data-parallel ranks is seeded with
+            `seed` + r, so that dropout differs between samples and is the same on the tp and cp ranks of one.
         max_norm: Clips the joint gradient norm; 0 or None does not clip.
         micro_train_batch_size: Samples of one backward on one rank.
         train_batch_size: Samples of one optimizer step on all ranks; None: one backward a step.
         sync_every_micro_batch: True reduces gradients in every backward: more traffic, but no rank holds
             unsharded gradients while it accumulates.
 
+    Attributes:
+        last_outcome: What the last `optimizer_step` did: "stepped", "skipped" (a gradient was not finite) or
+            "accumulating" (the window is not full); None before the first.
+        last_grad_norm: The joint norm of the gradients of the last step, before clipping.
+
     Raises:
-        UsageError: The batch sizes don't divide (as soon as the number of ranks is known).
+        UsageError: An argument can't work; the batch sizes don't divide (as soon as the number of ranks is known).
     """
 
     def __init__(
@@ -84,39 +96,62 @@ class FSDPStrategy:
         train_batch_size: int | None = None,
         sync_every_micro_batch: bool = False,
     ) -> None:
+        if config is not None and not isinstance(config, FSDPConfig):
+            raise UsageError(
+                f"FSDPStrategy(config): an FSDPConfig is expected, found {config!r}. "
+                "Try FSDPConfig.from_dict(...) for a mapping; pass seed=, max_norm= and so on by name."
+            )
+        check_batch_sizes(train_batch_size, micro=micro_train_batch_size)
         self.config = config or FSDPConfig()
         self.seed = seed
-        self.max_norm = max_norm
+        self.max_norm = checked_max_norm(max_norm)
         self.micro_train_batch_size = micro_train_batch_size
         self.train_batch_size = train_batch_size
         self.sync_every_micro_batch = sync_every_micro_batch
         self.last_grad_norm: torch.Tensor | None = None
         self.last_load: LoadReport | None = None
-        self.global_step = 0
+        self.last_outcome: Outcome | None = None
         self._accumulation: int | None = None
+        self._samples: DeviceMesh | None = None
         self._made_group = False
         self._mesh: dict[Any, TrainingMesh] = {}
-        self._micro_steps: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._windows = Windows()
+        self._steps = StepCounter()
         self._syncing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._scalers: WeakKeyDictionary[Optimizer, DynamicGradScaler] = WeakKeyDictionary()
-        self._checked: WeakSet[Optimizer] = WeakSet()
+        self._checked: WeakKeyDictionary[Optimizer, WeakKeyDictionary[nn.Module, dict[str, int]]] = WeakKeyDictionary()
 
     # ------------------------------------------------------------------ setup
 
     def setup_distributed(self, timeout: datetime.timedelta | None = None) -> None:
-        """Join (or make) the process group, check the batch sizes and seed the generators."""
-        self._join(timeout)
-        set_seed(self.seed)
+        """Join (or make) the process group, check the batch sizes and seed the generators.
 
-    def _join(self, timeout: datetime.timedelta | None = None) -> None:
+        The generators of ranks that see different samples get different seeds: build models the same everywhere by
+        `sync_module_states` (the default) or from files.
+        """
+        self._join(timeout)
+        set_seed(self.seed, offset=self.data_parallel_rank)
+        if self.config.tp > 1 and self.data_parallel_mesh.device_type != "cpu":
+            # Else the first random operation on a DTensor would give all ranks the generator of rank 0.
+            from torch.distributed.tensor._random import manual_seed
+
+            manual_seed(self.seed + self.data_parallel_rank, self.data_parallel_mesh)
+
+    def _join(self, timeout: datetime.timedelta | None = None) -> DeviceMesh:
         """Do the part of `setup_distributed` that other verbs rely on: they must not touch random generators."""
-        if self._accumulation is not None:
-            return
+        if self._samples is not None:
+            return self._samples
         device_type = device_type_of(None, preferred=self.config.device)
         self._made_group = ensure_process_group(device_type, timeout=timeout)
-        self._accumulation = accumulation_steps(
-            self.train_batch_size, micro=self.micro_train_batch_size, world_size=self._data_ranks()
+        samples = make_sample_mesh(
+            device_type_of(None, preferred=self.config.device), inside=self.config.tp * self.config.cp
         )
+        self._accumulation = accumulation_steps(
+            self.train_batch_size, micro=self.micro_train_batch_size, world_size=samples.size()
+        )
+        share_stream(samples.get_local_rank(), samples.size())
+        self._samples = samples
+        return samples
 
     @property
     def accumulated_gradient(self) -> int:
@@ -124,12 +159,46 @@ class FSDPStrategy:
         self._join()
         return self._accumulation or 1
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the data this rank takes: the ranks of one tp or cp group take the same.
+
+        For a sampler: `DistributedSampler(data, strategy.data_parallel_size, strategy.data_parallel_rank)`.
+        """
+        return self.data_parallel_mesh.get_local_rank()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts the data are divided: all ranks over tp x cp."""
+        return self.data_parallel_mesh.size()
+
+    @property
+    def data_parallel_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of the ranks that see other samples than this one: to average a loss over, say."""
+        return self._join()
+
+    @property
+    def global_step(self) -> int:
+        """The steps of the run; of several optimizers, those of the one with most. Set it to go on from there."""
+        return self._steps.total
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self._steps.restart(step)
+
     def close(self) -> None:
         """Destroy the process group if this strategy made it."""
+        if waiting := self._windows.open():
+            logger.warning(
+                "%d backward passes came to no step: their window is not full. Pass last=True to the last backward.",
+                waiting,
+            )
+        self._windows.clear()
         if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
         self._made_group = False
         self._accumulation = None
+        self._samples = None
         self._mesh.clear()
 
     def __enter__(self) -> FSDPStrategy:
@@ -173,17 +242,24 @@ class FSDPStrategy:
             policy: Which modules become units, where the configuration can't say it.
             tp_plan: Tensor-parallel styles by module glob.
         """
+        check_arguments("prepare_model(model, is_training)", is_training=is_training)
         if not isinstance(model, nn.Module) or self._is_prepared(model):
             return model
         self._join()
         config = configured(
             self.config,
             model,
-            data_ranks=self._data_ranks(),
+            data_ranks=self.data_parallel_size,
             is_training=is_training,
             shard_size=shard_size,
             reshard_after_forward=reshard_after_forward,
         )
+        if not config.enable_fsdp and self.data_parallel_size > 1 and is_training:
+            logger.warning(
+                "enable_fsdp=False leaves the model as it is: its gradients are not averaged over the %d data-parallel "
+                "ranks, unless it does so itself, as DistributedDataParallel.",
+                self.data_parallel_size,
+            )
         mesh = self._mesh_for(model, config)
         shard(model, config, mesh=mesh, policy=policy, tp_plan=tp_plan, is_training=is_training)
         if config.enable_fsdp:
@@ -192,13 +268,15 @@ class FSDPStrategy:
 
     def reset_parameters(self, model: nn.Module, *, seed: int | None = None) -> None:
         """Give a model that was built on the meta device the values one process would draw (see `reset`)."""
+        check_arguments("reset_parameters(model)", model=model)
         reset_parameters(model, seed=self.seed if seed is None else seed)
 
     def load_hf(self, model: nn.Module, url: str, *, strict: bool = True) -> HFLoadReport:
         """Fill a prepared model from Hugging Face files; each rank reads its own shards (see `hf_load`).
 
-        With precision "master" create the optimizer after this: its masters start from the parameters.
+        fp32 masters follow the loaded weights, so the optimizer may be there already.
         """
+        check_arguments("load_hf(model, url)", model=model, url=url)
         return load_hf(model, url, cast=self.config.mixed_precision is not None, strict=strict)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -211,31 +289,51 @@ class FSDPStrategy:
         self,
         model: nn.Module,
         *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
         weight_decay: float = 0.0,
-        eps: float = 1e-8,
-        no_decay: tuple[str, ...] = NO_DECAY,
+        eps: float | None = None,
+        no_decay: Sequence[NoDecay] = NO_DECAY,
         factory: OptimizerFactory | None = None,
     ) -> Optimizer:
         """Return an optimizer over the trainable parameters of `model`: fused AdamW, or what `factory(groups)` makes.
 
-        With precision "master" it is a MasterWeightOptimizer around that.
+        With precision "master" it is a MasterWeightOptimizer around that. All ranks must call it.
+
+        Args:
+            model: A prepared model.
+            lr, betas, eps: Of AdamW; default 1e-3, (0.9, 0.999) and 1e-8. A factory sets its own.
+            weight_decay: For all parameters but those of `no_decay`; a factory finds it in the groups.
+            no_decay: Parts of names, classes of modules, functions (see `param_groups`); default: biases and norms.
+            factory: Makes another optimizer of the groups.
+
+        Raises:
+            UsageError: Nothing is trainable; `lr`, `betas` or `eps` is given beside a factory, which would not see it.
         """
+        check_arguments("create_optimizer(model)", model=model)
         groups = param_groups(model, weight_decay=weight_decay, no_decay=no_decay)
         if not groups:
             raise UsageError(f"{type(model).__name__} has no trainable parameter to make an optimizer for.")
-        if factory is not None:
-            base = factory(groups)
-        else:
+        given = {name: value for name, value in (("lr", lr), ("betas", betas), ("eps", eps)) if value is not None}
+        if factory is None:
             # A group never mixes plain tensors and DTensors, which is what the fused kernel can't take.
-            base = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-        scaler = DynamicGradScaler(dtype=torch.float16) if self.config.needs_grad_scaler else None
+            base: Optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay, fused=True, **given)  # type: ignore[arg-type]
+        elif given:
+            raise UsageError(f"create_optimizer: {', '.join(given)} would have no effect; set it in the factory.")
+        else:
+            base = factory(groups)
+            check_arguments("create_optimizer(factory=)", optimizer=base)
+        scaler = None
+        if self.config.needs_grad_scaler:
+            scaler = DynamicGradScaler(
+                self.config.initial_loss_scale, hysteresis=self.config.loss_scale_hysteresis, dtype=torch.float16
+            )
         optimizer = base
         if self.config.precision == "master":
             optimizer = MasterWeightOptimizer(base, grad_scaler=scaler, max_norm=self.max_norm)
         if scaler is not None:
             self._scalers[optimizer] = scaler
+        self._steps.start(optimizer)
         return optimizer
 
     def is_mp_optimizer(self, optimizer: object) -> bool:
@@ -243,59 +341,81 @@ class FSDPStrategy:
         return is_mp_optimizer(optimizer)
 
     def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:
-        """Return the loss scaler that goes with `optimizer`; None unless it trains in fp16."""
+        """Return the loss scaler that goes with `optimizer`; None unless it trains in fp16, or was made with one."""
+        check_arguments("grad_scaler(optimizer)", optimizer=optimizer)
+        if isinstance(optimizer, MasterWeightOptimizer):
+            return optimizer.grad_scaler
         return self._scalers.get(optimizer)
 
-    def backward(self, loss: torch.Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+    def backward(self, loss: torch.Tensor, model: nn.Module, optimizer: Optimizer, *, last: bool = False) -> None:
         """Run backward from `loss` over the accumulation count, times the loss scale.
 
-        Gradients are reduced over the ranks only in the last backward before a step.
+        Gradients are reduced over the ranks only in the last backward before a step: that which fills the window,
+        or one that is called with `last` (of an epoch whose batches don't fill it). A window that is closed early
+        steps with the mean over the passes that it has. All ranks must pass the same `last`.
+
+        Raises:
+            UsageError: An argument is not what its place says, as where two are swapped.
         """
+        check_arguments("backward(loss, model, optimizer)", loss=loss, model=model, optimizer=optimizer)
         steps = self.accumulated_gradient
-        if steps > 1:
-            root = _fsdp_root(model)
-            last = (self._micro_steps.get(root, 0) + 1) % steps == 0
-            self._set_sync(root, last or self.sync_every_micro_batch)
         scaler = self.grad_scaler(optimizer)
-        factor = (scaler.scale if scaler is not None else 1.0) / steps
+        scale = scaler.scale if scaler is not None else 1.0
+        root = _fsdp_root(model)
+        window = self._windows.backward(root, steps, last=last, scale=scale)
+        if steps > 1:
+            self._set_sync(root, window.closed or self.sync_every_micro_batch)
+        factor = scale / steps
         if factor != 1.0:
-            loss = loss.float() * factor
+            loss = widened(loss) * factor
         loss.backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any = None, name: str = "model"
     ) -> bool:
-        """Count one backward; at the last of a step unscale, clip, step, advance `scheduler` and clear the gradients.
+        """After the last backward of a step unscale, clip, step, advance `scheduler` and clear the gradients.
 
-        Returns whether the weights changed. Where a gradient of any rank is not finite, nothing changes on any rank:
-        not the weights, not the moments, not the scheduler; a loss scale may back off. All ranks must call it.
+        Returns whether the weights changed; `last_outcome` says why not. "accumulating": the window is not full.
+        "skipped": a gradient of some rank is not finite, and nothing changed on any rank: not the weights, not the
+        moments, not the scheduler; a loss scale may back off. All ranks must call it.
 
         Raises:
-            UsageError: The optimizer holds no parameter of the model: it was made before `prepare_model`.
+            UsageError: An argument is not what its place says; the optimizer holds no parameter of the model (it was
+                made before `prepare_model`); the loss was not scaled.
         """
+        check_arguments(
+            "optimizer_step(optimizer, model, scheduler, name)",
+            optimizer=optimizer,
+            model=model,
+            scheduler=scheduler,
+            name=name,
+        )
         self._check_belongs(optimizer, model)
-        steps = self.accumulated_gradient
-        if steps > 1:
-            root = _fsdp_root(model)
-            self._micro_steps[root] = (self._micro_steps.get(root, 0) + 1) % steps
-            if self._micro_steps[root]:
-                return False
-        stepped = self._step(optimizer)
+        window = self._windows.step(_fsdp_root(model), self.accumulated_gradient, optimizer)
+        if not window.closed:
+            self.last_outcome = "accumulating"
+            return False
+        stepped = self._step(optimizer, window.divisor)
         optimizer.zero_grad()
+        self.last_outcome = "stepped" if stepped else "skipped"
         if stepped:
-            self.global_step += 1
+            self._steps.count(optimizer)
             if scheduler is not None:
                 scheduler.step()
         else:
-            logger.warning("%s: the gradient norm is %s; this step was skipped.", name, self.last_grad_norm)
+            scaler = self.grad_scaler(optimizer)
+            scale = "" if scaler is None else f" The loss scale is {scaler.scale:g} now."
+            logger.warning("%s: the gradient norm is %s; this step was skipped.%s", name, self.last_grad_norm, scale)
         return stepped
 
     def maybe_offload_optimizer(self, optimizer: O) -> O:
         """Move the optimizer's state to the host if the configuration says so; return the optimizer."""
+        check_arguments("maybe_offload_optimizer(optimizer)", optimizer=optimizer)
         return offload.offload_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def maybe_load_optimizer(self, optimizer: O) -> O:
         """Move the optimizer's state back if the configuration says so; return the optimizer."""
+        check_arguments("maybe_load_optimizer(optimizer)", optimizer=optimizer)
         return offload.load_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def offload_model(self, models: T, empty_cache: bool = True) -> T:
@@ -344,8 +464,17 @@ class FSDPStrategy:
         from ckptkit.fsdp import saving
 
         del save_latest
+        check_arguments(
+            "save_ckpt(model, save_dir, tag)",
+            optional={"optimizer"},
+            model=model,
+            save_dir=save_dir,
+            tag=tag,
+            step=step,
+            optimizer=optimizer,
+        )
         self._join()
-        if any(self._micro_steps.values()):
+        if self._windows.open():
             logger.warning("Saving between two backward passes of one step: their gradients are not in a checkpoint.")
         options = saving.CheckpointOptions(str(save_dir), self.config.state_dict_type, max_num, max_mem)
         number = saving.step_of(tag, step, self.global_step)
@@ -374,7 +503,19 @@ class FSDPStrategy:
         """
         from ckptkit.fsdp import saving
 
+        check_arguments(
+            "load_ckpt(model, load_dir, optimizer)",
+            optional={"optimizer"},
+            model=model,
+            load_dir=load_dir,
+            optimizer=optimizer,
+        )
         self._join()
+        if waiting := self._windows.open(*map(_fsdp_root, model.values() if isinstance(model, Mapping) else [model])):
+            raise UsageError(
+                f"load_ckpt: {waiting} backward passes wait for their step; their gradients would go into the first "
+                "step after the load. Pass last=True to the last backward and call optimizer_step before."
+            )
         options = saving.CheckpointOptions(str(load_dir))
         state = self._training_state(model, optimizer, scheduler if load_lr_scheduler_states else None, 0)
         if not load_optimizer_states:
@@ -386,7 +527,6 @@ class FSDPStrategy:
         if report is None:
             return None, {}
         self.global_step = state.step
-        self._micro_steps.clear()
         return report.url, report.client_state
 
     def save_model(
@@ -399,12 +539,16 @@ class FSDPStrategy:
         max_shard_size: str | int = "5GB",
         overwrite: bool = False,
     ) -> None:
-        """Write the model as a Hugging Face directory, one tensor in memory at a time (see `hf_save`)."""
+        """Write the model, or the adapters of a PEFT model, as a Hugging Face directory, one tensor in memory at a time
+        (see `hf_save`)."""
         from ckptkit.fsdp.hf_save import save_hf
 
+        check_arguments(
+            "save_model(model, tokenizer, output_dir)", model=model, tokenizer=tokenizer, output_dir=output_dir
+        )
         self._join()
         save_hf(
-            unwrap_model(model),
+            model,
             str(output_dir),
             tokenizer=tokenizer,
             dtype=dtype,
@@ -418,15 +562,22 @@ class FSDPStrategy:
         scaler = self.grad_scaler(optimizer) if optimizer is not None else None
         return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=scaler, step=step)
 
-    def _step(self, optimizer: Optimizer) -> bool:
+    def _step(self, optimizer: Optimizer, divisor: float | None) -> bool:
         if isinstance(optimizer, MasterWeightOptimizer):
-            stepped = optimizer.step()
+            # made elsewhere it may have a limit of its own
+            stepped = optimizer.step_scaled(max_norm=self.max_norm or optimizer.max_norm, divisor=divisor)
             self.last_grad_norm = optimizer.last_grad_norm
             return stepped
+        scaler = self.grad_scaler(optimizer)
+        if scaler is not None and divisor is None:
+            raise UsageError(
+                f"optimizer_step: the gradients are to be divided by the loss scale {scaler.scale:g}, but their loss "
+                "was not multiplied by it. Run backward with strategy.backward(loss, model, optimizer)."
+            )
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
         ]
-        report = inspect_gradients(parameters, scaler=self.grad_scaler(optimizer), max_norm=self.max_norm)
+        report = inspect_gradients(parameters, scaler=scaler, max_norm=self.max_norm, divisor=divisor)
         self.last_grad_norm = report.norm
         if not report.finite:
             return False
@@ -436,26 +587,35 @@ class FSDPStrategy:
         return True
 
     def _check_belongs(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Refuse, at its first step, an optimizer whose steps would change nothing that is trained."""
-        if optimizer in self._checked:
+        """Refuse an optimizer whose steps would change nothing of `model`, or no longer all that they did."""
+        known = self._checked.setdefault(optimizer, WeakKeyDictionary())
+        names = known.get(model)
+        if names is not None and set(names.values()) <= set(map(id, model.parameters())):
             return
         # A state dict has the sharded parameters, whatever is gathered just now.
-        own = {id(tensor) for tensor in nn.Module.state_dict(model, keep_vars=True).values()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        own = {name: id(tensor) for name, tensor in nn.Module.state_dict(model, keep_vars=True).items()}
+        if names is None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            names = known[model] = {name: tensor for name, tensor in own.items() if tensor in held}
+            if not names:
+                raise UsageError(
+                    f"The optimizer holds no parameter of {type(unwrap_model(model)).__name__}: stepping it would "
+                    "train nothing of it. Is it another model's, or was it made before prepare_model? Make it after, "
+                    "with create_optimizer."
+                )
+        replaced = [name for name, tensor in names.items() if own.get(name, tensor) != tensor]
+        if replaced:
             raise UsageError(
-                f"The optimizer holds no parameter of {type(unwrap_model(model)).__name__}: stepping it would train "
-                "nothing. Was it made before prepare_model? Make it after, with create_optimizer."
+                f"{len(replaced)} parameters of {type(unwrap_model(model)).__name__} were replaced since the step "
+                f"before, and the optimizer holds the old ones: {', '.join(replaced[:3])}, ... Load with "
+                "load_state_dict(..., assign=False), which fills them, or make the optimizer anew."
             )
-        self._checked.add(optimizer)
 
     def _set_sync(self, root: nn.Module, sync: bool) -> None:
         if self._syncing.get(root, True) != sync and isinstance(root, FSDPModule):
             root.set_requires_gradient_sync(sync)
             root.set_is_last_backward(sync)
             self._syncing[root] = sync
-
-    def _data_ranks(self) -> int:
-        return dist.get_world_size() // (self.config.tp * self.config.cp)
 
     def _is_prepared(self, model: nn.Module) -> bool:
         inner = getattr(model, "base_model", None)  # LightRFT's actors, and every transformers model

@@ -144,7 +144,13 @@ def by_class(*classes: type[nn.Module] | str) -> Policy:
 
     def policy(model: nn.Module) -> list[str]:
         wanted = tuple(kind if isinstance(kind, type) else _resolve(kind, model) for kind in classes)
-        return [name for name, module in model.named_modules() if name and isinstance(module, wanted)]
+        found = [name for name, module in model.named_modules() if name and isinstance(module, wanted)]
+        if not found and not isinstance(model, wanted):  # the whole model would be gathered at once, in silence
+            raise UsageError(
+                f"No module of {type(model).__name__} is a {' or '.join(kind.__name__ for kind in wanted)}. "
+                "Its classes: " + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            )
+        return found
 
     return policy
 
@@ -243,6 +249,8 @@ def _excluded(modules: dict[str, nn.Module], exclude: Sequence[str]) -> list[str
             for name, module in modules.items()
             if name and (fnmatch.fnmatchcase(name, pattern) or type(module).__name__ == pattern)
         ]
+        if not found:
+            raise UsageError(f"exclude names {pattern!r}, which is no class or FQN of {type(modules['']).__name__}.")
         shut += found
     return shut
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -84,6 +84,8 @@ def shard(
     device_type = mesh.data.device_type
     if config.sync_module_states:
         sync_module_states(model, device_type)
+    elif mesh.plan.replicate > 1:
+        _warn_of_different_replicas(model)
     dtype = storage_dtype(config)
     if dtype is not None and is_training:
         set_storage_dtype(model, dtype)
@@ -139,6 +141,29 @@ def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0) -> N
         dist.broadcast(moved.reshape(-1).view(torch.uint8), src)
         if moved is not tensor:
             tensor.copy_(moved)
+
+
+def _warn_of_different_replicas(model: nn.Module) -> None:
+    """Say it where ranks hold different values, which replicas would keep for ever. All ranks must call it."""
+    # Sums, as text: NaN equals NaN, and no rank sends a whole parameter.
+    mine = [
+        (name, repr(parameter.detach().sum(dtype=torch.float64).item()))
+        for name, parameter in model.named_parameters()
+        if not parameter.is_meta and not isinstance(parameter, DTensor) and parameter.is_floating_point()
+    ]
+    everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        different = [name for (name, value), other in zip(everyone[0], theirs, strict=False) if (name, value) != other]
+        if different and dist.get_rank() == 0:
+            logger.warning(
+                "Ranks 0 and %d hold different values of %r and %d more parameters, and sync_module_states=False keeps "
+                "them: replicas would train apart. Load the same values on all ranks, or set sync_module_states=True.",
+                rank,
+                different[0],
+                len(different) - 1,
+            )
+            return
 
 
 def _check_same(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -209,15 +234,21 @@ def _vision_globs(model: nn.Module) -> list[str]:
 
 def _check_dtypes(model: nn.Module, units: Units, config: FSDPConfig, is_training: bool) -> None:
     policy = mixed_precision_policy(config, is_training=is_training)
+    for group, parameters in _own_parameters(model, units):
+        check_unit_dtypes(" + ".join(group), parameters, policy)
+
+
+def _own_parameters(model: nn.Module, units: Units) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
+    """Yield each unit, innermost first, with the parameters that no unit inside it has taken."""
     taken: set[int] = set()
-    for group in units.groups:  # innermost first, so what is left to a unit is what no inner one took
+    for group in units.groups:
         mine: list[tuple[str, nn.Parameter]] = []
         for name in group:
             for inner, parameter in model.get_submodule(name).named_parameters():
                 if id(parameter) not in taken:
                     taken.add(id(parameter))
                     mine.append((f"{name}.{inner}" if name else inner, parameter))
-        check_unit_dtypes(" + ".join(group), mine, policy)
+        yield group, mine
 
 
 def _block_modules(model: nn.Module, units: Units) -> list[nn.Module]:
@@ -229,11 +260,15 @@ def _block_modules(model: nn.Module, units: Units) -> list[nn.Module]:
 
 
 def _fully_shard(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig, is_training: bool) -> None:
-    policy = mixed_precision_policy(config, is_training=is_training)
+    # One dtype a unit: check_unit_dtypes has seen to it. Asked before the first unit, which replaces its parameters.
+    stored = [
+        next((parameter.dtype for _, parameter in parameters if parameter.requires_grad), None)
+        for _, parameters in _own_parameters(model, units)
+    ]
     offload = offload_policy(config, mesh.device_type)
     reshard = config.reshard
     kept = _last_block(model, units) if config.keep_last_block else None
-    for group in units.groups[:-1]:
+    for group, dtype in zip(units.groups[:-1], stored[:-1], strict=True):
         members = [model.get_submodule(name) for name in group]
         if any(isinstance(member, FSDPModule) for member in members):
             continue
@@ -241,10 +276,10 @@ def _fully_shard(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPC
             members[0] if len(members) == 1 else members,
             mesh=mesh,
             reshard_after_forward=False if kept in members else reshard,
-            mp_policy=policy,
+            mp_policy=mixed_precision_policy(config, is_training=is_training, stored=dtype),
             offload_policy=offload,
         )
-    root = mixed_precision_policy(config, is_root=True, is_training=is_training)
+    root = mixed_precision_policy(config, is_root=True, is_training=is_training, stored=stored[-1])
     # The root always: parameters that no unit holds would never be synchronised. It stays gathered after forward,
     # for backward needs it first, unless freeing it was asked for by name.
     stays = config.reshard_after_forward if config.reshard_after_forward is not None else None

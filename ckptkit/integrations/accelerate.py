@@ -14,7 +14,7 @@ except ImportError as error:
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport, SaveReport
-from ckptkit.checkpoint.state import PerRank, TrainState
+from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 
 __all__ = ["AcceleratorCheckpoints"]
 
@@ -24,6 +24,9 @@ class AcceleratorCheckpoints:
 
     Everything in one committed checkpoint: models, optimizers, schedulers, stateful dataloaders, objects of
     `register_for_checkpointing`, random numbers of every rank. All ranks make it, and call its methods, together.
+    Of an ordinary dataloader the epoch is saved, and the seed of `use_seedable_sampler=True`: skip the batches that
+    were seen with `skip_first_batches`, as with Accelerate itself. The order of any other shuffling is not saved, not
+    by `use_stateful_dataloader` either: a resume inside an epoch shuffles anew.
     The hooks of `register_save_state_pre_hook` and `register_load_state_pre_hook` run as they do in Accelerate.
 
     Args:
@@ -56,9 +59,12 @@ class AcceleratorCheckpoints:
         mine = self.accelerator
         optimizers = [getattr(item, "optimizer", item) for item in mine._optimizers]
         schedulers = list(mine._schedulers)
-        stateful = [item for item in mine._dataloaders if callable(getattr(item, "load_state_dict", None))]
+        # Accelerate gives every prepared loader the two methods; they work where torchdata's loader is below.
+        stateful = [item for item in mine._dataloaders if _is_stateful(item)]
+        plain = [item for item in mine._dataloaders if not _is_stateful(item)]
         extra: dict[str, Any] = {f"object_{i}": item for i, item in enumerate(mine._custom_objects)}
         extra |= {f"sampler_{i}": PerRank(item) for i, item in enumerate(stateful)}
+        extra |= {f"loader_{i}": PerRank(_Epoch(item)) for i, item in enumerate(plain)}
         extra["accelerator"] = _Position(mine)
         scaler = mine.scaler
         return TrainState(
@@ -76,6 +82,30 @@ class AcceleratorCheckpoints:
 
 def _one_or_named(items: list[Any]) -> Any:
     return items[0] if len(items) == 1 else {str(i): item for i, item in enumerate(items)} or None
+
+
+def _is_stateful(loader: Any) -> bool:
+    below = getattr(loader, "base_dataloader", loader)
+    return callable(getattr(below, "state_dict", None)) and callable(getattr(below, "load_state_dict", None))
+
+
+class _Epoch:
+    """Which epoch an ordinary loader is in, and the seed of a `SeedableRandomSampler`: the order of its data."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._sampler: Any = loader.get_sampler() if callable(getattr(loader, "get_sampler", None)) else None
+
+    def state_dict(self) -> dict[str, int]:
+        state = {"iteration": int(getattr(self._loader, "iteration", 0))}
+        if hasattr(self._sampler, "initial_seed"):
+            state |= {"epoch": int(self._sampler.epoch), "initial_seed": int(self._sampler.initial_seed)}
+        return state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._loader.iteration = state["iteration"]
+        if self._sampler is not None and "initial_seed" in state and hasattr(self._sampler, "initial_seed"):
+            self._sampler.epoch, self._sampler.initial_seed = state["epoch"], state["initial_seed"]
 
 
 class _Position:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.errors import CheckpointNotFoundError, StorageError, UsageError
 from ckptkit.formats.detect import nearest
-from ckptkit.shown import keep_secret, without_secrets
+from ckptkit.redact import keep_secret, without_secrets
 from ckptkit.storage.retry import call_with_retries
 from ckptkit.storage.store import split_url
 

@@ -11,13 +11,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.rng import capture_rng, restore_rng
-from ckptkit.checkpoint.state import TrainState, model_tensors
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
+from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
 from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.formats.detect import identify
-from ckptkit.formats.layout import RECORD_NAME
+from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
@@ -27,7 +27,7 @@ from ckptkit.integrations.lightning_state import (
     set_epoch,
 )
 from ckptkit.integrations.lightning_strategy import FSDP2Strategy
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 
 __all__ = ["ManagedCheckpoint"]
 
@@ -36,9 +36,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     """Lightning's ModelCheckpoint, saved through a CheckpointManager and rotated by a RetentionPolicy.
 
     When to save, the names, `monitor` and `save_last` are Lightning's. What is deleted decides the policy: by default
-    the best `save_top_k` by `monitor` and the newest are kept; without `monitor`, the newest `save_top_k`. It is about
-    what this callback saved into one directory: what another one saves there stays, and so do pinned checkpoints and
-    the one that the run was resumed from. Under Lightning's own strategies the callback saves the live model and
+    the best `save_top_k` by `monitor` and the newest are kept; without `monitor` the newest, for Lightning then allows
+    no `save_top_k` above 1: give `retention=RetentionPolicy(max_num=3)` to keep three. It is about what this callback
+    saved into one directory: what another one saves there stays, and so do pinned checkpoints and the one that the run
+    was resumed from. Under Lightning's own strategies the callback saves the live model and
     optimizers itself, and loads such a checkpoint for `ckpt_path`.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ckptkit.checkpoint.optimizer_state import apply_settings, apply_state, capture_optimizer, named_parameters
-from ckptkit.checkpoint.state import TrainState, model_tensors, parameter_names
-from ckptkit.checkpoint.values import decode
+from ckptkit.checkpoint.state.optimizer import apply_settings, apply_state, capture_optimizer, named_parameters
+from ckptkit.checkpoint.state.train_state import TrainState, check_whole, model_tensors, parameter_names
+from ckptkit.checkpoint.state.values import decode
 from ckptkit.errors import CheckpointMismatchError
 
 __all__ = ["gathered", "gathered_optimizer", "placed_like", "scatter_model", "scatter_optimizer", "sharded_optimizer"]
+
+_log = logging.getLogger(__name__)
 
 
 def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +34,7 @@ def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def sharded_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
     """Return an optimizer's state by FQN, aliasing it: {"state": {fqn: {...}}, "param_groups": [...]}."""
+    check_whole(state)
     taken = capture_optimizer(optimizer, parameter_names(state), "optimizer")
     master = getattr(optimizer, "master_state_name", None)
     states: dict[str, dict[str, Any]] = {}
@@ -57,11 +61,22 @@ def gathered_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
 def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: bool = True) -> None:
     """Give a live model the tensors that rank 0 has. All ranks must call it; others pass {}.
 
+    A cast to another dtype is logged.
+
     Raises:
-        CheckpointMismatchError: Names or shapes differ; nothing was changed. The same on every rank.
+        CheckpointMismatchError: Names or shapes differ, or the values of tied weights; nothing was changed. The same
+            on every rank.
     """
     live = model_tensors(module)[0]
-    shapes = _from_main({name: tuple(value.shape) for name, value in whole.items() if isinstance(value, torch.Tensor)})
+    shapes, different = _from_main((
+        {name: tuple(value.shape) for name, value in whole.items() if isinstance(value, torch.Tensor)},
+        _different_twins(live, whole),
+    ))  # fmt: skip
+    if different:
+        raise CheckpointMismatchError(
+            "weights that are one tensor in this model (tied weights) have different values in the checkpoint: "
+            f"{', '.join(different)}. Nothing was loaded. Try: a model that does not tie them."
+        )
     missing, unexpected = sorted(set(live) - set(shapes)), sorted(set(shapes) - set(live))
     wrong = [name for name in live if name in shapes and shapes[name] != tuple(live[name].shape)]
     if wrong or (strict and (missing or unexpected)):
@@ -69,10 +84,30 @@ def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: 
             f"the checkpoint does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}, other shapes "
             f"{wrong[:5]} ({len(missing)}, {len(unexpected)}, {len(wrong)} in all). Nothing was loaded."
         )
+    cast = [n for n, t in live.items() if isinstance(whole.get(n), torch.Tensor) and whole[n].dtype != t.dtype]
+    if cast:
+        saved, kept = whole[cast[0]].dtype, live[cast[0]].dtype
+        _log.warning(
+            "%d tensors of the checkpoint are cast to the model's dtype: %s from %s to %s, ...",
+            len(cast), cast[0], saved, kept,
+        )  # fmt: skip
     with torch.no_grad():
         for name, tensor in live.items():
             if name in shapes:
                 tensor.copy_(_placed(whole.get(name), tensor, tensor.dtype, shapes[name]))
+
+
+def _different_twins(live: Mapping[str, torch.Tensor], whole: Mapping[str, Any]) -> list[str]:
+    """Return the names of tensors that are one in the model and have several values in `whole`."""
+    names: dict[int, str] = {}
+    found = []
+    for name, tensor in live.items():
+        if isinstance(whole.get(name), torch.Tensor):
+            first = names.setdefault(id(tensor), name)
+            one, other = (whole[n].contiguous().reshape(-1).view(torch.uint8) for n in (first, name))
+            if first != name and not torch.equal(one, other):  # the bits: NaN is no difference
+                found.append(f"{first} and {name}")
+    return found
 
 
 def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any]) -> None:

@@ -13,10 +13,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ckptkit.checkpoint.deferred import DeferredOptimizer
+from ckptkit.checkpoint.report import DeferredOptimizer
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.rng import capture_rng, restore_rng
-from ckptkit.checkpoint.state import StateDictType, TrainState, model_tensors
+from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
+from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, check_whole, model_tensors
 from ckptkit.errors import UsageError
 from ckptkit.integrations.lightning_full import (
     gathered,
@@ -108,6 +108,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         "sharded": DTensors that alias the live ones. "full": whole tensors on the CPU of rank 0, {} elsewhere.
         "local": this rank's parts.
         """
+        check_whole(self._state(optimizers=False, rng=False))
         taken = {k: v for k, v in self._live().items() if self._filter is None or self._filter(k)}
         taken = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in taken.items()}
         wanted = self._kind(kind)

@@ -13,17 +13,20 @@ from typing import Any
 
 from torch import nn
 
-from ckptkit.checkpoint.coordinator import Coordinator
-from ckptkit.checkpoint.delete import delete_checkpoint
-from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state import PerRank, StateDictType, TrainState, model_tensors, same_memory
-from ckptkit.checkpoint.values import encode
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.delete import delete_checkpoint
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState, model_tensors, same_memory
+from ckptkit.checkpoint.state.values import encode
 from ckptkit.errors import CheckpointExistsError, SaveError
-from ckptkit.formats.layout import RECORD_NAME, CommitRecord
-from ckptkit.storage.store import open_store, split_url
+from ckptkit.formats.own.record import RECORD_NAME, CommitRecord
+from ckptkit.formats.replaceable import foreign_paths
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.open import open_store
+from ckptkit.storage.store import split_url
 
 __all__ = ["LightningCheckpoints", "StateView", "inside_an_epoch", "lightning_extras", "remove_checkpoint", "set_epoch"]
 
@@ -129,6 +132,12 @@ class LightningCheckpoints:
                     raise CheckpointExistsError(
                         f"{place} is a directory that is no checkpoint; it is not replaced. Save under another name."
                     )
+                foreign = _foreign(place)
+                if foreign:
+                    raise CheckpointExistsError(
+                        f"{place} is not replaced: it holds what is part of no checkpoint: {', '.join(foreign[:3])}. "
+                        "Move it away, or save under another name."
+                    )
             other = place.with_name(f".{name}.replaced-{uuid.uuid4().hex[:8]}")
             place.rename(other)
             return str(other)
@@ -211,10 +220,18 @@ def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any
         if not delete_checkpoint(store, name, reason="removed by Lightning"):
             _log.warning("%s/%s is pinned; it is not removed.", root, name)
     elif local and place.is_dir():
-        if any((place / mark).exists() for mark in _ALIEN):
+        foreign = _foreign(place)
+        if foreign:
+            _log.warning("%s is not removed: it holds what is part of no checkpoint: %s", place, ", ".join(foreign[:3]))
+        elif any((place / mark).exists() for mark in _ALIEN):
             shutil.rmtree(place)
         else:
             _log.warning("%s is no checkpoint; it is not removed.", place)
+
+
+def _foreign(place: Path) -> list[str]:
+    """Return what lies in the directory of a checkpoint of Lightning's and is no part of it."""
+    return [path for path in foreign_paths(LocalStore(place)) if path != "meta.pt"]
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from ckptkit.checkpoint.state import StateDictType
+from ckptkit.checkpoint.state.train_state import StateDictType
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.blocks import checkpoint_blocks
 from ckptkit.fsdp.mesh import make_mesh, plan_for

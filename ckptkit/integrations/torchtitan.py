@@ -8,8 +8,9 @@ Needs no torchtitan: it is called by it. Its own checkpoints are resumed from by
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -17,48 +18,61 @@ from torch import nn
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state import TrainState, is_stateful
+from ckptkit.checkpoint.state.train_state import TrainState, is_stateful
 from ckptkit.errors import UsageError
 
 __all__ = ["TorchtitanCheckpointer"]
 
 
+_POSITIONAL = (
+    "dataloader", "model_parts", "optimizers", "lr_schedulers", "states", "checkpoint_config", "sd_adapter",
+    "base_folder", "ft_manager",
+)  # fmt: skip
+# The fields of torchtitan's CheckpointConfig: what is done as it says, and what is refused unless it says nothing.
+_HONOURED = frozenset(
+    ["async_mode", "create_seed_checkpoint", "enable", "enable_checkpoint", "enable_first_step_checkpoint",
+     "enable_ft_dataloader_checkpoints", "exclude_from_loading", "export_dtype", "folder", "initial_load_model_only",
+     "initial_load_path", "interval", "keep_latest_k", "last_save_model_only", "load_only", "load_step"]
+)  # fmt: skip
+_REFUSED = {
+    "initial_load_in_hf": "load the weights before training, or convert them",
+    "initial_load_in_hf_quantized": "load the weights before training, or convert them",
+    "last_save_in_hf": "run ckptkit convert on the checkpoint",
+}
+
+
 class TorchtitanCheckpointer:
     """Takes the place of torchtitan's CheckpointManager: `save`, `load`, `maybe_wait_for_staging`, `close`.
 
+    Made as torchtitan makes its own: `(config, *, dataloader, model_parts, ...)` since 0.3, before that
+    `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)`.
+
     Args:
-        dataloader, model_parts, optimizers, lr_schedulers, states: As torchtitan gives them.
-        checkpoint_config: Its `[checkpoint]` section. Used: enable (enable_checkpoint), interval, keep_latest_k,
-            async_mode, folder, exclude_from_loading, initial_load_path, initial_load_model_only, load_step,
-            last_save_model_only, enable_first_step_checkpoint.
-        sd_adapter, ft_manager: Not used: an export is `ckptkit convert`.
-        base_folder: torchtitan's dump_folder.
+        given: dataloader, model_parts, optimizers, lr_schedulers, states, base_folder (its dump_folder) and the
+            config, a `[checkpoint]` section. sd_adapter is not used: an export is `ckptkit convert`.
         url: The root of the run; default: base_folder/folder.
         options: Of `CheckpointManager`: `storage_options`, `state_dict_type`, ...
 
     Raises:
-        UsageError: The model is cut into pipeline stages, whose optimizers have no common names.
+        UsageError: The config asks for what is not done here (Hugging Face formats, a cast by `export_dtype`), or has a
+            field that is not known; torchft is on; the model is cut into pipeline stages, whose optimizers have no
+            common names.
     """
 
-    def __init__(
-        self,
-        dataloader: Any,
-        model_parts: Sequence[nn.Module],
-        optimizers: Any,
-        lr_schedulers: Any,
-        states: Mapping[str, Any],
-        checkpoint_config: Any = None,
-        sd_adapter: Any = None,
-        base_folder: str = "",
-        ft_manager: Any = None,
-        *,
-        url: str | None = None,
-        **options: Any,
-    ) -> None:
-        config = checkpoint_config
+    def __init__(self, *given: Any, url: str | None = None, **options: Any) -> None:
+        named = {name: options.pop(name) for name in (*_POSITIONAL, "config") if name in options}
+        if len(given) == 1 and "dataloader" in named:
+            named["config"], given = given[0], ()
+        if len(given) > len(_POSITIONAL) or any(name in named for name in _POSITIONAL[: len(given)]):
+            raise TypeError("TorchtitanCheckpointer: an argument is given twice, or there are too many.")
+        named |= dict(zip(_POSITIONAL, given, strict=False))
+        config = named.get("config", named.get("checkpoint_config"))
         self.enable = bool(_of(config, "enable", _of(config, "enable_checkpoint", True)))
+        self._load_only = bool(_of(config, "load_only", False))
         if not self.enable:
             return
+        model_parts, optimizers = named["model_parts"], named["optimizers"]
+        _check(config, named.get("ft_manager"))
         if len(model_parts) != 1:
             raise UsageError(f"{len(model_parts)} model parts: pipeline stages are not supported by this checkpointer.")
         self.interval = int(_of(config, "interval", 500))
@@ -71,46 +85,65 @@ class TorchtitanCheckpointer:
         self._last_model_only = bool(_of(config, "last_save_model_only", False))
         self._model = model_parts[0]
         self._optimizers = list(getattr(optimizers, "optimizers", optimizers))
-        self._schedulers = lr_schedulers
-        self._dataloader = dataloader
-        self._states = dict(states)
+        self._schedulers = named["lr_schedulers"]
+        self._dataloader = named.get("dataloader")
+        self._states = dict(named["states"])
+        if self._last_model_only and not self._load_only:
+            _check_dtype(self._model, str(_of(config, "export_dtype", "")))
+        strange = sorted(self._excluded - {"optimizer", "lr_scheduler", "dataloader", *self._states})
+        if strange:
+            raise UsageError(
+                f"checkpoint config: exclude_from_loading names {', '.join(strange)}, which is no state here."
+            )
         self.last_load: LoadReport | None = None
         keep = int(_of(config, "keep_latest_k", 0))
-        self.folder = url or os.path.join(base_folder, str(_of(config, "folder", "checkpoint")))
+        self.folder = url or os.path.join(str(named.get("base_folder") or ""), str(_of(config, "folder", "checkpoint")))
         policy = RetentionPolicy(max_num=keep) if keep > 0 else None
         self.manager = CheckpointManager(self.folder, retention=policy, **options)
 
-    def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save where the interval, or the last step, says so; in the background if `async_mode` is on. Collective."""
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save where the interval, or the last step, says so; in the background if `async_mode` is on. Collective.
+
+        Returns whether this step is saved.
+        """
         if not self._due(curr_step, last_step):
-            return
+            return False
         if last_step and self._last_model_only:
             self.manager.save(curr_step, TrainState(model=self._model, rng=False))
         elif self._async and not last_step:
             self.manager.save_async(curr_step, self._state())
         else:
             self.manager.save(curr_step, self._state())
+        return True
 
     def load(self, step: int = -1) -> bool:
-        """Restore `step`, or the newest, or what `initial_load_path` names; tell whether there was one. Collective."""
+        """Restore `step`, or the newest, or what `initial_load_path` names; tell whether there was one. Collective.
+
+        Of step 0, a seed checkpoint, only the model is loaded.
+
+        Raises:
+            CheckpointNotFoundError: `step`, or `load_step`, is not there.
+        """
         if not self.enable:
             return False
         step = step if step != -1 else self._load_step
         state, options = self._state(self._excluded), self._options()
-        if step != -1:
-            if not any(record.step == step for record in self.manager.list()):
-                return False
-            self.last_load = self.manager.load(state, step, **options)
-        else:
-            self.last_load = self.manager.load(state, **options)
+        found = step if step != -1 else self.manager.latest()
+        if found == 0:
+            state, options = TrainState(model=self._model, rng=False), {}
+        self.last_load = self.manager.load(state, "latest" if step == -1 else step, **options)
         if self.last_load is None and self._initial:
             if self._initial_model_only:
                 state = TrainState(model=self._model, rng=False)
             # A directory without a slash is a URL still: only a name of this run has none.
             url = str(self._initial) if "/" in str(self._initial) else f"./{self._initial}"
             self.last_load = self.manager.load(state, url, per_rank_on_resize="keep", **options)
-            return True
         return self.last_load is not None
+
+    def maybe_wait_for_saving(self) -> None:
+        """Wait for the save under way. Collective."""
+        if self.enable:
+            self.manager.wait()
 
     def maybe_wait_for_staging(self) -> None:
         """Return at once: `save` has copied everything by the time it returns."""
@@ -121,7 +154,9 @@ class TorchtitanCheckpointer:
             self.manager.close()
 
     def _due(self, step: int, last: bool) -> bool:
-        return self.enable and (last or step % self.interval == 0 or (self._first and step == 1))
+        if not self.enable or self._load_only:
+            return False
+        return bool(last or step % self.interval == 0 or (self._first and step == 1))
 
     def _options(self) -> dict[str, Any]:
         return {"optimizer": "skip"} if "optimizer" in self._excluded else {}
@@ -136,6 +171,34 @@ class TorchtitanCheckpointer:
             scheduler=None if "lr_scheduler" in excluded else self._schedulers,
             dataloader=None if "dataloader" in excluded else loader,
             extra={name: item for name, item in self._states.items() if name not in excluded},
+        )
+
+
+def _check(config: Any, ft_manager: Any) -> None:
+    names = config if isinstance(config, Mapping) else _fields(config)
+    unknown = sorted(set(names) - _HONOURED - _REFUSED.keys())
+    if unknown:
+        raise UsageError(f"checkpoint config: {', '.join(unknown)} is not known to TorchtitanCheckpointer.")
+    for name, instead in _REFUSED.items():
+        if _of(config, name, False):
+            raise UsageError(f"checkpoint config: {name}={_of(config, name, False)!r} is not done here: {instead}.")
+    if getattr(ft_manager, "enabled", False):
+        raise UsageError("ft_manager: checkpoints of torchft's replicas are not done here.")
+
+
+def _fields(config: Any) -> list[str]:
+    if dataclasses.is_dataclass(config):
+        return [field.name for field in dataclasses.fields(config)]
+    return [name for name in vars(config) if not name.startswith("_")] if hasattr(config, "__dict__") else []
+
+
+def _check_dtype(model: nn.Module, export_dtype: str) -> None:
+    """Refuse a last save that torchtitan would cast: ours are as trained."""
+    stored = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+    if export_dtype and stored - {export_dtype}:
+        raise UsageError(
+            f"checkpoint config: export_dtype={export_dtype!r} with last_save_model_only=True is a cast from "
+            f"{', '.join(sorted(stored))}, not done here: give the model's dtype, and cast with convert --dtype."
         )
 
 

@@ -25,10 +25,10 @@ except ImportError as error:
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.rng import capture_rng, restore_rng
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
-from ckptkit.formats.layout import checkpoint_name
+from ckptkit.formats.own.record import checkpoint_name
 
 __all__ = ["CheckpointCallback"]
 
@@ -37,10 +37,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     """Saves model, optimizer, scheduler, random numbers and the Trainer's own state; resumes from the newest.
 
     A save happens where the Trainer would save (`save_strategy`), and every `save_steps` here. At the start of
-    training the newest committed checkpoint is loaded, at any number of ranks; the Trainer then skips the batches
-    that were seen, as it does itself. `train(resume_from_checkpoint=...)` is obeyed: True insists on a checkpoint, here
-    or else among the Trainer's own; False starts anew; a path is the Trainer's own. `save_total_limit` and
-    `load_best_model_at_end` mean what they mean there. At the end the model is exported as `from_pretrained` reads it.
+    training the newest committed checkpoint is loaded, at any number of ranks; where `url` has none of ours, the newest
+    that a Trainer saved there itself. The Trainer then skips the batches that were seen, as it does itself.
+    `train(resume_from_checkpoint=...)` is obeyed: True insists on a checkpoint, here or else among the Trainer's own;
+    False starts anew; a path is the Trainer's own. `save_total_limit` and `load_best_model_at_end` mean what they mean
+    there. At the end the model, or the adapter of a PEFT model, is exported as `from_pretrained` reads it.
     All ranks have the callback; plain, DDP and FSDP2 models will do.
 
     Args:
@@ -149,10 +150,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self._manager = None
         if self.export is not None:
             from ckptkit.fsdp.hf_save import save_hf
-            from ckptkit.fsdp.wrap import unwrap_model
 
             tokenizer = kwargs.get("processing_class")
-            save_hf(unwrap_model(kwargs["model"]), self.export, tokenizer=tokenizer, overwrite=True)
+            save_hf(kwargs["model"], self.export, tokenizer=tokenizer, overwrite=True)
 
     # --- in the Trainer's place
 
@@ -173,13 +173,17 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def _write_trainer_state(self, folder: str) -> bool:
         """Write what the Trainer reads before anything else; tell whether there is a checkpoint."""
-        manager = self._managed()
-        if manager.latest() is None:
+        report = self._managed().load(TrainState(rng=False))
+        if report is None:
             return False
-        report = manager.load(TrainState(rng=False))
-        assert report is not None
+        state = report.extra.get("trainer", report.extra.get("trainer_state"))  # ours, or the Trainer's own
+        if state is None:
+            raise UsageError(
+                f"{report.url} is no checkpoint of a Trainer: it has no trainer_state.json. To start anew, give "
+                "CheckpointCallback another url."
+            )
         path = Path(folder) / "trainer_state.json"
-        path.write_text(json.dumps(report.extra["trainer"], allow_nan=True), encoding="utf-8")
+        path.write_text(json.dumps(state, allow_nan=True), encoding="utf-8")
         return True
 
     def _load(self, path: Any) -> None:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ckptkit.collector import collector_paused
 from ckptkit.errors import UsageError
 from ckptkit.formats.options import ReadOptions
-from ckptkit.offline.carry_out import How, Outcome, carry_out
-from ckptkit.offline.copy import Progress
-from ckptkit.offline.coverage import check_plan
-from ckptkit.offline.hf_files import check_headers
-from ckptkit.offline.plan import OutputFile, OutputTensor, Plan
+from ckptkit.gc_pause import collector_paused
+from ckptkit.offline.conversion import ConvertReport, How, Outcome, carry_out
+from ckptkit.offline.copying.coverage import check_plan
+from ckptkit.offline.copying.execute import Progress
+from ckptkit.offline.copying.plan import OutputFile, OutputTensor, Plan
+from ckptkit.offline.dry_run import refusals
+from ckptkit.offline.export.files import check_headers
 from ckptkit.offline.publish import open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
-from ckptkit.offline.report import ConvertReport
+from ckptkit.offline.serving import Serving, serving
+from ckptkit.storage.retry import patient
 from ckptkit.units import parse_size
 
 if TYPE_CHECKING:
-    from ckptkit.catalog.names import NameMap
     from ckptkit.formats.detect import Source
-    from ckptkit.offline.rank_files import Laid
+    from ckptkit.keymaps.keymap import NameMap
+    from ckptkit.offline.resharding.rank_files import Laid
     from ckptkit.storage.store import Store
 
 __all__ = ["ConvertReport", "Format", "convert"]
@@ -50,6 +52,7 @@ class _Chosen:
 
 
 @reads_checkpoints
+@patient()
 def convert(  # noqa: PLR0913 - one argument an option
     src: str,
     dst: str,
@@ -91,7 +94,7 @@ def convert(  # noqa: PLR0913 - one argument an option
             `torch.save`; `dst` names the file, or a directory to put pytorch_model.bin in), "local" (a committed
             checkpoint of ours with the model alone: one file for each of `world_size` ranks).
         dtype: "keep", or the float dtype that floats are cast to.
-        weights: "master" exports the fp32 copies that some optimizers keep.
+        weights: "master" exports the fp32 copies that some optimizers keep; "auto" does so where `dtype` casts.
         base: Hugging Face directory or repo: config, tokenizer, and the names and shapes that are wanted.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         layout: URL of a layout of flat parameters, for formats that need one.
@@ -129,7 +132,7 @@ def convert(  # noqa: PLR0913 - one argument an option
     target = open_target(dst, source=source.url, single_file=to == "torch", overwrite=overwrite, storage_options=here)
     sealing = None
     if to == "local":
-        from ckptkit.offline.local_target import local_target
+        from ckptkit.offline.resharding.local_target import local_target
 
         laid, sealing = local_target(source, chosen.tensors, dst, world_size=world_size or 1, storage_options=here)
         plan = _planned(source, chosen, laid)
@@ -138,11 +141,11 @@ def convert(  # noqa: PLR0913 - one argument an option
     report = ConvertReport(
         src, dst, source.url, source.catalog.info.format, to, plan,
         tensors=len(chosen.tensors), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=dry_run,
-        faults=chosen.faults,
+        faults=chosen.faults, serving=_serving(chosen, choice),
     )  # fmt: skip
     if dry_run:
         check_plan(plan)
-        return report
+        return replace(report, faults=(*report.faults, *refusals(plan, source, target, check=check)))
     outcome = carry_out(
         plan, source, target, How(workers, memory, check, verify, progress),
         masters_of={name for tensor in chosen.tensors for name in tensor.sources},
@@ -155,7 +158,7 @@ def convert(  # noqa: PLR0913 - one argument an option
 def _look(plan: Plan, sha256: bool, store: Store) -> None:
     check_headers(plan, store)
     if sha256:
-        from ckptkit.offline.checksums import write_checksums
+        from ckptkit.offline.export.checksums import write_checksums
 
         write_checksums(store, [file.path for file in plan.files])
 
@@ -178,6 +181,17 @@ class _Choice:
     strict: bool
 
 
+def _serving(chosen: _Chosen, choice: _Choice) -> Serving:
+    """Names that the user has changed, or chosen from, are a model's only where they were compared with one."""
+    if choice.to != "hf":
+        return ""
+    touched = choice.key_map or choice.strip_prefix is not None or choice.include or choice.exclude
+    if touched and not chosen.compared and chosen.kind == "model":
+        return ""
+    files = {file.path: b"".join(literal.data for literal in file.literals) for file in chosen.files}
+    return serving(files, {tensor.name for tensor in chosen.tensors}, compared=bool(chosen.compared))
+
+
 def _shard_size(value: str | int) -> int:
     size = parse_size(value)
     if size < 1:
@@ -188,14 +202,14 @@ def _shard_size(value: str | int) -> int:
 def _key_map(named: NameMap | str | None) -> NameMap | None:
     if named is None:
         return None
-    from ckptkit.offline.key_maps import resolve_key_map
+    from ckptkit.offline.export.key_maps import resolve_key_map
 
     return resolve_key_map(named)
 
 
 @collector_paused()
 def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] | None) -> _Chosen:
-    from ckptkit.offline.hf_export import ExportOptions, export_tensors, plan_export
+    from ckptkit.offline.export.hf import ExportOptions, export_tensors, plan_export
 
     options = ExportOptions(
         dtype=choice.dtype,
@@ -211,7 +225,7 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
     )
     known = None
     if choice.base is not None:
-        from ckptkit.offline.hf_base import open_base
+        from ckptkit.offline.export.base import open_base
 
         known = open_base(choice.base, storage_options=storage_options)
     if choice.to == "hf":
@@ -232,7 +246,7 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
     ]
     files: tuple[OutputFile, ...] = ()
     if choice.to == "dcp":  # what a model needs besides its weights comes back with them
-        from ckptkit.offline.hf_base import beside_source
+        from ckptkit.offline.export.base import beside_source
 
         own = beside_source(source.store, source.catalog)
         small = (known.over(own) if known is not None else own).contents()
@@ -249,18 +263,18 @@ def _plan(
     if world_size is not None and to in ("hf", "torch"):
         raise UsageError(f"--world-size does not go with --to {to}: it is not sharded by rank.")
     if to == "hf":
-        from ckptkit.offline.hf_files import adapter_files, hf_files
+        from ckptkit.offline.export.files import adapter_files, hf_files
 
         if chosen.kind == "adapter":
             files, placements, last = adapter_files(catalog, tensors)
         else:
             files, placements, last = hf_files(catalog, tensors, max_shard_size=max_shard_size)
     elif to == "torch":
-        from ckptkit.offline.torch_file import torch_file
+        from ckptkit.offline.export.torch_file import torch_file
 
         files, placements, last = torch_file(catalog, tensors, path=file_name)
     else:
-        from ckptkit.offline.rank_files import dcp_files
+        from ckptkit.offline.resharding.rank_files import dcp_files
 
         files, placements, last = dcp_files(catalog, tensors, world_size=world_size or 1)
     return _planned(source, chosen, (files, placements, last))

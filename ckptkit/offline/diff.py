@@ -1,35 +1,39 @@
-"""Which tensors of two checkpoints differ, and by how much; streamed, in bounded memory."""
+"""Compares two checkpoints: which tensors differ, and by how much, and which values; streamed, in bounded memory."""
 
 from __future__ import annotations
 
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import UsageError
 from ckptkit.formats.detect import Source
-from ckptkit.offline.casts import cast_into
-from ckptkit.offline.gather import Gatherer
-from ckptkit.offline.jobs import prepare
-from ckptkit.offline.plan import Placement, Plan
-from ckptkit.offline.reading import open_pinned, reads_checkpoints
-from ckptkit.offline.sources import SourceReader
+from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
+from ckptkit.offline.copying.casts import cast_into
+from ckptkit.offline.copying.gather import Gatherer
+from ckptkit.offline.copying.jobs import prepare
+from ckptkit.offline.copying.plan import Placement, Plan
+from ckptkit.offline.copying.sources import SourceReader
+from ckptkit.offline.reading import open_pinned, reads_checkpoints, records_of
+from ckptkit.storage.store import ReadInto
 from ckptkit.units import parse_size
 
 __all__ = ["DiffReport", "LayerDiff", "TensorDiff", "diff"]
 
 SCHEMA = "ckptkit.diff/1"
 _TILE = 4 << 20  # bytes of one side
+_SMALL = 256 << 10  # bytes of a tensor that is read together with others
+_SHOWN = 10  # places in one value that are named
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 _COMPLEX = {"complex32": np.float16, "complex64": np.float32, "complex128": np.float64}
 _FLOAT8 = {  # mantissa bits, bias of the exponent
@@ -42,6 +46,7 @@ _FLOAT8 = {  # mantissa bits, bias of the exponent
 
 Progress = Callable[[int, int, str], None]
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,12 @@ class LayerDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What `diff` found. `equal`: the same names, shapes, dtypes and bits."""
+    """What `diff` found.
+
+    Attributes:
+        values: What is no tensor and differs: the place in it ("optimizer.param_groups[0].lr") -> both, as text.
+        left_out: Names of what was not compared, as one side has weights alone.
+    """
 
     a: str
     b: str
@@ -91,28 +101,46 @@ class DiffReport:
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     dtypes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     changes: Mapping[str, float] = field(default_factory=dict)  # relative, of every tensor compared; 0.0: equal
+    values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    same_values: int = 0  # objects, such as a step or the settings of an optimizer
+    left_out: tuple[str, ...] = ()
+    records: Mapping[str, str] = field(default_factory=dict)  # can't be read without their class, stored differently
+    by_record: int = 0  # of those that are the same, told from the bytes of such records
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything that was compared differs."""
+        lists = (self.different, self.only_a, self.only_b, self.shapes, self.dtypes, self.values, self.records)
+        return any(lists)
 
     @property
     def equal(self) -> bool:
-        return not (self.different or self.only_a or self.only_b or self.shapes or self.dtypes)
+        """Whether everything was compared, and has the same names, shapes, dtypes, bits and values."""
+        return not self.differs and not self.left_out
 
     def summary(self) -> str:
         """Return one line."""
-        if self.equal:
+        values = f" and {self.same_values} values" if self.same_values else ""
+        if not self.differs:
             told = (
                 f" ({self.by_digest} of them told by recorded digests: verify reads the bytes)"
                 if self.by_digest
                 else ""
             )
-            return f"equal: {self.same} tensors, names, shapes, dtypes and bits{told}"
+            told += f" ({self.by_record} of them byte for byte: not interpreted)" if self.by_record else ""
+            what = f"{self.same} tensors{values}, names, shapes, dtypes and bits{told}"
+            if self.left_out:
+                return f"equal weights: {what}; not compared: {len(self.left_out)} that are no weights"
+            return f"equal: {what}"
         found = {
-            "in value": len(self.different),
+            "in value": len(self.different) + len(self.values),
             "only in A": len(self.only_a),
             "only in B": len(self.only_b),
             "in shape": len(self.shapes),
             "in dtype": len(self.dtypes),
+            "in the bytes of records that can't be interpreted": len(self.records),
         }
-        return f"different: {', '.join(f'{n} {what}' for what, n in found.items() if n)}; equal: {self.same}"
+        return f"different: {', '.join(f'{n} {what}' for what, n in found.items() if n)}; equal: {self.same}{values}"
 
     def layers(self) -> dict[str, LayerDiff]:
         """Return what differs below each layer, in weights and in each state of the optimizer by itself: the model
@@ -152,6 +180,11 @@ class DiffReport:
             "only_b": list(self.only_b),
             "shapes": {name: [list(x), list(y)] for name, (x, y) in self.shapes.items()},
             "dtypes": {name: list(pair) for name, pair in self.dtypes.items()},
+            "values": {name: list(pair) for name, pair in self.values.items()},
+            "same_values": self.same_values,
+            "left_out": list(self.left_out),
+            "records": dict(self.records),
+            "by_record": self.by_record,
             "layers": {
                 name: {
                     "tensors": layer.tensors,
@@ -175,11 +208,11 @@ def diff(
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> DiffReport:
-    """Compare the checkpoints at `a` and `b`, of any formats and shardings, tensor by tensor.
+    """Compare the checkpoints at `a` and `b`, of any formats and shardings, tensor by tensor and value by value.
 
     Weights are matched by FQN, moments by parameter and state, the rest by key. Where one side is an export of
-    weights alone, only the weights are compared. Digests that both sides recorded are believed; everything else is
-    read, in tiles.
+    weights alone, only the weights are compared, and the rest is listed as left out. Digests that both sides recorded
+    are believed; everything else is read, in tiles.
 
     Args:
         include: Globs of names; none for all.
@@ -194,27 +227,54 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One checkpoint, its tensors by comparable name, and what reads them."""
+    """One checkpoint, its tensors that can be read by comparable name, and what reads them."""
 
     source: Source
     tensors: Mapping[str, TensorEntry]
+    opaque: Mapping[str, str]  # by key, what can't be read without its class, and why
     reader: SourceReader
     gatherer: Gatherer
 
     @classmethod
     def open(cls, url: str, max_memory: str | int, storage_options: Mapping[str, Any] | None) -> _Side:
         source = open_pinned(url, storage_options=storage_options)
-        targets = [Target.of(entry) for entry in source.catalog.tensors.values()]
+        opaque = source.catalog.opaque()
+        readable = [entry for name, entry in source.catalog.tensors.items() if name not in opaque]
+        targets = [Target.of(entry) for entry in readable if entry.nbytes > _SMALL or _piece(entry) is None]
         plan = Plan(source.catalog, (), tuple(Placement.whole(target, 0, 0) for target in targets), (), (), (), ())
         work = prepare(plan, check=False, by_boxes=True)
         reader = SourceReader(source.store, work.origins)
         gatherer = Gatherer(reader, work.maps, None, max_bytes=parse_size(max_memory))
-        return cls(source, _named(source.catalog), reader, gatherer)
+        return cls(source, _named(readable), opaque, reader, gatherer)
+
+    def read(self, entries: Iterable[TensorEntry]) -> list[Bytes]:
+        """Return the bytes of small tensors; neighbours in a file come in one read."""
+        found, reads = [], []
+        for entry in entries:
+            data = np.empty(entry.nbytes, np.uint8)
+            found.append(data)
+            piece = _piece(entry)
+            if piece is None:
+                self.gatherer.read_box(entry.name, Box.whole(entry.shape), data)
+            elif len(data):
+                reads.append(ReadInto(*piece, data.data))
+        if reads:
+            self.source.store.read_many(reads)
+        return found
 
 
-def _named(catalog: Catalog) -> dict[str, TensorEntry]:
+def _piece(entry: TensorEntry) -> tuple[str, int] | None:
+    """The file and the first byte of a tensor that lies there in one piece, as it is; None for others."""
+    slices = entry.slices
+    if len(slices) != 1 or slices.strides or slices.codecs:
+        return None
+    row = slices[0]
+    return (row.path, row.start) if row.box.sizes == entry.shape and row.nbytes == entry.nbytes else None
+
+
+def _named(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
-    for entry in catalog.tensors.values():
+    for entry in entries:
         name = entry.name
         if entry.role is Role.MODEL:
             name = entry.fqn
@@ -228,55 +288,205 @@ def _named(catalog: Catalog) -> dict[str, TensorEntry]:
 
 def _compare(a: _Side, b: _Side, include: Sequence[str], progress: Progress | None) -> DiffReport:
     left, right = _chosen(a.tensors, include), _chosen(b.tensors, include)
-    weights = [all(entry.role is Role.MODEL for entry in side.values()) for side in (left, right)]
-    if any(weights):
-        left, right = ({n: e for n, e in side.items() if e.role is Role.MODEL} for side in (left, right))
-    if not left and not right:
+    known = {*a.opaque, *b.opaque}
+    values, others = (_chosen(side.source.catalog.objects, include) for side in (a, b))
+    left, right = ({n: e for n, e in side.items() if e.name not in known} for side in (left, right))
+    values, others = ({n: e for n, e in side.items() if n not in known} for side in (values, others))
+    records, by_record = _compare_records(a, b, include)
+    left_out: tuple[str, ...] = ()
+    if _weights_alone(left, values) or _weights_alone(right, others):
+        named = [n for side in (left, right) for n, entry in side.items() if entry.role is not _WEIGHTS]
+        named += [n for side in (values, others) for n, item in side.items() if item.role is not _WEIGHTS]
+        left_out = tuple(dict.fromkeys(named))
+        left, right = ({n: e for n, e in side.items() if e.role is _WEIGHTS} for side in (left, right))
+        values, others = ({n: e for n, e in side.items() if e.role is _WEIGHTS} for side in (values, others))
+    if not (left or right or values or others or records or by_record):
         raise UsageError(
             f"no tensor matches {', '.join(include)}. See the names with: ckptkit inspect URL --tensors '*'"
         )
     both = [name for name in left if name in right]
     shapes = {n: (left[n].shape, right[n].shape) for n in both if left[n].shape != right[n].shape}
     dtypes = {n: (left[n].dtype, right[n].dtype) for n in both if left[n].dtype != right[n].dtype}
-    total = sum(left[n].nbytes for n in both if n not in shapes)
+    both = [name for name in both if name not in shapes]
+    total = sum(left[n].nbytes for n in both)
     done = same = by_digest = 0
     different: list[TensorDiff] = []
     changes: dict[str, float] = {}
-    for name in both:
-        if name in shapes:
-            continue
-        x, y = left[name], right[name]
-        changes[name] = 0.0
-        if _same_digests(x, y):
-            same, by_digest = same + 1, by_digest + 1
-        else:
-            found = _Comparison(name, x, y).run(a.gatherer, b.gatherer)
-            if found is None:
-                same += name not in dtypes
-            else:
+    for names in _batches(both, left, right):
+        known = {name for name in names if _same_digests(left[name], right[name])}
+        for name, found in _compared([name for name in names if name not in known], (a, left), (b, right)):
+            if found is not None:
                 different.append(found)
                 changes[name] = math.inf if found.max_rel is None else found.max_rel
-        done += x.nbytes
+            else:
+                changes[name] = 0.0
+                same += name not in dtypes
+        same, by_digest = same + len(known), by_digest + len(known)
+        changes.update(dict.fromkeys(known, 0.0))
+        done += sum(left[name].nbytes for name in names)
         if progress is not None:
-            progress(done, total, name)
+            progress(done, total, names[-1])
+    shared = [name for name in values if name in others]
+    unequal = {name: _value_differences(name, (a, values[name]), (b, others[name])) for name in shared}
     return DiffReport(
         a.source.url,
         b.source.url,
-        same,
+        same + by_record,
         by_digest,
         tuple(different),
-        tuple(n for n in left if n not in right),
-        tuple(n for n in right if n not in left),
+        (*(n for n in left if n not in right), *(n for n in values if n not in others)),
+        (*(n for n in right if n not in left), *(n for n in others if n not in values)),
         shapes,
         dtypes,
-        changes,
+        {name: changes[name] for name in both},
+        {place: texts for found in unequal.values() for place, texts in found.items()},
+        sum(not found for found in unequal.values()),
+        left_out,
+        records,
+        by_record,
     )
 
 
-def _chosen(tensors: Mapping[str, TensorEntry], include: Sequence[str]) -> dict[str, TensorEntry]:
+def _compare_records(a: _Side, b: _Side, include: Sequence[str]) -> tuple[dict[str, str], int]:
+    """Return what of the tensors that can't be interpreted is not the same, and how many are, byte for byte."""
+    differ, same = {}, 0
+    for name in dict.fromkeys([*a.opaque, *b.opaque]):
+        names = (name, name.partition(".")[2])
+        if include and not any(fnmatch.fnmatchcase(item, pattern) for item in names for pattern in include):
+            continue
+        kinds = [side.opaque.get(name, "") for side in (a, b)]
+        if "" in kinds:
+            where = "AB"[kinds.index("")]
+            there = name in (a, b)[kinds.index("")].source.catalog.tensors
+            differ[name] = f"{max(kinds)}; in {where} it is {'not' if there else 'not there'}"
+        elif kinds[0] != kinds[1]:
+            differ[name] = f"{kinds[0]} in A, {kinds[1]} in B"
+        elif _layout(a, name) != _layout(b, name) or not _same_bytes(a, b, name):
+            differ[name] = f"{kinds[0]}, and its records have other bytes"
+        else:
+            same += 1
+    return differ, same
+
+
+def _layout(side: _Side, name: str) -> Any:
+    entry = side.source.catalog.tensors.get(name)
+    cut = None if entry is None else (entry.dtype, entry.shape, entry.slices.offsets.tolist())
+    return cut, [nbytes for _, _, nbytes in records_of(side.source.catalog, name)]
+
+
+def _same_bytes(a: _Side, b: _Side, name: str) -> bool:
+    one, other = (records_of(side.source.catalog, name) for side in (a, b))
+    for (path, start, nbytes), (other_path, other_start, _) in zip(one, other, strict=True):
+        for at in range(0, nbytes, _TILE):
+            stop = min(at + _TILE, nbytes)
+            mine = a.source.store.read(path, start + at, start + stop)
+            if mine != b.source.store.read(other_path, other_start + at, other_start + stop):
+                return False
+    return True
+
+
+_WEIGHTS = Role.MODEL
+
+
+def _weights_alone(tensors: Mapping[str, TensorEntry], objects: Mapping[str, ObjectEntry]) -> bool:
+    return {entry.role for entry in tensors.values()} | {item.role for item in objects.values()} <= {_WEIGHTS}
+
+
+def _batches(
+    names: Iterable[str], left: Mapping[str, TensorEntry], right: Mapping[str, TensorEntry]
+) -> Iterator[list[str]]:
+    """Yield the names, in order: small tensors many at a time, a large one by itself."""
+    batch: list[str] = []
+    held = 0
+    for name in names:
+        nbytes = max(left[name].nbytes, right[name].nbytes)
+        if batch and (nbytes > _SMALL or held + nbytes > _TILE):
+            yield batch
+            batch, held = [], 0
+        batch.append(name)
+        held += nbytes
+    if batch:
+        yield batch
+
+
+def _compared(
+    names: Sequence[str], a: tuple[_Side, Mapping[str, TensorEntry]], b: tuple[_Side, Mapping[str, TensorEntry]]
+) -> Iterator[tuple[str, TensorDiff | None]]:
+    """Yield how the tensors of one batch differ, None for those that are equal."""
+    (first, left), (second, right) = a, b
+    small = [name for name in names if max(left[name].nbytes, right[name].nbytes) <= _SMALL]
+    pairs = zip(first.read(left[name] for name in small), second.read(right[name] for name in small), strict=True)
+    read = dict(zip(small, pairs, strict=True))
+    for name in names:
+        found = _Comparison(name, left[name], right[name])
+        data = read.pop(name, None)
+        if data is None:
+            found.read(first.gatherer, second.gatherer)
+        elif left[name].dtype != right[name].dtype or data[0].tobytes() != data[1].tobytes():
+            found.add(*data)
+        yield name, found.result()
+
+
+# --- values: what is no tensor
+
+
+def _value_differences(
+    name: str, a: tuple[_Side, ObjectEntry], b: tuple[_Side, ObjectEntry]
+) -> dict[str, tuple[str, str]]:
+    """Return where two objects of one name differ, and both values as text. Nothing that they hold is run."""
+    told = [
+        (e.encoding, e.codec, e.digest.value, e.digest.nbytes)
+        for _, e in (a, b)
+        if e.digest is not None and e.digest.algorithm == "xxh3_64"
+    ]
+    if len(told) == 2 and told[0] == told[1]:
+        return {}
+    one, other = (read_object(side.source.store, entry, allow_pickle=True) for side, entry in (a, b))
+    places = list(_differing(name, one, other))
+    found = dict(places[:_SHOWN])
+    if len(places) > _SHOWN:
+        found[f"{name} ({len(places) - _SHOWN} places more)"] = ("...", "...")
+    return found
+
+
+def _differing(place: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the places where two decoded values differ. Numbers of another type, or of other bits, differ."""
+    if type(x) is not type(y):
+        yield place, (_text(x), _text(y))
+    elif isinstance(x, dict):
+        for key in dict.fromkeys((*x, *y)):
+            inside = f"{place}.{key}"
+            if key in x and key in y:
+                yield from _differing(inside, x[key], y[key])
+            else:
+                yield inside, (_text(x[key]) if key in x else "nothing", _text(y[key]) if key in y else "nothing")
+    elif isinstance(x, (list, tuple)):
+        if len(x) != len(y):
+            yield place, (f"{len(x)} items", f"{len(y)} items")
+        for index, (one, other) in enumerate(zip(x, y, strict=False)):
+            yield from _differing(f"{place}[{index}]", one, other)
+    elif isinstance(x, Inert):
+        yield from _differing(
+            place, (x.kind, x.args, dict(x.fields), list(x.items)), (y.kind, y.args, dict(y.fields), list(y.items))
+        )
+    elif isinstance(x, np.ndarray):
+        if (x.dtype, x.shape) != (y.dtype, y.shape) or x.tobytes() != y.tobytes():
+            yield place, (_text(x), _text(y))
+    elif repr(x) != repr(y) if isinstance(x, (float, complex)) else x != y:  # NaN is NaN, and -0.0 is not 0.0
+        yield place, (_text(x), _text(y))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (np.ndarray, TensorValue)):
+        return f"{value.dtype} of shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _chosen(entries: Mapping[str, T], include: Sequence[str]) -> dict[str, T]:
     return {
         name: entry
-        for name, entry in tensors.items()
+        for name, entry in entries.items()
         if not include or any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
     }
 
@@ -303,15 +513,18 @@ class _Comparison:
         self.dot = self.norm_a = self.norm_b = 0.0
         self.counted = False
 
-    def run(self, first: Gatherer, second: Gatherer) -> TensorDiff | None:
-        """Return the difference, None where every bit is the same."""
+    def read(self, first: Gatherer, second: Gatherer) -> None:
+        """Add all of both tensors, tile by tile."""
         sizes = [dtype_of(entry.dtype).itemsize for entry in (self.a, self.b)]
         whole = Box.whole(self.a.shape)
         for box in whole.tiles(_TILE // max(sizes)) if whole.numel else ():
             x, y = (np.empty(box.numel * size, np.uint8) for size in sizes)
             first.read_box(self.a.name, box, x)
             second.read_box(self.b.name, box, y)
-            self._add(x, y)
+            self.add(x, y)
+
+    def result(self) -> TensorDiff | None:
+        """Return the difference, None where every bit is the same."""
         if not self.elements:
             return None
         sums = (self.dot, self.norm_a, self.norm_b)
@@ -326,7 +539,8 @@ class _Comparison:
             sums,
         )
 
-    def _add(self, x: Bytes, y: Bytes) -> None:
+    def add(self, x: Bytes, y: Bytes) -> None:
+        """Add the same tile of both, which may not be empty."""
         u, v = _numbers(x, self.a.dtype), _numbers(y, self.b.dtype)
         if u is None or v is None or len(u) != len(v):
             size = dtype_of(self.a.dtype).itemsize
@@ -344,8 +558,8 @@ class _Comparison:
             if gap is None:
                 gap = np.abs(u - v)
                 gap[(np.isnan(u) & np.isnan(v)) | (u == v)] = 0.0
-            self.max_abs = max(self.max_abs, float(np.nan_to_num(gap, nan=math.inf, posinf=math.inf).max(initial=0.0)))
-            self.max_a = max(self.max_a, float(np.nan_to_num(np.abs(u), nan=0.0, posinf=math.inf).max(initial=0.0)))
+            self.max_abs = max(self.max_abs, _without_nan(gap.max(initial=0.0)))
+            self.max_a = max(self.max_a, float(np.fmax.reduce(np.abs(u), initial=0.0)))
             self.dot += float(u @ v)
             self.norm_a += float(u @ u)
             self.norm_b += float(v @ v)
@@ -357,6 +571,10 @@ class _Comparison:
         i, j = x.view(np.dtype(self.a.dtype)), y.view(np.dtype(self.b.dtype))
         gap: npt.NDArray[np.uint64] = np.maximum(i, j).view(np.uint64) - np.minimum(i, j).view(np.uint64)
         return gap.astype(np.float64)
+
+
+def _without_nan(gap: float) -> float:
+    return math.inf if math.isnan(gap) else float(gap)
 
 
 def _cosine(sums: tuple[float, float, float]) -> float | None:

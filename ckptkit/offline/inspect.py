@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.catalog.entry import Catalog, MeshInfo, Role, TensorEntry
-from ckptkit.checkpoint.address import resolve_url
+from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 
@@ -85,6 +86,7 @@ class InspectReport:
     tree: TreeNode | None
     tied: Mapping[str, str]  # name -> the tensor whose bytes it shares
     objects: tuple[str, ...]
+    uninterpreted: Mapping[str, str]  # tensors whose records need a class, and why
     files: Mapping[str, int]
     notes: tuple[str, ...]
 
@@ -122,7 +124,11 @@ def summarise(
     info = catalog.info
     entries = list(catalog.tensors.values())
     shown = [e for e in entries if tensors and _matches(e, tensors)]
-    largest = sorted((e for e in entries if e.role is Role.MODEL), key=lambda e: -e.nbytes)[:8]
+    sizes = {e.name: (e.numel, e.nbytes) for e in entries}  # once: a file may have 300,000
+    model = [e for e in entries if e.role is Role.MODEL]
+    opaque = dict(info.extra.get("opaque", {}))
+    opaque.update((e.name, why) for e in model if (why := e.slices.opaque))
+    largest = heapq.nlargest(8, model, key=lambda e: sizes[e.name][1])
     return InspectReport(
         url=url,
         note=note,
@@ -131,14 +137,15 @@ def summarise(
         step=info.step,
         world_size=info.world_size,
         mesh=_mesh(info.mesh),
-        sections=tuple(_sections(entries)),
+        sections=tuple(_sections(entries, sizes)),
         largest=tuple(_tensor(e, slices=False) for e in largest),
         tensors=tuple(_tensor(e, slices=True) for e in shown),
-        tree=_tree("", [(e.fqn.split("."), e) for e in entries if e.role is Role.MODEL], depth),
+        tree=_tree("", [(e.fqn.split("."), *sizes[e.name]) for e in model], depth),
         tied=_tied(catalog),
-        objects=tuple(catalog.objects),
+        objects=tuple(name for name in catalog.objects if name not in opaque),
+        uninterpreted=opaque,
         files=dict(info.files),
-        notes=info.notes,
+        notes=tuple(note for note in info.notes if not note.startswith("not interpreted: ")),
     )
 
 
@@ -154,27 +161,26 @@ def _matches(entry: TensorEntry, pattern: str) -> bool:
     return fnmatch.fnmatchcase(entry.name, pattern) or fnmatch.fnmatchcase(entry.fqn, pattern)
 
 
-def _sections(entries: Iterable[TensorEntry]) -> Iterable[Section]:
+def _sections(entries: Iterable[TensorEntry], sizes: Mapping[str, tuple[int, int]]) -> Iterable[Section]:
     entries = list(entries)
     for role in Role:
         mine = [e for e in entries if e.role is role]
         if not mine:
             continue
         dtypes: dict[str, int] = {}
-        for entry in mine:
-            dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
         placements: dict[str, int] = {}
         for entry in mine:
+            dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + sizes[entry.name][1]
             cut = _cut(entry)
             placements[cut] = placements.get(cut, 0) + 1
-        total = sum(e.numel for e in mine)
-        yield Section(role.value, len(mine), total, sum(e.nbytes for e in mine), dtypes, placements)
+        total, nbytes = (sum(sizes[e.name][i] for e in mine) for i in (0, 1))
+        yield Section(role.value, len(mine), total, nbytes, dtypes, placements)
 
 
 def _cut(entry: TensorEntry) -> str:
     """How a tensor is cut into slices, in words; read off the slices, since few formats state placements."""
     slices = entry.slices
-    if not entry.numel or len(slices) < 2:
+    if len(slices) < 2 or not entry.numel:
         return "whole"
     counts = [len(np.unique(slices.offsets[:, dim])) for dim in range(len(entry.shape))]
     cuts = [f"dim {dim} in {count}" for dim, count in enumerate(counts) if count > 1]
@@ -186,43 +192,51 @@ def _tied(catalog: Catalog) -> dict[str, str]:
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)
-    first: dict[tuple[str, int, int], str] = {}
+    first: dict[tuple[str, int, int], tuple[str, tuple[int, ...]]] = {}
     for entry in catalog.tensors.values():
-        if entry.role is Role.MODEL and entry.nbytes:
+        if entry.role is Role.MODEL and entry.nbytes and not entry.slices.opaque:
             one = entry.slices[0]
-            kept = first.setdefault((one.path, one.start, one.nbytes), entry.fqn)
-            if kept != entry.fqn and entry.shape == _shape(catalog, kept):
+            kept, shape = first.setdefault((one.path, one.start, one.nbytes), (entry.fqn, entry.shape))
+            if kept != entry.fqn and entry.shape == shape:
                 found.setdefault(entry.fqn, kept)
     return found
 
 
-def _shape(catalog: Catalog, fqn: str) -> tuple[int, ...] | None:
-    return next((e.shape for e in catalog.tensors.values() if e.role is Role.MODEL and e.fqn == fqn), None)
-
-
 def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
-    rows = tuple(
-        SliceInfo(s.box.offsets, s.box.sizes, s.rank, s.path, s.start, s.nbytes)
-        for s in (entry.slices if slices else ())
-    )
+    rows: tuple[SliceInfo, ...] = ()
+    if slices:
+        part, records = entry.slices, entry.slices.records() if entry.slices.opaque else None
+        if records is None:
+            rows = tuple(SliceInfo(s.box.offsets, s.box.sizes, s.rank, s.path, s.start, s.nbytes) for s in part)
+        else:
+            rows = tuple(
+                SliceInfo(
+                    tuple(part.offsets[i].tolist()),
+                    tuple(part.sizes[i].tolist()),
+                    -1 if part.ranks is None else int(part.ranks[i]),
+                    *record,
+                )
+                for i, record in enumerate(records)
+            )
     return TensorInfo(
         entry.name, entry.fqn, entry.role.value, entry.dtype, entry.shape, entry.nbytes, len(entry.slices), rows
     )
 
 
-def _tree(name: str, entries: list[tuple[list[str], TensorEntry]], depth: int) -> TreeNode | None:
+def _tree(name: str, entries: list[tuple[list[str], int, int]], depth: int, at: int = 0) -> TreeNode | None:
+    """The node of (parts of the name, elements, bytes), whose names are equal up to part `at`."""
     if not entries:
         return None
-    groups: dict[str, list[tuple[list[str], TensorEntry]]] = {}
-    for parts, entry in entries:
-        if parts:
-            groups.setdefault(parts[0], []).append((parts[1:], entry))
-    children = [_tree(part, below, depth - 1) for part, below in groups.items()] if depth > 0 else []
+    groups: dict[str, list[tuple[list[str], int, int]]] = {}
+    for item in entries if depth > 0 else ():
+        if len(item[0]) > at:
+            groups.setdefault(item[0][at], []).append(item)
+    children = [_tree(part, below, depth - 1, at + 1) for part, below in groups.items()]
     return TreeNode(
         name,
         len(entries),
-        sum(e.numel for _, e in entries),
-        sum(e.nbytes for _, e in entries),
+        sum(numel for _, numel, _ in entries),
+        sum(nbytes for _, _, nbytes in entries),
         tuple(child for child in children if child is not None),
     )
 

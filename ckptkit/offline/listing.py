@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.checkpoint.address import NAMED_CHECKPOINT
-from ckptkit.checkpoint.delete import plan_rotation
-from ckptkit.checkpoint.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy
+from ckptkit.checkpoint.run.address import NAMED_CHECKPOINT
+from ckptkit.checkpoint.run.delete import plan_rotation
+from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
 from ckptkit.errors import CheckpointNotFoundError
-from ckptkit.formats.layout import LATEST_HINT, RECORD_NAME, step_of_name
-from ckptkit.storage.store import Store, open_store
+from ckptkit.formats.own.record import LATEST_HINT, RECORD_NAME, step_of_name
+from ckptkit.storage.open import open_store
+from ckptkit.storage.store import Store
 
 __all__ = ["Listed", "Listing", "effective_policy", "list_run", "nothing_of_ours", "policy_of"]
 
@@ -45,6 +46,7 @@ class Listed:
     keep: bool | None = None
     why: str = ""
     absent_before: int = 0
+    kept_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def list_run(
         *(_committed(i, decisions[i.name], now, origin, gaps[i.name]) for i in inventory.committed),
         *(_attempt(item, "in progress") for item in inventory.in_progress),
         *(_attempt(item, "abandoned") for item in inventory.abandoned),
-        *(Listed(item.path, "skipped", why=item.reason) for item in inventory.skipped),
+        *(Listed(item.path, "skipped", why=item.reason, kept_files=item.kept_files) for item in inventory.skipped),
     ]
     total = sum(item.record.total_bytes for item in inventory.committed)
     return Listing(url, tuple(rows), inventory.foreign, total, policy, sum(gaps.values()))

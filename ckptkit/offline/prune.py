@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.checkpoint.delete import plan_rotation, rotate
-from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy
+from ckptkit.checkpoint.run.delete import plan_rotation, rotate
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.unnamed import unnamed_files
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.offline.listing import effective_policy, nothing_of_ours
-from ckptkit.storage.store import open_store
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.open import open_store
+from ckptkit.storage.publish import check_writable
+from ckptkit.storage.retry import patient
 
 __all__ = ["PruneReport", "prune"]
 
@@ -28,6 +32,7 @@ class PruneReport:
     deleted: tuple[str, ...]
     failed: Mapping[str, str]
     cleaned: tuple[str, ...]
+    kept_files: tuple[str, ...] = ()
 
     @property
     def freed_bytes(self) -> int:
@@ -50,9 +55,11 @@ class PruneReport:
             "deleted": list(self.deleted),
             "failed": dict(self.failed),
             "cleaned": list(self.cleaned),
+            "kept_files": list(self.kept_files),
         }
 
 
+@patient()
 def prune(
     url: str,
     *,
@@ -84,6 +91,16 @@ def prune(
     if dry_run:
         decisions = plan_rotation(inventory, root, policy)
         left = tuple(item.path for item in inventory.abandoned)
-        return PruneReport(url, True, tuple(decisions), (), {}, left)
+        gone = [item for item in inventory.committed if not {d.name: d.keep for d in decisions}[item.name]]
+        kept = [f"{i.path}/{path}" for i in gone for path in unnamed_files(root, i.path, i.record)]
+        failed = {}
+        if isinstance(root, LocalStore):
+            for item in gone:
+                try:
+                    check_writable(root)
+                    check_writable(root.child(item.path))
+                except OSError as error:
+                    failed[item.name] = str(error)
+        return PruneReport(url, True, tuple(decisions), (), failed, left, tuple(kept))
     done = rotate(root, policy, clean=True)
-    return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), done.cleaned)
+    return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), done.cleaned, done.kept_files)

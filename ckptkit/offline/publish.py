@@ -7,29 +7,51 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from ckptkit.errors import CheckpointExistsError, UsageError
-from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME
-from ckptkit.offline.checksums import SUMS_NAME
-from ckptkit.offline.plan import Plan
-from ckptkit.offline.resume import clear_strays
-from ckptkit.storage.journal import Journal, adopt, give_up, resumable
-from ckptkit.storage.ledger import Ledger
+from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.errors import CheckpointExistsError, RankFailedError, UsageError
+from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME
+from ckptkit.formats.replaceable import check_replaceable
+from ckptkit.offline.copying.execute import share_out
+from ckptkit.offline.copying.plan import Plan, check_room
+from ckptkit.offline.copying.resume import clear_strays, left_beside
+from ckptkit.offline.export.checksums import SUMS_NAME
+from ckptkit.storage.journal import Journal, adopt, dead_statements, give_up, resumable
+from ckptkit.storage.ledger import Finished, Ledger
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.staging import (
+from ckptkit.storage.open import open_store
+from ckptkit.storage.publish import (
+    check_target,
+    check_writable,
     clean_siblings,
     close_staging,
+    open_staging,
+    stage,
+    sync_files,
+    sync_tree,
+)
+from ckptkit.storage.staging import (
+    Replaceable,
     is_interruption,
     leftover_of,
     new_nonce,
-    open_staging,
-    stage,
+    owner_path,
     staging_name,
+    write_owner,
 )
-from ckptkit.storage.store import Store, open_store, split_url
+from ckptkit.storage.store import Store, split_url
 
-__all__ = ["OutputPlace", "Session", "is_one_of_many", "open_target", "options_of_both"]
+__all__ = [
+    "OutputPlace",
+    "Session",
+    "is_one_of_many",
+    "open_target",
+    "options_of_both",
+    "process_group",
+    "staged_together",
+]
 
 T = TypeVar("T")
 _BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # is written as well, or may be
@@ -91,12 +113,15 @@ class OutputPlace:
     overwrite: bool
     storage_options: Mapping[str, Any] | None
 
+    @property
+    def replaceable(self) -> Replaceable | None:
+        """What decides whether something may be replaced; None: nothing may."""
+        return check_replaceable if self.overwrite else None
+
     @contextlib.contextmanager
     def stage(self, plan: Plan) -> Iterator[Session]:
         """Yield where to write the plan; it is published when the block ends well, and gone when it doesn't."""
         if is_one_of_many():
-            from ckptkit.offline.team import staged_together
-
             with staged_together(self, plan) as session:
                 yield session
             return
@@ -133,26 +158,19 @@ class OutputPlace:
         options = self.storage_options
         names = {**dict.fromkeys((*plan.last, *_BESIDE), -1), **{file.path: file.nbytes for file in plan.files}}
         return stage(
-            self.url, overwrite=self.overwrite, last=small, storage_options=options, resume=resume, gone=gone,
+            self.url, replaceable=self.replaceable, last=small, storage_options=options, resume=resume, gone=gone,
             names=names,
         )  # fmt: skip
 
     @contextlib.contextmanager
     def _stage_file(self, *, resume: bool, gone: Collection[str]) -> Iterator[Store]:
         store = open_store(self.url, storage_options=self.storage_options)
-        found = store.info(self.file_name)
-        if found is not None and not self.overwrite:
-            raise CheckpointExistsError(
-                f"{self.url}/{self.file_name} exists already; nothing was written. Choose another place, or use "
-                "overwrite=True (--overwrite)."
-            )
+        self._check_file(store)
         if not isinstance(store, LocalStore):
-            from ckptkit.storage.staging_remote import stage_object
+            from ckptkit.storage.publish_remote import stage_object
 
-            with stage_object(store, self.file_name, overwrite=self.overwrite):
-                if found is not None:
-                    store.delete([self.file_name])
-                yield store  # its writer makes the file appear whole or not at all
+            with stage_object(store, self.file_name, overwrite=self.overwrite) as one:
+                yield one  # its writer makes the file appear whole or not at all
             return
         nonce = new_nonce()
         staging = staging_name(self.file_name, nonce)
@@ -167,6 +185,7 @@ class OutputPlace:
             _sync_file(inner.path_of(self.file_name))
             Journal.beside(inner).end()
             if self.overwrite:
+                self._check_file(store)  # again: hours may have passed
                 os.replace(inner.path_of(self.file_name), store.path_of(self.file_name))
             else:
                 store.rename(f"{staging}/{self.file_name}", self.file_name)
@@ -177,6 +196,42 @@ class OutputPlace:
         finally:
             if not kept:
                 close_staging(store, self.file_name, nonce)
+
+    def check(self, plan: Plan) -> None:
+        """Raise what `open` would, of the place itself; nothing is written.
+
+        Raises:
+            CheckpointExistsError: It is taken.
+            NoSpaceError: The plan does not fit on the disk.
+            PermissionError: A local directory can't be written to.
+        """
+        store = open_store(self.url, storage_options=self.storage_options)
+        if self.is_file:
+            self._check_file(store)
+        elif not isinstance(store, LocalStore):
+            from ckptkit.storage.publish_remote import check_remote
+
+            check_remote(store, self.replaceable)
+        else:
+            head, name = os.path.split(store.url)
+            store = LocalStore(head)
+            check_target(store, name, replaceable=self.replaceable)
+        if not isinstance(store, LocalStore):
+            return
+        check_writable(store)
+        left = left_beside(f"{self.url}/{self.file_name}" if self.is_file else self.url)
+        check_room(plan, store, held=left[1] if left is not None else 0)
+
+    def _check_file(self, store: Store) -> None:
+        """Raise CheckpointExistsError where the single file may not be written."""
+        if store.info(self.file_name) is None:
+            return
+        if not self.overwrite:
+            raise CheckpointExistsError(
+                f"{self.url}/{self.file_name} exists already; nothing was written. Choose another place, or use "
+                "overwrite=True (--overwrite)."
+            )
+        check_replaceable(store, self.file_name)
 
 
 def is_one_of_many() -> bool:
@@ -231,3 +286,153 @@ def open_target(
         folder, _, name = dst.rpartition("/")
         return OutputPlace(folder or ("/" if dst.startswith("/") else "."), name, True, overwrite, storage_options)
     return OutputPlace(dst, "pytorch_model.bin" if single_file else "", False, overwrite, storage_options)
+
+
+# Several processes, started by torchrun, that write one result: files shared out, published once, failing together.
+
+
+_MEET_S = 120  # ranks that torchrun starts together are there within seconds
+
+
+class _Together:
+    """The session of one rank among several."""
+
+    def __init__(self, store: Store, coordinator: Coordinator, plan: Plan, ledger: Ledger | None) -> None:
+        self.store = store
+        self.ledger = ledger
+        self.journal = _journal_of(store, coordinator)
+        self._coordinator = coordinator
+        owners = share_out(plan, coordinator.world_size)
+        self.only: Callable[[int], bool] | None = lambda index: owners[index] == coordinator.rank
+        self.own_paths = [plan.files[i].path for i, rank in enumerate(owners) if rank == coordinator.rank]
+
+    def everyone(self, fn: Callable[[], T]) -> list[T]:
+        outcome = Outcome.of(lambda: self._durable(fn))
+        try:
+            results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
+        except BaseException as error:
+            if not self._coordinator.is_main and self.store.local_root is None and not is_interruption(error):
+                # Rank 0 clears away what it staged; on an object store it does not know of these.
+                with contextlib.suppress(OSError):
+                    self.store.delete(self.own_paths)
+            raise
+        return [outcome.value] if results is None else results
+
+    def _durable(self, fn: Callable[[], T]) -> T:
+        """Run `fn`, and make what it wrote durable: rank 0, on another machine, can't."""
+        value = fn()
+        if isinstance(self.store, LocalStore):
+            sync_files(self.store, [path for path in self.own_paths if self.store.info(path) is not None])
+        return value
+
+    def one(self, fn: Callable[[], T]) -> T:
+        return self._coordinator.decide(fn, "checking the result")
+
+    @contextlib.contextmanager
+    def until_published(self) -> Iterator[None]:
+        """Keep what this rank has said of its steps, where the block is interrupted; rank 0 does so for itself."""
+        if self.journal is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            if is_interruption(error) and not self._coordinator.is_main:
+                self.journal.leave()
+            raise
+        finally:
+            self.journal.close()
+
+
+def _journal_of(store: Store, coordinator: Coordinator) -> Journal | None:
+    if not isinstance(store, LocalStore) or leftover_of(os.path.basename(store.url)) is None:
+        return None
+    return Journal.beside(store, world_size=coordinator.world_size, rank=coordinator.rank)
+
+
+def _join(store: Store, coordinator: Coordinator) -> None:
+    """Look whether this rank sees the staging directory, and state beside it that it writes there."""
+    if coordinator.is_main or not isinstance(store, LocalStore):
+        return
+    head, name = os.path.split(store.url)
+    kept = leftover_of(name)
+    if LocalStore(head).info(name) is None:
+        raise UsageError(
+            f"rank {coordinator.rank}, on {os.uname().nodename}, does not see {store.url}, which rank 0 has just made. "
+            "Over several machines, DST must be on storage that all of them share."
+        )
+    if kept is not None:
+        write_owner(LocalStore(head), owner_path(name, coordinator.rank), kept.nonce)
+
+
+def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
+    """Return, on rank 0, the statements of earlier writers that some rank's machine knows to be dead."""
+    found = coordinator.all_ok(lambda: _dead_here(place, coordinator), "looking for what an earlier run left")
+    return [path for paths in found or () for path in paths]
+
+
+def _dead_here(place: OutputPlace, coordinator: Coordinator) -> list[str]:
+    folder, name = place.local_name()
+    if not name:
+        return []
+    dead = dead_statements(LocalStore(folder), name)
+    if dead and not coordinator.is_main and os.environ.get("LOCAL_RANK", "0") == "0":
+        # What the dead wrote may be in the memory of this machine alone.
+        for staging in set(dead.values()):
+            with contextlib.suppress(OSError):
+                sync_tree(LocalStore(f"{folder}/{staging}"))
+    return list(dead)
+
+
+@contextlib.contextmanager
+def staged_together(place: OutputPlace, plan: Plan) -> Iterator[Session]:
+    """Yield the session of this rank. Every rank must come here, and leave together.
+
+    Makes a gloo group from torchrun's environment where the process has none.
+
+    Raises:
+        RankFailedError: Some rank failed; nothing was published.
+    """
+    with process_group(), contextlib.closing(Coordinator()) as coordinator, contextlib.ExitStack() as stack:
+        staged: list[Store] = []
+        gone = _known_dead(place, coordinator)
+
+        def open_staging() -> tuple[str, dict[str, Finished] | None]:
+            staged.append(stack.enter_context(place.open(plan, resume=True, gone=gone)))
+            clear_strays(staged[0], plan)
+            made = getattr(staged[0], "ledger", None)
+            return staged[0].url, None if made is None else dict(made.earlier)
+
+        url, earlier = coordinator.decide(open_staging, "making room for the result")
+        store = staged[0] if staged else open_store(url, storage_options=place.storage_options)
+        coordinator.all_ok(lambda: _join(store, coordinator), "joining the others")
+        ledger = None if earlier is None else Ledger(store, earlier)
+        session = _Together(store, coordinator, plan, getattr(store, "ledger", ledger))
+        with session.until_published():
+            yield session
+            coordinator.decide(stack.close, "publishing the result")
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Let there be a process group in the block: the one there is, or one of the ranks that torchrun started.
+
+    Raises:
+        RankFailedError: They did not meet.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=_MEET_S))
+    except (RuntimeError, ValueError) as error:
+        raise RankFailedError(
+            f"the {os.environ.get('WORLD_SIZE')} ranks that torchrun started did not meet within {_MEET_S} s: {error}. "
+            "Every rank must run the same command; nothing was written."
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -10,22 +11,109 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from ckptkit.checkpoint.address import resolve_url
+from ckptkit.catalog.entry import Catalog
+from ckptkit.checkpoint.run.address import resolve_url
+from ckptkit.checkpoint.run.pins import split_checkpoint_url
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CkptkitError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    StorageError,
     UnsafePathError,
     UnsafePickleError,
 )
 from ckptkit.formats.detect import Source, open_source
-from ckptkit.formats.layout import CommitRecord, find_record
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record, step_of_name
 from ckptkit.offline.publish import is_one_of_many
-from ckptkit.offline.unchanged import Seen, check_unchanged, look_at
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.store import FileInfo, Store
 
-__all__ = ["check_read_as_seen", "check_still_there", "open_pinned", "reads_checkpoints"]
+__all__ = [
+    "check_read_as_seen",
+    "check_still_there",
+    "open_pinned",
+    "reads_checkpoints",
+    "Seen",
+    "check_unchanged",
+    "look_at",
+    "earlier_checkpoint",
+    "records_of",
+]
+
+# That the files of a source stay what they are while a result is made of them: of other formats, nobody keeps them.
+
+
+Seen = Mapping[str, Any]
+"""What tells each file from another one in its place, by path; None where nothing does."""
+
+_Found = dict[str, FileInfo | None]
+
+
+def look_at(source: Source) -> Seen:
+    """Return what tells the files that tensors of the source lie in from others."""
+    store, paths = source.store, _paths(source.catalog)
+    if isinstance(store, LocalStore):
+        return {path: _stat(store, path) for path in paths}
+    return {path: None if item is None else (item.size, item.mtime, item.tag) for path, item in _list(store, paths)}
+
+
+def check_unchanged(source: Source, seen: Seen) -> None:
+    """Compare the files of a source with what was seen of them.
+
+    Raises:
+        CorruptCheckpointError: One was changed or replaced: what was read is of two checkpoints, perhaps.
+    """
+    changed = _differing(look_at(source), seen)
+    if changed and not isinstance(source.store, LocalStore):
+        # Some gateways give another tag each time: that says nothing.
+        looks = [look_at(source) for _ in range(2)]
+        restless = _differing(*looks)
+        changed = [path for path in changed if path not in restless or _differs(looks[0], seen, path, tags=False)]
+    if changed:
+        error = CorruptCheckpointError(
+            f"{source.url}/{changed[0]} was changed or replaced while it was read: the result could be of two "
+            "checkpoints. Nothing was published; run the command again once nobody writes there."
+        )
+        error.checkpoint = source.url
+        raise error
+
+
+def _differing(now: Seen, seen: Seen) -> list[str]:
+    return [path for path in seen if _differs(now, seen, path)]
+
+
+def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
+    """Tell whether a file is another one; what could not be looked at is none."""
+    one, other = now.get(path), seen[path]
+    if one is None or other is None:
+        return False
+    return bool(one != other if tags else one[:2] != other[:2])
+
+
+def _paths(catalog: Catalog) -> list[str]:
+    lists = {id(entry.slices.paths): entry.slices.paths for entry in catalog.tensors.values()}  # most share one
+    return sorted({path for paths in lists.values() for path in paths})
+
+
+def _stat(store: LocalStore, path: str) -> Any:
+    with contextlib.suppress(FileNotFoundError):
+        found = store.stat_file(path)
+        return found.st_size, found.st_mtime_ns, found.st_ino
+    return None
+
+
+def _list(store: Store, paths: list[str]) -> list[tuple[str, FileInfo | None]]:
+    found: _Found = {}
+    with contextlib.suppress(FileNotFoundError, PermissionError, StorageError):  # who can't look is told nothing
+        if store.url.startswith("http"):
+            found = {path: store.info(path) for path in paths}  # what a page links to says nothing of it
+        else:
+            for folder in {path.rpartition("/")[0] for path in paths}:
+                found |= {item.path: item for item in store.list(folder)}
+    return [(path, found.get(path)) for path in paths]
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -154,8 +242,8 @@ def open_pinned(
 def _opened_together(
     reading: _Reading, url: str, storage_options: Mapping[str, Any] | None, options: ReadOptions | None
 ) -> Source:
-    from ckptkit.checkpoint.coordinator import Coordinator
-    from ckptkit.offline.team import process_group
+    from ckptkit.checkpoint.run.coordinator import Coordinator
+    from ckptkit.offline.publish import process_group
 
     reading.pins.enter_context(process_group())
     coordinator = reading.pins.enter_context(closing(Coordinator()))
@@ -186,7 +274,7 @@ def _opened(
             if not source.catalog.info.format.startswith("ckptkit-"):
                 reading.sources.append(source)
                 return source  # foreign: nobody of ours deletes it
-            from ckptkit.checkpoint.pins import pin_url
+            from ckptkit.checkpoint.run.pins import pin_url
 
             pin = pin_url(source.url, why=reading.why, storage_options=storage_options)
             with ExitStack() as stack:
@@ -200,6 +288,11 @@ def _opened(
                     reading.ours.append((url, source))
                     return source
             error: Exception = CheckpointNotFoundError(f"{source.url} was replaced while it was opened.")
+            if source.store.info(RECORD_NAME) is None:
+                error = IncompleteCheckpointError(
+                    f"{source.url} has a manifest and no {RECORD_NAME}: a copy that is not complete (copy the rest of "
+                    "it), or a checkpoint that is being deleted."
+                )
         except _VANISHED as found:
             # The same words twice: nobody is deleting, it is like that.
             if str(found) == before:
@@ -236,3 +329,34 @@ def _is_of(source: Source, record: CommitRecord) -> bool:
     prefix = f"{record.data}/" if record.data else ""
     committed = {prefix + path: item.digest for path, item in record.files.items()}
     return source.catalog.info.extra.get("digests") == committed
+
+
+def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
+    """Return (path, start, nbytes) of what is stored for a tensor that can't be read without its class."""
+    if name in catalog.tensors:
+        return catalog.tensors[name].slices.records()
+    item = catalog.objects[name]
+    if item.codec is not None:
+        return [(item.path, item.codec.start, item.codec.nbytes)]
+    return [(item.path, item.start, item.nbytes)]
+
+
+# What a run has before a checkpoint that can't be used: what a person asks next.
+
+
+def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return the URL of the committed checkpoint before the one at `url`, in the order of the run; "" where there is
+    none, or where `url` is no checkpoint of a run of ours."""
+    from ckptkit.checkpoint.run.inventory import list_checkpoints
+
+    try:
+        root, name = split_checkpoint_url(url, storage_options=storage_options)
+        committed = [item.name for item in list_checkpoints(root).committed]
+    except (CkptkitError, OSError):
+        return ""
+    if name in committed:
+        older = committed[: committed.index(name)]
+    else:  # damaged, or a checkpoint of its own beside which those of a run happen to lie
+        step = step_of_name(name)
+        older = [other for other in committed if step is not None and (step_of_name(other) or 0) < step]
+    return f"{url.rstrip('/').rpartition('/')[0]}/{older[-1]}" if older else ""

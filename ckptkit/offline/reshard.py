@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.columns import distinct
-from ckptkit.catalog.entry import Catalog
-from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UsageError
-from ckptkit.formats.layout import CommitRecord, check_tag, find_record, step_name, step_of_name
+from ckptkit.checkpoint.load.mapping import Checkpoint, TensorView
+from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.options import ReadOptions
-from ckptkit.offline.carry_out import How, Outcome, carry_out
-from ckptkit.offline.copy import Progress
-from ckptkit.offline.coverage import check_plan
-from ckptkit.offline.plan import Plan
+from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
+from ckptkit.offline.conversion import ConvertReport, How, Outcome, carry_out
+from ckptkit.offline.copying.coverage import check_plan
+from ckptkit.offline.copying.execute import Progress
+from ckptkit.offline.copying.plan import Plan
+from ckptkit.offline.dry_run import check_source_files, refusals
+from ckptkit.offline.gaps import refuse_partial
 from ckptkit.offline.publish import open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
-from ckptkit.offline.report import ConvertReport
-from ckptkit.offline.reshard_plan import Identity, plan_reshard
-from ckptkit.offline.target_mesh import TargetMesh
-from ckptkit.offline.tp_plan import TPPlan
+from ckptkit.offline.resharding.mesh import TargetMesh, TPPlan
+from ckptkit.offline.resharding.plan import Identity, plan_reshard
+from ckptkit.storage.retry import patient
 from ckptkit.units import parse_size
 
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
-    from ckptkit.storage.store import Store
 
 __all__ = ["reshard"]
 
@@ -33,6 +33,7 @@ _TYPES = ("sharded", "local")
 
 
 @reads_checkpoints
+@patient()
 def reshard(  # noqa: PLR0913 - one argument an option
     src: str,
     dst: str,
@@ -58,9 +59,10 @@ def reshard(  # noqa: PLR0913 - one argument an option
 
     `dst` is the checkpoint's own directory; a CheckpointManager of its parent finds it. It counts as the same moment
     of the run as its source. File r of the result holds the slices that rank r will ask for. Tensors that were
-    replicated stay so. The whole training state is carried: of a checkpoint of ours all of it, of another system's
-    the weights, masters, moments, the settings of the parameter groups and a scheduler of torch; the user's own
-    plain values come back as `LoadReport.extra`; what is left out is listed. State that belongs to single ranks (RNG,
+    replicated stay so. The whole training state is carried: of a checkpoint of ours all of it; a DCP of another
+    program keeps its keys and values, as "sharded"; of other systems the weights, masters, moments, the settings of the
+    parameter groups and a scheduler of torch; the user's own plain values come back as `LoadReport.extra`; what is left
+    out is listed. State that belongs to single ranks (RNG,
     dataloader) stays under the keys of the old ranks: where their number differs from the new job's, the load decides
     by `rng_on_resize` and `per_rank_on_resize`. Another system's RNG states are left out.
 
@@ -90,17 +92,18 @@ def reshard(  # noqa: PLR0913 - one argument an option
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     options = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=options, together=not dry_run)
-    _check_files(source.store, source.catalog)
+    refuse_partial(source.store, source.catalog)
+    check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)
     identity = identity_of(source, dst, here)
     plan, sealing = plan_reshard(source.store, source.catalog, target, type=type, identity=identity, tp_plan=split)
     report = ConvertReport(
         src, dst, source.url, source.catalog.info.format, f"ckptkit-{type}", plan,
-        tensors=len(plan.placements), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=dry_run,
+        tensors=len(plan.placements), nbytes=plan.nbytes, notes=_notes(source, plan, identity), dry_run=dry_run,
     )  # fmt: skip
     if dry_run:
         check_plan(plan)
-        return report
+        return replace(report, faults=tuple(refusals(plan, source, place, check=check)))
     outcome = carry_out(plan, source, place, How(workers, memory, check, verify, progress), sealing=sealing)
     return outcome.told(report, proved=_facts(plan, outcome), started=started)
 
@@ -117,8 +120,10 @@ def _facts(plan: Plan, outcome: Outcome) -> list[str]:
     return [*facts, f"committed as step {record.step} of {record.world_size} ranks"] if record is not None else facts
 
 
-def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
+def _notes(source: Source, plan: Plan, identity: Identity) -> tuple[str, ...]:
     notes = [*([source.note] if source.note else []), *source.catalog.info.notes, *plan.notes]
+    if not identity.known:
+        notes.append("the source does not say its step, so this is step 0; call DST step_<N> to say it")
     reasons: dict[str, list[str]] = {}
     for name, reason in plan.leftovers:
         reasons.setdefault(reason, []).append(name)
@@ -126,39 +131,6 @@ def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
         shown = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
         notes.append(f"left out: {shown}: {reason}")
     return tuple(dict.fromkeys(notes))
-
-
-# --- the source
-
-
-def _check_files(store: Store, catalog: Catalog) -> None:
-    """Raise where a file that slices lie in is missing or too short, before anything is written.
-
-    Raises:
-        IncompleteCheckpointError: Names the file, and the ranks that wrote it.
-    """
-    ranks: dict[str, set[int]] = {}
-    ends: dict[str, int] = {}
-    for entry in catalog.tensors.values():
-        slices = entry.slices
-        for index in distinct(slices.files).tolist():
-            path, rows = slices.paths[index], slices.files == index
-            plain = not slices.codecs
-            ends[path] = max(ends.get(path, 0), int((slices.starts[rows] + slices.nbytes[rows]).max()) if plain else 0)
-            if slices.ranks is not None:
-                ranks.setdefault(path, set()).update(distinct(slices.ranks[rows]).tolist())
-    folders = {path.rpartition("/")[0] for path in ends}
-    there = {item.path: item.size for folder in folders for item in store.list(folder)}
-    for path, end in ends.items():
-        size = there.get(path, -1)
-        if size < 0:  # a link, or a listing that leaves it out
-            info = store.info(path)
-            size = -1 if info is None else info.size
-        if size < end:
-            whose = sorted(rank for rank in ranks.get(path, ()) if rank >= 0)
-            owner = f", which rank {', '.join(map(str, whose))} wrote," if whose else ""
-            what = "is missing" if size < 0 else f"has {size} bytes, {end} are needed"
-            raise IncompleteCheckpointError(f"{store.url}/{path}{owner} {what}. Nothing was written.")
 
 
 # --- what the result is
@@ -171,8 +143,9 @@ def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | N
         UsageError: The name of `dst` is that of another step, or can't be the name of a checkpoint.
     """
     head, separator, name = dst.rstrip("/").rpartition("/")
-    step = source.catalog.info.step
+    step = step_of(source)
     stated = int(name) if name.isdecimal() else step_of_name(name)
+    known = step is not None
     if step is None:
         step = stated or 0
     if stated is not None and stated != step:
@@ -189,7 +162,27 @@ def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | N
         }
     parent = head or ("/" if separator else ".")
     record["sequence"] = _sequence(parent, name, step, origin, storage_options)
-    return Identity(step, tag, record)
+    return Identity(step, tag, record, known=known or stated is not None)
+
+
+_STEPS = ("step", "global_step", "train_state.step", "train_state.global_step", "trainer_state.global_step")
+
+
+def step_of(source: Source) -> int | None:
+    """Return the step that a checkpoint, its directory's name, or a value in it says; None where nothing does."""
+    if source.catalog.info.step is not None:
+        return source.catalog.info.step
+    values = Checkpoint(source.url, source.store, source.catalog)
+    for name in _STEPS:
+        try:
+            value = values.get(name)
+        except CkptkitError:  # an object that is not read as plain Python
+            continue
+        if isinstance(value, TensorView):
+            value = int(value.numpy()) if value.dtype in ("int64", "int32") and value.shape in ((), (1,)) else None
+        if type(value) is int and 0 <= value < 10**18:
+            return value
+    return None
 
 
 def _sequence(
@@ -197,16 +190,17 @@ def _sequence(
 ) -> int:
     """Return the place among the checkpoints of a run: beside the source where it is of that run; else behind those
     of lower or equal steps. Ties are settled by the step, then by the date: the newer copy comes later."""
-    from ckptkit.checkpoint.inventory import list_checkpoints
-    from ckptkit.storage.store import open_store
+    from ckptkit.checkpoint.run.inventory import list_checkpoints
+    from ckptkit.storage.open import open_store
 
-    own = origin.sequence if origin is not None else 1
     try:
         committed = list_checkpoints(open_store(parent, storage_options=storage_options)).committed
     except (OSError, CkptkitError):
-        return own  # there is no such directory yet
+        return 1  # there is no such directory yet
     others = [item.record for item in committed if item.name != name]
-    if not others or (origin is not None and any(item.save_id == origin.save_id for item in others)):
-        return own
+    if not others:
+        return 1  # of a run that begins here: nothing was saved before it
+    if origin is not None and any(item.save_id == origin.save_id for item in others):
+        return origin.sequence
     before = [item.sequence for item in others if item.step <= step]
     return max(before) if before else max(0, min(item.sequence for item in others) - 1)

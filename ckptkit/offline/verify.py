@@ -5,27 +5,36 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
 
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError, StorageError
-from ckptkit.formats._torch_zip import file_size
-from ckptkit.formats.ckptkit import OBJECTS_NAME
-from ckptkit.formats.layout import MANIFEST_NAME, RECORD_NAME
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    StorageError,
+)
+from ckptkit.formats.detect import Source
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.outline import PREFIX, Part, outline, parts_of, spares_of
-from ckptkit.offline.checksums import SUMS_NAME, read_checksums
-from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints
-from ckptkit.storage.blocks import BlockReader
+from ckptkit.formats.own.outline import PREFIX, Part, outline, parts_of, spares_of
+from ckptkit.formats.own.reader import OBJECTS_NAME
+from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME
+from ckptkit.formats.pickles.zip import file_size, read_members
+from ckptkit.offline.export.checksums import SUMS_NAME, read_checksums
+from ckptkit.offline.gaps import find_gaps
+from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints, records_of
+from ckptkit.storage.coalesce import BlockReader
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size, parse_size
 
-__all__ = ["Problem", "VerifyReport", "verify"]
+__all__ = ["Problem", "VerifyReport", "check_committed", "verify"]
 
 SCHEMA = "ckptkit.verify/1"
 _CHUNK = 4 << 20
@@ -59,6 +68,8 @@ class VerifyReport:
     unproved_files: tuple[str, ...]  # where those lie
     algorithms: tuple[str, ...]
     problems: tuple[Problem, ...]
+    doubt: str = ""  # what else can't be proved, whatever is read
+    uninterpreted: Mapping[str, str] = field(default_factory=dict)  # tensors whose records need a class, and why
 
     @property
     def ok(self) -> bool:
@@ -84,6 +95,13 @@ class VerifyReport:
                 f"not proved: {format_size(self.unproved_bytes)} in {files}, of which no digest was recorded "
                 "(sizes and coverage hold)"
             )
+        if self.doubt:
+            parts.append(f"not proved: {self.doubt}")
+        if self.uninterpreted:
+            count = len(self.uninterpreted)
+            checked = "only that they are there was checked" if self.quick else "only their CRC-32 were checked"
+            parts.append(f"{count} record{'s' * (count != 1)} could not be interpreted ({checked})")
+            return "intact as far as it can be checked: " + ", ".join(parts)
         return "ok: " + ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +109,7 @@ class VerifyReport:
         plain = {
             name: getattr(self, name)
             for name in self.__slots__
-            if name not in ("problems", "algorithms", "unproved_files")
+            if name not in ("problems", "algorithms", "unproved_files", "uninterpreted")
         }
         problems = [{"path": p.path, "tensor": p.tensor, "message": p.message} for p in self.problems]
         return {
@@ -100,6 +118,7 @@ class VerifyReport:
             **plain,
             "algorithms": list(self.algorithms),
             "unproved_files": list(self.unproved_files),
+            "uninterpreted": dict(self.uninterpreted),
             "problems": problems,
         }
 
@@ -125,6 +144,7 @@ class _Check:
 
 
 @reads_checkpoints
+@patient()
 def verify(
     url: str,
     *,
@@ -142,19 +162,27 @@ def verify(
     per slice and per file, the CRC-32 of the zip records of others.
 
     Args:
-        quick: Skip the digests: only metadata is read.
+        quick: Skip the digests of files that tensors lie in: only metadata is read.
 
     Raises:
         CkptkitError: The checkpoint can't even be opened; the message names the file and the fault.
     """
     source = open_pinned(url, storage_options=storage_options, options=options)
     store, catalog = source.store, source.catalog
+    uninterpreted = dict(catalog.info.extra.get("opaque", {})) if quick else catalog.opaque()
     sums, wrong = _sums(store, catalog)
-    problems = [*_file_problems(store, catalog), *_coverage_problems(catalog), *wrong]
+    lacking = [Problem(path, "", message) for path, message in find_gaps(store, catalog, quick=quick)]
+    problems = [*_file_problems(store, catalog), *_coverage_problems(catalog), *lacking, *wrong]
     checks: list[_Check] = []
     unproved: dict[str, int] = {}
-    if not quick:
+    gone = {p.path for p in problems if not p.tensor}
+    if quick:
+        few = [check for check in _beside_tensors(catalog) if check.path not in gone]
+        problems += _compare(store, few, workers, parse_size(max_memory), progress)
+    else:
         checks, unproved = _plan(catalog, sums)
+        members, broken = _members(store, catalog, uninterpreted)
+        checks, problems = [*checks, *members], [*problems, *broken]
         gone = {p.path for p in problems if not p.tensor}
         checks = [check for check in checks if check.path not in gone]
         for found in _folded(_compare(store, checks, workers, parse_size(max_memory), progress), catalog):
@@ -176,7 +204,43 @@ def verify(
         unproved_files=tuple(unproved),
         algorithms=tuple(sorted({check.digest.algorithm for check in checks})),
         problems=tuple(problems),
+        doubt=str(catalog.info.extra.get("unproved", "")),
+        uninterpreted=uninterpreted,
     )
+
+
+def check_committed(source: Source) -> None:
+    """Check the files that the commit record of one of our checkpoints names: that each is there in its size, and the
+    digests of those without tensors. The bytes of tensors are checked where they are read.
+
+    Raises:
+        IncompleteCheckpointError: A file is missing, or has another size.
+        IntegrityError: A file is not the one that was committed.
+    """
+    store, catalog = source.store, source.catalog
+    if "digests" not in catalog.info.extra:
+        return
+    for problem in _file_problems(store, catalog):
+        raise IncompleteCheckpointError(f"{problem.message} {_ANYWAY}")
+    for check in _beside_tensors(catalog):
+        found = _check(store, store, check)
+        if found is not None:
+            raise IntegrityError(f"{found.message} {_ANYWAY}")
+
+
+_ANYWAY = "To use what can be read all the same: --no-check."
+
+
+def _beside_tensors(catalog: Catalog) -> list[_Check]:
+    """The digests that a commit record has of files in which no tensor lies: `.metadata`, a tokenizer."""
+    digests = catalog.info.extra.get("digests", {})
+    tables = {id(entry.slices.paths): entry.slices.paths for entry in catalog.tensors.values()}  # most share one
+    holding = {path for paths in tables.values() for path in paths}
+    return [
+        _Check(path, Digest("xxh3_64", int(digest, 16), 0, catalog.info.files[path]), None, ("",))
+        for path, digest in sorted(digests.items())
+        if path not in holding and not digest.startswith(PREFIX)
+    ]
 
 
 def _file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
@@ -204,6 +268,10 @@ def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
     names = []
     for entry in catalog.tensors.values():
         slices = entry.slices
+        if slices.opaque:
+            if any(file == path and start + nbytes > size for file, start, nbytes in slices.records()):
+                names.append(entry.name)
+            continue
         mine = (slices.files == slices.paths.index(path)) if path in slices.paths else None
         if mine is not None and bool((mine & (slices.starts + slices.nbytes > size)).any()):
             names.append(entry.name)
@@ -270,6 +338,20 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], d
     return [replace(c, parts=parts_of(parts.get(c.path, ()))) if _is_whole(c) else c for c in checks], unproved
 
 
+def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list[_Check], list[Problem]]:
+    """The CRC-32 of all that is in the records of these tensors, which nothing else is known of."""
+    checks, problems = [], []
+    for name in names:
+        for path, start, nbytes in records_of(catalog, name):
+            try:
+                found = read_members(store, path, start, nbytes)
+            except (CkptkitError, OSError) as error:
+                problems.append(Problem(path, name, f"{path}: tensor {name!r} can't be read: {error}"))
+                continue
+            checks += [_Check(path, Digest("crc32", crc, at, size), None, (name,)) for at, size, crc in found]
+    return checks, problems
+
+
 def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
     """By file, the digests that stand in its outline: as they were recorded, for each is compared with its bytes by a
     check of its own. So each byte is read once."""
@@ -277,7 +359,7 @@ def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
     for path, *spare in spares_of(catalog.info.extra):
         if path in parts:
             parts[path].append((spare[0], spare[1], spare[2]))
-    for entry in catalog.tensors.values():
+    for entry in catalog.tensors.values() if outlined else ():
         for part in entry.slices:
             if part.path in parts and part.digest is not None:
                 parts[part.path].append((part.digest.start, part.digest.nbytes, part.digest.value))
@@ -291,10 +373,11 @@ def _is_whole(check: _Check) -> bool:
 
 def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, Codec | None]]:
     for entry in catalog.tensors.values():
-        for part in entry.slices:
+        for part in () if entry.slices.opaque else entry.slices:
             yield entry.name, part.path, part.nbytes, part.digest, part.codec
+    opaque = catalog.info.extra.get("opaque", {})
     for item in catalog.objects.values():
-        if isinstance(item, ObjectEntry) and item.encoding != "value":
+        if item.name not in opaque and isinstance(item, ObjectEntry) and item.encoding != "value":
             yield item.name, item.path, item.nbytes, item.digest, item.codec
 
 
@@ -307,7 +390,7 @@ def _compare(
     # Of what lies far away small slices come many at a time.
     reader = store if isinstance(store, LocalStore) else BlockReader(store, workers)
     problems: list[Problem] = []
-    with ThreadPoolExecutor(workers, thread_name_prefix="ckptkit-verify") as pool:
+    with WorkerPool(workers, thread_name_prefix="ckptkit-verify") as pool:
         for check, problem in zip(checks, pool.map(lambda c: _check(store, reader, c), checks), strict=True):
             if problem is not None:
                 problems.append(problem)
@@ -361,7 +444,7 @@ def _check(store: Store, reader: Store | BlockReader, check: _Check) -> Problem 
 def _chunks(store: Store, reader: Store | BlockReader, check: _Check) -> Iterator[memoryview | bytes]:
     start, stop = check.digest.start, check.digest.start + check.digest.nbytes
     if check.codec is not None:
-        from ckptkit.formats.objects import decode_record
+        from ckptkit.formats.pickles.objects import decode_record
 
         yield memoryview(decode_record(store, check.path, check.codec))[start:stop]
         return

@@ -5,23 +5,191 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import gzip
 import hashlib
+import ipaddress
+import json
+import logging
 import os
+import ssl
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-from ckptkit.collector import collector_paused
 from ckptkit.errors import MissingExtraError, UsageError
-from ckptkit.storage.patience import BACKSTOP_S, BODY_S, SOON_S, patiently
-from ckptkit.storage.session import quick_session, skip_unused_tls
-from ckptkit.storage.signing import sign_beside
-from ckptkit.storage.workers import WorkerPool
+from ckptkit.gc_pause import collector_paused
+from ckptkit.storage.body import Body, Content
+from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.retry import BACKSTOP_S, BODY_S, SOON_S, hurry, patient, patiently
 
-__all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection"]
+__all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection", "quick_session", "skip_unused_tls", "sign_beside", "signed_as"]
+
+# The session of botocore that a client of S3 is made of, made quickly: it is a third of a small first save.
+
+
+logger = logging.getLogger(__name__)
+
+
+def quick_session(options: Mapping[str, Any]) -> Any:
+    """Return a session that reads what it has to of botocore's models, as it is, and looks through no others for it.
+
+    By itself it looks into each of 400 folders, twice, whether there is an S3; and has Python, not the parser, make a
+    dictionary of each of 30,000 objects. None where that fails: s3fs, which makes its own then, says why.
+    """
+    from aiobotocore.session import AioSession  # type: ignore[import-untyped]
+    from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+
+    try:
+        session = AioSession(**options)
+        loader = session.get_component("data_loader")
+    except (BotoCoreError, TypeError, ValueError) as error:
+        logger.debug("no session: %s", type(error).__name__)
+        return None
+    loader.file_loader = _Files()
+    every = loader.list_available_services
+    loader.list_available_services = lambda type_name: _Services(type_name, every)
+    return session
+
+
+def skip_unused_tls(client: Any) -> None:
+    """Let a client that speaks plain HTTP not parse the certificates of all authorities before its first request: that
+    takes as long as making the client. They are parsed, and verify as ever, once an answer sends it on to TLS."""
+    session = getattr(getattr(client, "_endpoint", None), "http_session", None)
+    usual = getattr(session, "_build_ssl_contexts", None)
+    if usual is None or urlsplit(str(client.meta.endpoint_url)).scheme != "http":
+        return
+
+    def contexts(proxy_url: str | None) -> tuple[ssl.SSLContext, ssl.SSLContext | None]:
+        made: tuple[ssl.SSLContext, ssl.SSLContext | None] = (
+            (_Later(usual), None) if proxy_url is None else usual(proxy_url)
+        )
+        return made
+
+    session._build_ssl_contexts = contexts  # type: ignore[union-attr]
+
+
+class _Later(ssl.SSLContext):
+    """What botocore would have made, made when the first connection is to be wrapped."""
+
+    _make: Callable[[None], tuple[ssl.SSLContext, Any]]
+    _made: ssl.SSLContext | None = None
+
+    def __new__(cls, make: Callable[[None], tuple[ssl.SSLContext, Any]]) -> _Later:
+        context = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
+        context._make = make
+        return context
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        if self._made is None:
+            self._made = self._make(None)[0]
+        return self._made.wrap_bio(*args, **kwargs)
+
+
+class _Services:
+    """The names of services; that of S3 is known."""
+
+    def __init__(self, type_name: str, every: Callable[[str], list[str]]) -> None:
+        self._every = partial(every, type_name)
+
+    def __contains__(self, name: object) -> bool:
+        return name == "s3" or name in self._every()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._every())
+
+
+class _Files:
+    """What botocore has as its loader of files, with the dictionaries of today, which keep their order."""
+
+    def exists(self, path: str) -> bool:
+        return any(os.path.isfile(path + ending) for ending in _ENDINGS)
+
+    def load_file(self, path: str) -> Any:
+        for ending, read in _ENDINGS.items():
+            if os.path.isfile(path + ending):
+                return json.loads(read(path + ending))
+        return None
+
+
+def _plain(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def _packed(path: str) -> bytes:
+    return gzip.decompress(_plain(path))
+
+
+_ENDINGS: dict[str, Callable[[str], bytes]] = {".json": _plain, ".json.gz": _packed}
+
+
+# What a signature says of a body, found beside the thread that all connections share.
+
+
+_NAME = "ckptkit-s3v4"  # of our own: other clients of botocore in this process sign as before
+_UNSIGNED = "UNSIGNED-PAYLOAD"
+
+
+def sign_beside(client: Any) -> None:
+    """Let `client` take what a signature says of a `Body` from that, where it is known.
+
+    botocore takes the SHA-256 itself as it signs: in the event loop, where no other request is sent or answered
+    meanwhile.
+    """
+    import botocore.auth  # type: ignore[import-untyped]
+
+    if _NAME not in botocore.auth.AUTH_TYPE_MAPS:
+        botocore.auth.AUTH_TYPE_MAPS[_NAME] = _signer(botocore.auth.S3SigV4Auth)
+    for operation in ("PutObject", "UploadPart"):
+        client.meta.events.register(f"choose-signer.s3.{operation}", _choose)
+
+
+def signed_as(client: Any, content: Content, *, checked: bool) -> str | None:
+    """Return what the signature of a put says of its body; None: let botocore see to it.
+
+    Over plain HTTP it is the SHA-256, so that nobody on the way can change the bytes. Over TLS nobody can, and botocore
+    leaves it out where a checksum goes with the body (`checked`). So do we on the way to this very machine, where
+    nobody is: `config_kwargs={"s3": {"payload_signing_enabled": True}}` signs it there, too.
+    """
+    asked = (getattr(client.meta.config, "s3", None) or {}).get("payload_signing_enabled")
+    place = urlsplit(str(client.meta.endpoint_url))
+    if asked is False or (asked is None and place.scheme == "https"):
+        return None
+    if asked is None and checked and _is_here(place.hostname or ""):
+        return _UNSIGNED
+    digest = hashlib.sha256()
+    for piece in content.pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _choose(signature_version: Any, signing_name: Any, context: Any, **_: Any) -> str | None:
+    usual = signature_version in ("v4", "s3v4") and signing_name == "s3" and context.get("auth_type") in (None, "v4")
+    return _NAME if usual and not context.get("unsigned_payload") else None
+
+
+def _signer(base: Any) -> Any:
+    class Signer(base):  # type: ignore[misc]
+        def payload(self, request: Any) -> str:
+            known = request.body.signed_as if isinstance(request.body, Body) else None
+            if known is None or self._is_streaming_checksum_payload(request):
+                return str(super().payload(request))
+            return known
+
+    return Signer
+
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -33,6 +201,7 @@ _READS = _THREADS + 4  # ranges in flight
 _UPLOADS = 8  # on their way up at once, by all writers of a process
 _HELD_BYTES = 144 << 20  # of those, what is held for them alone: four parts, or two files of one request each
 _MUCH = 1 << 20  # of a body that goes up: the server may have to wait for its disk before it answers
+_WORKS = "What works: paths, s3://, gs://; hf://, http:// and https:// to read from."
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -137,8 +306,8 @@ class Connection:
         self.options = dict(options)
         self._locks: dict[int, threading.Lock] = {}
         self._held: _OfProcess | None = None
-        self.conditional: bool | None = None  # whether put-if-absent works here; None: not tried yet
-        self.failed_at: float | None = None  # monotonic; all tries of a call failed, and none worked since
+        # Whether put-if-absent works, by bucket, once that was tried: a server may heed it in one and not in another.
+        self.conditional: dict[str, bool] = {}
 
     @classmethod
     def shared(cls, protocol: str, options: Mapping[str, Any]) -> Connection:
@@ -212,10 +381,18 @@ class Connection:
         todo = list(items)
         if len(todo) <= 1:
             return [function(item) for item in todo]
+        with patient():
+            return self._each(function, todo)
+
+    def _each(self, function: Callable[[T], R], todo: Sequence[T]) -> list[R]:
         pool = self._mine().pool
         futures = [pool.submit(function, item) for item in todo]
         try:
             return [future.result() for future in futures]
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                hurry()
+            raise
         finally:
             for future in futures:
                 future.cancel()
@@ -247,7 +424,12 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
         hint = f"Install it from the checkout with: pip install -e '.[{extra}]'" if extra else str(error)
         raise MissingExtraError(f"{protocol}:// needs a package that is not installed. {hint}") from error
     except ValueError as error:
-        raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}") from error
+        raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}. {_WORKS}") from error
+    except TypeError as error:  # its file system wants to be told more
+        raise UsageError(
+            f"{protocol}:// can't be opened by its URL alone: {error}. Give what is missing as storage options "
+            f"(--storage-option NAME=VALUE). {_WORKS}"
+        ) from error
     _close_only_here(made)
     if protocol in ("s3", "s3a"):
         made.retries = 1

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.owner import this_process
+from ckptkit.storage.owner import own_statement, this_process
 from ckptkit.storage.staging import Leftover, leftover_of, owner_path, read_owner, staging_name, statements
 
 __all__ = ["Journal", "Section", "adopt", "dead_statements", "give_up", "resumable"]
@@ -245,7 +245,7 @@ def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalSto
     stated = statements(parent, left.path)
     try:
         said = _together([parent.read(item) for item in stated])
-        _state(parent, owner_path(path), {"nonce": nonce, "leased": False, **this_process().to_json()}, said)
+        _state(parent, owner_path(path), {"nonce": nonce, "leased": False, **own_statement(parent)}, said)
         parent.rename(left.path, path)
     except FileNotFoundError:
         parent.delete([owner_path(path)])

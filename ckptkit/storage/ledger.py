@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import FileInfo, Store
 
 __all__ = ["FOLDER", "Finished", "Ledger", "read_ledger"]
@@ -113,6 +113,6 @@ def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finish
         except (FileNotFoundError, ValueError, RecursionError):
             return None
 
-    with ThreadPoolExecutor(8, thread_name_prefix="ckptkit-ledger") as pool:
+    with WorkerPool(8, thread_name_prefix="ckptkit-ledger") as pool:
         found = [said for said in pool.map(one, records) if said is not None]
     return {said.path: said for said in found if said.is_there(items.get(said.path)) and not said.path.startswith(".")}

@@ -10,18 +10,43 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import IncompleteCheckpointError, NoSpaceError, StorageError, UnsafePathError
 from ckptkit.storage.coalesce import Span, coalesce
-from ckptkit.storage.paths import checked_path
-from ckptkit.storage.store import FileInfo, ReadInto
-from ckptkit.storage.writeback import start_writing
+from ckptkit.storage.store import FileInfo, ReadInto, checked_path
 
-__all__ = ["LocalStore"]
+__all__ = ["LocalStore", "OpenDirectory", "start_writing"]
+
+# Having the disk begin to write what is in memory of a file, so that the sync at the end has less to do.
+
+
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+
+
+def start_writing(descriptor: int) -> None:
+    """Have the disk begin to write what is in memory of a file, and don't wait.
+
+    Nothing is durable by it, and where the system can't, nothing is lost by that.
+    """
+    begin = _sync_file_range()
+    if begin is not None:
+        begin(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+
+@functools.lru_cache(maxsize=1)
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    result: Callable[[int, int, int, int], int] = call
+    return result
+
 
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
 _PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
@@ -34,6 +59,8 @@ _SHORT = 256 << 10  # bytes that are read from memory sooner than a thread begin
 _WAIT_S = 100e-6  # a read that takes longer waits for a disk
 _MAX_WAITS = 8  # of such reads, some may be the machine's other work
 _DIRTY = 16 << 20  # written to memory only, from which on the disk is told to begin
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_Names = list[str]
 _Infos = list[FileInfo]  # the class has a method called list
 _Jobs = list[tuple[int, str, Span, list[ReadInto]]]
 _Reads = list[ReadInto]
@@ -354,6 +381,37 @@ class LocalStore:
         with _errors(new):
             _rename_noreplace(old, new)
 
+    def link(self, source: str, target: str) -> None:
+        """Give what was listed a second name, a directory with all that is in it; where the file system has no links,
+        make a durable copy. The last part of both paths may be any name that the file system has.
+
+        Raises:
+            FileExistsError: The second name is taken.
+        """
+        old, new = self._entry(source), self._entry(target)
+        with _errors(new):
+            self._make_parents(new)
+            _link(old, new)
+
+    def _entry(self, path: str) -> str:
+        folder, _, name = path.rpartition("/")
+        if name in ("", ".", "..") or "\0" in name:
+            raise UnsafePathError(f"{self.url}/{path} is no name of a file.")
+        place = self.path_of(folder)
+        self._check_inside(place if os.path.lexists(place) else self.url)
+        return f"{place}/{name}"
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[OpenDirectory]:
+        """Yield a directory by its descriptor: one that takes its name meanwhile is another, and is not touched."""
+        full = self._to_change(path)
+        with _errors(full):
+            fd = os.open(full, _DIRECTORY)
+            try:
+                yield OpenDirectory(full, fd)
+            finally:
+                os.close(fd)
+
     def make_directory(self, path: str) -> None:
         """Make a directory and its parents; its parent must not hold that name. Raises FileExistsError."""
         full = self._to_change(path)
@@ -367,10 +425,7 @@ class LocalStore:
         with _errors(full):
             fd = os.open(full, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                os.fsync(fd)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts can't: nothing to gain
-                    raise
+                _sync(fd)
             finally:
                 os.close(fd)
 
@@ -405,6 +460,101 @@ class LocalStore:
             return
         with contextlib.suppress(FileNotFoundError), _errors(full):
             shutil.rmtree(full)  # works on directory descriptors: a symlink put in its way is not followed
+
+
+class OpenDirectory:
+    """A directory by its descriptor, and what is below it, without following a symbolic link."""
+
+    def __init__(self, url: str, fd: int) -> None:
+        self.url, self._fd = url, fd
+
+    def read(self, name: str) -> bytes | None:
+        """Return what a file right in it holds, None where there is none."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            return file.read()
+
+    def rename(self, name: str, new: str) -> None:
+        """Rename a file right in it, durably; it may replace one."""
+        os.rename(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        _sync(self._fd)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files below it, where they are there, and then the directories that held them, where nothing else
+        is in them."""
+        names: dict[str, _Names] = {}
+        for path in paths:
+            folder, _, name = path.rpartition("/")
+            names.setdefault(folder, []).append(name)
+        for folder, inside in sorted(names.items()):
+            with self._below(folder) as fd:
+                for name in inside if fd is not None else ():
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=fd)
+        above = {
+            folder[:at] for folder in names for at in range(1, len(folder) + 1) if folder[at : at + 1] in ("/", "")
+        }
+        for folder in sorted(above, key=len, reverse=True):
+            parent, _, name = folder.rpartition("/")
+            with self._below(parent) as fd, contextlib.suppress(OSError):
+                if fd is not None:
+                    os.rmdir(name, dir_fd=fd)
+
+    @contextlib.contextmanager
+    def _below(self, folder: str) -> Iterator[int | None]:
+        """Yield the descriptor of a directory below, None where there is none, or a link leads to it."""
+        with contextlib.ExitStack() as stack:
+            fd: int | None = self._fd
+            for name in folder.split("/") if folder else ():
+                try:
+                    fd = os.open(name, _DIRECTORY, dir_fd=fd)
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                        raise
+                    fd = None
+                    break
+                stack.callback(os.close, fd)
+            yield fd
+
+
+def _sync(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts can't: nothing to gain
+            raise
+
+
+def _link(old: str, new: str) -> None:
+    """Give `old` a second name, or copy it where it can have none."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+        return
+    except (FileExistsError, FileNotFoundError):
+        raise
+    except OSError:
+        kind = _file_info(old, os.lstat(old)).kind
+        if kind == "other":
+            raise
+    if kind == "symlink":
+        os.symlink(os.readlink(old), new)
+    elif kind == "directory":
+        os.mkdir(new)
+        for name in os.listdir(old):
+            _link(f"{old}/{name}", f"{new}/{name}")
+    else:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            with Path(old).open("rb") as file:
+                while piece := file.read(_MAX_SPAN):
+                    _LocalWriter(fd).write(piece)
+            shutil.copystat(old, new)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 class _LocalWriter:

@@ -1,15 +1,18 @@
-"""Who writes: a process named so that another can tell whether it still lives."""
+"""Who writes, and where: a process and a directory named so that another process can tell whether it still does."""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Owner", "this_process"]
+if TYPE_CHECKING:
+    from ckptkit.storage.store import Store
+
+__all__ = ["Owner", "own_statement", "owner_in", "this_process"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +23,14 @@ class Owner:
         started: When the kernel started it, in its own ticks: a pid alone is given out again.
         machine: The boot and the pid namespace in which the pid means something: two containers of one
             name, or a machine before and after a reboot, differ.
+        copied: It writes to another directory, and its statement came here with a copy of that one; None: perhaps.
     """
 
     host: str
     pid: int
     started: str
     machine: str
+    copied: bool | None = False
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -45,7 +50,8 @@ class Owner:
         return cls(host[:256], pid, started, machine)
 
     def alive(self) -> bool | None:
-        """Tell whether the process lives; None where this process can't see: it is, or was, on another machine.
+        """Tell whether the process lives and writes here; None where this process can't see: it is, or was, on another
+        machine, or may write to the directory that this one was copied from.
 
         After a reboot of the same machine it is dead, though its boot is not ours. A machine without an id, as in most
         containers, may be another one of that name.
@@ -53,12 +59,46 @@ class Owner:
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
             return False if same and not self.machine.endswith("/") else None
+        if self.copied is not False:
+            return False if self.copied else None
         return _start_of(self.pid) == self.started
 
 
 def this_process() -> Owner:
     """Return the owner that this process is."""
     return Owner(_host(), os.getpid(), _start_of(os.getpid()) or "", _machine())
+
+
+def own_statement(store: Store) -> dict[str, Any]:
+    """Return, as JSON, that this process writes to `store`."""
+    return {**this_process().to_json(), "place": _place(store)}
+
+
+def owner_in(store: Store, body: Any) -> Owner | None:
+    """Return the owner that `body`, read below `store`, states; None where it states none. Never raises."""
+    owner = Owner.from_json(body)
+    if owner is None:
+        return None
+    stated, here = body.get("place"), _place(store)
+    if here is None or not isinstance(stated, list) or len(stated) != len(here):
+        return owner
+    path, ground = stated[0] != here[0], stated[1:] != here[1:]
+    if store.local_root is None:
+        # One bucket can have several names: only time tells, since a living owner renews what it states.
+        return replace(owner, copied=None) if path else owner
+    # A moved directory, and one that is mounted twice, has another path. Some FUSE file systems change inode numbers.
+    return replace(owner, copied=True if path else None) if ground else owner
+
+
+def _place(store: Store) -> list[Any] | None:
+    """Return what tells a directory from a copy of it: path, device, inode; on an object store bucket and key."""
+    if store.local_root is None:
+        return [store.url.partition("://")[2].strip("/")]
+    try:
+        found = os.stat(store.local_root)
+        return [os.path.realpath(store.local_root), found.st_dev, found.st_ino]
+    except OSError:
+        return None
 
 
 @functools.cache

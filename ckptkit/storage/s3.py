@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckptkit.errors import StorageError
-from ckptkit.storage.connection import UPLOAD_BYTES, Connection
-from ckptkit.storage.content import Body, Content
-from ckptkit.storage.object_api import (
+from ckptkit.storage.body import Body, Content
+from ckptkit.storage.connection import UPLOAD_BYTES, Connection, signed_as
+from ckptkit.storage.requests import (
     Entries,
     Entry,
     FsspecApi,
@@ -21,12 +21,11 @@ from ckptkit.storage.object_api import (
     NotConditionalError,
     Range,
     Sink,
+    Together,
     UnfinishedUpload,
     Uploads,
 )
-from ckptkit.storage.patience import BODY_S, SOON_S, WHOLE_S, patiently
-from ckptkit.storage.signing import signed_as
-from ckptkit.storage.together import Together
+from ckptkit.storage.retry import BODY_S, SOON_S, WHOLE_S, patiently
 
 __all__ = ["S3Api"]
 
@@ -48,6 +47,10 @@ class S3Api(FsspecApi):
     checked = True
     paged = True
 
+    def endpoint(self) -> str:
+        client = getattr(self.fs, "_s3", None)  # none before the first call
+        return str(client.meta.endpoint_url) if client is not None else str(self.fs.endpoint_url or "")
+
     def held(self, content: Content) -> int:
         return content.copied
 
@@ -65,7 +68,9 @@ class S3Api(FsspecApi):
         least_s = WHOLE_S if method == "complete_multipart_upload" else least_s
         await fs.set_session()  # who one is may be asked elsewhere, and is told in its own time
         request = fs._call_s3(method, **kwargs)
-        return await patiently(request, least_s=least_s, body=body, given_s=self._given_s())
+        answer = await patiently(request, least_s=least_s, body=body, given_s=self._given_s())
+        _refuse_page(answer, f"{kwargs.get('Bucket')}/{kwargs.get('Key', '')}", self.endpoint())
+        return answer
 
     def _given_s(self) -> float | None:
         """Return how long the user said that an answer is waited for."""
@@ -82,6 +87,9 @@ class S3Api(FsspecApi):
             return found
 
         found: Entry = sync(self.fs.loop, ask)
+        if found.get("type") == "file":
+            told = {"content-type": found.get("ContentType"), **({"etag": found["ETag"]} if found.get("ETag") else {})}
+            _refuse_page({"ResponseMetadata": {"HTTPHeaders": told}}, name, self.endpoint())
         return found
 
     def _split(self, name: str) -> tuple[str, str]:
@@ -171,13 +179,13 @@ class S3Api(FsspecApi):
             return bool(mark) and self._call("head_object", Bucket=bucket, Key=key)["Metadata"].get(_MARK) == mark
         return False
 
-    def condition(self) -> dict[str, Any]:
+    def condition(self, name: str) -> dict[str, Any]:
         """Return what lets a put not replace; nothing where that was tried in vain: some servers refuse the header."""
-        return {} if self.connection.conditional is False else {"IfNoneMatch": "*"}
+        return {} if self.connection.conditional.get(name.partition("/")[0]) is False else {"IfNoneMatch": "*"}
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
         bucket, key = self._split(name)
-        more = self.condition() if if_absent else {}
+        more = self.condition(name) if if_absent else {}
         if mark:
             more["Metadata"] = {_MARK: mark}
         more |= self._body(Content.of(data))
@@ -240,6 +248,18 @@ class S3Api(FsspecApi):
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
 
 
+def _refuse_page(answer: Any, name: str, endpoint: str) -> None:
+    """Raise where a portal or a proxy answered with a page of its own: it looks like success, and nothing was done."""
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, dict) else {}
+    is_page = str(headers.get("content-type", "")).startswith("text/html")
+    if is_page and "etag" not in headers and not any(header.startswith("x-amz") for header in headers):
+        raise StorageError(
+            errno.EBADMSG,
+            f"s3://{name}: what {endpoint} answers is a page (text/html), not S3. Is there a proxy, or a page to log "
+            "in, between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
+        )
+
+
 class _Arriving:
     """An answer's body on its way to a sink, which gets the bytes [low, high) of it."""
 
@@ -291,7 +311,7 @@ class S3Upload:
                 answer = self._api._call(
                     "complete_multipart_upload",
                     MultipartUpload={"Parts": parts},
-                    **self._api.condition(),
+                    **self._api.condition(name),
                     **self._where,
                 )
             return str(answer.get("ETag", ""))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from ckptkit.errors import UsageError
-from ckptkit.shown import carries_credentials, without_secrets
+from ckptkit.errors import UnsafePathError, UsageError
 
-__all__ = ["BlobWriter", "FileInfo", "ReadInto", "Store", "open_store", "require_bucket", "split_url"]
+__all__ = [
+    "BlobWriter",
+    "FileInfo",
+    "ReadInto",
+    "Store",
+    "require_bucket",
+    "split_url",
+    "checked_path",
+    "is_path",
+    "is_safe_name",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,29 +137,53 @@ def require_bucket(url: str) -> None:
         raise UsageError(f"{url} names no bucket. It is written {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
 
 
-def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Store:
-    """Return the store at `url`: a path, "file://...", or anything fsspec opens ("s3://", "gs://", ...).
+# Which relative paths a store accepts.
 
-    Nothing is created or contacted until the store is used.
 
-    Args:
-        storage_options: Passed to the fsspec file system, as its users give them.
+# A part that is empty, "." or "..", and characters that no path may have: halves of some, too, but for those that stand
+# for a byte of a name that is not UTF-8.
+_REFUSED = re.compile("(?:^|/)[.]{0,2}(?:/|\\Z)|[\\\\\\x00-\\x1f\\x7f\ud800-\udc7f\udd00-\udfff]")
+
+# Names that Windows keeps for devices, whatever the extension: a checkpoint must be portable.
+_DEVICES = frozenset(
+    [
+        "con",
+        "prn",
+        "aux",
+        "nul",
+        "conin$",
+        "conout$",
+        *(f"{port}{i}" for port in ("com", "lpt") for i in "123456789¹²³"),
+    ]
+)
+
+
+def checked_path(path: str, *, root_allowed: bool = False) -> str:
+    """Return `path` if it names something below a store.
 
     Raises:
-        UsageError: The URL itself holds a password, a token or a signature: process lists, histories and logs show it;
-            or it is of a kind that begins with a bucket, and names none.
+        UnsafePathError: It is absolute, empty, or has "." or "..", an empty part, NUL, a control
+            character or a backslash.
     """
-    protocol, rest = split_url(url)
-    if carries_credentials(url):
-        raise UsageError(
-            f"{without_secrets(url)} has a login or a signature in it, which process lists and shell histories show to "
-            "others; it is not used. Give the plain URL, and the login in the environment or in storage options."
+    if not (is_path(path) or (path == "" and root_allowed)):
+        raise UnsafePathError(
+            f"path {path!r} is refused: it must be relative, with '/' between its parts, and may not have "
+            "'.', '..', a backslash, a control character or half a character."
         )
-    require_bucket(url)
-    if protocol in ("file", "local"):
-        from ckptkit.storage.local import LocalStore
+    return path
 
-        return LocalStore(rest)
-    from ckptkit.storage.remote import RemoteStore
 
-    return RemoteStore(url, storage_options=storage_options)
+def is_path(path: str) -> bool:
+    """Tell whether `path` names something below a store; others' keys may be such as none can read or delete here."""
+    return len(path) <= 4096 and not _REFUSED.search(path)
+
+
+def is_safe_name(name: str) -> bool:
+    """Tell whether `name` is one plain file name on any system: no separator, drive, device or trailing dot."""
+    return (
+        0 < len(name.encode("utf-8", "surrogatepass")) <= 255
+        and name not in (".", "..")
+        and not any(c in '/\\:*?"<>|' or ord(c) < 32 or ord(c) == 127 for c in name)
+        and not name.endswith((" ", "."))
+        and name.split(".", maxsplit=1)[0].lower() not in _DEVICES
+    )

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from ckptkit.storage.body import Collected, Content, crc32
 from ckptkit.storage.connection import UPLOAD_BYTES, Connection
-from ckptkit.storage.content import Collected, Content, crc32
-from ckptkit.storage.object_api import LostUploadError, ObjectApi, Upload
+from ckptkit.storage.requests import LostUploadError, ObjectApi, Upload
 
 __all__ = ["PartWriter"]
 

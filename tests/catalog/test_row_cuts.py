@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.entry import SliceArray, TensorEntry
-from ckptkit.catalog.row_cuts import check_coverage, row_cuts
+from ckptkit.catalog.tiles import check_coverage, row_cuts
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
 

@@ -7,13 +7,13 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from ckptkit.storage import local, staging
+from ckptkit.storage import local, publish
 
 OPERATIONS = (
     "open", "write", "pwrite", "pwritev", "writev", "fsync", "fdatasync", "close", "rename", "replace", "link",
     "unlink", "remove", "rmdir", "mkdir", "ftruncate", "truncate", "posix_fallocate", "sendfile", "copy_file_range",
 )  # fmt: skip
-_PLACES = ((local, "_rename_noreplace"), (staging, "_exchange"))
+_PLACES = ((local, "_rename_noreplace"), (publish, "_exchange"))
 
 
 def watch(before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, tuple[Any, ...]], None]) -> None:

@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptkit.checkpoint import commit
 from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.run import commit
 from ckptkit.errors import CkptkitError
-from ckptkit.formats import dcp_files
+from ckptkit.formats.dcp import files
 from ckptkit.offline.verify import verify
 from tests.checkpoint import killed
 from tests.checkpoint.saving import leftovers
@@ -109,8 +109,8 @@ def same(step: int, loaded: Any) -> None:
 def _threads(workers: int, *, known: bool) -> Iterator[None]:
     """Let each rank write `workers` files at once; `known`: what is free is looked at first, as always."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_files, "default_workers", lambda store: workers)
-        patch.setattr(dcp_files, "_FILE", 1)
+        patch.setattr(files, "default_workers", lambda store: workers)
+        patch.setattr(files, "_FILE", 1)
         if not known:
             patch.setattr(commit, "_check_space", lambda *args: None)  # the space went after it was asked for
         yield

@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckptkit.checkpoint import writer_process
-from ckptkit.checkpoint.inventory import list_checkpoints
+from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.open import open_checkpoint
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.save import writer_process
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError, RankFailedError
-from ckptkit.formats.layout import data_store
+from ckptkit.formats.own.record import data_store
 from ckptkit.offline.prune import prune
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 from tests.checkpoint import crash
 from tests.checkpoint.saving import leftovers
 

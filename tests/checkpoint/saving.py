@@ -9,11 +9,12 @@ from typing import Any
 
 import xxhash
 
-from ckptkit.checkpoint.commit import begin_save
-from ckptkit.checkpoint.coordinator import Coordinator
-from ckptkit.checkpoint.inventory import list_checkpoints
-from ckptkit.formats.layout import CommitRecord, FileRecord, data_store
-from ckptkit.storage.store import Store, open_store
+from ckptkit.checkpoint.run.commit import begin_save
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.formats.own.record import CommitRecord, FileRecord, data_store
+from ckptkit.storage.open import open_store
+from ckptkit.storage.store import Store
 
 
 def content(step: int, rank: int, nbytes: int = 3000) -> bytes:

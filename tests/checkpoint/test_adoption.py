@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ckptkit import CheckpointManager, TrainState
-from ckptkit.errors import CorruptCheckpointError
-from tests.checkpoint.test_foreign import WITH_OPTIMIZER, check_optimizer, check_weights, run_of
+from ckptkit.errors import (
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsupportedFormatError,
+    UsageError,
+)
+from tests.checkpoint.load.test_foreign import WITH_OPTIMIZER, Net, check_optimizer, check_weights, run_of
 
 SYSTEMS = {
     "LightRFT": "lightrft_naive_optim_w2",
@@ -57,18 +64,18 @@ def test_once_a_checkpoint_of_ours_is_there_it_is_the_latest(zoo: Path, tmp_path
     assert set(before) < {path.name for path in root.iterdir()}
 
 
-def test_a_save_of_ours_that_was_never_committed_is_not_gone_on_from(zoo: Path, tmp_path: Path) -> None:
+def test_a_step_of_ours_without_a_record_is_an_error_beside_anothers_run_and_can_be_passed_over(
+    zoo: Path, tmp_path: Path
+) -> None:
     root = old_run(zoo, "verl_fsdp2_w2", tmp_path)
     shutil.copytree(zoo / "dcp_fsdp2_uneven_w4" / "ckpt", root / "step_00000009")  # whole, and without its record
     state = run_of("verl_fsdp2_w2")
-    with CheckpointManager(root) as manager:
+    with CheckpointManager(root) as manager, pytest.raises(IncompleteCheckpointError, match="step_00000009"):
+        manager.load(state)
+    with CheckpointManager(root, start_fresh="if_none_committed") as manager:
         report = manager.load(state)
     assert report is not None
     assert report.step == 4
-    (tmp_path / "empty").mkdir()
-    shutil.move(root / "step_00000009", tmp_path / "empty")
-    with CheckpointManager(tmp_path / "empty") as manager:
-        assert manager.load(state) is None
 
 
 def test_weights_alone_are_no_run_to_go_on_with(
@@ -108,3 +115,114 @@ def test_all_ranks_go_on_from_the_same(ranks: Any, zoo: Path, tmp_path: Path) ->
     root = old_run(zoo, "steps_dir_lightrft", tmp_path)
     answers = ranks.run(adopted, 2, str(root), "steps_dir_lightrft")
     assert answers == [(10, True), (10, True)]
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 5))
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved(root: Path, files: dict[str, str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write files as scripts write them with torch.save: "m" the model, "o" the optimizer, "mos" both and the step."""
+    values = {
+        "m": model.state_dict(),
+        "o": optimizer.state_dict(),
+        "mos": {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7},
+    }
+    for name, what in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(values[what], root / name)
+
+
+TORCH_SAVE = {
+    "one file": ({"ckpt.pt": "mos"}, 7),
+    "a file for each step": ({"checkpoint_5.pt": "m", "checkpoint_10.pt": "mos"}, 7),
+    "two files": ({"model.pt": "m", "optimizer.pt": "o"}, None),
+    "two files for each step": ({"step-3/model.pt": "m", "step-3/optimizer.pt": "o"}, 3),
+}
+
+
+@pytest.mark.parametrize("grouped", ["as saved", "otherwise"])
+@pytest.mark.parametrize("layout", TORCH_SAVE)
+def test_numbers_of_an_optimizer_become_names(tmp_path: Path, layout: str, grouped: str) -> None:
+    files, step = TORCH_SAVE[layout]
+    model, optimizer = trained()
+    saved(tmp_path, files, model, optimizer)
+    again = net()
+    params = list(again.parameters())
+    groups = (
+        [params] if grouped == "as saved" else [[p for p in params if (p.dim() > 1) is one] for one in (True, False)]
+    )
+    state = TrainState(model=again, optimizer=torch.optim.AdamW([{"params": group} for group in groups]), rng=False)
+    with CheckpointManager(tmp_path) as manager:
+        report = manager.load(state)
+    assert report is not None
+    assert report.step == step
+    assert step is not None or any("names no step" in note for note in report.notes)
+    for old, new in zip(model.parameters(), params, strict=True):
+        assert torch.equal(old, new)
+        assert torch.equal(optimizer.state[old]["exp_avg"], state.optimizer.state[new]["exp_avg"])
+
+
+def test_numbers_that_may_mean_several_parameters_are_refused(tmp_path: Path) -> None:
+    def alike() -> torch.nn.Module:
+        return torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(3)])
+
+    model = alike()
+    optimizer = torch.optim.AdamW([{"params": [model[0].weight]}, {"params": [model[1].weight, model[2].weight]}])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved(tmp_path, {"ckpt.pt": "mos"}, model, optimizer)
+    state = TrainState(model=alike(), rng=False)
+    state.optimizer = torch.optim.AdamW(state.model.parameters())
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(CheckpointMismatchError, match=r"groups of 1, 2; the live optimizer has groups of 3"),
+    ):
+        manager.load(state)
+
+
+NEVER_A_FRESH_START = {
+    "weights of a run": ("torchtitan_llama3_names_w2", CheckpointMismatchError, "optimizer='skip'"),
+    "a DCP of weights": ("dcp_dtypes_w2", CheckpointMismatchError, "optimizer='skip'"),
+    "a DCP that was cut off": ("broken_missing_metadata", IncompleteCheckpointError, ".metadata is missing"),
+    "flat parameters": ("fsdp1_local_state_dict_nomesh_w2", UnsupportedFormatError, "save to another directory"),
+}
+
+
+@pytest.mark.parametrize("case", NEVER_A_FRESH_START)
+def test_a_checkpoint_that_can_not_be_gone_on_from_is_refused(zoo: Path, tmp_path: Path, case: str) -> None:
+    name, kind, words = NEVER_A_FRESH_START[case]
+    model = net()
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    with CheckpointManager(old_run(zoo, name, tmp_path)) as manager, pytest.raises(kind, match=words):
+        manager.load(state)
+
+
+@pytest.mark.parametrize("layout", ["two directories", "files that belong together"])
+def test_checkpoints_of_which_none_is_the_newest_are_refused(zoo: Path, tmp_path: Path, layout: str) -> None:
+    model, optimizer = trained()
+    if layout == "two directories":
+        for name in ("good", "better"):
+            shutil.copytree(zoo / "dcp_fsdp2_uneven_w4" / "ckpt", tmp_path / name)
+    else:
+        saved(tmp_path, {"net_a.pth": "m", "opt_a.pth": "o"}, model, optimizer)
+    with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match="Name it"):
+        manager.load(TrainState(model=model, optimizer=optimizer))
+
+
+def test_weights_of_a_run_load_where_no_optimizer_is_wanted(zoo: Path, tmp_path: Path) -> None:
+    expected = load_file(zoo / "dcp_threads2_w2" / "EXPECTED.safetensors")
+    model = Net(expected, {name for name, tensor in expected.items() if tensor.dtype == torch.float32})
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    with CheckpointManager(old_run(zoo, "dcp_threads2_w2", tmp_path)) as manager:
+        assert manager.load(state, optimizer="skip") is not None
+    check_weights(model, "dcp_threads2_w2")

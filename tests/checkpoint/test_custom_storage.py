@@ -10,9 +10,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.open import open_checkpoint
-from ckptkit.checkpoint.state import StateDictType, TrainState
+from ckptkit.checkpoint.state.train_state import StateDictType, TrainState
 
 
 class Shelf(MemoryFileSystem):  # type: ignore[misc]  # fsspec is not typed

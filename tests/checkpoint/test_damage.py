@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.errors import CkptkitError
-from ckptkit.formats.ckptkit import open_catalog
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.own.reader import open_catalog
 from ckptkit.offline.verify import verify
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 from tests.checkpoint import jobs
 
 KINDS = ("sharded", "full", "local")
@@ -263,7 +263,7 @@ def test_from_any_damage_of_the_newest_the_one_before_it_is_loaded_where_asked_f
 
 def part_of_each(url: str, flip: int) -> tuple[bool, str, int]:
     """Load on more ranks than saved; returns whether it loaded, what it said, and the bytes this rank read."""
-    from ckptkit.checkpoint.load_plan import LoadOptions
+    from ckptkit.checkpoint.load.plan import LoadOptions
 
     job = jobs.make("1d", start=9)
     with CheckpointManager(url) as manager:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.coordinator import Coordinator
-from ckptkit.checkpoint.delete import rotate
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.errors import CkptkitError
 from ckptkit.storage import staging
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import fail_at
 from tests.checkpoint.saving import check, fork, leftovers, save
 from tests.ranks import RankError, run_ranks

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.delete import rotate
-from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.delete import rotate
+from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CkptkitError, StorageError
-from ckptkit.storage.store import Store, open_store
+from ckptkit.storage.open import open_store
+from ckptkit.storage.store import Store
 from tests.checkpoint.saving import check, save
 
 _CALLS = ("info", "list", "read", "write", "delete", "delete_tree")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.storage import staging
-from ckptkit.storage.store import open_store
+from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
+from ckptkit.storage import publish, staging
+from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.saving import check, fork, leftovers, save
 
@@ -32,7 +32,7 @@ def _chain(say: Say, root: str, keep: int) -> None:
 
 def _overwrite(say: Say, root: str, swap: bool) -> None:
     if not swap:
-        staging._exchange = lambda first, second: False
+        publish._exchange = lambda first, second: False
     save(root, 1)
     say(b"1\n")
     save(root, 1, overwrite=True, nbytes=500)
@@ -108,6 +108,9 @@ def kill_at_random(root: Path, *, kills: int, seed: int) -> int:
     """Kill a run that saves back to back, again and again, each one going on from the wreck."""
     chance = random.Random(seed)
     returned = 0
+    started = time.perf_counter()
+    save(root.with_name("measured"), 1, nbytes=200_000)
+    longest = max(0.12, 6 * (time.perf_counter() - started))  # a busy machine gets to a commit, too
     for _ in range(kills):
         reader, writer = os.pipe()
         pid = os.fork()
@@ -115,7 +118,7 @@ def kill_at_random(root: Path, *, kills: int, seed: int) -> int:
             os.close(reader)
             _run_for_ever(writer, str(root))
         os.close(writer)
-        time.sleep(chance.uniform(0.0, 0.12))
+        time.sleep(chance.uniform(0.0, longest))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         with open(reader, "rb") as said:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.checkpoint import load_stage, places
+from ckptkit.checkpoint.load import apply, buffers, stage
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
-from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError, SaveError, UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from tests.checkpoint import jobs
 
 WIDTHS = (40, 8, 64, 16)
 
@@ -92,7 +93,7 @@ def test_the_same_arrives_however_little_is_held(
     run: CheckpointManager, limit: int | str | None, trained: bool
 ) -> None:
     state = state_of(2, trained=trained)
-    report = run.load(state, max_memory=limit)
+    report = run.load(state, atomic=True, max_memory=limit)
     assert same(bits(state), bits(state_of(1)))
     assert report is not None
     assert any("read again" in note for note in report.notes) == (limit in (0, 3000, 9000))
@@ -106,20 +107,20 @@ def test_masters_and_casts_arrive_however_little_is_held(tmp_path: Path, limit: 
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, wide())
         state = state_of(2, dtype=torch.bfloat16, wrapped=True)
-        manager.load(state, max_memory=limit)
+        manager.load(state, atomic=True, max_memory=limit)
         assert same(bits(state), bits(wide()))
         cast = TrainState(model=state_of(2).model)
-        report = manager.load(cast, max_memory=limit, convert_dtype=True)
-        expected = wide().model.float().state_dict()
-        assert same(dict(cast.model.state_dict()), dict(expected))  # type: ignore[union-attr]
-        assert report is not None and "model.0.weight: cast from bfloat16 to float32" in report.notes
+        report = manager.load(cast, atomic=True, max_memory=limit, convert_dtype=True)
+        rounded = {name: tensor.bfloat16() for name, tensor in cast.model.state_dict().items()}  # type: ignore[union-attr]
+        assert same(rounded, dict(wide().model.state_dict()))
+        assert report is not None and any("come from the fp32 masters" in note for note in report.notes)
 
 
 def test_live_tensors_stay_where_they_are_when_they_are_read_into(sharded: CheckpointManager) -> None:
     state = state_of(2)
     moments = [state.optimizer.state[p]["exp_avg"] for p in state.model.parameters()]
     before = [tensor.data_ptr() for tensor in [*state.model.parameters(), *moments]]
-    sharded.load(state, in_place=True)
+    sharded.load(state)
     moments = [state.optimizer.state[p]["exp_avg"] for p in state.model.parameters()]
     assert [tensor.data_ptr() for tensor in [*state.model.parameters(), *moments]] == before
     assert same(bits(state), bits(state_of(1)))
@@ -128,7 +129,7 @@ def test_live_tensors_stay_where_they_are_when_they_are_read_into(sharded: Check
 def test_the_largest_are_read_twice_and_the_small_ones_once(sharded: CheckpointManager) -> None:
     state = TrainState(model=state_of(2).model, rng=False)
     sizes = sorted(p.numel() * 4 for p in state.model.parameters())  # type: ignore[union-attr]
-    report = sharded.load(state, optimizer="skip", max_memory=sum(sizes[:-1]) - 1)
+    report = sharded.load(state, optimizer="skip", atomic=True, max_memory=sum(sizes[:-1]) - 1)
     assert report is not None
     assert report.nbytes == sum(sizes)  # checked or read; what is read again is not counted again
     assert [note for note in report.notes if f"{sum(sizes[-2:]) / 1000:.1f} kB are checked first" in note]
@@ -145,7 +146,7 @@ def test_damage_is_found_before_anything_is_touched_however_little_is_held(
     state = state_of(2)
     before = bits(state)
     with pytest.raises(CorruptCheckpointError):
-        run.load(state, max_memory=limit)
+        run.load(state, atomic=True, max_memory=limit)
     assert same(bits(state), before) and not state.half_loaded
     run.save(2, state)
 
@@ -153,11 +154,11 @@ def test_damage_is_found_before_anything_is_touched_however_little_is_held(
 @pytest.mark.parametrize("verify", [True, "read", False])
 def test_a_truncated_file_is_found_before_anything_is_touched(sharded: CheckpointManager, verify: Any) -> None:
     (file,) = Path(sharded.url).rglob("*.distcp")
-    os.truncate(file, _size(file) - 3000)
+    os.truncate(file, _size(file) // 2)
     state = state_of(2)
     before = bits(state)
     with pytest.raises(CorruptCheckpointError):
-        sharded.load(state, max_memory=0, verify=verify)
+        sharded.load(state, verify=verify)
     assert same(bits(state), before) and not state.half_loaded
 
 
@@ -167,8 +168,8 @@ def test_a_missing_file_is_found_before_anything_is_touched(sharded: CheckpointM
     state = state_of(2)
     before = bits(state)
     with pytest.raises((CorruptCheckpointError, FileNotFoundError)):
-        sharded.load(state, max_memory=0)
-    assert same(bits(state), before)
+        sharded.load(state)
+    assert same(bits(state), before) and not state.half_loaded
 
 
 def _save_is_refused(manager: CheckpointManager, state: TrainState) -> None:
@@ -185,7 +186,7 @@ def test_damage_that_is_found_in_place_is_said_and_the_state_is_not_saved(sharde
     damage(sharded)
     state = state_of(2)
     with pytest.raises(CorruptCheckpointError, match="half loaded"):
-        sharded.load(state, in_place=True)
+        sharded.load(state)
     _save_is_refused(sharded, state)
     sharded.load(TrainState(model=state.model), optimizer="skip", which=str(good))  # another view of it
     _save_is_refused(sharded, state)
@@ -197,17 +198,17 @@ def test_damage_that_is_found_in_place_is_said_and_the_state_is_not_saved(sharde
 def test_what_is_lost_between_the_check_and_the_second_reading_is_said(
     sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = load_stage.check_ahead
+    check = stage.check_ahead
 
     def check_and_lose(*args: Any) -> int:
         nbytes = check(*args)
         damage(sharded)
         return nbytes
 
-    monkeypatch.setattr(load_stage, "check_ahead", check_and_lose)
+    monkeypatch.setattr(stage, "check_ahead", check_and_lose)
     state = state_of(2)
     with pytest.raises(CorruptCheckpointError, match="half loaded"):
-        sharded.load(state, max_memory=0)
+        sharded.load(state, atomic=True, max_memory=0)
     _save_is_refused(sharded, state)
 
 
@@ -217,29 +218,177 @@ def test_falling_back_makes_a_half_loaded_state_whole(tmp_path: Path) -> None:
         manager.save(1, state_of(1))
         damage(manager)
         state = state_of(2)
-        manager.load(state, in_place=True, fallback="previous")
+        manager.load(state, fallback="previous")
         assert same(bits(state), bits(state_of(7))) and not state.half_loaded
+
+
+def test_a_part_that_falls_back_is_whole_again(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(0, state_of(7))
+        manager.save(1, state_of(1))
+        damage(manager)
+        state = state_of(2)
+        manager.load(state, fallback="previous", optimizer="skip")
+        assert not state.half_loaded
+        manager.save(2, state)
+
+
+def test_what_is_missing_from_the_one_before_leaves_the_state_half_loaded(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        model = state_of(1).model
+        manager.save(0, TrainState(model=nn.Sequential(model[0]), rng=False))
+        manager.save(1, TrainState(model=model, rng=False))
+        damage(manager)
+        state = TrainState(model=model, rng=False)
+        report = manager.load(state, fallback="previous", strict=False)
+        assert report is not None and report.missing and report.step == 0
+        assert state.half_loaded.endswith("step_00000001")
+
+
+# --- a half-loaded model is one in whatever state it is saved
+
+
+class Refuses:
+    """Takes no state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("epochs")
+
+
+def test_the_objects_of_a_half_loaded_state_are_not_saved_in_another_one(run: CheckpointManager) -> None:
+    damage(run)
+    state = state_of(2)
+    with pytest.raises(CorruptCheckpointError, match="half loaded"):
+        run.load(state)
+    wrapped = torch.compile(state.model)
+    for other in (
+        TrainState(model=state.model),
+        TrainState(model=wrapped),  # type: ignore[arg-type]
+        TrainState(model={"a": nn.Linear(2, 2), "b": state.model[3]}),  # type: ignore[index]
+        TrainState(model=state_of(3).model, optimizer=None, extra={"old": state.optimizer}),
+    ):
+        for save in (run.save, run.save_async):
+            with pytest.raises(SaveError, match=r"half loaded from .*step_00000001"):
+                save(2, other)
+    run.save(2, state_of(3))
+    run.load(TrainState(model=state.model, optimizer=state.optimizer), 2)
+    run.save(3, TrainState(model=wrapped))  # type: ignore[arg-type]
+
+
+def test_a_half_loaded_optimizer_is_refused_after_its_model_was_loaded(sharded: CheckpointManager) -> None:
+    damage(sharded)
+    state = state_of(2)
+    with pytest.raises(CorruptCheckpointError):
+        sharded.load(state)
+    sharded.save(2, state_of(3))
+    sharded.load(TrainState(model=state.model), 2, optimizer="skip")
+    sharded.save(3, TrainState(model=state.model))
+    with pytest.raises(SaveError, match="half loaded"):
+        sharded.save(4, TrainState(model=state.model, optimizer=state.optimizer))
+    TrainState(optimizer=state.optimizer, model=state.model).half_loaded = ""
+    sharded.save(4, TrainState(model=state.model, optimizer=state.optimizer))
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_an_object_that_refuses_its_state_leaves_the_state_half_loaded(tmp_path: Path, atomic: bool) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        state = state_of(1)
+        state.extra = {"first": 1, "second": Refuses()}
+        manager.save(1, state)
+        state.extra["first"] = 2
+        with pytest.raises(RankFailedError, match=r"(?s)epochs.*half loaded"):
+            manager.load(state, atomic=atomic)
+        assert state.extra["first"] == 1
+        _save_is_refused(manager, state)
+
+
+def test_a_damaged_optimizer_that_was_deferred_is_not_saved(sharded: CheckpointManager) -> None:
+    state = state_of(2)
+    report = sharded.load(state, optimizer="deferred")
+    wanted = state_of(1).optimizer.state_dict()["state"][4]["exp_avg"].numpy().tobytes()
+    (file,) = Path(sharded.url).rglob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(wanted)] ^= 1
+    file.write_bytes(bytes(data))
+    assert report is not None and report.deferred is not None
+    with pytest.raises(CorruptCheckpointError, match="half loaded"):
+        report.deferred.apply()
+    with pytest.raises(SaveError, match="half loaded"):
+        sharded.save(2, TrainState(model=state.model, optimizer=state.optimizer))
+
+
+def damage_of_rank_1(url: str, kind: str) -> list[str]:
+    job = jobs.make("1d")
+    rank = torch.distributed.get_rank()
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(1, job.state())
+        if rank == 1:
+            local = next(p for n, p in job.model.named_parameters() if n.endswith("up.weight")).to_local()
+            wanted = local.detach().numpy().tobytes()
+            for file in Path(url).rglob("*"):
+                data = bytearray(file.read_bytes()) if file.is_file() else bytearray()
+                if (at := data.find(wanted)) >= 0:
+                    data[at] ^= 1
+                    file.write_bytes(bytes(data))
+        torch.distributed.barrier()
+        state = job.state()
+        said = []
+        for call in (lambda: manager.load(state), lambda: manager.save(2, state), lambda: manager.save(2, job.state())):
+            with pytest.raises(CkptkitError, match="half loaded") as caught:
+                call()
+            said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_damage_of_one_ranks_file_leaves_every_rank_half_loaded(tmp_path: Path, ranks: Any, kind: str) -> None:
+    first, second = ranks.run(damage_of_rank_1, 2, str(tmp_path / "run"), kind)
+    assert first == second
+
+
+def fails_late_on_rank_1(url: str) -> list[str]:
+    job = jobs.make("1d")
+    with CheckpointManager(url) as manager:
+        manager.save(1, job.state())
+        state = job.state()
+        with pytest.MonkeyPatch.context() as patch:
+            if torch.distributed.get_rank() == 1:
+                patch.setattr(apply, "apply_optimizer", Refuses().load_state_dict)
+            said = []
+            for call in (lambda: manager.load(state, atomic=True), lambda: manager.save(2, job.state())):
+                with pytest.raises(CkptkitError, match="half loaded") as caught:
+                    call()
+                said.append(str(caught.value))
+    return said
+
+
+def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(tmp_path: Path, ranks: Any) -> None:
+    first, second = ranks.run(fails_late_on_rank_1, 2, str(tmp_path / "run"))
+    assert first == second
 
 
 # --- how much there is
 
 
 def test_half_of_the_free_memory_is_the_limit_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "free_memory", lambda: 800)
+    monkeypatch.setattr(buffers, "free_memory", lambda: 800)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert places.own_budget(None) == 100
-    assert places.own_budget(7) == 7
-    monkeypatch.setattr(places, "free_memory", lambda: None)
-    assert places.own_budget(None) == (4 << 30) // 4  # never without a limit
+    assert buffers.own_budget(None) == 100
+    assert buffers.own_budget(7) == 7
+    monkeypatch.setattr(buffers, "free_memory", lambda: None)
+    assert buffers.own_budget(None) == (4 << 30) // 4  # never without a limit
 
 
 @pytest.mark.parametrize("free", [0, 3000, 20_000, 1 << 30])
 def test_a_load_by_itself_holds_no_more_than_that_and_says_how_much(
     free: int, sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "free_memory", lambda: free)
+    monkeypatch.setattr(buffers, "free_memory", lambda: free)
     state = state_of(2)
-    report = sharded.load(state)
+    report = sharded.load(state, atomic=True)
     assert report is not None and report.held <= free // 2
     weights = sum(tensor.nbytes for tensor in state.model.state_dict().values())  # type: ignore[union-attr]
     assert report.held + report.read_twice >= 3 * weights  # of each its two moments
@@ -260,7 +409,7 @@ def test_memory_grows_by_no_more_than_a_load_may_hold(tmp_path: Path) -> None:
         nn.init.zeros_(model.weight)
         Path("/proc/self/clear_refs").write_text("5")
         before = status("VmRSS")
-        report = manager.load(TrainState(model=model), max_memory="16MB")
+        report = manager.load(TrainState(model=model), atomic=True, max_memory="16MB")
         grown = status("VmHWM") - before
     assert report is not None and report.read_twice == model.weight.nbytes
     assert bool((model.weight == 1).all())
@@ -268,9 +417,9 @@ def test_memory_grows_by_no_more_than_a_load_may_hold(tmp_path: Path) -> None:
 
 
 def test_where_memory_is_short_a_load_checks_first(sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "free_memory", lambda: 0)
+    monkeypatch.setattr(buffers, "free_memory", lambda: 0)
     state = state_of(2)
-    report = sharded.load(state)
+    report = sharded.load(state, atomic=True)
     assert report is not None and any("read again" in note for note in report.notes)
     assert same(bits(state), bits(state_of(1)))
 
@@ -288,27 +437,27 @@ def test_the_limit_of_a_container_counts(version: int, tmp_path: Path, monkeypat
     files |= {f"{top}/job/step/{names[0]}": "max\n", f"{top}/job/step/{names[1]}": "900000\n"}
     files |= {f"{top}/job/{names[0]}": "2000000\n", f"{top}/job/{names[1]}": "900000\n"}
     files |= {f"{top}/job/memory.stat": f"anon 1\n{names[2]} 100000\n"}
-    monkeypatch.setattr(places, "_text", lambda path: files.get(str(path), ""))
-    assert places.free_memory() == 2000000 - 900000 + 100000
+    monkeypatch.setattr(buffers, "_text", lambda path: files.get(str(path), ""))
+    assert buffers.free_memory() == 2000000 - 900000 + 100000
     files[f"{top}/job/{names[0]}"] = "9223372036854771712\n"
-    assert places.free_memory() == 5000 << 10
+    assert buffers.free_memory() == 5000 << 10
     files.clear()
-    assert places.free_memory() is None
+    assert buffers.free_memory() is None
 
 
 def test_a_limit_that_is_no_size_is_wrong_usage(sharded: CheckpointManager) -> None:
     with pytest.raises(UsageError):
-        sharded.load(state_of(2), max_memory="much")
+        sharded.load(state_of(2), atomic=True, max_memory="much")
 
 
 def test_a_check_holds_little(tmp_path: Path) -> None:
     model = nn.Linear(2048, 6400, bias=False)  # 50 MiB
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, TrainState(model=model))
-        manager.load(TrainState(model=model), max_memory=0)
+        manager.load(TrainState(model=model), atomic=True, max_memory=0)
         tracemalloc.start()  # of Python alone: buffers are its own here
         try:
-            manager.load(TrainState(model=model), max_memory=0)
+            manager.load(TrainState(model=model), atomic=True, max_memory=0)
             _, most = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

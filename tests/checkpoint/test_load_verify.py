@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import IncompleteCheckpointError, IntegrityError, UsageError
-from ckptkit.formats.ckptkit import open_catalog
+from ckptkit.formats.own.reader import open_catalog
 from ckptkit.storage import open_store
 
 ROWS, COLUMNS = 3 << 10, 1 << 10
@@ -89,7 +89,7 @@ def test_damage_in_what_is_read_whole_is_found(tmp_path: Path, verify: Any) -> N
     damage(tmp_path)
     live = model(torch.zeros(ROWS, COLUMNS))
     with CheckpointManager(tmp_path) as manager, pytest.raises(IntegrityError, match=r"model\.weight"):
-        manager.load(TrainState(model=live), verify=verify)
+        manager.load(TrainState(model=live), verify=verify, atomic=True)
     assert not live.weight.any()
 
 
@@ -110,7 +110,7 @@ def test_of_a_truncated_file_a_tensor_is_named_that_lacks_bytes(
     file.write_bytes(file.read_bytes()[: slices[last].start + 8])
     live = module(0.0)
     with CheckpointManager(tmp_path) as manager, pytest.raises(IncompleteCheckpointError, match=f"'{last}'"):
-        manager.load(TrainState(model=live, rng=False), max_memory=max_memory)
+        manager.load(TrainState(model=live, rng=False), atomic=True, max_memory=max_memory)
     assert not any(parameter.any() for parameter in live.parameters())
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.rng import capture_rng, restore_rng
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, LoadError
 from tests.hostile.records import reseal
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,14 @@ def test_one_line_closes_a_save_and_one_says_where_the_time_went(
     assert parts[3].endswith("/s")
     assert parts[4].startswith("keeping 2/2, freed step 100 (")
     assert steps(tmp_path) == ["step_00000200", "step_00000300"]
+
+
+def test_the_line_tells_the_newest_from_what_is_exempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=manager_module.__name__)
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1, keep_every=2)) as manager:
+        for step in (2, 4, 5):
+            manager.save(step, state())
+    assert "keeping 3 (1 newest, 2 exempt)" in caplog.text
 
 
 def test_what_a_run_was_resumed_from_is_never_deleted(tmp_path: Path) -> None:
@@ -252,3 +262,73 @@ def test_a_rank_that_dies_fails_all_others_in_bounded_time(tmp_path: Path) -> No
     assert len(texts) == 1
     assert "rank 1" in texts.pop()
     assert steps(tmp_path) == []
+
+
+CALLS: dict[str, Any] = {
+    "latest": lambda manager: manager.latest(),
+    "list": lambda manager: manager.list(),
+    "wait": lambda manager: manager.wait(),
+    "delete": lambda manager: manager.delete(1),
+    "load": lambda manager: manager.load(state()),
+    "save": lambda manager: manager.save(2, state()),
+    "save_async": lambda manager: manager.save_async(2, state()),
+    "interrupted": lambda manager: manager.interrupted(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_closed_manager_refuses_every_call(tmp_path: Path, call: Any) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, state())
+    with pytest.raises(UsageError, match="is closed"):
+        call(manager)
+
+
+def after_close(url: str) -> list[str]:
+    job = jobs.make("1d")
+    with CheckpointManager(url) as manager:
+        manager.save(1, job.state())
+        report = manager.load(job.state(), optimizer="deferred")
+    assert report is not None and report.deferred is not None
+    texts = []
+    for call in (manager.latest, manager.list, manager.wait, report.deferred.apply):
+        with pytest.raises(UsageError, match="is closed") as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_no_rank_of_a_closed_manager_talks_over_the_group_of_the_training(tmp_path: Path, ranks: Any) -> None:
+    first, second = ranks.run(after_close, 2, str(tmp_path / "run"))
+    assert first == second
+
+
+@pytest.mark.parametrize("value", [None, "low", True, [1.0], torch.ones(2), 1j])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_metric_that_is_no_number_is_named_before_anything_is_written(tmp_path: Path, value: Any, kind: str) -> None:
+    with CheckpointManager(tmp_path / "run", state_dict_type=kind) as manager:
+        for save in (manager.save, manager.save_async):
+            with pytest.raises(UsageError, match=r"metric 'val_loss' is .*expected a number"):
+                save(1, state(), metrics={"loss": 1.0, "val_loss": value})
+    assert [path for path in tmp_path.rglob("*") if "step" in path.name] == []
+
+
+@pytest.mark.parametrize("value", [object(), {"x": math.nan}, {1: 2}, threading.Lock()])
+def test_client_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path, value: Any) -> None:
+    with CheckpointManager(tmp_path / "run") as manager, pytest.raises(UsageError, match="client_state"):
+        manager.save_async(1, state(), client_state=value)
+    assert [path for path in tmp_path.rglob("*") if "step" in path.name] == []
+
+
+def odd_client_state(url: str) -> str:
+    with CheckpointManager(url) as manager:
+        try:
+            manager.save(1, jobs.make("1d").state(), client_state=threading.Lock() if dist.get_rank() == 0 else None)
+        except CkptkitError as error:
+            return str(error)
+    return ""
+
+
+def test_client_state_of_rank_0_that_can_not_be_saved_fails_on_every_rank(tmp_path: Path, ranks: Any) -> None:
+    first, second = ranks.run(odd_client_state, 2, str(tmp_path / "run"))
+    assert first == second and "client_state" in first

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptkit.checkpoint import commit
 from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.run import commit
 from ckptkit.errors import CkptkitError, RankFailedError
 from ckptkit.offline.verify import verify
 from tests.checkpoint import crash

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckptkit.checkpoint.coordinator import Coordinator
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.save import Saver
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.save.saver import Saver
+from ckptkit.checkpoint.state.train_state import TrainState
 
 
 class Counter:

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ckptkit.checkpoint import inventory as inventory_module
-from ckptkit.checkpoint import loader as loader_module
-from ckptkit.checkpoint.delete import delete_checkpoint, rotate
-from ckptkit.checkpoint.inventory import choose, list_checkpoints
-from ckptkit.checkpoint.lease import acquire_lease, lease_holder
+from ckptkit.checkpoint.load import choose as loader_module
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.save import Saver
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.run import inventory as inventory_module
+from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.run.inventory import choose, list_checkpoints
+from ckptkit.checkpoint.run.lease import acquire_lease, lease_holder
+from ckptkit.checkpoint.save.saver import Saver
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, NoSpaceError, SaveError
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
 from tests.checkpoint.test_faults import small_disk
 

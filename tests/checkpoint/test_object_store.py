@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.cleaning import clean_leftovers
-from ckptkit.checkpoint.commit import begin_save
-from ckptkit.checkpoint.delete import delete_checkpoint, rotate
-from ckptkit.checkpoint.inventory import list_checkpoints, resolve
-from ckptkit.checkpoint.lease import acquire_lease
-from ckptkit.checkpoint.pins import pin_while_reading
-from ckptkit.checkpoint.publish import RemotePlace
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.attempt import RemotePlace
+from ckptkit.checkpoint.run.commit import begin_save, clean_leftovers
+from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
+from ckptkit.checkpoint.run.lease import acquire_lease
+from ckptkit.checkpoint.run.pins import pin_while_reading
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, RankFailedError, SaveError
-from ckptkit.formats.layout import CommitRecord, data_store
-from ckptkit.storage.staging import stage
-from ckptkit.storage.store import Store, open_store
+from ckptkit.formats.own.record import CommitRecord, data_store
+from ckptkit.storage.open import open_store
+from ckptkit.storage.publish import stage
+from ckptkit.storage.store import Store
 from tests.checkpoint.saving import check, content, fork, save
 from tests.storage.servers import moto
 
@@ -176,14 +176,6 @@ def test_a_reader_pins_on_an_object_store_too(root: Store) -> None:
     assert delete_checkpoint(root, "step_00000001", reason="test") and keys(root) == ["latest"]
 
 
-def test_hints_for_other_programs_lie_beside_the_record(root: Store) -> None:
-    attempt = begin_save(root, 3)
-    attempt.commit({}, {"state_dict_type": "sharded"}, hints={".metadata": attempt.data.encode()})
-    assert root.read("step_00000003/.metadata").decode() == attempt.save_id
-    delete_checkpoint(root, "step_00000003", reason="test")
-    assert keys(root) == ["latest"]
-
-
 def test_an_object_that_is_shorter_than_reported_is_not_published(root: Store) -> None:
     def spoil(store: Store) -> None:
         store.write("shards/0.bin", b"short", overwrite=True)
@@ -239,13 +231,13 @@ def test_a_file_that_no_rank_says_it_wrote_is_not_published(root: Store) -> None
 def test_a_save_that_took_long_looks_at_its_lease_before_the_commit(
     root: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptkit.checkpoint import lease as leases
+    from ckptkit.checkpoint.run import lease as leases
 
     def take_over(store: Store) -> None:
         later = leases._now() + leases.TTL_S
         monkeypatch.setattr(leases, "_now", lambda: later)
         state = leases._State(2, "f" * 16, leases.this_process())
-        root.write(state.path, state.to_json())
+        root.write(state.path, state.to_json(root))
 
     with pytest.raises(LeaseHeldError, match="may not write any more"):
         save(root, 3, before=take_over)
@@ -280,7 +272,7 @@ def test_a_failed_save_under_a_lease_is_cleaned_up_by_the_next_one(
 
     def fail(store: Store) -> None:
         store.settle()  # type: ignore[attr-defined]
-        monkeypatch.setattr("ckptkit.storage.remote.RemoteStore.delete_tree", _denied)
+        monkeypatch.setattr("ckptkit.storage.objects.RemoteStore.delete_tree", _denied)
         raise OSError(5, "Input/output error")
 
     with pytest.raises(RankFailedError):
@@ -309,15 +301,15 @@ def test_an_attempt_is_nobodys_once_its_lease_is_given_back(root: Store) -> None
 def test_of_two_that_take_the_lease_of_a_store_without_conditions_at_once_the_first_does_not_commit(
     root: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptkit.storage.remote import RemoteStore
+    from ckptkit.storage.objects import RemoteStore
 
     monkeypatch.setattr(RemoteStore, "has_conditional_writes", False)
 
     def take_too(store: Store) -> None:
-        from ckptkit.checkpoint.lease import _State, this_process
+        from ckptkit.checkpoint.run.lease import _State, this_process
 
         state = _State(1, "f" * 16, this_process())
-        root.write(state.path, state.to_json(), overwrite=True)
+        root.write(state.path, state.to_json(root), overwrite=True)
 
     with pytest.raises(LeaseHeldError, match="is written by"):
         save(root, 3, before=take_too)
@@ -328,10 +320,10 @@ def test_of_two_that_take_the_lease_of_a_store_without_conditions_at_once_the_fi
 def test_a_store_without_conditions_is_asked_for_the_name_once_more_where_the_last_look_is_old(
     root: Store, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    monkeypatch.setattr(root._connection, "conditional", False)  # type: ignore[attr-defined]
+    monkeypatch.setitem(root._connection.conditional, root._bucket, False)  # type: ignore[attr-defined]
     lease = acquire_lease(root)
     if which == "first":
-        monkeypatch.setattr("ckptkit.checkpoint.publish.LOOK_S", 0.0)
+        monkeypatch.setattr("ckptkit.checkpoint.run.attempt.LOOK_S", 0.0)
     else:
         save(root, 1, lease=lease)
     other = CommitRecord(step=3, save_id="f" * 16, data="f" * 16, state_dict_type="sharded", files={}).to_json()
@@ -376,13 +368,14 @@ def test_a_failed_stage_leaves_no_object_and_an_existing_one_is_refused(root: St
         store.write("a", b"1")
     with pytest.raises(CheckpointExistsError), stage(root.url, storage_options=options):
         pass
-    with stage(root.url, overwrite=True, storage_options=options) as store:
+    with stage(root.url, replaceable=lambda *_: None, storage_options=options) as store:
         store.write("b", b"2")
+        assert root.read("a") == b"1"
     assert keys(root) == ["b"]
 
 
 def _killed_stage(say: Any, url: str, options: dict[str, Any]) -> None:
-    with stage(url, storage_options=options) as store:
+    with stage(url, storage_options=options, names={"half": -1}) as store:
         store.write("half", b"1")
         os.kill(os.getpid(), 9)
 

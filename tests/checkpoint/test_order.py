@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.delete import rotate
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
-from ckptkit.storage import staging
-from ckptkit.storage.store import open_store
+from ckptkit.storage import publish
+from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import watch
 from tests.checkpoint.killed import state
 from tests.checkpoint.saving import fork, save
@@ -114,7 +114,7 @@ def _matches(forget: str, path: str) -> bool:
 
 def _traced(say: Callable[[bytes], Any], root: str, swap: bool, forget: str) -> None:
     if not swap:
-        staging._exchange = lambda first, second: False
+        publish._exchange = lambda first, second: False
     recorder = Recorder()
     if forget:
         fsync = os.fsync  # the recorded one: what is left out leaves no event

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 from tests.checkpoint import jobs
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptkit.checkpoint.retention import RetentionPolicy, decide
 from ckptkit.errors import UsageError
-from ckptkit.formats.layout import CommitRecord, FileRecord
+from ckptkit.formats.own.record import CommitRecord, FileRecord
 
 
 def record(step: int, nbytes: int = 10, tag: str | None = None, **metrics: float) -> CommitRecord:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.coordinator import Coordinator
-from ckptkit.checkpoint.signals import SignalWatch
+from ckptkit.checkpoint.manager import SignalWatch
+from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import UsageError
 from tests.ranks import run_ranks
 
@@ -72,3 +74,40 @@ def _steps() -> Any:
 
 def test_all_ranks_agree_at_the_same_step() -> None:
     assert run_ranks(_steps, 3) == [7, 7, 7]
+
+
+def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1() -> None:
+    with SignalWatch(Coordinator()) as watch:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        os.kill(pid, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+        assert not watch.agreed()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.agreed()  # the parent still notes it
+
+
+def test_a_signal_that_comes_before_a_child_has_run_its_fork_hooks_ends_it() -> None:
+    """Python forgets a signal that a forked child gets before its hooks have run."""
+    with SignalWatch(Coordinator()):
+        for _ in range(50):
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_of_two_watches_none_keeps_a_child_alive() -> None:
+    with SignalWatch(Coordinator()), SignalWatch(Coordinator()):
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        worker.terminate()
+        worker.join(20)
+        assert worker.exitcode == -signal.SIGTERM

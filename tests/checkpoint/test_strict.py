@@ -14,7 +14,7 @@ import xxhash
 from torch import nn
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError, LoadError, UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 
@@ -118,7 +118,7 @@ def test_a_wrong_shape_is_an_error_even_without_strict(run: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"in_place": True}, {"max_memory": 0}], ids=["beside", "in_place", "no_memory"]
+    "options", [{}, {"atomic": True}, {"atomic": True, "max_memory": 0}], ids=["in_place", "atomic", "atomic_no_memory"]
 )
 def test_an_expanded_view_is_refused_before_anything_is_touched(tmp_path: Path, options: dict[str, Any]) -> None:
     def model(value: float) -> nn.Module:
@@ -203,13 +203,13 @@ def test_damage_found_while_reading_leaves_model_and_optimizer_untouched(run: st
     needle = load_bytes(run, "optimizer.state.lora.weight.exp_avg_sq")
     damage(run, lambda data: data.__setitem__(data.index(needle) + 3, data[data.index(needle) + 3] ^ 1))
     with pytest.raises(IntegrityError, match=r"exp_avg_sq"):
-        load(run, state)
+        load(run, state, atomic=True)
     assert same(before, bits(state))
     assert state.step == 0
 
 
 def load_bytes(run: str, key: str) -> bytes:
-    from ckptkit.checkpoint.open import open_checkpoint
+    from ckptkit.checkpoint.load.mapping import open_checkpoint
 
     return bytes(open_checkpoint(run)[key].numpy().tobytes())
 
@@ -233,7 +233,7 @@ def test_a_user_object_that_refuses_its_state_leaves_the_tensors_untouched(tmp_p
     state.extra = {"picky": Picky(True)}
     before = bits(state)[:2]
     with pytest.raises((CkptkitError, ValueError), match="not this one"):
-        load(other, state)
+        load(other, state, atomic=True)
     assert same(before, bits(state)[:2])
 
 
@@ -328,6 +328,15 @@ def test_masters_follow_weights_that_are_loaded_without_an_optimizer(run: str) -
     assert torch.equal(master, model["base"].weight.float())
 
 
+def test_masters_of_weights_that_are_not_loaded_keep_all_their_digits(run: str) -> None:
+    model = net().to(torch.bfloat16)
+    state = trained(model, MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1)))
+    before = state.optimizer.state[model["lora"].weight]["master"].clone()
+    load(run, state, include=["base.*"], optimizer="skip", convert_dtype=True)
+    assert torch.equal(state.optimizer.state[model["lora"].weight]["master"], before)
+    assert torch.equal(state.optimizer.state[model["base"].weight]["master"], model["base"].weight.float())
+
+
 def test_masters_are_made_from_the_fp32_weights_of_a_checkpoint_without_masters(run: str) -> None:
     model = net().to(torch.bfloat16)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters()))
@@ -335,6 +344,65 @@ def test_masters_are_made_from_the_fp32_weights_of_a_checkpoint_without_masters(
     exact = net()
     load(run, TrainState(model=exact))
     assert torch.equal(optimizer.state[model["base"].weight]["master"], exact["base"].weight)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+@pytest.mark.parametrize(
+    "options", [{}, {"atomic": True}, {"atomic": True, "max_memory": 0}], ids=["", "atomic", "twice"]
+)
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_weights_of_another_dtype_come_from_the_masters(
+    tmp_path: Path, kind: str, options: dict[str, Any], with_optimizer: bool
+) -> None:
+    low = net().to(torch.bfloat16)
+    if kind != "sharded":  # SHARDED stores a tied weight under each name, and does not say that they are one
+        low["lora"].weight = low["base"].weight
+    source = trained(low, MasterWeightOptimizer(torch.optim.AdamW(low.parameters(), lr=1e-3)))
+    root = saved_as(tmp_path, source, state_dict_type=kind)
+    masters = {name: source.optimizer.state[p]["master"] for name, p in low.named_parameters()}
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        model = net().to(dtype)
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        if dtype is torch.float16:
+            optimizer = MasterWeightOptimizer(optimizer)
+        state = TrainState(model=model, optimizer=optimizer if with_optimizer else None)
+        report = load(root, state, convert_dtype=dtype is not torch.float32, strict=not with_optimizer, **options)
+        assert any("fp32 masters" in note for note in report.notes)
+        assert torch.equal(model["lora"].weight, masters.get("lora.weight", masters["base.weight"]).to(dtype))
+        for name, parameter in model["base"].named_parameters(prefix="base"):
+            assert torch.equal(parameter, masters[name].to(dtype))
+            if with_optimizer:
+                mine, theirs = optimizer.state[parameter], source.optimizer.state[low.get_parameter(name)]
+                assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+                assert torch.equal(mine.get("master", theirs["master"]), theirs["master"])
+        if with_optimizer and dtype is torch.float16:
+            assert optimizer.follow_weights() == 0
+
+
+def test_a_run_with_masters_goes_on_in_fp32_without_a_cast(tmp_path: Path) -> None:
+    low = net().to(torch.bfloat16)
+    source = trained(low, MasterWeightOptimizer(torch.optim.AdamW(low.parameters(), lr=1e-3)))
+    root = saved_as(tmp_path, source)
+    model = net()
+    load(root, TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), extra={"epoch": 0}))
+    assert torch.equal(model["base"].weight, source.optimizer.state[low["base"].weight]["master"])
+    with pytest.raises(CheckpointMismatchError, match=r"unexpected: master\.base\.weight"):
+        plain = net().to(torch.bfloat16)
+        load(root, TrainState(model=plain, optimizer=torch.optim.AdamW(plain.parameters())))
+
+
+def test_masters_without_weights_to_take_them_are_left_out_where_weights_are(tmp_path: Path) -> None:
+    low = net().to(torch.bfloat16)
+    source = trained(low, MasterWeightOptimizer(torch.optim.AdamW(low.parameters(), lr=1e-3)))
+    root = saved_as(tmp_path, source)
+    model = net()
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    with CheckpointManager(root) as manager:
+        report = manager.load(state, optimizer="deferred")
+        assert torch.equal(model["base"].weight, source.optimizer.state[low["base"].weight]["master"])
+        later = report.deferred.apply()
+    assert any("3 fp32 masters were left out" in note for note in later.notes)
+    assert "exp_avg" in state.optimizer.state[model["base"].weight]
 
 
 def test_a_tied_weight_that_is_stored_once_loads_into_a_tied_and_an_untied_model(tmp_path: Path) -> None:
@@ -405,7 +473,7 @@ def test_weights_are_read_in_place_if_asked_to(run: str, convert: bool) -> None:
     if convert:
         model = model.to(torch.float64)
     places = [tensor.data_ptr() for tensor in model.state_dict().values()]
-    report = load(run, TrainState(model=model), in_place=True, convert_dtype=convert)
+    report = load(run, TrainState(model=model), convert_dtype=convert)
     load(run, TrainState(model=exact))
     assert same({k: v.float() for k, v in model.state_dict().items()}, dict(exact.state_dict()))
     assert [tensor.data_ptr() for tensor in model.state_dict().values()] == places
@@ -417,5 +485,42 @@ def test_what_does_not_fit_is_found_before_anything_is_read_in_place(run: str) -
     model["new"] = nn.Linear(2, 2)
     before = copy.deepcopy(dict(model.state_dict()))
     with pytest.raises(CheckpointMismatchError):
-        load(run, TrainState(model=model), in_place=True)
+        load(run, TrainState(model=model))
     assert same(before, dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"include": ["nosuch*"]},
+        {"include": lambda fqn: False},
+        {"exclude": "nosuch*"},
+        {"include": ["weight", "wight"]},
+    ],
+)
+def test_a_filter_that_matches_nothing_is_refused_by_name_or_noted(tmp_path: Path, rule: dict[str, Any]) -> None:
+    run = saved_as(tmp_path, TrainState(model=nn.Linear(2, 2)))
+    state = TrainState(model=nn.Linear(2, 2))
+    with pytest.raises(
+        CheckpointMismatchError, match=r"(include|exclude)='(nosuch\*|<lambda>|wight)' matches no tensor"
+    ):
+        load(run, state, **rule)
+    report = load(run, state, strict=False, **rule)
+    assert any("matches no tensor" in note for note in report.notes)
+
+
+def test_a_model_that_nothing_takes_is_named(tmp_path: Path) -> None:
+    root = saved_as(tmp_path, TrainState(model={"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}))
+    report = load(root, TrainState(model={"actor": nn.Linear(2, 2)}))
+    assert report.skipped == {"model_critic": "nothing here takes it"}
+
+
+def test_without_strict_an_optimizer_that_was_not_saved_stays_as_it_is(tmp_path: Path) -> None:
+    state = trained(net())
+    root = saved_as(tmp_path, TrainState(model=state.model))
+    before = bits(state)[1]
+    with pytest.raises(CheckpointMismatchError, match="the whole optimizer"):
+        load(root, state)
+    report = load(root, state, strict=False)
+    assert any("whole optimizer" in key for key in report.missing)
+    assert same(before, bits(state)[1]) and not state.half_loaded

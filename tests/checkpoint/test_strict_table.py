@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import PerRank, TrainState
+from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from tests.checkpoint import jobs, odd
 

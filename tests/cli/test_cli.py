@@ -213,7 +213,7 @@ def test_an_interrupted_conversion_exits_with_130_and_leaves_nothing(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckptkit.offline.carry_out.execute", interrupt)
+    monkeypatch.setattr("ckptkit.offline.conversion.execute", interrupt)
     result = run("convert", zoo / DCP, tmp_path / "out")
     assert result.exit_code == 130
     assert list(tmp_path.iterdir()) == []

@@ -110,6 +110,24 @@ def test_an_export_with_a_config_ends_with_the_line_that_serves_it(zoo: Path, tm
     assert "equal to the source" in last[-2]
 
 
+@pytest.mark.parametrize("case", ["no tokenizer", "key map"])
+def test_an_export_that_vllm_can_not_serve_does_not_say_that_it_can(zoo: Path, tmp_path: Path, case: str) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(zoo / "hf_ref_llama_untied", source)
+    more: list[Any] = []
+    if case == "no tokenizer":
+        for path in source.glob("tokenizer*"):
+            path.unlink()
+    else:
+        rule = {"op": "rename", "from": "{name:*}", "to": "other.{name}"}
+        (tmp_path / "map.json").write_text(json.dumps({"rules": [rule]}))
+        more = ["--key-map", tmp_path / "map.json"]
+    result = run("convert", source, tmp_path / "out", *more)
+    assert result.exit_code == 0, result.output
+    assert "vllm serve" not in result.output
+    assert ("tokenizer's files" in result.output) is (case == "no tokenizer")
+
+
 def test_a_dry_run_that_would_fail_lists_why_and_exits_with_1(zoo: Path, tmp_path: Path) -> None:
     result = run("convert", zoo / DCP, tmp_path / "out", "--base", zoo / "hf_ref_llama_untied", "--dry-run")
     assert result.exit_code == 1
@@ -218,7 +236,7 @@ def test_colours_are_for_terminals_without_no_color(
 
 def test_ctrl_c_pressed_thrice_ends_with_130_and_says_how_to_go_on_which_works(zoo: Path, tmp_path: Path) -> None:
     script = (
-        "import os, signal, ckptkit.offline.carry_out as c\n"
+        "import os, signal, ckptkit.offline.conversion as c\n"
         "from ckptkit.cli.main import main\n"
         "real = c.execute\n"
         "def execute(plan, source, destination, **kw):\n"

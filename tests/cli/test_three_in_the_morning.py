@@ -18,7 +18,8 @@ from ckptkit.cli.main import cli
 from ckptkit.errors import StorageError
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.staging import new_nonce, open_staging
+from ckptkit.storage.publish import open_staging
+from ckptkit.storage.staging import new_nonce
 
 
 def run(*args: str | Path) -> Result:
@@ -332,7 +333,7 @@ def test_what_an_interrupted_conversion_left_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     assert "is as it was before" in outcome._interrupted(dst, overwrite=True)
-    assert "may be gone" in outcome._interrupted("s3://bucket/out", overwrite=True)
+    assert "as it was before, or the new one lies whole" in outcome._interrupted("s3://bucket/out", overwrite=True)
 
 
 def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

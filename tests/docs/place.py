@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ZOO = Path(__file__).parents[1] / "zoo"
 OTHERS = {  # name in the docs -> checkpoint that the real system wrote
@@ -52,6 +52,12 @@ def _train(root: Path) -> None:
             manager.save(step, state, metrics={"loss": 5.0 - step / 100})
 
 
+class Output(NamedTuple):
+    """What FSDP finds tensors in, as in transformers' outputs: it hooks their backward."""
+
+    loss: Any
+
+
 def namespace() -> dict[str, Any]:
     """What a training script has before the lines of the docs: model, loader, steps, scheduler, as they name them."""
     import torch
@@ -62,7 +68,7 @@ def namespace() -> dict[str, Any]:
             self.lin = torch.nn.Linear(8, 8)
 
         def forward(self, x: Any) -> Any:
-            return type("Out", (), {"loss": self.lin(x).square().mean()})()
+            return Output(self.lin(x).square().mean())
 
     return {"torch": torch, "model": Net(), "steps": 4, "batches": iter([{"x": torch.randn(2, 8)}] * 100)}
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ckptkit.catalog.key_map_file import parse_key_map
 from ckptkit.cli.main import cli
+from ckptkit.keymaps.file import parse_key_map
 from tests.docs.place import make_place, run_python
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "plan.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = {"console", "python", "toml", "text", ""}  # the last two are output, or pictures of trees
 ELSEWHERE = ("make ", "python3 -m venv", "torchrun ", "git clone")  # `.ci/run` does those for real

@@ -1,4 +1,4 @@
-"""docs/parity.md names every row, and for each tests that exist."""
+"""docs/internals/parity.md names every row, and for each tests that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "internals" / "parity.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| ([^|]+?) \|(.*)\|$", TEXT, re.MULTILINE))
 TESTS = sorted(set(re.findall(r"`(tests/[\w/]+\.py::\w+)`", TEXT)))
 NUMBERED = [

@@ -13,7 +13,7 @@ import ckptkit
 from ckptkit import errors
 
 ROOT = Path(__file__).parents[2]
-PARITY = "docs/parity-frameworks.md"
+PARITY = "docs/internals/parity-frameworks.md"
 ROWS = [f"N{i}" for i in range(1, 18)] + [f"NB{i}" for i in range(1, 13)]
 ROWS += [f"P{i}" for i in range(1, 21)] + [f"PB{i}" for i in range(1, 16)]
 
@@ -77,6 +77,13 @@ def test_each_name_in_the_table_of_the_frameworks_is_public() -> None:
             assert name in importlib.import_module(module).__all__, words
 
 
+def test_where_to_change_what_names_files_that_exist() -> None:
+    text = (ROOT / "docs/internals/where-to-change-what.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:ckptkit|tests|docs|examples)/[\w./-]+|examples|pyproject\.toml)`", text)
+    assert len(named) > 40
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_the_table_of_errors_is_that_of_the_package() -> None:
     found = {}
     for row in rows("docs/errors.md")[1:]:
@@ -110,7 +117,7 @@ def test_each_example_is_in_the_table_of_examples(script: str) -> None:
 def test_each_measured_figure_of_the_readme_is_in_a_benchmarks_page() -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*/README.md"))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text[text.index("| 2 ranks, digests on") : text.index("## What it promises")]
+    table = text[text.index("## Measured") : text.index("## What it promises")]
     cells = [line.split("|")[2:5] for line in table.splitlines() if line.startswith("| ")][1:]
     figures = {number for row in cells for cell in row for number in re.findall(r"\d+\.\d+", cell)}
     assert len(figures) > 10

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.formats._pickle_stubs import Record, Stub
-from ckptkit.formats._torch_records import Storage, StoredTensor
+from ckptkit.formats.pickles.inert import Record, Stub
+from ckptkit.formats.pickles.tensors import Storage, StoredTensor
 
 __all__ = ["described", "shown"]
 

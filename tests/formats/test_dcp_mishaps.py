@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckptkit import CheckpointManager, DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit.errors import CheckpointNotFoundError, LeaseHeldError, NoSpaceError, SaveError
-from ckptkit.storage.hold_directory import HeldDirectory
+from ckptkit.storage.lock import HeldDirectory
 from tests.formats.dcp_states import differences, state
 from tests.ranks import context, run_ranks
 

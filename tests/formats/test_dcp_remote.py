@@ -10,12 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit.errors import CheckpointExistsError, StorageError
-from ckptkit.formats.ckptkit import open_manifest
-from ckptkit.formats.dcp_read import read_sharded
-from ckptkit.formats.dcp_storage import DCPReader, DCPWriter
-from ckptkit.formats.dcp_write import write_sharded
+from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
+from ckptkit.formats.own.reader import open_manifest
 from ckptkit.storage import Store, open_store
 from tests.formats.dcp_states import differences, state
+from tests.formats.sharded import read_sharded, write_sharded
 from tests.storage import servers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

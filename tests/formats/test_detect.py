@@ -18,7 +18,7 @@ from ckptkit.errors import (
     UnsupportedFormatError,
 )
 from ckptkit.formats.detect import identify, open_source
-from ckptkit.formats.steps import ordered, parse_step
+from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.storage import open_store
 
 
@@ -203,7 +203,7 @@ def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path, se
 
 def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
     from ckptkit.catalog.box import Box
-    from ckptkit.formats.local_shards import LocalTensor, file_metadata, file_name
+    from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
 
     for rank in range(2):
         part = LocalTensor("w", "model.w", "float32", (4, 2), Box((2 * rank, 0), (2, 2)), None)
@@ -269,7 +269,9 @@ def test_an_optimizer_beside_whole_weights_is_said_not_to_be_read(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     assert open_source(str(tmp_path)).catalog.info.notes == (note,)
     (tmp_path / "pytorch_model.bin").unlink()
-    assert open_source(str(tmp_path)).catalog.info.notes == ()  # it is what was asked for
+    with pytest.raises(IncompleteCheckpointError, match=r"optimizer\.pt, which holds no weights"):
+        open_source(str(tmp_path))
+    assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors  # it is what was asked for
 
 
 def test_the_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
-from ckptkit.formats._torch_records import PlacementRecord
 from ckptkit.formats.detect import open_source
-from ckptkit.formats.shards import local_parts
+from ckptkit.formats.pickles.tensors import PlacementRecord
+from ckptkit.formats.trainers.shards import local_parts
 
 torch = pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ import pytest
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.detect import open_source
-from ckptkit.formats.lightrft import check_masters
+from ckptkit.formats.trainers.lightrft import check_masters
 from tests.formats.tensors import contents, state_dict_contents
 
 torch = pytest.importorskip("torch")

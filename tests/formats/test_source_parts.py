@@ -11,13 +11,13 @@ from safetensors.numpy import save_file
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError, UsageError
-from ckptkit.formats import fsdp1_local
-from ckptkit.formats._torch_records import ShardedTensorRecord, ShardRecord, Storage, StoredTensor
 from ckptkit.formats.detect import identify, open_source
-from ckptkit.formats.fsdp1_local import parse_layout
-from ckptkit.formats.lightning import module_prefix
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.param_order import Param, assign
+from ckptkit.formats.pickles.tensors import ShardedTensorRecord, ShardRecord, Storage, StoredTensor
+from ckptkit.formats.trainers import fsdp1_local
+from ckptkit.formats.trainers.fsdp1_local import parse_layout
+from ckptkit.formats.trainers.lightning import module_prefix
+from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.storage import open_store
 from tests.formats.tensors import contents
 
@@ -117,7 +117,7 @@ def test_shapes_in_module_order_do_instead_of_a_layout(local, tmp_path):
     (tmp_path / "shapes.json").write_text(json.dumps(shapes))
     source = open_source(str(local), options=ReadOptions(shapes=str(tmp_path / "shapes.json")))
     expected = open_store(str(local))
-    from ckptkit.formats.safetensors import open_file
+    from ckptkit.formats.hf.safetensors import open_file
 
     whole = open_file(expected, "EXPECTED.safetensors").by_role(Role.MODEL)
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents(expected, whole)

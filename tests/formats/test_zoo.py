@@ -11,8 +11,8 @@ import pytest
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CkptkitError, UnsafePathError, UnsafePickleError
 from ckptkit.formats.detect import identify, open_source
+from ckptkit.formats.hf.safetensors import open_file
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.safetensors import open_file
 from ckptkit.storage import open_store
 from tests.formats.tensors import contents, entry_bytes
 
@@ -127,7 +127,7 @@ def test_moments_belong_to_the_parameter_whose_shape_they_have(name):
 
 
 def test_lightrft_masters_are_mapped_to_their_names(zoo):
-    from ckptkit.formats.lightrft import check_masters
+    from ckptkit.formats.trainers.lightrft import check_masters
 
     folder = zoo / "lightrft_mp_optim_w2"
     source = open_source(str(folder / "global_step7"))
@@ -142,7 +142,7 @@ def test_masters_of_the_wrong_parameter_are_found_by_their_cast(zoo):
     from dataclasses import replace
 
     from ckptkit.catalog.entry import Catalog
-    from ckptkit.formats.lightrft import check_masters
+    from ckptkit.formats.trainers.lightrft import check_masters
 
     source = open_source(str(zoo / "lightrft_mp_optim_w2" / "global_step7"))
     tensors = dict(source.catalog.tensors)

@@ -119,6 +119,13 @@ def test_torchs_own_enums_are_taken():
         ({"device": None}, "device is 'None'"),
         ({"exclude": [1]}, "list of strings"),
         ({"shards": 2}, "no field 'shards'"),
+        ({"mixed_precision": "fp16", "initial_loss_scale": 0}, "from 1 to 16777216"),
+        ({"mixed_precision": "fp16", "initial_loss_scale": 2.0**25}, "from 1 to 16777216"),
+        ({"mixed_precision": "fp16", "initial_loss_scale": "65536"}, "initial_loss_scale is '65536'"),
+        ({"mixed_precision": "fp16", "loss_scale_hysteresis": 0}, "loss_scale_hysteresis is 0"),
+        ({"mixed_precision": "fp16", "loss_scale_hysteresis": 1.5}, "loss_scale_hysteresis is 1.5"),
+        ({"mixed_precision": "bf16", "initial_loss_scale": 128.0}, "belong to mixed_precision='fp16'; it is 'bf16'"),
+        ({"loss_scale_hysteresis": 1}, "belong to mixed_precision='fp16'; it is None"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

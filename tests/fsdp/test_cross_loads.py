@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests.fsdp import models
 
@@ -74,6 +76,44 @@ def check(ranks: Any, folder: Path, source: tuple[str, str], *targets: tuple[str
 )
 def test_what_one_strategy_saved_another_loads(ranks: Any, tmp_path: Path, source: str, target: str) -> None:
     check(ranks, tmp_path, (source, "SHARDED"), (target, "SHARDED"))
+
+
+PLAIN = {"fp32": {}, "bf16": {"mixed_precision": "bf16"}, "hybrid": {"sharding_strategy": "HYBRID_SHARD", "shard": 1}}
+
+
+def save_for_torch(folder: str, config: str) -> dict[str, torch.Tensor]:
+    facade = FSDPStrategy(FSDPConfig(**PLAIN[config]))
+    model = facade.prepare_model(models.made(models.tied, 1))
+    optimizer = facade.create_optimizer(model, lr=1e-2, weight_decay=0.1)
+    assert len(optimizer.param_groups) > 1
+    models.train_sharded(model, facade, optimizer, range(2))
+    facade.save_ckpt(model, folder, optimizer=optimizer, step=1)
+    return numbers(model, optimizer)
+
+
+def load_with_torch(folder: str, config: str) -> Any:
+    facade = FSDPStrategy(FSDPConfig(**PLAIN[config]))
+    model = facade.prepare_model(models.made(models.tied, 2))
+    optimizer = facade.create_optimizer(model, lr=1e-3, weight_decay=0.2)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=f"{folder}/step_00000001")
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return numbers(model, optimizer), [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("config", PLAIN)
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_plain_torch_restores_a_model_and_an_optimizer_with_named_parameters(
+    ranks: Any, tmp_path: Path, config: str, saved: int, loaded: int
+) -> None:
+    wanted = ranks.run(save_for_torch, saved, str(tmp_path), config)[0]
+    for found, groups in ranks.run(load_with_torch, loaded, str(tmp_path), config):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+        assert {group["lr"] for group in groups} == {1e-2}
+        assert "embed.weight" in groups[0]["param_names"]
 
 
 @pytest.mark.parametrize("source", ["FULL", "SHARDED", "LOCAL"])

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ckptkit.errors import UsageError
-from ckptkit.fsdp import clip_grad_norm, grad_norm
-from ckptkit.fsdp.gradients import is_finite_everywhere
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy, MasterWeightOptimizer, clip_grad_norm, grad_norm, param_groups
+from ckptkit.fsdp.gradients import inspect_gradients, is_finite_everywhere
+from tests.fsdp import models
 
 SHAPES = [(7, 3), (5,), (2, 2), (1, 6), (8, 4), (3,)]
 
@@ -131,10 +132,91 @@ def test_what_is_no_norm_is_refused(p):
         grad_norm([], p)
 
 
-@pytest.mark.parametrize("max_norm", [-1, math.nan])
+@pytest.mark.parametrize("max_norm", [-1, math.nan, "1.0", True])
 def test_what_is_no_limit_is_refused(max_norm):
     with pytest.raises(UsageError, match="max_norm"):
         clip_grad_norm([], max_norm)
+    with pytest.raises(UsageError, match="max_norm"):
+        inspect_gradients([], max_norm=max_norm)
+    with pytest.raises(UsageError, match="max_norm"):
+        FSDPStrategy(max_norm=max_norm)
+    with pytest.raises(UsageError, match="max_norm"):
+        MasterWeightOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]), max_norm=max_norm)
+
+
+@pytest.mark.parametrize("norm_type", [0, -math.inf, 0.5, math.nan, "max"])
+def test_an_optimizer_refuses_a_norm_that_is_none_when_it_is_made(norm_type):
+    with pytest.raises(UsageError, match="1 <= p <= inf"):
+        MasterWeightOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]), norm_type=norm_type)
+
+
+def _bad_elements(p):
+    """The norm and the verdict for each place where one element of one rank is not finite."""
+    found = {}
+    made = parameters()
+    for index in range(len(SHAPES)):
+        gradient = made[index].grad
+        local = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)
+        for rank in range(4):
+            for value in (math.nan, math.inf, -math.inf):
+                kept = local[:1].clone()
+                if dist.get_rank() == rank:
+                    local[:1] = value  # nothing happens to an empty shard
+                report = inspect_gradients(made, norm_type=p)
+                local[:1] = kept
+                found[index, rank, str(value)] = report.norm.item(), report.finite, local.numel()
+    return found
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+def test_a_bad_element_of_any_rank_stops_all_ranks(ranks, p):
+    results = ranks.run(_bad_elements, 4, p)
+    for index, rank, value in results[0]:
+        found = [result[index, rank, value] for result in results]
+        if not found[rank][2]:
+            continue
+        assert not any(finite for _, finite, _ in found), (index, rank, value, found)
+        if index in (0, 3):  # sharded over all ranks: one norm
+            assert {str(norm) for norm, _, _ in found} == {value.removeprefix("-")}
+
+
+def _step_over_a_nan(config, norm_type):
+    strategy = FSDPStrategy(FSDPConfig.from_dict({"mixed_precision": "bf16", "precision": "master"} | config))
+    model = strategy.prepare_model(models.made(models.untied))
+    groups = param_groups(model)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(groups, lr=0.1), norm_type=norm_type, max_norm=1.0)
+    before = models.weights(model)
+    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+    if dist.get_rank() == 1:
+        for parameter in model.parameters():
+            parameter.grad.to_local().view(-1)[:1] = math.nan
+    stepped = strategy.optimizer_step(optimizer, model)
+    after = models.weights(model)
+    return stepped, all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
+def test_a_nan_of_one_rank_never_enters_the_weights(ranks, config, norm_type):
+    assert ranks.run(_step_over_a_nan, 4, config, norm_type) == [(False, True)] * 4
+
+
+def _double(clip):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.tensor([3.0, 4.0, 0, 1e-9], dtype=torch.float64) * 1e100
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4, dtype=torch.float64), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
+    report = inspect_gradients([parameter])
+    norm = clip_grad_norm([parameter], clip)
+    return report.finite, norm.dtype, norm.item(), whole.norm().item(), parameter.grad.full_tensor().norm().item()
+
+
+def test_the_norm_of_fp64_gradients_is_not_rounded(ranks):
+    for finite, dtype, norm, expected, after in ranks.run(_double, 2, 1.0):
+        assert finite
+        assert dtype == torch.float64
+        assert norm == pytest.approx(expected, rel=1e-15)
+        assert after == pytest.approx(1.0, rel=1e-15)
 
 
 def _agreed():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from ckptkit.errors import UsageError
 from ckptkit.fsdp import param_groups
 from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.groups import clean_fqn
+from ckptkit.fsdp.groups import NO_DECAY, clean_fqn
 from ckptkit.fsdp.strategy import FSDPStrategy
 from tests.fsdp import models
 
@@ -27,6 +29,109 @@ def test_norms_and_biases_are_not_decayed():
     assert no_decay["weight_decay"] == 0.0
     assert all(name.endswith(("bias", "norm.weight")) for name in no_decay["param_names"])
     assert not any(name.endswith(("bias", "norm.weight")) for name in decay["param_names"])
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self, size=4):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Scale(nn.Module):
+    """A norm by its name alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+class AdaNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+        self.norm_weight = nn.Parameter(torch.ones(4))
+
+
+class Zoo(nn.Module):
+    """What models call their norms and biases, and what only sounds like them."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(4)
+        self.norm1 = nn.GroupNorm(2, 4)
+        self.bn = nn.BatchNorm2d(4)
+        self.post = nn.InstanceNorm1d(4, affine=True)
+        self.input_layernorm = LlamaRMSNorm()
+        self.stack = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4), LlamaRMSNorm())
+        self.ln_f = Scale()
+        self.q_norm = Scale()
+        self.image = nn.LayerNorm((4, 4))
+        self.ada_norm = AdaNorm()
+        self.unbiased_proj = nn.Linear(4, 4, bias=False)
+        self.ln = nn.Linear(4, 4, bias=False)
+        self.normalizer = nn.Linear(4, 4)
+        self.abnormal = Scale()
+        self.rnn = nn.LSTM(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.gate = nn.Embedding(3, 4)
+
+
+DECAYED = {
+    "stack.0.weight", "ada_norm.linear.weight", "unbiased_proj.weight", "ln.weight", "normalizer.weight",
+    "abnormal.weight", "abnormal.scale", "rnn.weight_ih_l0", "rnn.weight_hh_l0", "attention.in_proj_weight",
+    "attention.out_proj.weight", "gate.weight",
+}  # fmt: skip
+
+
+def decayed(groups):
+    return {name for group in groups if group["weight_decay"] for name in group["param_names"]}
+
+
+def test_norms_and_biases_go_by_type_and_parts_of_names():
+    model = Zoo()
+    assert decayed(param_groups(model, weight_decay=0.1)) == DECAYED
+    names = {name for name, _ in model.named_parameters()}
+    assert not any(name.split(".")[0] in ("ln_1", "norm1", "bn", "q_norm", "image") for name in DECAYED)
+    assert {"ln_1.weight", "norm1.weight", "bn.weight", "rnn.bias_ih_l0", "attention.in_proj_bias"} <= names - DECAYED
+
+
+def test_more_can_be_kept_from_decaying():
+    rules = (*NO_DECAY, "gate", Scale, lambda name, module, parameter: isinstance(module, nn.LSTM))
+    found = decayed(param_groups(Zoo(), weight_decay=0.1, no_decay=rules))
+    assert found == {n for n in DECAYED if n.split(".")[0] not in ("gate", "abnormal", "rnn")}
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("bias", False),
+        ("unbiased_proj", True),
+        ("proj.weight", True),
+        ("PROJ", True),
+        ("unbiased_proj.bias", False),
+        ("roj.weight", False),
+        ("weight", True),
+    ],
+)
+def test_a_name_means_whole_parts(rule, expected):
+    model = nn.ModuleDict({"unbiased_proj": nn.Linear(2, 2, bias=False)})
+    assert (not decayed(param_groups(model, weight_decay=0.1, no_decay=[rule]))) is expected
+
+
+@pytest.mark.parametrize("no_decay", ["bias", [1], [""], [int], None])
+def test_what_names_no_parameters_is_refused(no_decay):
+    with pytest.raises(UsageError, match="no_decay"):
+        param_groups(models.untied(), no_decay=no_decay)
+
+
+def test_settings_that_a_factory_would_not_see_are_refused():
+    strategy = FSDPStrategy()
+    make = torch.optim.SGD
+    with pytest.raises(UsageError, match="lr, eps would have no effect"):
+        strategy.create_optimizer(models.untied(), lr=0.1, eps=1e-3, factory=make)
+    with pytest.raises(UsageError, match="optimizer must be an optimizer, found list"):
+        strategy.create_optimizer(models.untied(), factory=lambda groups: groups)
 
 
 def test_names_that_are_not_decayed_can_be_chosen():

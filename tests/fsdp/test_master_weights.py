@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
 from ckptkit.fsdp.strategy import is_mp_optimizer
@@ -309,8 +313,9 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_nothing_is_taken():
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-2))
     step(model, optimizer, 0)
     before = copy.deepcopy(optimizer.state_dict())
-    plain = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-2)
-    models.loss_of(model, models.batch(0)).backward()
+    other = low()
+    plain = torch.optim.AdamW(param_groups(other, weight_decay=0.1), lr=1e-2)
+    models.loss_of(other, models.batch(0)).backward()
     plain.step()
     wrong_shape, fewer = copy.deepcopy(before), copy.deepcopy(before)
     wrong_shape["state"][0]["master"] = torch.zeros(2, 2)
@@ -353,12 +358,114 @@ def test_a_cleared_state_starts_again_from_the_parameters():
     assert masters_match(optimizer)
 
 
-def test_masters_can_follow_weights_that_were_loaded_alone():
+def _load_module(model, source, folder):
+    model.load_state_dict(source.state_dict())
+
+
+def _load_data(model, source, folder):
+    for parameter, other in zip(model.parameters(), source.parameters(), strict=True):
+        parameter.data.copy_(other.data)
+
+
+def _load_dcp(model, source, folder):
+    dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder}/step_00000001")
+
+
+def _load_manager(model, source, folder, **options):
+    with CheckpointManager(folder) as manager:
+        manager.load(TrainState(model=model), **options)
+
+
+def _load_atomic(model, source, folder):
+    _load_manager(model, source, folder, atomic=True)
+
+
+def _load_ckpt(model, source, folder):
+    FSDPStrategy(FSDPConfig.from_dict(MASTER)).load_ckpt(model, folder)
+
+
+def _load_hf(model, source, folder):
+    FSDPStrategy(FSDPConfig.from_dict(MASTER)).load_hf(model, f"{folder}/export")
+
+
+LOADS = [_load_module, _load_data, _load_dcp, _load_manager, _load_atomic, _load_ckpt, _load_hf]
+
+
+def _undone(folder):
+    """Names of loads whose weights are not kept by a step at learning rate 0, and by a checkpoint."""
+    strategy = FSDPStrategy(FSDPConfig.from_dict(MASTER), max_norm=1.0)
+    source, _ = trained("momentum")
+    strategy.save_ckpt(source, folder, step=1)
+    whole = {name: tensor.contiguous() for name, tensor in models.weights(source).items()}
+    if dist.get_rank() == 0:
+        save_file(whole, f"{folder}/model.safetensors")
+        os.makedirs(f"{folder}/export")
+        os.replace(f"{folder}/model.safetensors", f"{folder}/export/model.safetensors")
+    dist.barrier()
+    undone = []
+    for load in LOADS:
+        model = strategy.prepare_model(models.made(models.untied, 7))
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        models.train_sharded(model, strategy, optimizer, range(2))
+        load(model, source, folder)
+        optimizer.state_dict()
+        if not masters_match(optimizer):
+            undone.append(f"{load.__name__} in a checkpoint")
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+        models.train_sharded(model, strategy, optimizer, range(1))
+        found = models.weights(model)
+        if not all(torch.equal(found[name], whole[name]) for name in whole):
+            undone.append(load.__name__)
+    return undone
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_anything_loads_after_the_optimizer_was_made_stay(ranks, tmp_path, size):
+    assert ranks.run(_undone, size, str(tmp_path)) == [[]] * size
+
+
+def test_a_save_has_masters_that_follow_weights_loaded_before(tmp_path):
     model = low()
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
     model.load_state_dict(low(seed=5).state_dict())
-    optimizer.masters_from_parameters()
-    assert masters_match(optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=model, optimizer=optimizer))
+    other = low(seed=8)
+    resumed = MasterWeightOptimizer(torch.optim.AdamW(param_groups(other), lr=1e-2))
+    with CheckpointManager(tmp_path) as manager:
+        manager.load(TrainState(model=other, optimizer=resumed))
+    assert masters_match(resumed)
+    assert torch.equal(other.embed.weight, low(seed=5).embed.weight)
+
+
+def test_only_elements_that_were_changed_lose_what_their_master_keeps(caplog):
+    model = low()
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
+    step(model, optimizer, 0)
+    before = optimizer.state[model.embed.weight]["master"].clone()
+    with torch.no_grad():
+        model.embed.weight[3].zero_()
+        model.lm_head.weight.add_(0)
+    with caplog.at_level("INFO"):
+        assert optimizer.follow_weights() == 1
+        assert optimizer.follow_weights() == 0
+    assert "'embed.weight'" in caplog.text
+    before[3] = 0
+    assert torch.equal(optimizer.state[model.embed.weight]["master"], before)
+
+
+def test_weights_that_are_swapped_out_and_back_leave_the_masters_as_they_were():
+    model = low()
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
+    step(model, optimizer, 0)
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = [state["master"].clone() for state in optimizer.state.values()]
+    model.load_state_dict(low(seed=3).state_dict())
+    model.load_state_dict(own)
+    assert optimizer.follow_weights() == 0
+    for state, master in zip(optimizer.state.values(), before, strict=True):
+        assert torch.equal(state["master"], master)
 
 
 def test_masters_are_back_in_place_after_a_step_that_failed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -97,3 +98,79 @@ def _integer_parameter():
 
 def test_an_integer_parameter_is_refused(ranks):
     ranks.run(_integer_parameter, 2)
+
+
+class Doubled(nn.Module):
+    """fp64 blocks under a root that is fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(2))
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.out(x.to(self.out.weight.dtype))
+
+
+def _fp64(config, steps):
+    """Train on a part of the batch each, and in one process on all of it; return the largest difference."""
+    generator = torch.Generator().manual_seed(4)
+    batch = torch.randn(steps, 4, 6, generator=generator, dtype=torch.float64) / 3
+    results = []
+    for sharded in (True, False):
+        torch.manual_seed(2)
+        model = Doubled().double()
+        if sharded:
+            strategy = FSDPStrategy(
+                FSDPConfig(auto_wrap_policy="BLOCKS", **config),
+                max_norm=0.01,
+                train_batch_size=4,
+                micro_train_batch_size=1,
+            )
+            strategy.prepare_model(model)
+            optimizer = strategy.create_optimizer(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.3))
+            mine = batch[:, 2 * dist.get_rank() :][:, :2]
+            for step in mine:
+                for sample in step:
+                    strategy.backward(model(sample[None]).square().mean(), model, optimizer)
+                    stepped = strategy.optimizer_step(optimizer, model)
+                assert stepped
+                assert strategy.last_grad_norm.dtype == torch.float64
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+            for step in batch:
+                loss = sum(model(sample[None]).square().mean() for sample in step) / 4
+                loss.backward()
+                norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+                for parameter in model.parameters():
+                    parameter.grad.mul_(torch.clamp(0.01 / (norm + 1e-6), max=1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(models.weights(model))
+    return max((results[0][name] - value).abs().max().item() for name, value in results[1].items())
+
+
+@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "NO_SHARD"}], ids=["sharded", "replicated"])
+def test_a_model_in_fp64_trains_in_fp64(ranks, config):
+    assert max(ranks.run(_fp64, 2, config, 3)) < 1e-14
+
+
+def test_units_in_fp64_are_reduced_in_fp64_beside_others():
+    stored = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
+    for dtype, reduced in stored.items():
+        assert mixed_precision_policy(FSDPConfig(), stored=dtype).reduce_dtype == reduced
+    policy = mixed_precision_policy(FSDPConfig(reduce_dtype="bf16"), stored=torch.float64)
+    assert policy.reduce_dtype == torch.bfloat16  # asked for by name
+
+
+def _policies():
+    model = FSDPStrategy(FSDPConfig(auto_wrap_policy="BLOCKS")).prepare_model(Doubled())
+    loss = model(torch.ones(2, 6, dtype=torch.float64)).sum()
+    loss.backward()
+    return [module._get_fsdp_state()._mp_policy.reduce_dtype for module in (model.layers[0], model.layers[1], model)]
+
+
+def test_each_unit_reduces_in_its_own_dtype(ranks):
+    assert ranks.run(_policies, 2)[0] == [torch.float64, torch.float64, torch.float32]

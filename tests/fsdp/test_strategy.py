@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, CkptkitError, SaveError, UsageError
-from ckptkit.fsdp import FSDPConfig, FSDPStrategy, MasterWeightOptimizer
+from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
 from ckptkit.fsdp.setup import accumulation_steps
 from ckptkit.fsdp.strategy import ModelOptimPair
 from tests.fsdp import models
@@ -166,6 +168,279 @@ def _traffic(every):
 def test_gradients_are_reduced_in_the_last_backward_only(ranks):
     assert ranks.run(_traffic, 2, False)[0] == [False, False, False, True]
     assert ranks.run(_traffic, 2, True)[0] == [True] * 4
+
+
+def _swapped(folder):
+    strategy = FSDPStrategy(train_batch_size=4)
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    loss = models.loss_of(model, models.batch(0))
+    state = strategy.maybe_offload_optimizer
+    calls = [
+        (r"backward\(loss, model, optimizer\): model must be a module, found AdamW; optimizer must be an optimizer, "
+         r"found FSDPTinyLM\. Are model and optimizer swapped\?", lambda: strategy.backward(loss, optimizer, model)),
+        ("loss must be a tensor, found FSDPTinyLM", lambda: strategy.backward(model, loss, optimizer)),
+        ("loss must be a tensor", lambda: strategy.backward(loss.item(), model, optimizer)),
+        (r"optimizer_step\(.*swapped", lambda: strategy.optimizer_step(model, optimizer)),
+        ("scheduler must be a scheduler, found 'actor'", lambda: strategy.optimizer_step(optimizer, model, "actor")),
+        ("scheduler must be a scheduler, found AdamW", lambda: strategy.optimizer_step(optimizer, model, optimizer)),
+        ("name must be a name", lambda: strategy.optimizer_step(optimizer, model, None, scheduler)),
+        ("swapped", lambda: strategy.save_ckpt(folder, model)),
+        ("save_dir must be a path or URL, found AdamW", lambda: strategy.save_ckpt(model, optimizer)),
+        ("tag must be a name or None, found 7. To name a step, pass", lambda: strategy.save_ckpt(model, folder, 7)),
+        ("step must be a whole number", lambda: strategy.save_ckpt(model, folder, step="7")),
+        ("optimizer must be an optimizer", lambda: strategy.save_ckpt(model, folder, optimizer=scheduler)),
+        ("swapped", lambda: strategy.load_ckpt(folder, model)),
+        ("optimizer must be an optimizer, found LambdaLR", lambda: strategy.load_ckpt(model, folder, scheduler)),
+        ("swapped", lambda: strategy.save_model(model, folder, None)),
+        ("model must be a module", lambda: strategy.save_model(optimizer, None, folder)),
+        ("swapped", lambda: strategy.load_hf(folder, model)),
+        ("optimizer must be", lambda: state(model)),
+        ("optimizer must be", lambda: strategy.maybe_load_optimizer(model)),
+        ("found an optimizer", lambda: strategy.offload_model(optimizer)),
+        ("found an optimizer", lambda: strategy.reload_model([model, optimizer])),
+        ("optimizer must be", lambda: strategy.grad_scaler(model)),
+        ("model must be", lambda: strategy.create_optimizer(list(model.parameters()))),
+        ("model must be", lambda: strategy.reset_parameters(optimizer)),
+        ("is_training must be True or False", lambda: strategy.prepare_model(models.untied(), optimizer)),
+    ]  # fmt: skip
+    before = models.weights(model)
+    for message, call in calls:
+        with pytest.raises(UsageError, match=message):
+            call()
+    after = models.weights(model)
+    assert os.listdir(folder) == []
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_swapped_arguments_are_refused_by_name(ranks, tmp_path):
+    assert ranks.run(_swapped, 2, str(tmp_path)) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": {"tp": 2}}, "from_dict"),
+        ({"config": 42}, "pass seed="),
+        ({"micro_train_batch_size": 2.0}, "micro_train_batch_size is 2.0"),
+        ({"micro_train_batch_size": 0}, "micro_train_batch_size is 0"),
+        ({"train_batch_size": True}, "train_batch_size is True"),
+        ({"train_batch_size": "8"}, "train_batch_size is '8'"),
+    ],
+)
+def test_options_that_can_not_work_are_refused_when_they_are_given(options, message):
+    with pytest.raises(UsageError, match=message):
+        FSDPStrategy(**options)
+
+
+def _anothers_optimizer():
+    strategy = FSDPStrategy()
+    actor, critic = (strategy.prepare_model(models.made(models.untied)) for _ in range(2))
+    optimizer = strategy.create_optimizer(actor)
+    strategy.backward(models.loss_of(actor, models.batch(0)), actor, optimizer)
+    assert strategy.optimizer_step(optimizer, actor)
+    with pytest.raises(UsageError, match=r"holds no parameter of FSDPTinyLM.*another model's"):
+        strategy.optimizer_step(optimizer, critic)
+
+
+def test_the_optimizer_of_another_model_is_refused(ranks):
+    ranks.run(_anothers_optimizer, 2)
+
+
+def _replaced_parameters(precision, names):
+    strategy = FSDPStrategy(config=FSDPConfig(precision=precision, mixed_precision="bf16"))
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model)
+    for _ in range(2):
+        strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+        assert strategy.optimizer_step(optimizer, model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: value for name, value in state.items() if not names or any(part in name for part in names)}
+    model.load_state_dict(state, strict=False)
+    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+    assert strategy.optimizer_step(optimizer, model)
+    model.load_state_dict(state, strict=False, assign=True)
+    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+    with pytest.raises(UsageError, match=f"{len(state)} parameters of .* were replaced .*{next(iter(state))}"):
+        strategy.optimizer_step(optimizer, model)
+
+
+@pytest.mark.parametrize("names", [(), ("head",)], ids=["all", "one"])
+@pytest.mark.parametrize("precision", ["master", "mixed"])
+def test_parameters_that_were_replaced_between_two_steps_are_refused_by_name(ranks, precision, names):
+    ranks.run(_replaced_parameters, 2, precision, names)
+
+
+def _several_optimizers():
+    """Actor and critic step one after the other, the critic twice as often; then the critic is replaced."""
+    strategy = FSDPStrategy()
+    actor, critic = (strategy.prepare_model(models.made(models.untied)) for _ in range(2))
+    first = strategy.create_optimizer(actor)
+    second = torch.optim.SGD(critic.parameters(), lr=0.1)
+    found = []
+
+    def step(model, optimizer):
+        strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+        assert strategy.optimizer_step(optimizer, model)
+        found.append(strategy.global_step)
+
+    for _ in range(2):
+        step(actor, first)
+        step(critic, second)
+        step(critic, second)
+    step(critic, strategy.create_optimizer(critic))  # a new one goes on
+    strategy.global_step = 100
+    step(actor, first)
+    step(critic, second)
+    return found
+
+
+def test_the_global_step_counts_steps_not_optimizers(ranks):
+    assert ranks.run(_several_optimizers, 2)[0] == [1, 1, 2, 2, 3, 4, 5, 101, 101]
+
+
+def _two_optimizers_of_one_model():
+    """The head has an optimizer of its own: both step in the same window."""
+    strategy = FSDPStrategy(train_batch_size=8, micro_train_batch_size=2)
+    model = strategy.prepare_model(models.made(models.untied))
+    head = {id(parameter) for parameter in model.lm_head.parameters()}
+    optimizers = [
+        torch.optim.SGD([p for p in model.parameters() if (id(p) in head) == own], lr=0.1) for own in (True, False)
+    ]
+    found = []
+    for index in range(4):
+        strategy.backward(models.loss_of(model, models.batch(index)), model, optimizers[0])
+        for optimizer in optimizers:
+            found.append((strategy.optimizer_step(optimizer, model), strategy.last_outcome))
+    return found, strategy.global_step
+
+
+def test_optimizers_of_one_model_step_in_the_same_window(ranks):
+    waits, steps = [(False, "accumulating")] * 2, [(True, "stepped")] * 2
+    assert ranks.run(_two_optimizers_of_one_model, 2)[0] == ([*waits, *steps, *waits, *steps], 2)
+
+
+def _step_called_at_the_end_only():
+    strategy = FSDPStrategy(train_batch_size=8)
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model)
+    for index in range(4):
+        strategy.backward(models.loss_of(model, models.batch(index)), model, optimizer)
+    return strategy.optimizer_step(optimizer, model)
+
+
+def test_a_step_after_the_last_backward_of_a_window_is_enough(ranks):
+    assert ranks.run(_step_called_at_the_end_only, 2) == [True, True]
+
+
+def _partial_window(config, every):
+    """Two of four backwards, closed early; and one process on the same samples."""
+    strategy = FSDPStrategy(
+        FSDPConfig.from_dict(config), max_norm=1.0, train_batch_size=8, sync_every_micro_batch=every
+    )
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.5))
+    if (scaler := strategy.grad_scaler(optimizer)) is not None:
+        scaler.load_state_dict({"scale": 64.0})
+    found = []
+    for window in range(2):
+        for index in range(2):
+            strategy.backward(
+                models.loss_of(model, models.batch(2 * window + index)), model, optimizer, last=index == 1
+            )
+            strategy.optimizer_step(optimizer, model)
+            found.append(strategy.last_outcome)
+    plain = models.made(models.untied)
+    other = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for window in range(2):
+        loss = sum(models.loss_of(plain, models.batch(2 * window + index)) for index in range(2)) / 2
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        other.step()
+        other.zero_grad()
+    weights, expected = models.weights(model), models.weights(plain)
+    return found, max((weights[name].float() - expected[name]).abs().max().item() for name in weights)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize(
+    ("config", "tolerance"),
+    [({}, 1e-6), ({"mixed_precision": "fp16"}, 5e-3), ({"mixed_precision": "bf16", "precision": "master"}, 3e-2)],
+    ids=["fp32", "fp16", "master"],
+)
+def test_the_last_window_may_be_closed_before_it_is_full(ranks, config, tolerance, every):
+    outcomes, difference = ranks.run(_partial_window, 2, config, every)[0]
+    assert outcomes == ["accumulating", "stepped"] * 2
+    assert difference < tolerance
+
+
+def _open_window(folder):
+    strategy = FSDPStrategy(train_batch_size=4)
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model)
+    strategy.save_ckpt(model, folder, step=1)
+    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+    with pytest.raises(UsageError, match=r"1 backward passes wait.*last=True"):
+        strategy.load_ckpt(model, folder)
+    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer, last=True)
+    assert strategy.optimizer_step(optimizer, model)
+    strategy.load_ckpt(model, folder)
+
+
+def test_gradients_of_an_open_window_do_not_outlive_a_load(ranks, tmp_path):
+    ranks.run(_open_window, 2, str(tmp_path))
+
+
+def _not_scaled():
+    strategy = FSDPStrategy(FSDPConfig(mixed_precision="fp16"))
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model)
+    models.loss_of(model, models.batch(0)).backward()
+    with pytest.raises(UsageError, match=r"divided by the loss scale 65536.*strategy\.backward"):
+        strategy.optimizer_step(optimizer, model)
+
+
+def test_a_loss_that_was_not_scaled_is_refused(ranks):
+    ranks.run(_not_scaled, 2)
+
+
+def _scaler_of(precision):
+    config = FSDPConfig(mixed_precision="fp16", precision=precision, initial_loss_scale=128.0, loss_scale_hysteresis=1)
+    strategy = FSDPStrategy(config)
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model)
+    scales = [strategy.grad_scaler(optimizer).scale]
+    for factor in (1.0, math.inf, 1.0):
+        strategy.backward(models.loss_of(model, models.batch(0)) * factor, model, optimizer)
+        strategy.optimizer_step(optimizer, model)
+        scales.append(strategy.grad_scaler(optimizer).scale)
+    return scales
+
+
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+def test_the_loss_scale_starts_and_backs_off_as_configured(ranks, precision):
+    assert ranks.run(_scaler_of, 2, precision)[0] == [128.0, 128.0, 64.0, 64.0]
+
+
+def _own_masters():
+    """A MasterWeightOptimizer that the user made, with a scaler: its scale is used, and the strategy's limit."""
+    strategy = FSDPStrategy(FSDPConfig(mixed_precision="fp16", precision="master"), max_norm=1e-3)
+    model = strategy.prepare_model(models.made(models.untied))
+    scaler = DynamicGradScaler(256.0, dtype=torch.float16)
+    base = torch.optim.SGD(param_groups(model), lr=1.0)
+    optimizer = MasterWeightOptimizer(base, grad_scaler=scaler)
+    assert strategy.grad_scaler(optimizer) is scaler
+    before = [optimizer.state[p]["master"].full_tensor().clone() for p in model.parameters()]
+    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+    assert strategy.optimizer_step(optimizer, model)
+    after = [optimizer.state[p]["master"].full_tensor() for p in model.parameters()]
+    return torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]).norm().item()
+
+
+def test_an_optimizer_with_a_scaler_of_its_own_is_scaled_and_clipped(ranks):
+    assert ranks.run(_own_masters, 2)[0] == pytest.approx(1e-3, rel=1e-2)
 
 
 def _scheduled():
@@ -498,20 +773,140 @@ def test_an_export_that_fails_fails_on_all_ranks_and_leaves_nothing(tmp_path):
     assert run_ranks(_failing_export, 2, str(tmp_path / "hf")) == [[], []]
 
 
-def _seeds():
-    FSDPStrategy(seed=7).setup_distributed()
-    first = torch.rand(3)
-    strategy = FSDPStrategy(seed=7)
-    torch.manual_seed(1)
+def _seeds(config):
+    """The numbers that each rank draws after setup, by generator, and what its verbs draw: nothing."""
+    strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=7)
+    strategy.setup_distributed()
     state = torch.get_rng_state()
-    strategy.prepare_model(models.made(models.untied, seed=1))
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"} if strategy.config.tp > 1 else None
+    model = models.untied()
     torch.set_rng_state(state)
-    torch.manual_seed(7)
-    return torch.equal(first, torch.rand(3))
+    strategy.prepare_model(model, tp_plan=plan)
+    first = torch.nn.functional.dropout(torch.ones(64)), random.random(), np.random.rand()
+    torch.manual_seed(7 + strategy.data_parallel_rank)
+    return [str(value) for value in first], torch.equal(first[0], torch.nn.functional.dropout(torch.ones(64)))
 
 
-def test_setup_seeds_the_generators(ranks):
-    assert ranks.run(_seeds, 2) == [True, True]
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [
+        ({}, [[0], [1], [2], [3]]),
+        ({"sharding_strategy": "HYBRID_SHARD", "shard": 2}, [[0], [1], [2], [3]]),
+        ({"tp": 2}, [[0, 1], [2, 3]]),
+        ({"cp": 2}, [[0, 1], [2, 3]]),
+        ({"tp": 2, "cp": 2}, [[0, 1, 2, 3]]),
+    ],
+    ids=["1d", "hsdp", "tp", "cp", "tp-cp"],
+)
+def test_dropout_differs_between_data_parallel_ranks_alone(ranks, config, groups):
+    found = ranks.run(_seeds, 4, config)
+    assert all(as_promised for _, as_promised in found)
+    for kind in range(3):
+        drawn = [values[kind] for values, _ in found]
+        assert len(set(drawn)) == len(groups)
+        assert all(len({drawn[rank] for rank in group}) == 1 for group in groups)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
+def test_what_is_no_seed_is_refused(seed):
+    from ckptkit.fsdp.setup import set_seed
+
+    with pytest.raises(UsageError, match="seed is"):
+        set_seed(seed)
+
+
+def _samples(config):
+    strategy = FSDPStrategy(FSDPConfig.from_dict(config))
+    sampler = torch.utils.data.DistributedSampler(
+        range(12), strategy.data_parallel_size, strategy.data_parallel_rank, shuffle=True
+    )
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=strategy.data_parallel_mesh.get_group())
+    return strategy.data_parallel_rank, strategy.data_parallel_size, list(sampler), total.item()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "totals"),
+    [
+        ({}, [0, 1, 2, 3], [6, 6, 6, 6]),
+        ({"sharding_strategy": "HYBRID_SHARD", "shard": 2}, [0, 1, 2, 3], [6, 6, 6, 6]),
+        ({"tp": 2}, [0, 0, 1, 1], [2, 4, 2, 4]),
+        ({"cp": 2}, [0, 0, 1, 1], [2, 4, 2, 4]),
+        ({"cp": 2, "tp": 2}, [0, 0, 0, 0], [0, 1, 2, 3]),
+    ],
+    ids=["1d", "hsdp", "tp", "cp", "tp-cp"],
+)
+def test_a_sampler_gives_one_sample_to_the_ranks_that_work_on_it(ranks, config, expected, totals):
+    found = ranks.run(_samples, 4, config)
+    size = max(expected) + 1
+    assert [(rank, count) for rank, count, _, _ in found] == [(rank, size) for rank in expected]
+    assert [total for *_, total in found] == totals
+    parts = {}
+    for rank, _, part, _ in found:
+        assert parts.setdefault(rank, part) == part
+    assert sorted(sample for part in parts.values() for sample in part) == list(range(12))
+
+
+def _odd_ranks():
+    with pytest.raises(UsageError, match=r"tp x cp = 2 .* 3 ranks"):
+        FSDPStrategy(FSDPConfig(tp=2)).setup_distributed()
+
+
+def test_ranks_that_are_no_multiple_of_tp_are_refused_at_setup(ranks):
+    ranks.run(_odd_ranks, 3)
+
+
+def _with_dropout(folder, config, steps, resumes):
+    """Losses, weights and the numbers that come next; saved after two steps."""
+    strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=11 if not resumes else 12)
+    strategy.setup_distributed()
+    torch_state = torch.get_rng_state()
+    model = models.made(models.untied)
+    torch.set_rng_state(torch_state)
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"} if strategy.config.tp > 1 else None
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, given, out: torch.nn.functional.dropout(out, 0.3))
+    strategy.prepare_model(model, tp_plan=plan)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    if resumes:
+        strategy.load_ckpt(model, folder, optimizer=optimizer)
+    losses = []
+    for step in steps:
+        tokens = models.part(models.batch(step), strategy.data_parallel_size, strategy.data_parallel_rank)
+        loss = models.loss_of(model, tokens)
+        strategy.backward(loss, model, optimizer)
+        assert strategy.optimizer_step(optimizer, model)
+        losses.append(loss.item())
+        if not resumes and step == 1:
+            strategy.save_ckpt(model, folder, optimizer=optimizer)
+    return losses, {n: models.whole(p) for n, p in model.named_parameters()}, torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("config", [{}, {"tp": 2}], ids=["1d", "tp"])
+def test_dropout_goes_on_bit_for_bit_after_a_resume(ranks, tmp_path, config):
+    whole = ranks.run(_with_dropout, 4, str(tmp_path), config, range(4), False)
+    resumed = ranks.run(_with_dropout, 4, str(tmp_path), config, range(2, 4), True)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one[0][2:] == other[0]
+        assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+        assert one[2] == other[2]
+
+
+@pytest.mark.parametrize(
+    ("saved", "size", "config", "groups"),
+    [
+        ({"tp": 2}, 2, {"tp": 2}, [[0, 1]]),
+        ({}, 4, {"tp": 2}, [[0, 1], [2, 3]]),
+        ({"tp": 2}, 4, {}, [[0], [1], [2], [3]]),
+    ],
+    ids=["fewer-ranks", "tp-now", "tp-before"],
+)
+def test_tensor_parallel_ranks_draw_alike_on_another_layout_too(ranks, tmp_path, saved, size, config, groups):
+    ranks.run(_with_dropout, 4, str(tmp_path), saved, range(2), False)
+    found = ranks.run(_with_dropout, size, str(tmp_path), config, [], True)
+    drawn = [tuple(values) for *_, values in found]
+    assert len(set(drawn)) == len(groups)
+    assert all(len({drawn[rank] for rank in group}) == 1 for group in groups)
 
 
 def _nan_norm():
@@ -520,7 +915,9 @@ def _nan_norm():
     optimizer = strategy.create_optimizer(model)
     before = models.weights(model)
     strategy.backward(models.loss_of(model, models.batch(0)) * math.nan, model, optimizer)
+    assert strategy.last_outcome is None
     assert strategy.optimizer_step(optimizer, model) is False
+    assert strategy.last_outcome == "skipped"
     assert strategy.global_step == 0
     after = models.weights(model)
     assert not any(isinstance(value, DTensor) for value in after.values())

@@ -54,7 +54,16 @@ def test_a_dotted_name_is_imported():
 
 
 def test_a_short_name_is_looked_up_in_transformers_too():
-    assert by_class("LlamaForCausalLM")(models.untied()) == []
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model = nn.Sequential(LlamaDecoderLayer(models.llama().config, 0), nn.Linear(2, 2))
+    assert by_class("LlamaPreTrainedModel", "Linear", "LlamaDecoderLayer")(model)[0] == "0"
+
+
+def test_classes_that_the_model_has_none_of_are_refused():
+    with pytest.raises(UsageError, match=r"No module of TinyLM is a LlamaForCausalLM\. Its classes: Block"):
+        by_class("LlamaForCausalLM")(models.untied())
+    assert by_class("TinyLM")(models.untied()) == []  # the root is a unit anyway
 
 
 def test_an_unknown_class_is_refused_with_those_that_exist():
@@ -89,6 +98,11 @@ def test_a_name_that_is_not_there_is_refused():
 def test_excludes_win_by_class_and_by_name():
     assert names(plan_units(models.untied(), blocks, exclude=["layers.1"])) == ["", "layers.0", "layers.2"]
     assert names(plan_units(models.untied(), blocks, exclude=["Block"])) == [""]
+
+
+def test_an_exclude_that_matches_nothing_is_refused():
+    with pytest.raises(UsageError, match=r"exclude names 'layer\.\*', which is no class or FQN of TinyLM"):
+        plan_units(models.untied(), blocks, exclude=["layers.1", "layer.*"])
 
 
 def test_heads_are_units_on_request():

@@ -140,6 +140,27 @@ def test_without_synchronisation_each_rank_keeps_its_slice(ranks):
     assert torch.equal(weights["lm_head.weight"], torch.cat([expected[0][:rows], expected[1][rows:]]))
 
 
+def _warnings_of(seed_by_rank, config):
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger = logging.getLogger("ckptkit.fsdp.wrap")
+    logger.addHandler(handler)
+    shard(models.made(models.untied, seed=dist.get_rank() * seed_by_rank), FSDPConfig.from_dict(config))
+    logger.removeHandler(handler)
+    return seen
+
+
+def test_replicas_that_start_with_different_values_are_told(ranks):
+    config = {"sharding_strategy": "NO_SHARD", "sync_module_states": False}
+    first, second = ranks.run(_warnings_of, 2, 1, config)
+    assert len(first) == 1
+    assert second == []
+    assert "Ranks 0 and 1 hold different values of 'embed.weight'" in first[0]
+    assert ranks.run(_warnings_of, 2, 0, config) == [[], []]
+    assert ranks.run(_warnings_of, 2, 1, {"sharding_strategy": "NO_SHARD"}) == [[], []]
+
+
 def _disabled():
     model = models.untied()
     assert shard(model, FSDPConfig(enable_fsdp=False)) is model

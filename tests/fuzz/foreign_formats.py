@@ -19,12 +19,12 @@ import safetensors
 import torch
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.key_map_file import parse_key_map
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
+from ckptkit.formats.hf.header import read_header
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.safetensors_parse import read_header
+from ckptkit.keymaps.file import parse_key_map
 from ckptkit.offline.convert import convert
 from ckptkit.offline.inspect import summarise
 from ckptkit.offline.reshard import reshard
@@ -176,7 +176,7 @@ def _with_other_values(rng: random.Random, raw: bytes) -> bytes:
 
 
 def tar_files(rng: random.Random, folder: Path) -> None:
-    from tests.formats.test_torch_legacy import old_tar, tar_of
+    from tests.formats.pickles.test_legacy import old_tar, tar_of
 
     members = old_tar()
     if rng.random() < 0.6:
@@ -190,7 +190,7 @@ def tar_files(rng: random.Random, folder: Path) -> None:
 
 
 def key_maps(rng: random.Random, _: Path) -> None:
-    from ckptkit.catalog.builtin_maps import BUILTIN_MAPS
+    from ckptkit.keymaps.builtin import BUILTIN_MAPS
 
     assert BUILTIN_MAPS
     rules = [

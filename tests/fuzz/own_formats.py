@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptkit.checkpoint.coordinator import Coordinator
-from ckptkit.checkpoint.inventory import list_checkpoints, resolve
-from ckptkit.checkpoint.lease import lease_holder
-from ckptkit.checkpoint.load import restore
-from ckptkit.checkpoint.load_plan import LoadOptions
+from ckptkit.checkpoint.load.apply import restore
+from ckptkit.checkpoint.load.mapping import open_checkpoint
+from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.open import open_checkpoint
-from ckptkit.checkpoint.pins import list_pins
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
+from ckptkit.checkpoint.run.lease import lease_holder
+from ckptkit.checkpoint.run.pins import list_pins
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError
-from ckptkit.formats.columns import pack, unpack
 from ckptkit.formats.detect import open_source
-from ckptkit.formats.layout import CommitRecord, _self_digest
-from ckptkit.formats.manifest import Manifest
+from ckptkit.formats.own.columns import pack, unpack
+from ckptkit.formats.own.manifest import Manifest
+from ckptkit.formats.own.record import CommitRecord, _self_digest
 from ckptkit.offline.inspect import summarise
 from ckptkit.offline.listing import list_run
 from ckptkit.offline.prune import prune

@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 from tests.fuzz.foreign_formats import FOREIGN
 from tests.fuzz.running import run_input
+from tests.split import PARTS
 
 INPUTS = {
     "safetensors_files": 60, "indexes": 40, "configs": 40, "rank_files": 6, "deepspeed": 6, "tar_files": 50,
@@ -25,10 +26,11 @@ PAST = [
 ]
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("target", INPUTS)
 @pytest.mark.filterwarnings("ignore")
-def test_damaged_files_of_others_are_refused_or_harmless(target: str, tmp_path: Path) -> None:
-    for seed in range(INPUTS[target]):
+def test_damaged_files_of_others_are_refused_or_harmless(target: str, part: int, tmp_path: Path) -> None:
+    for seed in range(part, INPUTS[target], PARTS):
         run_input(FOREIGN[target], random.Random(f"{target} {seed}"), tmp_path / "x")
 
 

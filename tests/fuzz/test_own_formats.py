@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 from tests.fuzz.own_formats import OWN
 from tests.fuzz.running import run_input
+from tests.split import PARTS
 
 INPUTS = {"commit_records": 120, "manifests": 120, "run_directories": 25, "local_files": 60}
 PAST = [
@@ -26,9 +27,10 @@ PAST = [
 ]
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("target", INPUTS)
-def test_damaged_files_of_ours_are_refused_or_harmless(target: str, tmp_path: Path) -> None:
-    for seed in range(INPUTS[target]):
+def test_damaged_files_of_ours_are_refused_or_harmless(target: str, part: int, tmp_path: Path) -> None:
+    for seed in range(part, INPUTS[target], PARTS):
         run_input(OWN[target], random.Random(f"{target} {seed}"), tmp_path / "x")
 
 

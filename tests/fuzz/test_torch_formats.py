@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.torch_formats import TARGETS, run
+from tests.split import PARTS
 
 COUNTS = {"dcp_directories": 30}
 PAST = [  # (target, seed) of inputs that once were findings
@@ -26,10 +27,11 @@ PAST = [  # (target, seed) of inputs that once were findings
 ]
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_damaged_bytes_are_refused_or_harmless(target: str, tmp_path: Path) -> None:
-    for seed in range(COUNTS.get(target, 150)):
+def test_damaged_bytes_are_refused_or_harmless(target: str, part: int, tmp_path: Path) -> None:
+    for seed in range(part, COUNTS.get(target, 150), PARTS):
         run(target, seed, tmp_path / "x")
 
 

@@ -24,12 +24,13 @@ import numpy as np
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CkptkitError
-from ckptkit.formats import _pickle_bulk, dcp, torch_save
-from ckptkit.formats._pickle_bulk import _is_usual, _load_in_c
-from ckptkit.formats._restricted_pickle import guarded, loads, resolver
-from ckptkit.formats._torch_records import StoredTensor
-from ckptkit.formats._torch_zip import read_archive
-from ckptkit.formats.objects import TensorValue, plain, read_tensor
+from ckptkit.formats import torch_save
+from ckptkit.formats.dcp import catalog as dcp
+from ckptkit.formats.pickles import walk
+from ckptkit.formats.pickles.objects import TensorValue, plain, read_tensor
+from ckptkit.formats.pickles.tensors import StoredTensor
+from ckptkit.formats.pickles.walk import _is_usual, _load_in_c, guarded, loads, resolver
+from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.storage.local import LocalStore
 from tests.formats.described import described
@@ -88,15 +89,15 @@ def archives_in_c(rng: random.Random, folder: Path) -> None:
 
 def _read_archive(folder: Path, least: int) -> tuple[str, str]:
     """What x.pt holds, or how it is refused, where usual pickles of `least` bytes go through C."""
-    before = _pickle_bulk._BULK_BYTES
-    _pickle_bulk._BULK_BYTES = least
+    before = walk._BULK_BYTES
+    walk._BULK_BYTES = least
     try:
         return "read", _described(read_archive(LocalStore(folder), "x.pt").value)
     except CkptkitError as error:
         _check_message(error, "x.pt")
         return "refused", str(error)
     finally:
-        _pickle_bulk._BULK_BYTES = before
+        walk._BULK_BYTES = before
 
 
 def torch_files(rng: random.Random, folder: Path) -> None:
@@ -157,9 +158,8 @@ def archives_of_items(rng: random.Random, folder: Path) -> None:
     damaged = mutate(rng, item)
     if len(damaged) < 1100:
         return
-    from ckptkit.formats._torch_zip import Layout, parse_directory
-    from ckptkit.formats.dcp_frames import Frame
-    from ckptkit.formats.dcp_items import ItemParser
+    from ckptkit.formats.dcp.locate import Frame, ItemParser
+    from ckptkit.formats.pickles.zip import Layout, parse_directory
 
     members, directory = parse_directory(item[-1024:], len(item), file="f")
     frame = Frame.of(item[:1024], item[-1024:], Layout(members, directory, "f").members, directory, len(item))

@@ -311,7 +311,7 @@ ZIPS: dict[str, Attack] = {
 
 def _tar(change: Callable[[dict[str, tarfile.TarInfo], dict[str, bytes]], None] | None) -> Build:
     def build(place: Place) -> None:
-        from tests.formats.test_torch_legacy import old_tar
+        from tests.formats.pickles.test_legacy import old_tar
 
         contents = old_tar()
         infos = {}

@@ -177,7 +177,7 @@ def _manifest(name: str, row: int, value: int) -> Build:
     """One number of the manifest is a lie; record and digests fit."""
 
     def build(place: Place) -> None:
-        from ckptkit.formats.columns import pack, unpack
+        from ckptkit.formats.own.columns import pack, unpack
 
         sources.own(place.src)
         for step in place.src.glob("step_*"):

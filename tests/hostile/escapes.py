@@ -189,7 +189,7 @@ def _file_of_record(name: str) -> Build:
 def _object_path(place: Place) -> None:
     sources.own(place.src)
     for step in sorted(place.src.glob("step_*")):
-        from ckptkit.formats.columns import unpack
+        from ckptkit.formats.own.columns import unpack
 
         data = (step / "manifest.safetensors").read_bytes()
         unpack(data, file="x")

@@ -70,7 +70,7 @@ class Outcome:
 
 
 def _read_all(url: str) -> None:
-    from ckptkit.checkpoint.open import open_checkpoint
+    from ckptkit.checkpoint.load.mapping import open_checkpoint
 
     checkpoint = open_checkpoint(url)
     for name in list(checkpoint)[:200]:
@@ -84,7 +84,7 @@ def _load(url: str) -> None:
     import torch
 
     from ckptkit.checkpoint.manager import CheckpointManager
-    from ckptkit.checkpoint.state import TrainState
+    from ckptkit.checkpoint.state.train_state import TrainState
 
     with CheckpointManager(url) as manager:
         if manager.load(TrainState(model=torch.nn.Linear(4, 4))) is None:

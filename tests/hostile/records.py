@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from ckptkit.formats.layout import _self_digest
+from ckptkit.formats.own.record import _self_digest
 
 __all__ = ["edit_json", "edit_record", "reseal"]
 

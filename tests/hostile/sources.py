@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 
 ZOO = Path(__file__).parents[1] / "zoo"
 

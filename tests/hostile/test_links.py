@@ -12,12 +12,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from ckptkit.checkpoint.delete import rotate
-from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.pins import list_pins, pin_forever
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.run.delete import rotate
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.pins import list_pins, pin_forever
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError, UnsafePathError, UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.storage.local import LocalStore

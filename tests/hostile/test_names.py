@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from ckptkit.cli.main import cli
 from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.formats.layout import checkpoint_name, step_of_name
-from ckptkit.storage.paths import checked_path, is_safe_name
+from ckptkit.formats.own.record import checkpoint_name, step_of_name
+from ckptkit.storage.store import checked_path, is_safe_name
 from tests.hostile.sources import safetensors
 
 NAMES = [

@@ -15,10 +15,10 @@ import torch
 from click.testing import CliRunner
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.pins import pin_forever
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.run.pins import pin_forever
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.cli.main import cli
-from ckptkit.shown import printable
+from ckptkit.redact import printable
 from tests.hostile.sources import header
 
 NAMES = [

@@ -19,16 +19,16 @@ import torch
 from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptkit import shown
+from ckptkit import redact
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.cli.main import cli
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, StorageError, UsageError
 from ckptkit.integrations.hub import push_folder
 from ckptkit.offline.convert import convert
 from ckptkit.offline.pictures.pages import inspect_page
-from ckptkit.shown import without_secrets
-from ckptkit.storage.store import open_store
+from ckptkit.redact import without_secrets
+from ckptkit.storage.open import open_store
 from tests.hostile import sources
 
 HUSH = "S3CRET"
@@ -89,8 +89,8 @@ class _Leaky(MemoryFileSystem):
 
 @pytest.fixture(autouse=True)
 def _setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(shown, "_known", {})
-    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 1)
+    monkeypatch.setattr(redact, "_known", {})
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     fsspec.register_implementation("leaky", _Leaky, clobber=True)
     MemoryFileSystem.store.clear()
     yield
@@ -147,7 +147,7 @@ def test_ordinary_words_stay(text: str) -> None:
 
 
 def test_a_short_value_is_not_looked_for_within_words() -> None:
-    shown.keep_secret({"secret": "test"})
+    redact.keep_secret({"secret": "test"})
     assert without_secrets("pytest: test=test1") == "pytest: ***=test1"
 
 
@@ -188,7 +188,7 @@ def test_a_failing_storage_without_secrets_is_shown_with_its_cause() -> None:
 
 
 def test_what_is_logged_and_its_traceback_hold_no_credential(caplog: pytest.LogCaptureFixture) -> None:
-    shown.keep_secret(OPTIONS)
+    redact.keep_secret(OPTIONS)
     try:
         raise ValueError(f"https://me:{HUSH}@host")
     except ValueError:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from ckptkit import open_checkpoint
-from ckptkit.formats.layout import read_record
+from ckptkit.formats.own.record import read_record
 from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint, fsdp2_strategy_parallelize
 from ckptkit.storage import open_store
 from tests.integrations.lightning_job import (

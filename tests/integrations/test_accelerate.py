@@ -8,6 +8,7 @@ import pytest
 import torch
 
 accelerate = pytest.importorskip("accelerate")
+from ckptkit.errors import CorruptCheckpointError, SaveError  # noqa: E402
 from ckptkit.integrations.accelerate import AcceleratorCheckpoints  # noqa: E402
 
 
@@ -76,3 +77,52 @@ def test_a_checkpoint_of_accelerate_itself_is_adopted(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(again[1].parameters(), run[1].parameters(), strict=True))
     states = zip(again[2].optimizer.state.values(), run[2].optimizer.state.values(), strict=True)
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in states)
+
+
+def loaded(stateful: bool) -> tuple[Any, Any]:
+    """An accelerator with a prepared loader of 4 batches."""
+    torch.manual_seed(0)
+    options = {"use_stateful_dataloader": True} if stateful else {"use_seedable_sampler": True}
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**options))
+    data = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, shuffle=not stateful)
+    return accelerator, accelerator.prepare(data)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_prepared_loader_goes_on_in_the_middle_of_an_epoch(tmp_path, stateful):
+    accelerator, data = loaded(stateful)
+    list(data)
+    checkpoints = AcceleratorCheckpoints(accelerator, tmp_path)
+    batches = []
+    for batch in data:
+        batches.append(batch.tolist())
+        if len(batches) == 2:
+            checkpoints.save_state(6)
+    checkpoints.close()
+    accelerator, data = loaded(stateful)
+    torch.manual_seed(1)
+    checkpoints = AcceleratorCheckpoints(accelerator, tmp_path)
+    checkpoints.load_state()
+    checkpoints.close()
+    if not stateful:
+        assert data.iteration == 1
+        data = accelerator.skip_first_batches(data, 2)
+        data.set_epoch(1)
+    assert [batch.tolist() for batch in data] == batches[2:]
+
+
+def test_a_run_whose_load_failed_half_way_is_not_saved(tmp_path):
+    run = prepared()
+    checkpoints = AcceleratorCheckpoints(run[0], tmp_path)
+    train(run, 1)
+    checkpoints.save_state(1)
+    (file,) = tmp_path.rglob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(run[1][0].weight.detach().numpy().tobytes())] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(CorruptCheckpointError, match="half loaded"):
+        checkpoints.load_state()
+    with pytest.raises(SaveError, match="half loaded"):
+        checkpoints.save_state(2)
+    checkpoints.close()

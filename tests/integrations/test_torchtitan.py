@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from pathlib import Path
@@ -9,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.errors import UsageError
+from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from torchtitan_checkpointer import Schedulers, TrainState, main, train
 
-from tests.checkpoint.test_foreign import check_optimizer, check_weights, run_of
+from tests.checkpoint.load.test_foreign import check_optimizer, check_weights, run_of
 
 ZOO = Path(__file__).parents[1] / "zoo"
 
@@ -34,13 +35,120 @@ def small():
 
 def test_the_calls_are_those_of_torchtitan():
     calls = {name: list(inspect.signature(getattr(TorchtitanCheckpointer, name)).parameters)[1:] for name in
-             ("save", "load", "maybe_wait_for_staging", "close")}  # fmt: skip
-    assert calls == {"save": ["curr_step", "last_step"], "load": ["step"], "maybe_wait_for_staging": [], "close": []}
-    made = list(inspect.signature(TorchtitanCheckpointer).parameters)
-    assert made[:9] == [
-        "dataloader", "model_parts", "optimizers", "lr_schedulers", "states", "checkpoint_config", "sd_adapter",
-        "base_folder", "ft_manager",
-    ]  # fmt: skip
+             ("save", "load", "maybe_wait_for_staging", "maybe_wait_for_saving", "close")}  # fmt: skip
+    assert calls == {
+        "save": ["curr_step", "last_step"], "load": ["step"], "maybe_wait_for_staging": [],
+        "maybe_wait_for_saving": [], "close": [],
+    }  # fmt: skip
+
+
+@dataclasses.dataclass
+class Config:
+    """The fields of torchtitan 0.3's config, with its defaults; `enable` apart."""
+
+    enable: bool = True
+    folder: str = "checkpoint"
+    interval: int = 500
+    initial_load_path: str | None = None
+    initial_load_model_only: bool = True
+    initial_load_in_hf: bool = False
+    initial_load_in_hf_quantized: bool = False
+    last_save_model_only: bool = True
+    last_save_in_hf: bool = False
+    export_dtype: str = "float32"
+    keep_latest_k: int = 10
+    load_step: int = -1
+    exclude_from_loading: list[str] = dataclasses.field(default_factory=list)
+    enable_first_step_checkpoint: bool = False
+    create_seed_checkpoint: bool = False
+    load_only: bool = False
+    async_mode: str = "disabled"
+
+
+def newest(folder, state=None, **config):
+    """Make a checkpointer as torchtitan 0.3 does."""
+    state = state or small()
+    parts = dict(model_parts=[state.model], optimizers=[state.optimizer], lr_schedulers=Schedulers(state.optimizer))
+    return TorchtitanCheckpointer(
+        Config(**config), dataloader=None, states={"train_state": TrainState()}, sd_adapter=None,
+        base_folder=str(folder), **parts,
+    )  # fmt: skip
+
+
+def steps_in(folder):
+    return sorted(int(path.name[5:]) for path in folder.glob("checkpoint/step_*"))
+
+
+def saved(folder, steps, **config):
+    checkpointer = newest(folder, **config)
+    told = [checkpointer.save(step, last_step=step == steps) for step in range(1, steps + 1)]
+    checkpointer.close()
+    assert told == [step in steps_in(folder) for step in range(1, steps + 1)] or config.get("keep_latest_k")
+    return steps_in(folder)
+
+
+SAVES = {  # field: (its value, the steps of 7 that are saved)
+    "interval": (3, [3, 6, 7]),
+    "enable": (False, []),
+    "enable_first_step_checkpoint": (True, [1, 7]),
+    "load_only": (True, []),
+    "async_mode": ("async", [7]),
+    "last_save_model_only": (False, [7]),
+}
+
+
+@pytest.mark.parametrize("field", SAVES)
+def test_an_option_of_saving_does_what_it_says(tmp_path, field):
+    value, steps = SAVES[field]
+    assert saved(tmp_path, 7, **{field: value}) == steps
+
+
+def test_no_more_than_the_latest_k_are_kept(tmp_path):
+    assert saved(tmp_path, 7, interval=1, keep_latest_k=2) == [6, 7]
+
+
+REFUSED = {
+    "initial_load_in_hf": True,
+    "initial_load_in_hf_quantized": True,
+    "last_save_in_hf": True,
+    "export_dtype": "bfloat16",
+    "exclude_from_loading": ["nothing"],
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_an_option_that_is_not_honoured_is_refused_by_name(tmp_path, field):
+    with pytest.raises(UsageError, match=field):
+        newest(tmp_path, **{field: REFUSED[field]})
+
+
+def test_every_field_of_the_config_is_tried_here():
+    tried = {*SAVES, *REFUSED, "keep_latest_k", "load_step", "create_seed_checkpoint", "folder"}
+    assert {field.name for field in dataclasses.fields(Config)} == tried | {
+        "initial_load_path",
+        "initial_load_model_only",
+    }
+
+
+def test_an_unknown_option_is_an_error(tmp_path):
+    with pytest.raises(UsageError, match="no_such_option"):
+        of(small(), tmp_path, no_such_option=1)
+
+
+def test_of_a_seed_checkpoint_only_the_model_is_loaded(tmp_path):
+    seed = newest(tmp_path, create_seed_checkpoint=True)
+    seed.save(curr_step=0, last_step=True)
+    seed.close()
+    state = small()
+    checkpointer = newest(tmp_path, state)
+    assert checkpointer.load() is True
+    checkpointer.close()
+    assert not state.optimizer.state
+
+
+def test_a_step_to_load_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        newest(tmp_path, load_step=5).load()
 
 
 def test_a_resumed_run_is_bit_equal():
@@ -58,7 +166,8 @@ def test_load_tells_whether_there_was_a_checkpoint(tmp_path):
     checkpointer.save(1)
     assert checkpointer.load() is True
     assert checkpointer.load(step=1) is True
-    assert checkpointer.load(step=2) is False
+    with pytest.raises(CheckpointNotFoundError):
+        checkpointer.load(step=2)
     checkpointer.close()
 
 
@@ -77,6 +186,7 @@ def test_torchtitans_own_checkpoint_is_adopted_with_its_optimizer(tmp_path):
     checkpointer = of(state, tmp_path, initial_load_path=old, initial_load_model_only=False)
     assert checkpointer.load() is True
     checkpointer.close()
+    assert checkpointer._states["train_state"].step == 2
     check_weights(state.model, name)
     check_optimizer(state.optimizer, state.model, name)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch
 pytest.importorskip("accelerate")
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from ckptkit import RetentionPolicy, open_checkpoint
-from ckptkit.errors import UsageError
+from ckptkit import CheckpointManager, RetentionPolicy, TrainState, open_checkpoint
+from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.integrations.transformers import CheckpointCallback
+from ckptkit.offline.convert import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -27,7 +30,7 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def trainer_of(work: Path, callback: Any, **options: Any) -> Trainer:
+def trainer_of(work: Path, callback: Any, model: Any = None, **options: Any) -> Trainer:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -35,13 +38,15 @@ def trainer_of(work: Path, callback: Any, **options: Any) -> Trainer:
     )  # fmt: skip
     arguments = TrainingArguments(
         output_dir=str(work / "out"), per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=3,
-        logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, max_steps=8,
-        **{"save_strategy": "no", **options},
+        logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
+        **{"max_steps": 8, "save_strategy": "no", **options},
     )  # fmt: skip
     trainer = Trainer(
-        LlamaForCausalLM(config), arguments, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[callback]
-    )
-    callback.attach(trainer)
+        model or LlamaForCausalLM(config), arguments, train_dataset=Texts(), eval_dataset=Texts(),
+        callbacks=[callback] if callback else None,
+    )  # fmt: skip
+    if callback is not None:
+        callback.attach(trainer)
     return trainer
 
 
@@ -140,3 +145,61 @@ def test_a_callback_that_was_not_attached_or_has_another_trainer_says_so(tmp_pat
     trainer.add_callback(CheckpointCallback(tmp_path / "loose"))
     with pytest.raises(UsageError, match=r"callback\.attach\(trainer\)"):
         trainer.train()
+
+
+def plain_trainer(work: Path, **options: Any) -> Trainer:
+    """A Trainer without a callback: it saves its own files."""
+    return trainer_of(work, None, save_strategy="steps", save_steps=4, weight_decay=0.1, **options)
+
+
+def test_the_checkpoints_of_a_trainer_itself_are_gone_on_from(tmp_path):
+    straight = plain_trainer(tmp_path / "old")
+    straight.train()
+    shutil.rmtree(tmp_path / "old" / "out" / "checkpoint-8")
+    callback = CheckpointCallback(tmp_path / "old" / "out", save_steps=100)
+    resumed = trainer_of(tmp_path, callback, weight_decay=0.1)
+    resumed.train()
+    assert callback.loaded.step == 4
+    assert resumed.state.global_step == 8
+    assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_a_manager_goes_on_from_the_directory_of_a_trainer(tmp_path):
+    old = plain_trainer(tmp_path, max_steps=4)
+    old.train()
+    new = plain_trainer(tmp_path / "new")
+    new.create_optimizer_and_scheduler(8)
+    state = TrainState(model=new.model, optimizer=new.optimizer, scheduler=new.lr_scheduler)
+    with CheckpointManager(tmp_path / "out") as manager:
+        report = manager.load(state)
+        assert report.step == state.step == 4
+        old_states = [old.optimizer.optimizer.state[p] for p in old.model.parameters()]
+        new_states = [new.optimizer.state[p] for p in new.model.parameters()]
+        assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(old_states, new_states, strict=True))
+        assert {"rng", "scheduler"} < set(report.loaded)
+        state.optimizer = torch.optim.AdamW(new.model.parameters())  # one group for what the Trainer has in two
+        with pytest.raises(CheckpointMismatchError, match="weight_decay"):
+            manager.load(state)
+
+
+def test_another_systems_checkpoint_at_the_url_is_no_new_start_of_a_trainer(zoo, tmp_path):
+    shutil.copytree(zoo / "verl_fsdp2_w2", tmp_path / "run")
+    with pytest.raises(UsageError, match=r"no trainer_state\.json"):
+        trainer_of(tmp_path, CheckpointCallback(tmp_path / "run")).train()
+
+
+def test_an_adapter_is_exported_and_converted_as_one(tmp_path):
+    peft = pytest.importorskip("peft")
+    callback = CheckpointCallback(tmp_path / "run", save_steps=4, export=tmp_path / "out")
+    model = trainer_of(tmp_path, None).model
+    base = copy.deepcopy(model)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], lora_alpha=32)
+    trainer = trainer_of(tmp_path, callback, peft.get_peft_model(model, config), max_steps=4)
+    trainer.train()
+    convert(str(tmp_path / "run"), str(tmp_path / "converted"), to="hf")
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        wanted = trainer.model.eval()(ids).logits
+        for folder in ("out", "converted"):
+            again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / folder).eval()
+            assert torch.equal(again(ids).logits, wanted)

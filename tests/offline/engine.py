@@ -15,7 +15,7 @@ import zstandard
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Codec, Digest, SliceArray, TensorEntry, TensorSlice
-from ckptkit.offline.plan import Literal, OutputFile, OutputTensor, Placement, Plan
+from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
 from tests.catalog.boxes import index
 
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

@@ -11,9 +11,9 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Target
-from ckptkit.offline.hf_export import HFExport
-from ckptkit.offline.plan import ComputedTensor, Literal
-from ckptkit.offline.tied import _read_box
+from ckptkit.offline.copying.plan import ComputedTensor, Literal
+from ckptkit.offline.export.hf import HFExport
+from ckptkit.offline.export.tied import _read_box
 from ckptkit.storage.store import Store
 from tests.catalog.materialize import materialize
 
@@ -36,8 +36,8 @@ def small_files(export: HFExport) -> dict[str, bytes]:
 
 def bits_of(path: Any) -> dict[str, Any]:
     """The tensors of a safetensors file, as bits."""
-    from ckptkit.formats import safetensors
-    from ckptkit.storage.store import open_store
+    from ckptkit.formats.hf import safetensors
+    from ckptkit.storage.open import open_store
 
     store = open_store(str(path.parent))
     catalog = safetensors.open_file(store, path.name)

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from ckptkit.offline.convert import convert
 from ckptkit.storage import upload
-from ckptkit.storage.remote import RemoteStore
-from ckptkit.storage.store import open_store
+from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.saving import fork
 from tests.ranks import RankError, run_ranks

@@ -21,7 +21,6 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ckptkit.catalog import builtin_maps
 from ckptkit.cli.convert import command
 from ckptkit.errors import (
     CheckpointExistsError,
@@ -32,10 +31,12 @@ from ckptkit.errors import (
     UnsafePickleError,
     UsageError,
 )
-from ckptkit.formats import torch_encode
-from ckptkit.formats.dcp_encode import STREAMED
-from ckptkit.offline import hf_export, team
+from ckptkit.formats.dcp.records import STREAMED
+from ckptkit.formats.pickles import encode
+from ckptkit.keymaps import builtin
+from ckptkit.offline import publish
 from ckptkit.offline.convert import convert
+from ckptkit.offline.export import hf
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
@@ -145,7 +146,7 @@ def test_the_one_file_is_a_sound_zip(tmp_path):
 
 
 def test_offsets_and_sizes_past_4_gib_use_zip64(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch_encode, "_WIDE", 200)  # every field that could overflow does
+    monkeypatch.setattr(encode, "_WIDE", 200)  # every field that could overflow does
     convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     expected = load_file(UNEVEN / "EXPECTED.safetensors")
@@ -359,16 +360,17 @@ def test_a_conversion_without_a_cast_and_one_with_never_import_torch(tmp_path):
 def test_a_plain_export_imports_no_module_of_maps_adapters_or_other_formats(tmp_path):
     code = (
         "import sys; from ckptkit import convert; convert(sys.argv[1], sys.argv[2]);"
-        "names = ('numpy.ma', 'ckptkit.catalog.rules', 'ckptkit.offline.adapters', 'ckptkit.formats.deepspeed',"
-        " 'ckptkit.formats.lightrft', 'ckptkit.checkpoint.inventory', 'ckptkit.offline.tied');"
+        "names = ('numpy.ma', 'ckptkit.keymaps.rules', 'ckptkit.offline.export.adapters',"
+        " 'ckptkit.formats.deepspeed.zero',"
+        " 'ckptkit.formats.trainers.lightrft', 'ckptkit.checkpoint.run.inventory', 'ckptkit.offline.export.tied');"
         "sys.exit(' '.join(name for name in names if name in sys.modules) or 0)"
     )
     subprocess.run([sys.executable, "-c", code, str(UNEVEN / "ckpt"), str(tmp_path / "out")], check=True)
 
 
 def test_every_layout_that_a_map_is_chosen_for_has_a_name_by_which_the_maps_are_imported():
-    layouts = (*builtin_maps._STACKED, "tok_embeddings.weight")
-    assert all(any(mark in name for mark in hf_export._MAPPED) for name in layouts)
+    layouts = (*builtin._STACKED, "tok_embeddings.weight")
+    assert all(any(mark in name for mark in hf._MAPPED) for name in layouts)
 
 
 def convert_on_a_rank(src: str, dst: str) -> int:
@@ -476,7 +478,7 @@ def test_a_tensor_that_keeps_its_name_is_printed_once(tmp_path):
 
 
 def test_a_rank_whose_fellows_never_come_gives_up_in_bounded_time(monkeypatch, tmp_path):
-    monkeypatch.setattr(team, "_MEET_S", 1)
+    monkeypatch.setattr(publish, "_MEET_S", 1)
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import UsageError
 from ckptkit.offline import diff as module
 from ckptkit.offline.diff import DiffReport, diff
@@ -150,3 +152,78 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout) * 1024)
     assert peaks[1] - peaks[0] < 40 << 20  # of 224 MiB more on the two sides together
+
+
+def test_an_export_is_compared_by_its_weights_and_what_it_lacks_is_named(zoo: Path, tmp_path: Path) -> None:
+    from ckptkit.offline.convert import convert
+
+    source = str(zoo / "dcp_torchtitan_like_w2")
+    convert(source, str(tmp_path / "out"), to="dcp")
+    report = diff(source, str(tmp_path / "out"))
+    assert not report.differs
+    assert not report.equal
+    assert "not compared" in report.summary()
+    assert not report.summary().startswith("equal:")
+    assert report.to_json()["left_out"] == list(report.left_out)
+    assert any("optimizer" in name for name in report.left_out)
+
+
+def saved(path: Path, **values: Any) -> str:
+    torch.save({"model": {"w": torch.ones(2)}, **values}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "places"),
+    [
+        ({"epoch": 3}, {"epoch": 4}, {"epoch": ("3", "4")}),
+        ({"epoch": 3}, {"epoch": 3.0}, {"epoch": ("3", "3.0")}),
+        ({"epoch": True}, {"epoch": 1}, {"epoch": ("True", "1")}),
+        ({"note": "x"}, {"note": "y"}, {"note": ("'x'", "'y'")}),
+        ({"x": -0.0}, {"x": 0.0}, {"x": ("-0.0", "0.0")}),
+        ({"x": math.nan}, {"x": math.nan}, {}),
+        ({"args": {"lr": [1, 2]}}, {"args": {"lr": [1, 3]}}, {"args.lr[1]": ("2", "3")}),
+        ({"args": {"lr": [1]}}, {"args": {"lr": [1, 3]}}, {"args.lr": ("1 items", "2 items")}),
+        ({"args": {"a": 1}}, {"args": {"a": 1, "b": 2}}, {"args.b": ("nothing", "2")}),
+    ],
+)
+def test_values_that_are_no_tensors_are_compared_and_named(
+    tmp_path: Path, a: dict[str, Any], b: dict[str, Any], places: dict[str, Any]
+) -> None:
+    report = diff(saved(tmp_path / "a.pt", **a), saved(tmp_path / "b.pt", **b))
+    assert report.values == places
+    assert report.equal == (not places)
+    assert report.to_json()["values"] == {place: list(texts) for place, texts in places.items()}
+
+
+def test_the_settings_of_an_optimizer_are_compared(tmp_path: Path) -> None:
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        model = torch.nn.Linear(2, 2)
+        with CheckpointManager(tmp_path / name) as manager:
+            manager.save(1, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr)))
+    report = diff(*(str(tmp_path / name / "step_00000001") for name in "ab"), include=["optimizer*"])
+    assert report.values["optimizer.param_groups[0].lr"] == ("0.1", "0.2")
+    assert all(".lr" in place for place in report.values)
+
+
+def test_a_value_that_one_side_lacks_is_named(tmp_path: Path) -> None:
+    report = diff(saved(tmp_path / "a.pt", epoch=1, note=2), saved(tmp_path / "b.pt", epoch=1))
+    assert (report.only_a, report.only_b, report.same_values) == (("note",), (), 1)
+
+
+def test_many_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+    real = os.preadv
+
+    def counting(*args: Any) -> int:
+        nonlocal reads
+        reads += 1
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    tensors = {f"t{i:04}": torch.full((4,), float(i)) for i in range(2000)}
+    changed = {**tensors, "t1000": torch.zeros(4)}
+    report = compare(tmp_path, tensors, changed)
+    assert [found.name for found in report.different] == ["t1000"]
+    assert report.same == 1999
+    assert reads < 40

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.offline.convert import convert
 from ckptkit.offline.prune import prune
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
-from ckptkit.storage import staging
-from ckptkit.storage.store import open_store
+from ckptkit.storage import publish, staging
+from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.killed import check_run, state
 from tests.checkpoint.saving import fork, leftovers
@@ -51,7 +51,7 @@ def tree(place: Path) -> dict[str, bytes]:
 
 def _killed(say: Any, name: str, source: str, target: str, again: bool, nth: int, swap: bool) -> None:
     if not swap:
-        staging._exchange = lambda first, second: False
+        publish._exchange = lambda first, second: False
     kill_at(nth)
     COMMANDS[name](source, target, again)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.pins import pin_forever
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.pins import pin_forever
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.offline.listing import list_run
 from ckptkit.offline.prune import prune
@@ -108,3 +108,11 @@ def test_a_place_without_checkpoints_says_what_it_holds(tmp_path: Path) -> None:
         list_run(str(tmp_path))
     with pytest.raises(CheckpointNotFoundError, match="no such directory"):
         list_run(str(tmp_path / "gone"))
+
+
+def test_a_root_that_begins_with_a_reshard_lacks_no_earlier_save(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    reshard(str(tmp_path / "run" / "step_00000003"), str(tmp_path / "new" / "step_00000003"), world_size=2)
+    assert list_run(str(tmp_path / "new")).absent == 0

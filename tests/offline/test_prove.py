@@ -11,13 +11,13 @@ import pytest
 from ckptkit.catalog.entry import SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import IntegrityError
-from ckptkit.formats.safetensors_parse import read_header
+from ckptkit.formats.hf.header import read_header
 from ckptkit.offline import prove
 from ckptkit.offline.convert import convert
-from ckptkit.offline.plan import Placement
+from ckptkit.offline.copying.chains import slice_runs
+from ckptkit.offline.copying.plan import Placement
 from ckptkit.offline.prove import prove_equal
 from ckptkit.offline.reshard import reshard
-from ckptkit.offline.slice_match import slice_runs
 from ckptkit.storage.local import LocalStore
 
 UNEVEN = Path(__file__).parents[1] / "zoo" / "dcp_fsdp2_uneven_w4" / "ckpt"

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint import pins
-from ckptkit.checkpoint.delete import delete_checkpoint
-from ckptkit.checkpoint.pins import list_pins
-from ckptkit.errors import CheckpointNotFoundError
+from ckptkit.checkpoint.run import pins
+from ckptkit.checkpoint.run.delete import delete_checkpoint
+from ckptkit.checkpoint.run.pins import list_pins
+from ckptkit.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from ckptkit.offline import reading
 from ckptkit.offline.convert import convert
 from ckptkit.offline.diff import diff
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.store import open_store
+from ckptkit.storage.open import open_store
 
 COMMANDS: dict[str, Callable[[str, str], Any]] = {
     "convert": convert,
@@ -163,3 +163,10 @@ def test_a_named_source_that_vanishes_without_a_pin_is_an_error_that_says_so(
     with pytest.raises(CheckpointNotFoundError, match=r"step_00000004 was deleted or replaced while it was read"):
         COMMANDS[command](str(run / "step_00000004"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_without_its_record_is_called_one_and_not_replaced(run: Path, tmp_path: Path) -> None:
+    source = next(run.glob("step_*"))
+    (source / "checkpoint.json").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"no checkpoint\.json: a copy that is not complete"):
+        convert(str(source), str(tmp_path / "out"), to="torch")

@@ -116,8 +116,8 @@ def _copied(folder: Path, kind: str, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_result_passes_verify_and_carries_the_record(runs: Any, tmp_path: Path, kind: str) -> None:
-    from ckptkit.formats.layout import read_record
-    from ckptkit.storage.store import open_store
+    from ckptkit.formats.own.record import read_record
+    from ckptkit.storage.open import open_store
 
     made = str(tmp_path / "step_00000002")
     reshard(at(runs("1d", 2)[0], "sharded"), made, world_size=3, type=kind)
@@ -142,8 +142,8 @@ def test_a_manager_of_the_parent_resumes_from_the_copy(ranks: Any, runs: Any, tm
 
 
 def test_a_copy_beside_its_source_is_the_same_moment_of_the_run(ranks: Any, tmp_path: Path) -> None:
-    from ckptkit.checkpoint.inventory import list_checkpoints
-    from ckptkit.storage.store import open_store
+    from ckptkit.checkpoint.run.inventory import list_checkpoints
+    from ckptkit.storage.open import open_store
 
     run = tmp_path / "run"
     ranks.run(_save_steps, 1, str(run))
@@ -162,8 +162,8 @@ def _save_steps(url: str) -> None:
 
 
 def test_a_copy_takes_its_place_by_the_step_in_another_run(ranks: Any, runs: Any, tmp_path: Path) -> None:
-    from ckptkit.checkpoint.inventory import list_checkpoints
-    from ckptkit.storage.store import open_store
+    from ckptkit.checkpoint.run.inventory import list_checkpoints
+    from ckptkit.storage.open import open_store
 
     run = tmp_path / "run"
     ranks.run(_save_steps, 1, str(run))
@@ -213,4 +213,8 @@ def test_plain_torch_finds_the_settings_of_a_checkpoint_that_was_local(runs: Any
     made = str(tmp_path / "step_00000002")
     reshard(at(runs("1d", 2)[0], "local"), made, world_size=2)
     known = FileSystemReader(made).read_metadata().state_dict_metadata
-    assert {"optimizer.param_groups.0.lr", "optimizer.param_groups.1.params"} <= set(known)
+    assert {
+        "optimizer.param_groups.0.lr",
+        "optimizer.param_groups.1.params",
+        "optimizer.param_groups.1.param_names",
+    } <= set(known)

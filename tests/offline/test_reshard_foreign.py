@@ -51,9 +51,10 @@ def _model(source: Source) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict
     return dict(sorted(shapes.items(), key=lambda item: item[0] in tied)), tied, [f for f in loose if f not in tied]
 
 
-def _groups(made: str) -> list[list[str]]:
-    """The parameters of each group, as the result has them."""
-    tree = open_source(made).catalog.objects["optimizer"].value
+def _groups(source: str, place: Path) -> list[list[str]]:
+    """The parameters of each group, as a LOCAL result has them."""
+    reshard(source, str(place / "groups"), world_size=1, type="local")
+    tree = open_source(str(place / "groups")).catalog.objects["optimizer"].value
     return [group["params"] for group in tree["param_groups"]]
 
 
@@ -68,7 +69,8 @@ def test_a_run_goes_on_with_what_the_other_system_had(ranks: Any, zoo: Path, tmp
     source = open_source(str(zoo / name))
     made = str(tmp_path / "new")
     reshard(str(zoo / name), made, world_size=2, verify=True)
-    for weights, states, settings, loaded in ranks.run(reshard_jobs.go_on, 2, made, *_model(source), _groups(made)):
+    groups = _groups(str(zoo / name), tmp_path)
+    for weights, states, settings, loaded in ranks.run(reshard_jobs.go_on, 2, made, *_model(source), groups):
         model, moments = _by_fqn(source, Role.MODEL), _by_fqn(source, Role.OPTIMIZER)
         assert {fqn for fqn in model if not _equal(source, model[fqn], weights[fqn])} == set()
         assert moments.keys() <= states.keys()
@@ -76,7 +78,7 @@ def test_a_run_goes_on_with_what_the_other_system_had(ranks: Any, zoo: Path, tmp
         assert {key.rpartition(".")[2] for key in states} == {"step", "exp_avg", "exp_avg_sq"}
         assert all(group["lr"] != 123.0 for group in settings)
         assert "optimizer" in loaded
-    assert ("scheduler" in open_source(made).catalog.objects) is SOURCES[name]
+    assert ("scheduler" in open_source(str(tmp_path / "groups")).catalog.objects) is SOURCES[name]
 
 
 def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks: Any, zoo: Path, tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks: Any, z
     made = str(tmp_path / "new")
     report = reshard(source.url, made, world_size=3)
     assert "14 weights equal to their fp32 masters, cast" in report.proof()
-    for _, states, _, _ in ranks.run(reshard_jobs.go_on, 3, made, *_model(source), _groups(made), True):
+    for _, states, _, _ in ranks.run(reshard_jobs.go_on, 3, made, *_model(source), _groups(source.url, tmp_path), True):
         masters, moments = _by_fqn(source, Role.MASTER), _by_fqn(source, Role.OPTIMIZER)
         assert {fqn for fqn in masters if not _equal(source, masters[fqn], states[f"{fqn}.master"])} == set()
         assert {key for key in moments if not _equal(source, moments[key], states[key])} == set()
@@ -131,7 +133,7 @@ def test_what_is_not_carried_is_named_with_the_reason(zoo: Path, tmp_path: Path)
 
 def test_a_scheduler_of_another_system_is_one_of_torch(zoo: Path, tmp_path: Path) -> None:
     reshard(str(zoo / "hf_trainer_fsdp2_sharded_w2"), str(tmp_path / "new"), world_size=2)
-    from ckptkit.checkpoint.values import decode
+    from ckptkit.checkpoint.state.values import decode
 
     tree = open_source(str(tmp_path / "new")).catalog.objects["scheduler"].value
     groups = [{"params": [torch.zeros(1)]} for _ in range(2)]

@@ -10,12 +10,13 @@ import pytest
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
-from ckptkit.offline.coverage import check_plan
-from ckptkit.offline.plan import Plan
-from ckptkit.offline.reshard_plan import Identity, plan_reshard
-from ckptkit.offline.seal import Seal, planned_catalog
-from ckptkit.offline.target_mesh import TargetMesh
-from ckptkit.storage.store import Store, open_store
+from ckptkit.offline.copying.coverage import check_plan
+from ckptkit.offline.copying.plan import Plan
+from ckptkit.offline.resharding.mesh import TargetMesh
+from ckptkit.offline.resharding.plan import Identity, plan_reshard
+from ckptkit.offline.resharding.seal import Seal, planned_catalog
+from ckptkit.storage.open import open_store
+from ckptkit.storage.store import Store
 
 HIDDEN, INNER, HEADS, WORDS = 8192, 28672, 1024, 128256
 

@@ -29,7 +29,7 @@ def test_a_run_that_was_killed_at_any_file_operation_is_gone_on_from(
 
 
 def test_an_upload_that_was_killed_at_any_request_is_gone_on_from(tmp_path: Path) -> None:
-    from ckptkit.storage.store import open_store
+    from ckptkit.storage.open import open_store
 
     source = make_source(tmp_path, tensors=10, rows=1536, ranks=2)
     options = {"max_shard_size": "16MB", "workers": 1}

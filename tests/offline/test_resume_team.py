@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint import coordinator
+from ckptkit.checkpoint.run import coordinator
 from ckptkit.errors import RankFailedError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
@@ -18,7 +18,7 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import owner
 from ckptkit.storage.journal import Journal
 from ckptkit.storage.local import LocalStore
-from tests.offline.test_resume import COLUMNS, UNEVEN, content, went_on
+from tests.offline.copying.test_resume import COLUMNS, UNEVEN, content, went_on
 from tests.ranks import RankError, run_ranks
 
 MANY = {"max_shard_size": "1kB"}  # ten files

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.offline import carry_out
+from ckptkit.offline import conversion
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 
@@ -23,13 +23,13 @@ COMMANDS: dict[str, Callable[[str, str], Any]] = {
 
 def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Run `act` once the source is open, before its tensors are read."""
-    execute = carry_out.execute
+    execute = conversion.execute
 
     def acting(*args: Any, **kwargs: Any) -> Any:
         act()
         return execute(*args, **kwargs)
 
-    monkeypatch.setattr(carry_out, "execute", acting)
+    monkeypatch.setattr(conversion, "execute", acting)
 
 
 @pytest.fixture

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
-from ckptkit.formats.layout import FileRecord, read_record
-from ckptkit.formats.outline import LEAST, SPARES
+from ckptkit.formats.own.outline import LEAST, SPARES
+from ckptkit.formats.own.record import FileRecord, read_record
+from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
@@ -141,3 +144,63 @@ def test_digests_of_whole_files_from_before_there_were_outlines_are_compared(sav
     data[-1] ^= 1
     file.write_bytes(data)
     assert [problem.path for problem in verify(str(saved)).problems] == [file.name]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Steps of two runs whose files have the same names."""
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 4)
+        with CheckpointManager(tmp_path / f"run{seed}") as manager:
+            manager.save(1, TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * seed)))
+        found.append(tmp_path / f"run{seed}" / "step_00000001")
+    return found[0], found[1]
+
+
+def failures(step: Path, out: Path, **options: Any) -> list[str]:
+    """What verify, verify --quick, a conversion and its dry run say against a step; "" where they say nothing."""
+    calls = [
+        lambda: " ".join(problem.message for problem in verify(str(step)).problems),
+        lambda: " ".join(problem.message for problem in verify(str(step), quick=True).problems),
+        lambda: convert(str(step), str(out), to="dcp", **options) and "",
+        lambda: " ".join(convert(str(step), str(out / "dry"), to="dcp", dry_run=True, **options).faults),
+    ]
+    said = []
+    for call in calls:
+        try:
+            said.append(str(call()))
+        except CkptkitError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("change", ["swap", "remove", "truncate", "append"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.safetensors", "objects.json"])
+def test_each_file_of_a_step_that_is_not_the_committed_one_is_noticed(
+    pair: tuple[Path, Path], tmp_path: Path, name: str, change: str
+) -> None:
+    ours, other = (step / name for step in pair)
+    data = {
+        "swap": other.read_bytes(),
+        "truncate": ours.read_bytes()[:-3],
+        "append": ours.read_bytes() + b"xxx",
+    }.get(change)
+    ours.unlink()
+    if data is not None:
+        ours.write_bytes(data)
+    full, quick, converted, planned = failures(pair[0], tmp_path / "out")
+    assert name in full
+    assert name in converted
+    assert not (tmp_path / "out").exists()
+    if (name, change) != ("__0_0.distcp", "swap"):  # what only the bytes of tensors tell is not looked at
+        assert name in quick
+        assert name in planned
+
+
+def test_what_is_not_needed_may_be_missing_where_nothing_is_to_be_checked(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (pair[0] / ".metadata").unlink()
+    assert failures(pair[0], tmp_path / "out", check=False)[2:] == ["", ""]

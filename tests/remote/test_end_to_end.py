@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.checkpoint.delete import delete_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.run.delete import delete_checkpoint
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.offline.convert import convert
 from ckptkit.offline.diff import diff
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
-from ckptkit.storage.snapshot import snapshot
+from ckptkit.storage.listing import snapshot
 from tests.storage import servers
 from tests.storage.proxy import Proxy
 
@@ -97,14 +97,14 @@ def test_conversions_between_s3_and_s3_make_no_local_file(
     convert(f"{url}/dcp", f"{url}/hf", verify=True, storage_options=s3)
     reshard(f"{url}/dcp", f"{url}/three", world_size=3, storage_options=s3)
     assert verify(f"{url}/three", storage_options=s3).ok
-    assert diff(f"{url}/dcp", f"{url}/three", storage_options=s3).equal
+    assert not diff(f"{url}/dcp", f"{url}/three", storage_options=s3).differs
     assert list(tmp_path.iterdir()) == []
 
 
 def test_remote_and_local_ends_go_together(source: str, url: str, s3: Options, tmp_path: Path) -> None:
     convert(source, f"{url}/up", to="dcp", storage_options=s3)
     convert(f"{url}/up", str(tmp_path / "down"), to="dcp", storage_options=s3)
-    assert diff(f"{url}/up", str(tmp_path / "down"), storage_options=s3).equal
+    assert not diff(f"{url}/up", str(tmp_path / "down"), storage_options=s3).differs
 
 
 def test_progress_names_the_file_that_goes_up_and_is_complete_once_all_are_there(
@@ -146,9 +146,9 @@ def test_commands_take_storage_options_or_the_environment(
     for command in (
         ["inspect", f"{url}/step_00000003"],
         ["verify", f"{url}/step_00000003"],
-        ["diff", f"{url}/step_00000002", f"{url}/step_00000003"],
         ["convert", source, f"{url}/hf"],
         ["reshard", f"{url}/step_00000003", f"{url}/two", "--world-size", "2"],
+        ["diff", f"{url}/step_00000003", f"{url}/two"],
         ["prune", url, "--max-num", "1"],
     ):
         code, text = run_cli(*command)
@@ -158,7 +158,7 @@ def test_commands_take_storage_options_or_the_environment(
 
 
 def deleted_once_it_was_chosen(url: str, options: Options) -> tuple[int | None, dict[str, torch.Tensor]]:
-    from ckptkit.checkpoint import loader
+    from ckptkit.checkpoint.load import choose as loader
 
     chosen, root, state = loader.choose, open_store(url, storage_options=options), state_of(99)
 
@@ -266,8 +266,9 @@ def test_saves_take_fewer_requests_than_torchs_writer(counted: tuple[Proxy, Opti
     with CheckpointManager(f"{url}/run", storage_options=elsewhere(options)) as manager:
         count("manager loads", lambda: manager.load(state))
     assert counts["DCPWriter"] <= 5 and counts["DCPReader"] <= 8 and counts["manager"] <= 7, counts
-    # A listing, two records, two of the index, the pin, and six of the data: three connections a file at once.
-    assert counts["manager loads"] <= 12, counts
+    # A listing, two records, two of the index, the pin, a listing and the record once more (was the pin there before
+    # a deletion began? Only then is anything read into the state), and six of the data: three connections per file.
+    assert counts["manager loads"] <= 14, counts
     assert counts["manager, one save and its end"] < counts["torch"], counts
 
 
@@ -312,7 +313,7 @@ def test_commands_over_a_file_of_many_small_tensors_take_as_many_requests_as_is_
         command()
         counts[name] = proxy.count
     # Those of docs/remote.md, and some slack: how many blocks are asked for at once is a matter of threads.
-    most = {"verify": 32, "convert": 26, "reshard": 46, "reshard --verify": 47}
+    most = {"verify": 32, "convert": 34, "reshard": 52, "reshard --verify": 54}
     assert all(counts[name] <= most[name] for name in most), counts
 
 
@@ -360,8 +361,8 @@ def test_what_is_little_beside_a_huge_tensor_takes_no_requests_of_its_own(
 
 
 def test_listing_a_hundred_checkpoints_takes_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
-    from ckptkit.checkpoint.inventory import list_checkpoints
-    from ckptkit.formats.layout import CommitRecord, record_path, step_name
+    from ckptkit.checkpoint.run.inventory import list_checkpoints
+    from ckptkit.formats.own.record import CommitRecord, record_path, step_name
 
     proxy, options = counted
     root = open_store(url, storage_options=options)

@@ -12,21 +12,20 @@ from typing import Any
 
 import aiohttp
 import pytest
-import stamina
 import torch.distributed.tensor  # noqa: F401  once, not in each forked process
 
-from ckptkit.checkpoint.publish import RemotePlace
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.attempt import RemotePlace
 from ckptkit.errors import CheckpointExistsError
-from ckptkit.formats.layout import CommitRecord, find_record, record_path
+from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.offline.convert import convert
 from ckptkit.offline.prune import prune
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import ledger, open_store
-from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.saving import fork
-from tests.offline.test_resume import UNEVEN, went_on
+from tests.offline.copying.test_resume import UNEVEN, went_on
 from tests.remote.slow import Late
 from tests.remote.test_resume import MANY, command, killed, objects
 from tests.remote.test_turns import loads, save
@@ -55,14 +54,6 @@ def url() -> str:
 def via(gcs: Options) -> Iterator[tuple[Proxy, Options]]:
     with proxy_of(gcs["endpoint_url"]) as proxy:
         yield proxy, {**gcs, "endpoint_url": proxy.url}
-
-
-@pytest.fixture
-def at_once() -> Iterator[None]:
-    """Retries without waits."""
-    stamina.set_testing(True, attempts=8)
-    yield
-    stamina.set_testing(False)
 
 
 # --- conditions

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint import cleaning
-from ckptkit.checkpoint.cleaning import clean_leftovers
-from ckptkit.checkpoint.inventory import list_checkpoints
-from ckptkit.checkpoint.lease import acquire_lease
-from ckptkit.checkpoint.publish import RemotePlace
+from ckptkit.checkpoint.run import commit
+from ckptkit.checkpoint.run.attempt import RemotePlace
+from ckptkit.checkpoint.run.commit import clean_leftovers
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.lease import acquire_lease
 from ckptkit.errors import CheckpointExistsError
-from ckptkit.formats.layout import CommitRecord, find_record, record_path
+from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.storage import staging
+from ckptkit.storage.open import open_store
 from ckptkit.storage.staging import write_owner
-from ckptkit.storage.store import open_store
 from tests.checkpoint.saving import check, fork, save
 from tests.storage.proxy import proxy_of
 
@@ -131,10 +131,10 @@ def test_prune_throws_away_old_uploads_and_touches_no_foreign_object(
     root.write("notes/readme.txt", b"mine")
     for name in ("step_00000009/0123456789abcdef/x", "datasets/tokens.bin"):
         root._api.upload(root._full(name))  # type: ignore[attr-defined]
-    monkeypatch.setattr(cleaning, "UPLOAD_AGE_S", 1e11)
+    monkeypatch.setattr(commit, "UPLOAD_AGE_S", 1e11)
     clean_leftovers(root)
     assert len(root.unfinished_uploads()) == 2  # type: ignore[attr-defined]
-    monkeypatch.setattr(cleaning, "UPLOAD_AGE_S", 0.0)
+    monkeypatch.setattr(commit, "UPLOAD_AGE_S", 0.0)
     assert len(clean_leftovers(root)) == 1
     (left,) = root.unfinished_uploads()  # type: ignore[attr-defined]
     assert left.name.endswith("/datasets/tokens.bin")
@@ -146,8 +146,8 @@ def test_an_upload_is_old_by_the_clock_of_the_store(url: str, s3: Options, monke
     save(root, 1)
     root._api.upload(root._full("step_00000009/0123456789abcdef/x"))  # type: ignore[attr-defined]
     ahead = SimpleNamespace(time=lambda: time.time() + 1e10, monotonic=time.monotonic)
-    monkeypatch.setattr("ckptkit.storage.remote.time", ahead)
-    monkeypatch.setattr(cleaning, "UPLOAD_AGE_S", 1e10)  # moto's uploads are all of 2010
+    monkeypatch.setattr("ckptkit.storage.objects.time", ahead)
+    monkeypatch.setattr(commit, "UPLOAD_AGE_S", 1e10)  # moto's uploads are all of 2010
     assert clean_leftovers(root) == []
     assert len(root.unfinished_uploads()) == 1  # type: ignore[attr-defined]
 

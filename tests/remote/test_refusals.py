@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.inventory import list_checkpoints
-from ckptkit.checkpoint.pins import _announced
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.errors import StorageError
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.pins import _announced
+from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage import open_store
 from tests.remote.test_end_to_end import run_cli
 from tests.remote.test_turns import loads, save
@@ -32,6 +32,15 @@ class Page(Answer):
     @property
     def body(self) -> bytes:
         return b"<html><body><h1>Please log in</h1></body></html>"
+
+
+@dataclass(frozen=True)
+class Said(Answer):
+    text: bytes = b""
+
+    @property
+    def body(self) -> bytes:
+        return self.text
 
 
 @pytest.fixture
@@ -64,6 +73,64 @@ def test_a_refusal_is_said_with_what_to_do(
     assert "recursion" not in str(caught.value) and options["secret"] not in str(caught.value)
 
 
+def test_a_page_in_place_of_any_answer_is_an_error(through: tuple[Proxy, Options], url: str) -> None:
+    proxy, options = through
+    store = open_store(url, storage_options=options)
+    store.write("x", b"1")
+    proxy.rule = lambda number, method, path: Page(200, "", (("Content-Type", "text/html"),))
+    calls = (
+        lambda: store.read("x"),
+        lambda: store.info("x"),
+        lambda: store.write("y", b"1", overwrite=True),
+        lambda: store.delete(["x"]),
+    )
+    for call in calls:
+        with pytest.raises(StorageError, match=r"is a page \(text/html\), not S3"):
+            call()
+    proxy.rule = lambda number, method, path: "pass"
+    assert store.read("x") == b"1"
+
+
+SAID = [
+    (Said(403, "", ()), "Forbidden (HTTP 403)", "GetObject is not allowed here"),
+    (Answer(405, "MethodNotAllowed"), "(HTTP 405)", "is the endpoint the right one"),
+    (Answer(403, "QuotaExceeded"), "QuotaExceeded", "a quota is used up"),
+    (Said(507, "", ()), "(HTTP 507)", "a quota is used up"),
+    (Answer(400, "KMS.DisabledException"), "KMS.DisabledException", "key that encrypts"),
+]
+
+
+@pytest.mark.parametrize(("answer", "word", "advice"), SAID, ids=[word for _, word, _ in SAID])
+def test_an_error_says_the_servers_own_word_and_what_to_do(
+    through: tuple[Proxy, Options], url: str, answer: Answer, word: str, advice: str
+) -> None:
+    proxy, options = through
+    proxy.rule = lambda number, method, path: answer
+    with pytest.raises(OSError, match=advice) as caught:
+        open_store(url, storage_options=options).read("x")
+    said = str(caught.value)
+    assert word in said and f"{url}/x" in said and "None" not in said
+
+
+def test_an_answer_that_is_cut_off_says_nothing_of_tokens(
+    through: tuple[Proxy, Options], url: str, at_once: None
+) -> None:
+    proxy, options = through
+    store = open_store(url, storage_options=options)
+    store.write("x", b"1234")
+    proxy.rule = lambda number, method, path: "cut"
+    with pytest.raises(StorageError) as caught:
+        store.read("x")
+    assert "token" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["dbfs://host/run", "nosuch://host/run"])
+def test_a_protocol_that_cannot_be_opened_is_refused_by_name_with_what_works(url: str) -> None:
+    with pytest.raises(UsageError, match="What works: paths, s3://, gs://") as caught:
+        open_store(url).list()
+    assert url.partition("/")[0] in str(caught.value)
+
+
 def test_a_page_in_place_of_a_listing_is_no_run_without_checkpoints(
     through: tuple[Proxy, Options], s3: Options, url: str
 ) -> None:
@@ -90,15 +157,6 @@ def test_a_page_in_place_of_a_listing_is_no_empty_bucket_of_google() -> None:
         proxy.rule = lambda number, method, path: Page(200, "")
         with pytest.raises(StorageError):
             store.list()
-
-
-@dataclass(frozen=True)
-class Said(Answer):
-    text: bytes = b""
-
-    @property
-    def body(self) -> bytes:
-        return self.text
 
 
 def denied(is_it: Any) -> Rule:

@@ -18,12 +18,12 @@ from ckptkit.formats.detect import open_source
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
-from ckptkit.storage import ledger, open_store, owner, staging_remote, upload
+from ckptkit.storage import ledger, open_store, owner, publish_remote, upload
 from ckptkit.storage.ledger import FOLDER, Ledger
-from ckptkit.storage.remote import RemoteStore
-from ckptkit.storage.staging_remote import _Place
+from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.publish_remote import _Place
 from tests.checkpoint.saving import fork
-from tests.offline.test_resume import UNEVEN, went_on
+from tests.offline.copying.test_resume import UNEVEN, went_on
 from tests.ranks import RankError, run_ranks
 from tests.storage.proxy import Proxy
 
@@ -298,7 +298,7 @@ def test_who_is_stopped_while_it_takes_over_is_not_in_its_own_way(
         raise error
 
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr(staging_remote, "_end_uploads", stopped)
+        patch.setattr(publish_remote, "_end_uploads", stopped)
         command(str(source), url, s3, MANY)
     assert "3 of" in went_on(command(str(source), url, s3, MANY).notes)
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state import TrainState
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError
 from ckptkit.offline.diff import diff
 from ckptkit.offline.reshard import reshard
@@ -118,7 +118,7 @@ def _change(place: Place) -> None:
     base = place.url.rpartition("/")[0]
     place.cli("reshard", f"{place.url}/step_00000004", f"{base}/two", "--world-size", "2")
     place.cli("convert", f"{base}/two", f"{base}/plain", "--to", "dcp")
-    assert diff(f"{base}/two", f"{base}/plain", storage_options=place.options).equal
+    assert not diff(f"{base}/two", f"{base}/plain", storage_options=place.options).differs
     before = place.objects()
     place.cli("prune", place.url, "--max-num", "1", "--dry-run")
     assert place.objects() == before
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_resharded_from_bucket_to_bucket_in_bounded_memory(
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", part)
     monkeypatch.setattr("ckptkit.storage.connection._HELD_BYTES", 4 * part)
     # Of memory that Python traces: what is mapped is not.
-    monkeypatch.setattr("ckptkit.storage.content._block", lambda: memoryview(bytearray(4 << 20)))
+    monkeypatch.setattr("ckptkit.storage.body._block", lambda: memoryview(bytearray(4 << 20)))
     with _rclone(tmp_path) as place:  # a process of its own: what it holds does not count
         _reshard(place, part)
 
@@ -271,6 +271,6 @@ def test_a_repo_of_the_hub_is_a_source(zoo: Path, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "ckptkit", "convert", "hf://me/model", str(tmp_path / "out"), "--to", "dcp"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert diff(str(model), str(tmp_path / "out")).equal
+    assert not diff(str(model), str(tmp_path / "out")).differs
     assert "model.safetensors" in ranges  # read in place: no copy of the repo was made first
     assert not any((tmp_path / "cache").rglob("*.safetensors"))

@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stamina
 
-from ckptkit.checkpoint.inventory import list_checkpoints
-from ckptkit.checkpoint.lease import STATE_DIRECTORY, TTL_S, _here
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.lease import STATE_DIRECTORY, TTL_S, _here
 from ckptkit.errors import CkptkitError, LeaseHeldError, StorageError
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from ckptkit.storage.connection import _READS
+from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.owner import this_process
-from ckptkit.storage.patience import SilenceError, patiently, silences
-from ckptkit.storage.remote import RemoteStore
-from ckptkit.storage.retry import call_with_retries
+from ckptkit.storage.publish import stage
+from ckptkit.storage.retry import Patience, SilenceError, call_with_retries, patiently, silences
 from ckptkit.storage.s3 import S3Api
-from ckptkit.storage.staging import stage
 from ckptkit.storage.store import ReadInto
 from tests.remote.slow import Late
 from tests.remote.test_turns import loads, save
@@ -41,14 +39,6 @@ BIG = 15 << 20
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
-
-
-@pytest.fixture
-def at_once() -> Iterator[None]:
-    """Retries without waits."""
-    stamina.set_testing(True, attempts=8)
-    yield
-    stamina.set_testing(False)
 
 
 @pytest.fixture
@@ -120,8 +110,9 @@ def test_a_slow_server_is_asked_again_however_long_it_took_and_waited_for_longer
     assert found == [0, 1, 2]
     assert silences.get() == 0
     found.clear()
-    with pytest.raises(SilenceError):
-        call_with_retries(slow, least=True)
+    with pytest.raises(SilenceError), Patience().entered() as patience:
+        patience.hurry()
+        call_with_retries(slow)
     assert found == [0]
 
 
@@ -205,7 +196,7 @@ def test_an_answer_that_comes_too_late_of_each_kind_of_request_does_no_harm(
     with proxy_of(s3["endpoint_url"]) as proxy:
         options = {**s3, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 0.5}}
         store = RemoteStore("s3://remote/late", storage_options=options)
-        store._connection.conditional = True
+        store._connection.conditional["remote"] = True
         proxy.between = late = Late()
         store.write("record", b"mine")
         with pytest.raises(FileExistsError):
@@ -334,7 +325,7 @@ class _Held:
 def test_a_record_that_comes_after_its_save_was_given_up_names_files_that_are_there(
     s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 2)
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     held = _Held()
     with proxy_of(s3["endpoint_url"]) as proxy:
         proxy.between = held

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.inventory import list_checkpoints
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CheckpointExistsError, CkptkitError, CorruptCheckpointError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.prune import prune
@@ -18,7 +18,7 @@ from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import ledger, open_store
 from ckptkit.storage.store import Store
-from tests.offline.test_resume import UNEVEN, went_on
+from tests.offline.copying.test_resume import UNEVEN, went_on
 from tests.offline.test_unchanged import while_copying
 from tests.remote.test_end_to_end import state_of
 from tests.remote.test_resume import MANY, command, killed, objects

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IncompleteCheckpointError, StorageError
-from ckptkit.storage import blocks
-from ckptkit.storage.blocks import BlockReader
+from ckptkit.storage import coalesce
+from ckptkit.storage.coalesce import BlockReader
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import ReadInto
 
@@ -38,9 +38,9 @@ class Counting(LocalStore):
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
-    monkeypatch.setattr(blocks, "_LEAST", 256)
-    monkeypatch.setattr(blocks, "_MOST", 1024)
-    monkeypatch.setattr(blocks, "_HELD", 8192)
+    monkeypatch.setattr(coalesce, "_LEAST_BLOCK", 256)
+    monkeypatch.setattr(coalesce, "_MOST", 1024)
+    monkeypatch.setattr(coalesce, "_HELD", 8192)
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(random.Random(name).randbytes(50_000))
     return Counting(tmp_path)

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-import stamina
 
 from ckptkit.errors import StorageError
 from ckptkit.storage import open_store
-from ckptkit.storage.gcs_batch import batch_answers
-from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.gcs import batch_answers
+from ckptkit.storage.objects import RemoteStore
 from tests.storage import servers
 from tests.storage.google import Sessions
 from tests.storage.proxy import Answer, Changed, Proxy, first_of_each, proxy_of
@@ -36,11 +35,9 @@ def via(server: Mapping[str, Any]) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def store(server: Mapping[str, Any], via: Proxy) -> Iterator[RemoteStore]:
-    stamina.set_testing(True, attempts=8)  # without waits
+def store(server: Mapping[str, Any], via: Proxy, at_once: None) -> Iterator[RemoteStore]:
     yield RemoteStore(f"gs://bucket/run{next(_counter)}", storage_options={**server, "endpoint_url": via.url})
     via.rule, via.between = (lambda number, method, path: "pass"), None
-    stamina.set_testing(False)
 
 
 def filled(store: RemoteStore, count: int) -> list[str]:

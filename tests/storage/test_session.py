@@ -12,8 +12,8 @@ from aiobotocore.session import AioSession
 from botocore.exceptions import UnknownServiceError
 
 from ckptkit.errors import StorageError
-from ckptkit.storage.remote import RemoteStore
-from ckptkit.storage.session import quick_session
+from ckptkit.storage.connection import quick_session
+from ckptkit.storage.objects import RemoteStore
 from tests.storage import servers
 from tests.storage.proxy import Answer, proxy_of
 from tests.storage.tls import certificate
@@ -49,7 +49,7 @@ def test_a_session_that_is_given_is_used() -> None:
 
 
 def test_a_profile_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 1)
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     with pytest.raises(StorageError, match="no-such-profile"):
         RemoteStore("s3://b/x", storage_options={"profile": "no-such-profile"}).read("y")
 
@@ -66,7 +66,7 @@ def test_over_plain_http_no_certificates_are_parsed(monkeypatch: pytest.MonkeyPa
 def test_what_is_sent_on_from_plain_http_to_tls_is_verified(
     known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 1)
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     tls, trusted = certificate(tmp_path)
     with (
         servers.moto() as options,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit.storage.content import Content
-from ckptkit.storage.remote import RemoteStore
-from ckptkit.storage.signing import signed_as
+from ckptkit.storage.body import Content
+from ckptkit.storage.connection import signed_as
+from ckptkit.storage.objects import RemoteStore
 from tests.storage import servers
 from tests.storage.proxy import Proxy, proxy_of
 
@@ -83,13 +83,13 @@ def test_a_signed_body_is_hashed_where_no_other_connection_waits(
 ) -> None:
     import threading
 
-    import ckptkit.storage.signing
+    from ckptkit.storage import connection
 
     seen: list[str] = []
     monkeypatch.setattr(
-        ckptkit.storage.signing,
+        connection,
         "hashlib",
-        SimpleNamespace(sha256=lambda: seen.append(threading.current_thread().name) or hashlib.sha256()),
+        SimpleNamespace(sha256=lambda *data: seen.append(threading.current_thread().name) or hashlib.sha256(*data)),
     )
     _put(near, b"abc", s3={"payload_signing_enabled": True})
     assert seen and not any("fsspec" in name for name in seen)

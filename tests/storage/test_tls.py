@@ -15,7 +15,7 @@ import pytest
 
 from ckptkit.errors import StorageError
 from ckptkit.storage import open_store
-from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.objects import RemoteStore
 from tests.storage import servers
 from tests.storage.proxy import Proxy, proxy_of
 from tests.storage.tls import certificate
@@ -74,7 +74,7 @@ def test_parts_go_with_theirs(https: tuple[Proxy, dict[str, Any]], monkeypatch: 
 def test_a_server_that_is_not_trusted_is_an_error(
     https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.retry.ATTEMPTS", 2)
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     _, options = https
     strict = {**options, "client_kwargs": {}}
     with pytest.raises(StorageError, match=r"(?i)certificate|ssl"):
@@ -83,7 +83,7 @@ def test_a_server_that_is_not_trusted_is_an_error(
 
 _GCS = """
 import os, sys
-from ckptkit.storage.remote import RemoteStore
+from ckptkit.storage.objects import RemoteStore
 store = RemoteStore("gs://tls/run", storage_options={"endpoint_url": sys.argv[1], "token": "anon", "project": "test"})
 data = os.urandom(3 << 20)
 with store.writer("x") as out:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptkit.storage.together import Together
+from ckptkit.storage.requests import Together
 
 
 @pytest.fixture

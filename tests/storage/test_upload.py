@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ckptkit.storage.body import Content
 from ckptkit.storage.connection import Budget
-from ckptkit.storage.content import Content
 from ckptkit.storage.upload import PartWriter
 
 STEP = 12 << 20

@@ -6,8 +6,8 @@ import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckptkit.shown import printable, without_known_secrets, without_secrets
-from ckptkit.storage.paths import is_safe_name
+from ckptkit.redact import printable, without_known_secrets, without_secrets
+from ckptkit.storage.store import is_safe_name
 
 __all__ = ["PAGE", "Panel", "colour", "escaped", "label", "page", "rect", "svg", "text"]
 

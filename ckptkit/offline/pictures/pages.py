@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog, Role
-from ckptkit.checkpoint.address import resolve_url
+from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.inspect import summarise

@@ -23,9 +23,9 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
     totals: dict[int, int] = {}
     for entry in entries:
         slices = entry.slices
-        for row in range(len(slices)):
+        for row, (_, _, nbytes) in enumerate(slices.records()):
             rank = -1 if slices.ranks is None else int(slices.ranks[row])
-            totals[rank] = totals.get(rank, 0) + int(slices.nbytes[row])
+            totals[rank] = totals.get(rank, 0) + nbytes
     return dict(sorted(totals.items()))
 
 
@@ -141,7 +141,7 @@ def _row(group: Sequence[TensorEntry], y: float, count: int) -> str:
     parts.append(text(WIDTH - RIGHT + 10, y + 12, label(f"{times}{shape} {entry.dtype}", RIGHT - 14), kind="soft"))
     across, down = _cut_dimensions(entry)
     width = WIDTH - LEFT - RIGHT
-    for part in entry.slices:
+    for part in () if entry.slices.opaque else entry.slices:
         if not part.nbytes and entry.numel:
             continue
         x, w = _extent(part, entry, across)

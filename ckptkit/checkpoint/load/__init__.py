@@ -1,0 +1,1 @@
+"""Loads a checkpoint into a training state."""

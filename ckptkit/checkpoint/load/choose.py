@@ -1,0 +1,392 @@
+"""The load half of a manager: which checkpoint, pinned while it is read, and the one before a damaged one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog, Role
+from ckptkit.checkpoint.load.apply import restore
+from ckptkit.checkpoint.load.foreign import with_files_beside
+from ckptkit.checkpoint.load.plan import LoadOptions
+from ckptkit.checkpoint.report import DeferredOptimizer, LoadReport, write_trace_file
+from ckptkit.checkpoint.run.address import resolve_url
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.inventory import Inventory, Skipped, about_new, check_new, choose, list_checkpoints
+from ckptkit.checkpoint.run.lease import RunHold
+from ckptkit.checkpoint.run.pins import pin_unseen, pin_url, pin_while_reading
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CkptkitError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedFormatError,
+    UsageError,
+)
+from ckptkit.formats.detect import TORCH_ENDINGS, Place, Source, format_of, open_source
+from ckptkit.formats.own.reader import open_catalog
+from ckptkit.formats.own.record import CommitRecord
+from ckptkit.formats.trainers.steps import ordered, parse_step
+from ckptkit.storage.listing import snapshot
+from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.retry import patient
+from ckptkit.storage.store import Store
+
+__all__ = ["Loader", "load_options", "adoptable"]
+
+_log = logging.getLogger(__name__)
+
+_ADVICE = (
+    "`ckptkit verify {url}` names all the damage; load(..., fallback='previous') loads the one before it, if any; "
+    "'latest~1' or a step loads another one."
+)
+
+
+class Loader:
+    """Loads checkpoints of one run, or of anywhere. All ranks make it, and call `load`, together.
+
+    Args:
+        url: The root as the user calls it.
+        hold: Keeps the pin of what the run was resumed from.
+        best: What "best" means: a metric, and "min" or "max".
+        start_fresh: As for `CheckpointManager`.
+        trace: A directory for Chrome traces.
+
+    Attributes:
+        resumed_from: The name of the checkpoint that was loaded last from the run itself.
+        given_up: Damaged checkpoints that a load has fallen back from.
+        looked: Whether a load has looked for the latest, and said what it passed over.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        root: Store,
+        *,
+        coordinator: Coordinator,
+        hold: RunHold,
+        best: tuple[str, str] | None,
+        start_fresh: str,
+        trace: Path | None,
+        storage_options: Mapping[str, Any] | None,
+    ) -> None:
+        self._url = url
+        self._root = root
+        self._coordinator = coordinator
+        self._hold = hold
+        self._best = best
+        self._start_fresh = start_fresh
+        self._trace = trace
+        self._storage_options = storage_options
+        self.resumed_from: str | None = None
+        self.given_up: set[str] = set()
+        self.looked = False
+
+    @patient()
+    def load(self, state: TrainState, which: str | int, options: LoadOptions, *, fallback: str) -> LoadReport | None:
+        """Restore `state` in place, as `CheckpointManager.load` says."""
+        if isinstance(which, str) and _is_url(which):
+            return self._load_url(which, state, options)
+        if fallback not in ("error", "previous"):
+            raise UsageError(f"fallback={fallback!r}: it is 'error' or 'previous'.")
+        found = self._load_chosen(which, state, options, fallback == "previous")
+        self.looked |= which == "latest"
+        if found is None:
+            other = self._coordinator.decide(lambda: self._begin(state, options), "beginning a run")
+            return self._load_url(other, state, options) if other else None
+        path, record, report = found
+        report.metrics = dict(record.metrics)
+        report.client_state = record.client_state
+        if options.optimizer == "deferred":
+            report.deferred = DeferredOptimizer(state, options, lambda s, o: self._load_committed(path, s, o))
+        return report
+
+    def latest(self) -> int | None:
+        """Return the step of the latest checkpoint, None where the run is new; raises as `load` does. Rank 0."""
+        inventory = list_checkpoints(self._root)
+        if inventory.latest is not None:
+            return inventory.latest.step
+        if self._start_fresh != "if_none_committed":
+            check_new(self._root, inventory)
+        return None
+
+    def _begin(self, state: TrainState, options: LoadOptions) -> str:
+        """Return the URL of what another system saved, to go on from; "" where the run is new. Rank 0."""
+
+        self.latest()
+        wanted = options.optimizer != "skip"
+        other = adoptable(self._url, self._root, state, optimizer=wanted, storage_options=self._storage_options)
+        text = about_new(self._root, list_checkpoints(self._root))
+        if other:
+            _log.info("%s has no checkpoint of ckptkit yet; going on from %s", self._url, other)
+        elif self._start_fresh == "never":
+            raise CheckpointNotFoundError(f"{text}. It must have one: start_fresh is 'never'.")
+        else:
+            _log.log(logging.WARNING if "did you mean" in text.lower() else logging.INFO, "%s", text)
+        return other
+
+    def _choose(self, which: str | int, damaged: Collection[str] = ()) -> tuple[str, CommitRecord] | Skipped | None:
+        found = choose(self._root, which, damaged=damaged, best=self._best, view=snapshot(self._root))
+        if isinstance(found, Skipped) and found.unanswered:  # the one before is no stand-in for what may be well
+            raise StorageError(found.reason)
+        return found
+
+    def _load_chosen(
+        self, which: str | int, state: TrainState, options: LoadOptions, fall_back: bool
+    ) -> tuple[str, CommitRecord, LoadReport] | None:
+        """Load what `which` means; with `fall_back`, the newest before it that is not damaged."""
+        damaged: list[str] = []
+        first: CorruptCheckpointError | None = None
+        rotated, origin = "", state.half_loaded
+        while True:
+            name = ""
+            try:
+                chosen = self._coordinator.decide(lambda: self._choose(which, damaged), "choosing a checkpoint")
+                if chosen is None:
+                    break
+                if isinstance(chosen, Skipped):
+                    name = chosen.path
+                    raise CorruptCheckpointError(chosen.reason)
+                path, record = chosen
+                name = record.name
+                report = self._load_committed(path, state, options, resume=True, chosen=record, origin=origin)
+                self.resumed_from = name
+                self.given_up.update(damaged)
+                return path, record, report
+            except CheckpointNotFoundError:
+                # Another job's rotation was faster than our pin: choose again, unless it is the same one once more.
+                if not name or name == rotated:
+                    raise
+                rotated = name
+            except CorruptCheckpointError as error:
+                if not fall_back or not name:
+                    raise type(error)(f"{error}\n{_ADVICE.format(url=f'{self._url}/{name}')}") from error
+                if self._coordinator.is_main:
+                    _log.warning("%s/%s is damaged, falling back to the one before it: %s", self._url, name, error)
+                first = first or error
+                damaged.append(name)
+        if first is not None:
+            raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
+        return None
+
+    def _load_committed(
+        self,
+        path: str,
+        state: TrainState,
+        options: LoadOptions,
+        *,
+        resume: bool = False,
+        chosen: CommitRecord | None = None,
+        origin: str | None = None,
+    ) -> LoadReport:
+        store = self._root.child(path)
+        with ExitStack() as stack:
+            # Rank 0 holds the pin for all: it leaves only once every rank has read.
+            record, pinned = self._begin_pin(path, stack, chosen, why="resumed from" if resume else "load")
+            report = restore(
+                state,
+                lambda: (open_catalog(store, record=record), store),
+                options,
+                coordinator=self._coordinator,
+                ready=pinned,
+                origin=origin,
+            )
+            if resume and self._coordinator.is_main:
+                self._hold.keep(stack.pop_all())  # `ckptkit prune` beside this job must not delete it either
+        self._announce_load(report)
+        return report
+
+    def _begin_pin(
+        self, path: str, stack: ExitStack, chosen: CommitRecord | None, *, why: str
+    ) -> tuple[CommitRecord, Callable[[bool], None] | None]:
+        """Pin a checkpoint on rank 0, and return its record on all, and what waits for the pin.
+
+        On an object store a pin is a request, and to know that it was there in time two more, all in a row: what
+        `chosen` names is opened and read meanwhile. What was read whole was there; what can't be had was deleted.
+        """
+        if chosen is None or self._root.local_root is not None:
+            pin = pin_while_reading(self._root, path, why=why)
+            return self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint"), None
+        if not self._coordinator.is_main:
+            return chosen, lambda sure: None
+        unseen = pin_unseen(self._root, path, why=why)
+        pool = WorkerPool(1, thread_name_prefix="ckptkit-pin")
+        entered = pool.submit(unseen.__enter__)
+
+        def ask() -> CommitRecord:
+            return entered.result()()
+
+        looked = pool.submit(ask) if self._coordinator.world_size > 1 else None  # where it will be asked for anyway
+        pool.shutdown(wait=False)
+
+        def leave(kind: Any, error: Any, trace: Any) -> None:
+            if looked is not None:
+                looked.exception()
+            if entered.exception() is None:
+                unseen.__exit__(kind, error, trace)
+
+        stack.push(leave)
+
+        def pinned(sure: bool) -> None:
+            look = entered.result()
+            if sure and (look() if looked is None else looked.result()).save_id != chosen.save_id:
+                raise CheckpointNotFoundError(
+                    f"{self._url}/{chosen.name} was replaced while it was opened. Load again."
+                )
+
+        return chosen, pinned
+
+    def _load_url(self, url: str, state: TrainState, options: LoadOptions) -> LoadReport:
+        from ckptkit.formats.detect import open_source
+
+        def opened() -> tuple[Catalog, Store]:
+            source = open_source(exact, storage_options=self._storage_options)
+            return source.catalog, source.store
+
+        def choose() -> str:
+            named = resolve_url(url, storage_options=self._storage_options)
+            return open_source(named, storage_options=self._storage_options).url
+
+        # Rank 0 chooses: the newest of a run may be another one a moment later.
+        exact = self._coordinator.decide(choose, "choosing a checkpoint")
+        with ExitStack() as stack:
+            pin = pin_url(exact, storage_options=self._storage_options)
+            self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
+            report = restore(state, opened, options, coordinator=self._coordinator)
+        self._announce_load(report)
+        if options.optimizer == "deferred":
+            report.deferred = DeferredOptimizer(state, options, lambda s, o: self._load_url(exact, s, o))
+        return report
+
+    def _announce_load(self, report: LoadReport) -> None:
+        if self._coordinator.is_main:
+            _log.info("%s", report.line())
+            for name, reason in report.skipped.items():
+                _log.info("not loaded: %s (%s)", name, reason)
+            for note in report.notes:
+                _log.info("%s", note)
+            _log.info("step %s: %s", report.step, report.phase_line())
+        write_trace_file(self._trace, "load", report, rank=self._coordinator.rank)
+
+
+def _is_url(which: str) -> bool:
+    return "/" in which or "\\" in which
+
+
+def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> LoadOptions:
+    """Return `options` with the fields that `overrides` names replaced. Raises UsageError for an unknown one."""
+    unknown = [name for name in overrides if name not in LoadOptions.__dataclass_fields__]
+    if unknown:
+        known = ", ".join(LoadOptions.__dataclass_fields__)
+        raise UsageError(f"load has no option {unknown[0]!r}. Known: {known}.")
+    return replace(options or LoadOptions(), **overrides)
+
+
+# What a run goes on from where its root holds nothing of ours yet, but what another system saved.
+
+
+_WEIGHTS = ("safetensors", "torch")  # formats in which weights are published, too: what a run may start from
+_MAX_LOOKS = 64
+_DCP_DATA = r"__\d+_\d+\.distcp"
+_ANEW = "To start anew, save to another directory."
+
+
+def adoptable(
+    url: str, root: Store, state: TrainState, *, optimizer: bool = True, storage_options: Mapping[str, Any] | None
+) -> str:
+    """Return the URL of another system's newest checkpoint below `url`; "" where there is none to go on from.
+
+    An attempt of ours that was never committed is none. Neither is a directory of weights that names no step: the
+    training may start from them, and the log says how to load them.
+
+    Args:
+        optimizer: Whether the load restores optimizers. Weights are enough without.
+
+    Raises:
+        CheckpointMismatchError: A run's checkpoint without the optimizer that `state` has.
+        CorruptCheckpointError: It is damaged.
+        UsageError: Checkpoints of other systems are there, and nothing says which of them to take.
+        UnsupportedFormatError: The newest can't be read.
+    """
+    inventory = list_checkpoints(root)
+    if inventory.committed or not inventory.foreign:
+        return ""
+    source = _newest(url, inventory, storage_options)
+    if source is None:
+        _refuse_unread(url, root, inventory, storage_options)
+        return ""
+    catalog = with_files_beside(source.catalog, source.store)
+    wanted = optimizer and bool(state.optimizer is not None or not state.parts("model"))
+    if not wanted or _has(catalog, Role.OPTIMIZER) or _has(catalog, Role.MASTER):
+        return source.url
+    advice = f"To start from them: load(state, {source.url!r}, optimizer='skip')."
+    if _has(catalog, Role.MODEL) and not _may_be_published(source, url):
+        raise CheckpointMismatchError(f"{source.url} has weights and no optimizer. {advice} {_ANEW}")
+    _log.warning("%s has weights and no optimizer: the run starts anew. %s", source.url, advice)
+    return ""
+
+
+def _newest(url: str, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> Source | None:
+    for place in _places(url, inventory):
+        try:
+            return open_source(place, storage_options=storage_options)
+        except CheckpointNotFoundError:
+            continue
+        except (UnsupportedFormatError, UsageError) as error:
+            raise type(error)(f"{place} can't be gone on from: {error} {_ANEW}") from error
+    return None
+
+
+def _places(url: str, inventory: Inventory) -> Iterator[str]:
+    """Where to look: the root as a whole, or each folder that is not ours, where some are."""
+    if inventory.in_progress or inventory.abandoned or inventory.skipped:
+        for step in ordered(inventory.foreign):
+            yield f"{url.rstrip('/')}/{step.name}"
+    else:
+        yield url
+
+
+def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
+    """Raise where what lies below `url` are checkpoints, and no rule says which of them is the run's."""
+    listed = Place(root)
+    found: list[str] = []
+    for name in inventory.foreign[:_MAX_LOOKS]:
+        place = f"{url.rstrip('/')}/{name}"
+        if name in listed.directories:
+            inner = Place(root.child(name))
+            form = format_of(inner)
+            if form is None and inner.any_file(_DCP_DATA):
+                open_source(place, storage_options=storage_options)  # raises: it is unfinished
+            known = form is not None and form.name not in _WEIGHTS
+        else:
+            known = name.endswith(TORCH_ENDINGS) and _holds_optimizer(place, storage_options)
+        if known:
+            found.append(name)
+    if found:
+        listing = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
+        raise UsageError(
+            f"{url} holds {listing}, and nothing tells which checkpoint is the run's newest. Name it, as in "
+            f"load(state, '{url.rstrip('/')}/{found[-1]}'); what lies in several files, read with torch.load. {_ANEW}"
+        )
+
+
+def _holds_optimizer(file: str, storage_options: Mapping[str, Any] | None) -> bool:
+    try:
+        return _has(open_source(file, storage_options=storage_options).catalog, Role.OPTIMIZER)
+    except CkptkitError:  # any file may end in .pt
+        return False
+
+
+def _has(catalog: Catalog, role: Role) -> bool:
+    return any(entry.role is role for entry in catalog.tensors.values())
+
+
+def _may_be_published(source: Source, url: str) -> bool:
+    below = source.url.removeprefix(url.rstrip("/"))
+    return source.catalog.info.format in _WEIGHTS and not any(map(parse_step, below.split("/")))

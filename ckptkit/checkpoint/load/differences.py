@@ -1,0 +1,132 @@
+"""Everything in which a checkpoint and a training state differ, found before anything is touched."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptkit.errors import CheckpointMismatchError
+
+__all__ = ["KeyFilter", "Mismatches", "Sides", "match_tensors"]
+
+_SHOWN = 20
+
+Sides = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Name -> (dtype, shape)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFilter:
+    """Which parameters of the models take part: by globs or by a predicate on the FQN; all by default."""
+
+    include: Sequence[str] | Callable[[str], bool] = ()
+    exclude: Sequence[str] | Callable[[str], bool] = ()
+
+    def __call__(self, fqn: str) -> bool:
+        return (not self.include or _matches(self.include, fqn)) and not (self.exclude and _matches(self.exclude, fqn))
+
+    def idle(self, fqns: Collection[str]) -> list[str]:
+        """Return the globs that match none of these names; and a predicate that includes none."""
+        found = []
+        for name, rule in (("include", self.include), ("exclude", self.exclude)):
+            if callable(rule):
+                idle = [getattr(rule, "__name__", "the predicate")] if name == "include" else []
+            else:
+                idle = [rule] if isinstance(rule, str) and rule else list(rule)
+            found += [
+                f"{name}={glob!r}" for glob in idle
+                if not any(_matches(rule if callable(rule) else [glob], fqn) for fqn in fqns)
+            ]  # fmt: skip
+        return found
+
+    @property
+    def takes_all(self) -> bool:
+        return not self.include and not self.exclude
+
+
+def _matches(rule: Sequence[str] | Callable[[str], bool], fqn: str) -> bool:
+    if callable(rule):
+        return bool(rule(fqn))
+    return any(fnmatch.fnmatchcase(fqn, glob) for glob in ([rule] if isinstance(rule, str) else rule))
+
+
+@dataclass(slots=True)
+class Mismatches:
+    """What differs, by section ("model", "optimizer", "extra.ema", ...).
+
+    Attributes:
+        missing: Wanted by the training state, not in the checkpoint.
+        unexpected: In the checkpoint, without a place in the training state.
+        shapes, dtypes, others: In words.
+    """
+
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    unexpected: dict[str, list[str]] = field(default_factory=dict)
+    shapes: dict[str, list[str]] = field(default_factory=dict)
+    dtypes: dict[str, list[str]] = field(default_factory=dict)
+    others: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, section: str, items: Iterable[str]) -> None:
+        """Add items to one of the five lists of a section."""
+        found = list(items)
+        if found:
+            getattr(self, kind).setdefault(section, []).extend(found)
+
+    def check(self, url: str, *, strict: bool) -> None:
+        """Raise for what may not stand: without `strict`, missing and unexpected keys may.
+
+        Raises:
+            CheckpointMismatchError: Lists everything, section by section.
+        """
+        kinds = {"has another shape": self.shapes, "has another dtype": self.dtypes, "does not fit": self.others}
+        if strict:
+            kinds = {"missing in the checkpoint": self.missing, "unexpected": self.unexpected, **kinds}
+        lines = [
+            f"{section}: {len(items)} {title}: {_listed(items)}"
+            for title, sections in kinds.items()
+            for section, items in sections.items()
+        ]
+        if lines:
+            raise CheckpointMismatchError(
+                f"{url} does not fit the training state; nothing was loaded.\n  "
+                + "\n  ".join(sorted(lines))
+                + self._advice()
+            )
+
+    def _advice(self) -> str:
+        advice = []
+        if self.missing or self.unexpected:
+            advice.append(
+                'strict=False takes what fits, include=[...] names what to load, optimizer="skip" leaves it out'
+            )
+        if self.dtypes:
+            advice.append("convert_dtype=True casts")
+        return f"\nTry: {'; '.join(advice)}." if advice else ""
+
+    def everything(self, kind: str) -> list[str]:
+        """Return the items of one list with their sections."""
+        return [f"{section}.{item}" for section, items in getattr(self, kind).items() for item in items]
+
+
+def _listed(items: Sequence[str]) -> str:
+    # All of them: a list that was cut short sends people through one error after the other.
+    return ", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items)
+
+
+def match_tensors(found: Mismatches, section: str, wanted: Sides, saved: Sides, *, convert_dtype: bool) -> list[str]:
+    """Return the names that can be loaded, and add all others to `found`."""
+    found.add("missing", section, (name for name in wanted if name not in saved))
+    found.add("unexpected", section, (name for name in saved if name not in wanted))
+    good = []
+    for name, (dtype, shape) in wanted.items():
+        if name not in saved:
+            continue
+        saved_dtype, saved_shape = saved[name]
+        if saved_shape != shape:
+            found.add("shapes", section, [f"{name} ({list(saved_shape)} in the checkpoint, {list(shape)} wanted)"])
+        elif saved_dtype != dtype and not convert_dtype:
+            found.add("dtypes", section, [f"{name} ({saved_dtype} in the checkpoint, {dtype} wanted)"])
+        else:
+            good.append(name)
+    return good

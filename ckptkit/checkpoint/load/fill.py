@@ -1,0 +1,172 @@
+"""Local tensors filled from the slices of a checkpoint, of whatever format: only the bytes needed, each checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog
+from ckptkit.errors import IncompleteCheckpointError
+from ckptkit.formats.trainers.shards import LocalPart
+from ckptkit.storage.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.formats.dcp.fill import Filler, SliceCheck
+
+__all__ = ["Fill", "check_ahead", "check_sizes", "fill", "prepare", "read_whole", "run", "share_checks", "whole_fills"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A tensor to be filled with parts of a checkpoint's tensor.
+
+    Attributes:
+        entry: The name in the catalog.
+        local: Its elements are uninitialised.
+        parts: Which boxes of the whole tensor lie where in `local`; together they fill it.
+    """
+
+    entry: str
+    local: torch.Tensor
+    parts: Sequence[LocalPart]
+
+
+def prepare(
+    catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int = 0, verify: bool = True, cast: bool = False
+) -> Filler:
+    """Return what reads all that the tensors need.
+
+    Args:
+        cast: Convert where a tensor has another dtype than its entry.
+
+    Raises:
+        IncompleteCheckpointError: The slices do not hold every element that is wanted.
+    """
+    from ckptkit.formats.dcp.fill import Filler, Verify, add_box
+
+    filler = Filler(store, workers=workers, verify=Verify.READ if verify else Verify.OFF, cast=cast)
+    for item in fills:
+        entry = catalog.tensors[item.entry]
+        for part in item.parts:
+            target = item.local
+            if len(item.parts) > 1:
+                for dim, (start, length) in enumerate(zip(part.local_offsets, part.box.sizes, strict=True)):
+                    target = target.narrow(dim, start, length)
+            add_box(filler, entry, part.box, target)
+    return filler
+
+
+def run(filler: Filler, checks: Sequence[SliceCheck] = ()) -> int:
+    """Fill what was prepared, and return the bytes read. The digest of every slice that is read whole is checked.
+
+    Args:
+        checks: Slices to check beside: others read parts of them.
+
+    Raises:
+        IntegrityError: Bytes are not those that were written; names tensor and file.
+        IncompleteCheckpointError: A file is missing or too short; names tensor and file.
+    """
+    with _naming(filler.names()):
+        filler.run()
+        return filler.nbytes + filler.check(checks)
+
+
+def check_ahead(filler: Filler, workers: int) -> int:
+    """Check all that `filler` is to read, as far as digests tell, and return the bytes read; it fills nothing.
+
+    Args:
+        workers: How many slices at once; each holds at most `CHECK_BYTES`.
+
+    Raises:
+        IntegrityError, IncompleteCheckpointError: As for `run`.
+    """
+    from ckptkit.formats.dcp.digests import check_slices
+
+    check_sizes(filler)
+    with _naming(filler.names()):
+        return check_slices(filler.store, filler.wholly(), workers)
+
+
+def check_sizes(filler: Filler) -> None:
+    """Look whether each file is there and large enough for what is to be read from it. Nothing is read.
+
+    Raises:
+        IncompleteCheckpointError: A file is missing or too short; names tensor and file.
+    """
+    with _naming(filler.names()):
+        for path, stop in filler.ends().items():
+            found = filler.store.info(path)
+            if found is None:
+                raise FileNotFoundError(f"{path} is not there.")
+            if found.size < stop:
+                raise IncompleteCheckpointError(f"{path}: {found.size} bytes, {stop} are needed: truncated.")
+
+
+@contextmanager
+def _naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Name a tensor in errors about files."""
+    try:
+        yield
+    except (FileNotFoundError, IncompleteCheckpointError) as error:
+        missing = next((path for path in sorted(names, key=len, reverse=True) if path in str(error)), None)
+        if missing is None or names[missing] in str(error):
+            raise
+        raise IncompleteCheckpointError(f"tensor {names[missing]!r}, file {missing}: {error}") from error
+
+
+def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
+    """Give each slice that ranks read only parts of to one of them, the one with the least to check so far.
+
+    So every slice is read whole by somebody before any rank takes what it has read: no rank checks more than its
+    share, and together they read the slices once more at most.
+    """
+    readers: dict[tuple[str, int], list[int]] = {}
+    slices: dict[tuple[str, int], SliceCheck] = {}
+    for rank, items in enumerate(wanted):
+        for item in items:
+            slices[item.path, item.start] = item
+            readers.setdefault((item.path, item.start), []).append(rank)
+    shares: list[list[SliceCheck]] = [[] for _ in wanted]
+    load = [0] * len(wanted)
+    for key, item in sorted(slices.items(), key=lambda pair: (-pair[1].nbytes, pair[0])):
+        rank = min(readers[key], key=load.__getitem__)
+        load[rank] += item.nbytes
+        shares[rank].append(item)
+    return shares
+
+
+def fill(catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int = 0) -> int:
+    """Fill the tensors now and return the bytes read; slices that are read in part are checked whole.
+
+    Raises:
+        IntegrityError: Bytes are not those that were written; names tensor and file.
+        IncompleteCheckpointError: The slices do not hold every element that is wanted, or a file is missing.
+    """
+    filler = prepare(catalog, store, fills, workers=workers)
+    return run(filler, filler.unchecked())
+
+
+def read_whole(catalog: Catalog, store: Store, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return whole tensors on the CPU, read now."""
+    fills = whole_fills(catalog, store, names)
+    fill(catalog, store, fills)
+    return {item.entry: item.local for item in fills}
+
+
+def whole_fills(catalog: Catalog, store: Store, names: Iterable[str]) -> list[Fill]:
+    """Return what reads whole tensors into new ones on the CPU."""
+    import torch
+
+    fills = []
+    for name in names:
+        entry = catalog.tensors.get(name)
+        if entry is None:
+            raise IncompleteCheckpointError(f"{store.url}: objects.json refers to a tensor {name!r} that is not there.")
+        local = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        fills.append(Fill(name, local, (LocalPart(Box.whole(entry.shape), (0,) * len(entry.shape)),)))
+    return fills

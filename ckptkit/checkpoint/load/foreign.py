@@ -1,0 +1,476 @@
+"""A checkpoint of another system, seen as one of ours: the names, sections and objects that a load looks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, TensorEntry
+from ckptkit.checkpoint.load.fill import read_whole
+from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, model_tensors, parameter_names, section
+from ckptkit.checkpoint.state.values import JSON, encode
+from ckptkit.errors import CheckpointMismatchError, CkptkitError
+from ckptkit.formats.pickles.objects import read_object
+from ckptkit.formats.torch_save import open_file
+from ckptkit.formats.trainers.merge import merged, renamed
+from ckptkit.formats.trainers.param_order import Param, assign
+from ckptkit.storage.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.storage.store import Store
+
+__all__ = ["Adopted", "adopt", "with_files_beside", "foreign_extras", "foreign_rng", "foreign_schedulers"]
+
+# What transformers and accelerate put beside an unsharded model: its optimizer, scheduler and random state.
+
+
+_OPTIMIZER = ("optimizer.bin", "optimizer.pt")
+_OBJECT = re.compile(r"(scheduler|random_states_\d+|rng_state(?:_\d+)?|trainer_state)\.(?:bin|pt|pth|pkl|json)")
+
+
+def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
+    """Return the catalog of weights with what lies beside them; as it is where it has an optimizer already."""
+    if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
+        return catalog
+    if any(entry.role is Role.OPTIMIZER for entry in catalog.tensors.values()):
+        return catalog
+    files = {item.path: item.size for item in store.list() if item.kind == "file"}
+    parts = [catalog]
+    path = next((name for name in _OPTIMIZER if name in files), None)
+    if path is not None:
+        parts.append(renamed(open_file(store, path), "optimizer"))
+    objects: dict[str, ObjectEntry] = {}
+    for name, size in files.items():
+        match = _OBJECT.fullmatch(name)
+        if match is not None:
+            kind = "rng_state_0" if match[1] == "rng_state" else match[1]
+            encoding = "json" if name.endswith(".json") else "torch_save"
+            objects[kind] = ObjectEntry(kind, name, 0, size, encoding=encoding)
+    parts.append(Catalog({}, {k: v for k, v in objects.items() if k not in catalog.objects}, catalog.info))
+    return merged(parts, catalog.info) if path is not None or objects else catalog
+
+
+# Where other systems keep schedulers, random numbers and the rest, and what of it a load of ours can use.
+
+
+_RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)[._](\d+)")
+_SCHEDULER_FILE = re.compile(r"scheduler(?:[._](\d+))?")
+_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+def foreign_schedulers(values: Mapping[str, Any], live: Sequence[str]) -> dict[str, Any]:
+    """Return the state of each live scheduler by its key; nothing where their number differs."""
+    found = _schedulers(values)
+    if not live or len(found) != len(live):
+        return {}
+    return {section("scheduler", name): value for name, value in zip(live, found, strict=True)}
+
+
+def _schedulers(values: Mapping[str, Any]) -> list[Any]:
+    for holder in (values, values.get("meta")):  # Lightning: in the file, or in meta.pt
+        listed = holder.get("lr_schedulers") if isinstance(holder, Mapping) else None
+        if isinstance(listed, (list, tuple)):
+            return [dict(item) for item in listed if isinstance(item, Mapping)]
+    files = {int(m[1] or 0): v for k, v in values.items() if (m := _SCHEDULER_FILE.fullmatch(k)) and v is not None}
+    if files:  # transformers, accelerate, LightRFT
+        return [files[index] for index in sorted(files)]
+    for name in ("lr_scheduler", "extra_state.0"):
+        value = values.get(name)
+        if name == "extra_state.0" and isinstance(value, Mapping):  # verl
+            value = value.get("lr_scheduler")
+        if isinstance(value, Mapping):
+            return [dict(value)]
+    flat = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("lr_scheduler.")}
+    return [flat] if flat else []  # torchtitan
+
+
+def foreign_rng(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the random state of each rank by its key, where a rank's state of python and torch is there."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        match = _RNG_FILE.fullmatch(name)
+        if match is None or not isinstance(value, Mapping):
+            continue
+        states = value.get("rng", value)
+        made = _rng(states) if isinstance(states, Mapping) else None
+        if made is not None:
+            found[f"rng.{match[1]}"] = made
+    return found
+
+
+def _rng(states: Mapping[str, Any]) -> dict[str, Any] | None:
+    import numpy as np
+    import torch
+
+    python = states.get("python", states.get("random", states.get("random_state")))
+    cpu = states.get("cpu", states.get("torch_manual_seed"))
+    array = states.get("numpy", states.get("numpy_random_seed"))
+    if python is None or cpu is None:
+        return None
+    version, words, gauss = python
+    made: dict[str, Any] = {
+        "python": {"version": int(version), "words": torch.tensor(list(words), dtype=torch.int64), "gauss": gauss},
+        "torch": torch.as_tensor(np.asarray(cpu)) if not isinstance(cpu, torch.Tensor) else cpu,
+    }
+    if array is not None:
+        name, keys, position, has_gauss, cached = array
+        made["numpy"] = {
+            "name": str(name),
+            "words": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(cached),
+        }
+    return made
+
+
+def foreign_extras(
+    values: Mapping[str, Any], objects: dict[str, JSON], tensors: dict[str, torch.Tensor], notes: list[str]
+) -> None:
+    """Put what is left into `objects` as `extra.<name>`: a load returns it, or gives it to a live extra."""
+    for name, value in values.items():
+        if value is None or _RNG_FILE.fullmatch(name) or _SCHEDULER_FILE.fullmatch(name):
+            continue
+        key = f"extra.{_NAME.sub('_', name)}"
+        try:
+            objects[key] = encode(value, key, tensors)
+        except CkptkitError as error:
+            notes.append(f"{name} was left out: {error}")
+
+
+_OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
+_SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What `adopt` made of a checkpoint.
+
+    Attributes:
+        catalog: Its tensors under the names of ours: FQNs are the live models'.
+        objects: JSON by key, as `objects.json` would hold it.
+        tensors: What the objects refer to.
+        notes: What was read into it, and what could not be read.
+    """
+
+    catalog: Catalog
+    objects: dict[str, JSON] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool = True) -> Adopted:
+    """Return a foreign checkpoint as `state` can take it. No communication; no tensor is read but small objects.
+
+    The FQNs of one side may have a prefix that the other has not (a LightningModule's attribute, a wrapper): the one
+    that makes more names fit is added or taken away. Optimizers are matched in their order. Settings, schedulers
+    and random numbers are taken from where Lightning, transformers, accelerate, verl, LightRFT, DeepSpeed and
+    torchtitan keep them; other objects become `extra`.
+
+    Raises:
+        CheckpointMismatchError: It holds another number of optimizers than `state`, more than none; or numbers of
+            parameters that nothing tells the names of.
+    """
+    catalog = with_files_beside(catalog, store)
+    rename, notes = _aligned(catalog, state)
+    tied = _tied(state)
+    owners = _owners(catalog)
+    sections = _sections(owners, list(state.parts("optimizer")), store.url) if optimizer else {}
+    objects: dict[str, JSON] = {}
+    refs: dict[str, torch.Tensor] = {}
+    unread: dict[str, str] = {}
+
+    def read(entry: ObjectEntry) -> Any:
+        try:
+            return read_object(store, entry)
+        except CkptkitError as error:
+            unread[entry.name] = str(error)
+            return None
+
+    groups = {owner: _groups(catalog, owner, read) for owner in sections}
+    numbers = {owner: _by_position(catalog, owner, groups[owner], key, state) for owner, key in sections.items()}
+    tensors = _renamed(catalog, rename, sections, tied, numbers)
+    known = {entry.fqn for entry in tensors.values() if entry.fqn}
+    names = _Names(rename, known, str(catalog.info.extra.get("module_prefix", "")), tied)
+    for owner, key in sections.items():
+        if numbers[owner]:
+            notes.append(f"{key}: the checkpoint numbers the parameters; they were matched by their order.")
+        _put_groups(objects, key, groups[owner], replace(names, numbers=numbers[owner]))
+    loose = {
+        name: entry
+        for name, entry in catalog.objects.items()
+        if entry.role is not Role.OPTIMIZER and ".param_groups" not in f".{name}"
+    }
+    values = {name: read(entry) for name, entry in loose.items()}
+    for found in (foreign_schedulers(values, list(state.parts("scheduler"))), foreign_rng(values)):
+        for key, value in found.items():
+            objects[key] = encode(value, key, refs)
+    for name, part in _flattened_extras(values, tensors, store, catalog, state).items():
+        objects[f"extra.{name}"] = encode(part, f"extra.{name}", refs)
+        values = {key: value for key, value in values.items() if not key.startswith(f"{name}.")}
+    foreign_extras(values, objects, refs, notes)
+    notes += [f"{name} was not read: {why}" for name, why in unread.items()]
+    if catalog.info.step is None and sections:
+        notes.append("it names no step: set TrainState.step, which stays as it is.")
+    return Adopted(Catalog(tensors, catalog.objects, catalog.info), objects, refs, notes)
+
+
+# --- names
+
+
+def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], list[str]]:
+    """Return how a saved FQN becomes a live one."""
+    models = state.parts("model")
+    live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
+    saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
+    best, hits = ("", ""), len(saved & live)  # (taken away, added)
+    for drop, add in _candidates(saved, live):
+        fit = sum(1 for fqn in saved if fqn.startswith(drop) and add + fqn[len(drop) :] in live)
+        if fit > hits:
+            best, hits = (drop, add), fit
+    drop, add = best
+
+    def rename(fqn: str) -> str:
+        return add + fqn[len(drop) :] if fqn.startswith(drop) else fqn
+
+    if not drop and not add:
+        return rename, []
+    how = f"{drop!r} was taken from" if drop else f"{add!r} was put before"
+    return rename, [f"names: {how} those of the checkpoint, to fit the model's."]
+
+
+def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
+    if not saved or not live:
+        return set()
+    found: set[tuple[str, str]] = set()
+    # The longest names are the least likely to be the tail of one they have nothing to do with.
+    for fqn in sorted(saved, key=lambda name: (-len(name), name))[:_SAMPLES]:
+        found |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
+    for fqn in sorted(live, key=lambda name: (-len(name), name))[:_SAMPLES]:
+        found |= {(name[: -len(fqn)], "") for name in saved if name.endswith(f".{fqn}")}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Makes live FQNs of the names in a param group, which are as the wrappers had them."""
+
+    rename: Callable[[str], str]
+    known: set[str]
+    prefix: str
+    tied: Mapping[str, str]
+    numbers: Mapping[Any, str] = field(default_factory=dict)
+
+    def __call__(self, name: Any) -> str:
+        fqn = self.numbers.get(name) or self._fqn(str(name))
+        return self.tied.get(fqn, fqn)
+
+    def _fqn(self, name: str) -> str:
+        clean = name
+        for wrapper in _WRAPPERS:
+            clean = clean.replace(wrapper, "")
+        options = (clean, clean.removeprefix(self.prefix), clean.removeprefix("module."))
+        for option in options:
+            renamed = self.rename(option)
+            if renamed in self.known:
+                return renamed
+        return self.rename(clean.removeprefix(self.prefix))
+
+
+def _tied(state: TrainState) -> dict[str, str]:
+    """Return the other names of each tied parameter -> the one its optimizer state goes by here."""
+    names = parameter_names(state)
+    found: dict[str, str] = {}
+    for name, module in state.parts("model").items():
+        for fqn, tensor in model_tensors(module)[0].items():
+            full = f"{name}.{fqn}" if name else fqn
+            holder = names.get(id(tensor), full)
+            if holder != full:
+                found[full] = holder
+    return found
+
+
+# --- sections
+
+
+def _owner(name: str) -> str | None:
+    """Return what stands before "state", "master" or "param_groups" in a raw name; None where it has none of them."""
+    found = _OWNER.match(name)
+    return found[1] if found else None
+
+
+def _owners(catalog: Catalog) -> list[str]:
+    """Return the optimizers of a checkpoint by the prefix of their names, in their order."""
+    names = [entry.name for entry in catalog.tensors.values() if entry.role in (Role.OPTIMIZER, Role.MASTER)]
+    found = dict.fromkeys(owner for name in names if (owner := _owner(name)) is not None)
+    return sorted(found, key=lambda owner: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", owner)])
+
+
+def _sections(owners: Sequence[str], live: Sequence[str], url: str) -> dict[str, str]:
+    """Return the key of the live optimizer that each one of the checkpoint belongs to."""
+    if not owners or not live:
+        return {}
+    if len(owners) != len(live):
+        raise CheckpointMismatchError(
+            f"{url} holds {len(owners)} optimizers ({', '.join(owners)}), the training state has {len(live)}. "
+            'Give as many, by name: TrainState(optimizer={...}); or leave them out: optimizer="skip".'
+        )
+    return {owner: section("optimizer", name) for owner, name in zip(owners, live, strict=True)}
+
+
+def _renamed(
+    catalog: Catalog,
+    rename: Callable[[str], str],
+    sections: Mapping[str, str],
+    tied: Mapping[str, str],
+    numbers: Mapping[str, Mapping[Any, str]],
+) -> dict[str, TensorEntry]:
+    """Return the tensors by names of ours, without the moments that nothing here takes."""
+    found: dict[str, TensorEntry] = {}
+    for entry in catalog.tensors.values():
+        if entry.role is Role.MODEL:
+            fqn = rename(entry.fqn)
+            name = f"model.{fqn}"
+        elif entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.state:
+            owner = _owner(entry.name) or ""
+            fqn = rename(entry.fqn) if entry.fqn else numbers.get(owner, {}).get(entry.key[-2], "")
+            fqn = tied.get(fqn, fqn)
+            key = sections.get(owner, "optimizer" if entry.role is Role.MASTER else None)  # a weight may take it
+            if key is None or not fqn:
+                continue
+            part = f"master.{fqn}" if entry.role is Role.MASTER else f"state.{fqn}.{entry.state}"
+            name = f"{key}.{part}"
+        else:
+            name, fqn = f"other.{entry.name}", entry.fqn
+        found[name] = replace(entry, name=name, fqn=fqn)
+    return found
+
+
+def _flattened_extras(
+    values: Mapping[str, Any],
+    tensors: dict[str, TensorEntry],
+    store: Store,
+    catalog: Catalog,
+    state: TrainState,
+) -> dict[str, dict[str, Any]]:
+    """Return the state of each live extra that torch's DCP flattened: "train_state.step" is a part of `train_state`.
+
+    Its tensors are taken out of `tensors`.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in (name for name, item in state.extra.items() if is_stateful(item)):
+        front = f"{name}."
+        whole = [
+            entry for entry in catalog.tensors.values() if entry.role is Role.OTHER and entry.name.startswith(front)
+        ]
+        read = read_whole(catalog, store, [entry.name for entry in whole]) if whole else {}
+        parts = {**{key: value for key, value in values.items() if key.startswith(front)}, **read}
+        if parts:
+            found[name] = {key.removeprefix(front): value for key, value in parts.items()}
+        for entry in whole:
+            tensors.pop(f"other.{entry.name}", None)
+    return found
+
+
+# --- the settings of optimizers
+
+
+def _groups(catalog: Catalog, owner: str, read: Callable[[ObjectEntry], Any]) -> list[dict[str, Any]]:
+    """Return the param groups of one optimizer: one object, an object a setting, or an object a parameter and setting
+    (torch's flattened form, which torchtitan saves)."""
+    front = f"{owner}.param_groups" if owner else "param_groups"
+    whole = catalog.objects.get(front)
+    if whole is not None:
+        value = read(whole)
+        return [dict(group) for group in value] if _are_groups(value) else []
+    numbered: dict[int, dict[str, Any]] = {}
+    flattened: dict[str, dict[str, Any]] = {}
+    for name, entry in catalog.objects.items():
+        if not name.startswith(f"{front}."):
+            continue
+        rest, _, setting = name[len(front) + 1 :].rpartition(".")
+        if rest.isdigit():
+            numbered.setdefault(int(rest), {})[setting] = read(entry)
+        elif rest:
+            flattened.setdefault(rest, {"params": [rest]})[setting] = read(entry)
+    return [numbered[index] for index in sorted(numbered)] or list(flattened.values())
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(group, Mapping) for group in value)
+
+
+def _put_groups(
+    objects: dict[str, JSON], key: str, groups: Sequence[Mapping[str, Any]], name_of: Callable[[Any], str]
+) -> None:
+    if not groups:
+        return
+    trees = []
+    for index, group in enumerate(groups):
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        params = [name_of(name) for name in group.get("params", ())]
+        trees.append({**encode(settings, f"{key}.param_groups.{index}", {}), "params": params})
+    objects[key] = {"param_groups": trees, "values": {}, "shared": {}}
+
+
+def _by_position(
+    catalog: Catalog, owner: str, groups: Sequence[Mapping[str, Any]], key: str, state: TrainState
+) -> dict[Any, str]:
+    """Return the live name of each number, where the saved groups number their parameters; else nothing.
+
+    Groups as long as the live ones, with fitting shapes, are matched by their order: who saved made the optimizer with
+    the same code. Other groups are matched with the model's parameters where shapes and order leave one way only.
+
+    Raises:
+        CheckpointMismatchError: Neither tells which parameter a number means.
+    """
+    params = [list(group.get("params", ())) for group in groups]
+    numbers = [number for listed in params for number in listed]
+    if not numbers or any(isinstance(number, str) for number in numbers):
+        return {}
+    names = parameter_names(state)
+    live = next(opt for name, opt in state.parts("optimizer").items() if section("optimizer", name) == key)
+    shapes = _state_shapes(catalog, owner)
+    listed = [[p for p in group["params"] if id(p) in names] for group in live.param_groups]
+    flat = [p for group in listed for p in group]
+    if [len(group) for group in listed] == [len(group) for group in params] and all(
+        _fits(shapes.get(number, ()), tuple(p.shape)) for number, p in zip(numbers, flat, strict=True)
+    ):
+        return {number: names[id(p)] for number, p in zip(numbers, flat, strict=True)}
+    trained = {id(p) for p in flat}
+    modules = [p for module in state.parts("model").values() for p in module.parameters() if id(p) in trained]
+    found = assign(
+        [Param(names[id(p)], tuple(p.shape)) for p in modules],
+        [[max(shapes.get(number, ()), key=len, default=None) for number in group] for group in params],
+        [group.get("weight_decay") == 0 for group in groups],
+    )
+    if found is None:
+        raise CheckpointMismatchError(
+            f"{key}: the checkpoint numbers its parameters, in groups of {_lengths(params)}; the live optimizer has "
+            f"groups of {_lengths(listed)}, and their shapes don't prove which is which. Make the optimizer with the "
+            'groups that it was saved with (the Trainer: decay, no decay); or leave it out: optimizer="skip".'
+        )
+    return dict(zip(numbers, (fqn for group in found for fqn in group), strict=True))
+
+
+def _lengths(groups: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(str(len(group)) for group in groups)
+
+
+def _state_shapes(catalog: Catalog, owner: str) -> dict[Any, list[tuple[int, ...]]]:
+    """Return the shapes of the states, step counts aside, of each numbered parameter of an optimizer."""
+    found: dict[Any, list[tuple[int, ...]]] = {}
+    for entry in catalog.tensors.values():
+        if entry.role is Role.OPTIMIZER and len(entry.key) > 1 and entry.shape and _owner(entry.name) == owner:
+            found.setdefault(entry.key[-2], []).append(tuple(entry.shape))
+    return found
+
+
+def _fits(states: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    """Whether states of these shapes may belong to a parameter: as large as it, or without one of its dimensions."""
+    return not states or any(found in (shape, shape[:-1], (*shape[:-2], *shape[-1:])) for found in states)

@@ -1,0 +1,247 @@
+"""A checkpoint as a mapping: one value of it costs reading that value. torch comes in only for dtypes numpy lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorEntry
+from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.checkpoint.run.address import resolve_url
+from ckptkit.checkpoint.state.values import decode, references
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, LoadError, UnsupportedFormatError
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.reader import OBJECTS_NAME
+from ckptkit.formats.own.record import find_record
+from ckptkit.formats.pickles.objects import read_object
+from ckptkit.storage.store import ReadInto, Store
+from ckptkit.units import format_size
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "TensorView", "open_checkpoint"]
+
+_NUMPY = frozenset(
+    ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+     "complex64", "complex128")
+)  # fmt: skip
+
+
+def open_checkpoint(
+    url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
+) -> Checkpoint:
+    """Open the checkpoint at `url`, of any format that ckptkit reads, or the newest one of a run.
+
+    Reads metadata only. `open_checkpoint(url)["model.embed.weight"][0:10]` then reads those ten rows. Nothing keeps
+    the checkpoint meanwhile: where a job may rotate it away, pin it first (`ckptkit pin`).
+
+    Args:
+        url: Also "run/latest", "run/latest~1", "run/best", "run/1000".
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CorruptCheckpointError: Its metadata is damaged.
+    """
+    exact = resolve_url(str(url), storage_options=storage_options)
+    source = open_source(exact, storage_options=storage_options, options=options or ReadOptions())
+    return Checkpoint(source.url, source.store, source.catalog, source.note)
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The tensors and objects of a checkpoint by name: a `TensorView` for each tensor, the value itself for the rest.
+
+    Attributes:
+        url: What was opened.
+        note: Why, where that is not what was asked for.
+        catalog: Everything in it: dtypes, shapes, slices, roles.
+    """
+
+    def __init__(self, url: str, store: Store, catalog: Catalog, note: str = "") -> None:
+        self.url = url
+        self.note = note
+        self.catalog = catalog
+        self._store = store
+
+    @property
+    def info(self) -> CatalogInfo:
+        """Format, producer, world size, mesh, files."""
+        return self.catalog.info
+
+    @property
+    def step(self) -> int | None:
+        """The training step; None where the checkpoint records none."""
+        return self.catalog.info.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was measured when it was saved; empty where nothing was recorded."""
+        record = find_record(self._store)
+        return dict(record.metrics) if record is not None else {}
+
+    def __getitem__(self, name: str) -> Any:
+        entry = self.catalog.tensors.get(name)
+        if entry is not None:
+            return TensorView(entry, self._store)
+        item = self.catalog.objects[name]
+        value = read_object(self._store, item)
+        if item.path.rpartition("/")[2] != OBJECTS_NAME:
+            return value
+        wanted = references(value)
+        missing = [key for key in wanted if key not in self.catalog.tensors]
+        if missing:
+            raise CorruptCheckpointError(
+                f"{item.path}: {name!r} refers to {missing[0]!r:.200}, which is no tensor here."
+            )
+        tensors = {key: self[key].to_torch() for key in wanted}
+        return decode(value, tensors.__getitem__)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.catalog.tensors
+        yield from (name for name in self.catalog.objects if name not in self.catalog.tensors)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.catalog.tensors or name in self.catalog.objects
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.url!r}, {len(self.catalog.tensors)} tensors, step {self.step})"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """One tensor, not yet read: `view[...]` reads the part that is asked for.
+
+    Indices are integers, slices and "...", as numpy's basic ones. The result is a numpy array, or a torch tensor
+    where numpy does not have the dtype (bfloat16, float8).
+    """
+
+    entry: TensorEntry
+    store: Store
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype without the prefix."""
+        return self.entry.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        raw, rest = self._read(index)
+        if self.dtype in _NUMPY:
+            return raw.view(np.dtype(self.dtype))[..., 0][rest]
+        return self._torch(raw, rest)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Return the whole tensor as a numpy array.
+
+        Raises:
+            UnsupportedFormatError: numpy does not have its dtype.
+        """
+        if self.dtype not in _NUMPY:
+            raise UnsupportedFormatError(
+                f"tensor {self.entry.name!r}: numpy has no {self.dtype}. Use to_torch() instead."
+            )
+        result: npt.NDArray[Any] = self[...]
+        return result
+
+    def to_torch(self, index: Any = ...) -> torch.Tensor:
+        """Return the tensor, or a part of it, as a torch tensor on the CPU."""
+        raw, rest = self._read(index)
+        return self._torch(raw, rest)
+
+    def _torch(self, raw: npt.NDArray[np.uint8], rest: tuple[Any, ...]) -> torch.Tensor:
+        import torch
+
+        shape = raw.shape[:-1]
+        flat = torch.from_numpy(raw.reshape(-1)).view(getattr(torch, self.dtype))
+        steps = tuple(slice(None, None, item.step) if isinstance(item, slice) else item for item in rest)
+        result: torch.Tensor = flat.reshape(shape)[steps]
+        return result
+
+    def _read(self, index: Any) -> tuple[npt.NDArray[np.uint8], tuple[Any, ...]]:
+        """Return the bytes of the smallest box that holds the part, [..., itemsize], and what to take of it."""
+        box, rest = _box(index, self.shape)
+        itemsize = dtype_of(self.dtype).itemsize
+        if not box.numel:
+            return np.empty((*box.sizes, itemsize), np.uint8), rest
+        try:
+            return _read_box(self.entry, self.store, box, itemsize), rest
+        except MemoryError as error:
+            size = format_size(box.numel * itemsize)
+            raise LoadError(
+                f"tensor {self.entry.name!r} of shape {list(self.shape)}: no memory for {size}. Read a part of "
+                "it, as in view[:1000], or convert the checkpoint, which needs little memory."
+            ) from error
+
+
+def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+    items = list(index) if isinstance(index, tuple) else [index]
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
+    if len(dots) > 1 or len(items) - len(dots) > len(shape):
+        raise IndexError(f"index {index!r} does not fit a tensor of shape {list(shape)}")
+    at = dots[0] if dots else len(items)
+    fill = len(shape) - (len(items) - len(dots))
+    items[at : at + 1] = [slice(None)] * fill
+    offsets: list[int] = []
+    sizes: list[int] = []
+    rest: list[Any] = []
+    for item, extent in zip(items, shape, strict=True):
+        if isinstance(item, slice):
+            start, stop, step = item.indices(extent)
+            if step < 0:
+                raise IndexError("a negative step is not supported; reverse the result instead")
+            offsets.append(min(start, extent))
+            sizes.append(max(0, stop - start))
+            rest.append(slice(None, None, step))
+        else:
+            position = int(item) + (extent if item < 0 else 0)
+            if not 0 <= position < extent:
+                raise IndexError(f"index {item} is out of range for a dimension of {extent}")
+            offsets.append(position)
+            sizes.append(1)
+            rest.append(0)
+    return Box(tuple(offsets), tuple(sizes)), tuple(rest)
+
+
+def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.NDArray[np.uint8]:
+    """Read a box: the rows of each slice that hold it, gaps between its columns included."""
+    if entry.slices.codecs:
+        raise UnsupportedFormatError(f"tensor {entry.name!r} is compressed; rewrite it first: ckptkit convert.")
+    ndim = box.ndim
+    found = pieces(
+        entry, np.array([box.offsets], np.int64).reshape(1, ndim), np.array([box.sizes], np.int64).reshape(1, ndim)
+    )
+    numel = int(found.numel().sum()) if ndim else len(found)
+    if numel != box.numel:
+        raise IncompleteCheckpointError(f"tensor {entry.name!r}: its slices hold {numel} of the {box.numel} elements.")
+    # Only now: what slices hold is there on disk, what a shape claims need not be.
+    target = np.empty((*box.sizes, itemsize), np.uint8)
+    starts, strides = source_layout(entry, found)
+    reads, copies = [], []
+    for i in range(len(found)):
+        sizes = tuple(found.sizes[i].tolist()) if ndim else ()
+        steps = tuple(strides[i].tolist()) if ndim else ()
+        span = (1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))) * itemsize
+        raw = np.empty(span, np.uint8)
+        reads.append(ReadInto(entry.slices[int(found.rows[i])].path, int(starts[i]), raw.data))
+        view = np.lib.stride_tricks.as_strided(
+            raw, (*sizes, itemsize), (*(s * itemsize for s in steps), 1), writeable=False
+        )
+        at = (found.offsets[i] - np.array(box.offsets, np.int64)).tolist() if ndim else []
+        copies.append((target[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))], view))
+    store.read_many(reads)
+    for part, view in copies:
+        part[...] = view
+    return target

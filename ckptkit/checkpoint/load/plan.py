@@ -1,0 +1,623 @@
+"""What a load will do, found without touching the training state: which tensor fills which, and all that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_tensors
+from ckptkit.checkpoint.save.replicas import PER_RANK
+from ckptkit.checkpoint.state.local_part import dtype_name
+from ckptkit.checkpoint.state.optimizer import GroupChanges, OptimizerTree, group_changes, named_parameters
+from ckptkit.checkpoint.state.rng import shared_stream
+from ckptkit.checkpoint.state.train_state import (
+    PerRank,
+    TrainState,
+    computed_state,
+    is_stateful,
+    parameter_names,
+    section,
+)
+from ckptkit.checkpoint.state.values import JSON, references
+from ckptkit.errors import CorruptCheckpointError, UsageError
+from ckptkit.formats.dcp.host_bytes import hidden_ones
+from ckptkit.units import parse_size
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LoadOptions", "LoadPlan", "ModelTensor", "ObjectTarget", "OptimizerPlan", "plan_load", "Merge"]
+
+# How a load treats what does not fit, and how much memory it may take.
+
+
+Merge = Callable[[Sequence[Any], int, int], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a load treats what does not fit.
+
+    Attributes:
+        strict: Missing and unexpected keys are errors. Otherwise what fits is loaded and the rest reported.
+        include, exclude: Globs, or a predicate, on the FQNs of the models: load these only (adapters, say). With
+            `strict`, one that matches nothing is an error.
+        model: "restore"; "skip" leaves the models as they are: an optimizer alone is loaded.
+        optimizer: "restore"; "skip" leaves the optimizer as it is; "deferred" restores it when the report's handle is
+            applied.
+        convert_dtype: Cast a model tensor whose dtype differs. Otherwise that is an error.
+        atomic: Change nothing unless everything was read and checked, for a job that goes on when its load fails. It
+            takes a second copy of the state. By default tensors are read straight into the model and the optimizer:
+            keys, shapes and dtypes are still checked before anything is changed, but damage that is found while
+            reading leaves the state half loaded.
+        max_memory: With `atomic`, how much of a second copy may be held ("2GB"). What exceeds it is read twice: to
+            check its digests, then into the state. None: half of the free memory, shared by the ranks of this host.
+        verify: Compare every slice with its digest; those that no rank needs whole are read once more, each by one
+            rank, so that no damage is loaded whatever the world size. "read" compares only what is read whole anyway,
+            and reads nothing that is not needed. False trusts storage and writer.
+        replicas: What several ranks need alike (replicas of HSDP or DDP): "broadcast": each reads a share of it and
+            sends it to the others; "read": each reads all of it. "auto": the first from object stores, where every byte
+            comes over the network; the second elsewhere, since files are read faster than they are sent.
+        rng_on_resize: The number of ranks changed: "reseed" seeds every rank anew, from the saved state and its rank;
+            "keep" leaves the generators alone; "error" refuses.
+        per_rank_on_resize: The same for dataloaders and `PerRank` state, unless all ranks saved equal state: "error",
+            "keep", or a function (states of all saved ranks, rank, world size) -> this rank's state.
+    """
+
+    strict: bool = True
+    include: Sequence[str] | Callable[[str], bool] = ()
+    exclude: Sequence[str] | Callable[[str], bool] = ()
+    model: Literal["restore", "skip"] = "restore"
+    optimizer: Literal["restore", "skip", "deferred"] = "restore"
+    convert_dtype: bool = False
+    atomic: bool = False
+    max_memory: int | str | None = None
+    verify: bool | Literal["read"] = True
+    replicas: Literal["auto", "broadcast", "read"] = "auto"
+    rng_on_resize: Literal["reseed", "keep", "error"] = "reseed"
+    per_rank_on_resize: Literal["error", "keep"] | Merge = "error"
+
+    @property
+    def max_nbytes(self) -> int | None:
+        """`max_memory` in bytes."""
+        return None if self.max_memory is None else parse_size(self.max_memory)
+
+    @property
+    def whole(self) -> bool:
+        """Whether models and optimizers are loaded, all of them."""
+        return self.model == "restore" and self.optimizer == "restore" and not self.include and not self.exclude
+
+    def complete(self, missing: Sequence[str]) -> list[str]:
+        """Return which of "model" and "optimizer" are loaded whole, where `missing` is what the checkpoint lacked."""
+        if missing or self.include or self.exclude:
+            return []
+        return [kind for kind in ("model", "optimizer") if getattr(self, kind) == "restore"]
+
+    def __post_init__(self) -> None:
+        if self.max_memory is not None:
+            parse_size(self.max_memory)
+            if not self.atomic:
+                raise UsageError("max_memory= limits the second copy that atomic=True makes. Pass both, or neither.")
+        if self.model not in ("restore", "skip"):
+            raise UsageError(f"model={self.model!r}: it is 'restore' or 'skip'.")
+        if self.optimizer not in ("restore", "skip", "deferred"):
+            raise UsageError(f"optimizer={self.optimizer!r}: it is 'restore', 'skip' or 'deferred'.")
+        if self.verify not in (True, False, "read"):
+            raise UsageError(f"verify={self.verify!r}: it is True, False or 'read'.")
+        if self.replicas not in ("auto", "broadcast", "read"):
+            raise UsageError(f"replicas={self.replicas!r}: it is 'auto', 'broadcast' or 'read'.")
+        if self.rng_on_resize not in ("reseed", "keep", "error"):
+            raise UsageError(f"rng_on_resize={self.rng_on_resize!r}: it is 'reseed', 'keep' or 'error'.")
+        if self.per_rank_on_resize not in ("error", "keep") and not callable(self.per_rank_on_resize):
+            raise UsageError(f"per_rank_on_resize={self.per_rank_on_resize!r}: it is 'error', 'keep' or a function.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A live parameter or buffer, and the tensor of the checkpoint that fills it."""
+
+    key: str
+    live: torch.Tensor
+    entry: TensorEntry
+
+
+@dataclass(slots=True)
+class OptimizerPlan:
+    """How one optimizer is restored.
+
+    Attributes:
+        states: FQN -> state name -> the checkpoint's tensor.
+        masters: FQN -> the checkpoint's tensor, or None: the master is made from the loaded weight.
+        values: FQN -> state name -> JSON, state that is no tensor.
+        shared: State of no parameter, JSON.
+        keep: Parameters that the checkpoint's optimizer did not have: theirs stays.
+        skip: Nothing is restored but masters, which must follow the weights.
+    """
+
+    key: str
+    optimizer: Any
+    parameters: dict[str, torch.nn.Parameter]
+    groups: GroupChanges = field(default_factory=lambda: GroupChanges([]))
+    states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
+    masters: dict[str, TensorEntry | None] = field(default_factory=dict)
+    values: dict[str, dict[str, JSON]] = field(default_factory=dict)
+    shared: dict[str, JSON] = field(default_factory=dict)
+    keep: list[str] = field(default_factory=list)
+    skip: bool = False
+
+    @property
+    def master_name(self) -> str | None:
+        return getattr(self.optimizer, "master_state_name", None)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectTarget:
+    """State that is JSON in the checkpoint, and what takes it. `trees` has several only where ranks are merged."""
+
+    kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
+    key: str
+    item: Any
+    trees: tuple[JSON, ...]
+    merge: Merge | None = None
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """All that a load will do."""
+
+    models: list[ModelTensor] = field(default_factory=list)
+    twins: list[list[ModelTensor]] = field(default_factory=list)  # what is saved for the several names of one tensor
+    handed: list[tuple[torch.nn.Module, Mapping[str, Any]]] = field(default_factory=list)  # to load_state_dict, then
+    optimizers: list[OptimizerPlan] = field(default_factory=list)
+    objects: list[ObjectTarget] = field(default_factory=list)
+    rng: JSON = None
+    reseed: bool = False
+    mismatches: Mismatches = field(default_factory=Mismatches)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    leftovers: dict[str, JSON] = field(default_factory=dict)
+
+    def references(self) -> list[str]:
+        """Return the tensors that the objects refer to."""
+        trees = [tree for target in self.objects for tree in target.trees]
+        for plan in self.optimizers:
+            trees += [plan.values, plan.shared]
+        return list(dict.fromkeys(key for tree in [*trees, self.rng, self.leftovers] for key in references(tree)))
+
+
+class _Planner:
+    def __init__(
+        self,
+        state: TrainState,
+        catalog: Catalog,
+        objects: Mapping[str, JSON],
+        options: LoadOptions,
+        rank: int,
+        world_size: int,
+        small: Callable[[str], Any],
+        foreign: bool,
+    ) -> None:
+        self.state = state
+        self.foreign = foreign
+        self.catalog = catalog
+        self.objects = objects
+        self.options = options
+        self.rank = rank
+        self.world_size = world_size
+        self.small = small
+        self.plan = LoadPlan()
+        self.filter = KeyFilter(options.include, options.exclude)
+        self.by_role: dict[Role, dict[str, TensorEntry]] = {}
+        self.from_masters: set[str] = set()  # FQNs of masters that live weights take
+
+    def entries(self, role: Role) -> dict[str, TensorEntry]:
+        if role not in self.by_role:
+            self.by_role[role] = self.catalog.by_role(role)
+        return self.by_role[role]
+
+    def run(self) -> LoadPlan:
+        if self.options.model == "restore":
+            self.models()
+        else:
+            self.plan.skipped.update({section("model", name): 'model="skip"' for name in self.state.parts("model")})
+        if self.from_masters:
+            count = len(self.from_masters)
+            self.plan.notes.append(f"weights: {count} come from the fp32 masters: the live dtype is not the saved one.")
+        self.optimizers()
+        for kind in ("scheduler", "grad_scaler"):
+            for name, item in self.state.parts(kind).items():
+                self.object(kind, section(kind, name), item)
+        for name, item in self.state.parts("dataloader").items():
+            self.per_rank("dataloader", section("dataloader", name), item)
+        for name, item in self.state.extra.items():
+            if isinstance(item, PerRank):
+                self.per_rank("extra", f"extra.{name}", item)
+            else:
+                self.object("extra", f"extra.{name}", item)
+        if self.state.rng:
+            self.rng()
+        self.left_out()
+        return self.plan
+
+    # --- models
+
+    def models(self) -> None:
+        aliases = self.aliases()
+        names: set[str] = set()
+        for name, module in self.state.parts("model").items():
+            key = section("model", name)
+            prefix = f"{name}." if name else ""
+            saved = {
+                fqn[len(prefix) :]: entry
+                for fqn, entry in self.entries(Role.MODEL).items()
+                if fqn.startswith(prefix) and self.take(key, fqn[len(prefix) :])
+            }
+            tensors, handed = computed_state(module)
+            if handed is not None:
+                self.plan.handed.append((module, handed))
+                self.plan.mismatches.add("unexpected", key, _not_taken(module, handed))
+            names.update(tensors, (fqn.removeprefix(prefix) for fqn in self.entries(Role.MODEL)))
+            live = {fqn: tensor for fqn, tensor in tensors.items() if self.filter(fqn)}
+            hidden = hidden_ones(live)
+            self.plan.mismatches.add("others", key, [f"{fqn} here {why}" for fqn, why in hidden.items()])
+            live = {fqn: tensor for fqn, tensor in live.items() if fqn not in hidden}
+            saved = {fqn: entry for fqn, entry in saved.items() if fqn not in hidden}
+            self.model(key, prefix, live, saved, aliases.get(key, {}))
+            tree = self.objects.get(f"{key}.extra_state")
+            if tree is not None and self.filter.takes_all:
+                self.plan.objects.append(ObjectTarget("model", f"{key}.extra_state", module, (tree,)))
+        idle = [f"{rule} matches no tensor of the models or the checkpoint" for rule in self.filter.idle(names)]
+        if self.options.strict:
+            self.plan.mismatches.add("others", "model", idle)
+        else:
+            self.plan.notes += idle
+
+    def aliases(self) -> Mapping[str, Mapping[str, str]]:
+        found = self.catalog.info.extra.get("aliases", {})
+        tables = found.values() if isinstance(found, Mapping) else [found]
+        if not all(isinstance(t, Mapping) and all(isinstance(name, str) for name in t.values()) for t in tables):
+            raise CorruptCheckpointError("the table of tied weights in the manifest is malformed.")
+        return found  # type: ignore[no-any-return]
+
+    def take(self, key: str, fqn: str) -> bool:
+        if self.filter(fqn):
+            return True
+        self.plan.skipped[f"{key}.{fqn}"] = "not included"
+        return False
+
+    def model(
+        self,
+        key: str,
+        prefix: str,
+        live: Mapping[str, torch.Tensor],
+        saved: dict[str, TensorEntry],
+        aliases: Mapping[str, str],
+    ) -> None:
+        names: dict[int, list[str]] = {}
+        for fqn, tensor in live.items():
+            names.setdefault(id(tensor), []).append(fqn)
+        wanted: dict[str, torch.Tensor] = {}  # by the name that the checkpoint uses
+        claimed: set[str] = set()
+        for group in names.values():
+            candidates = [*group, *(aliases[fqn] for fqn in group if fqn in aliases)]
+            found = [fqn for fqn in dict.fromkeys(candidates) if fqn in saved]
+            if len(found) > 1:
+                twins = [ModelTensor(f"{key}.{fqn}", live[group[0]], saved[fqn]) for fqn in found]
+                self.plan.twins.append(twins)
+            claimed.update(found)
+            if found:
+                saved[found[0]] = self.exact(prefix, candidates, saved[found[0]], live[group[0]])
+            self.claim(key, group, found, live, wanted)
+        sides = {fqn: (dtype_name(t.dtype), tuple(t.shape)) for fqn, t in wanted.items() if fqn in saved}
+        mine = {fqn: (e.dtype, e.shape) for fqn, e in saved.items() if fqn in sides or fqn not in claimed}
+        good = match_tensors(self.plan.mismatches, key, sides, mine, convert_dtype=self.options.convert_dtype)
+        before = len(self.plan.models)
+        self.plan.models += [ModelTensor(f"{key}.{fqn}", wanted[fqn], saved[fqn]) for fqn in good]
+        self.extra_claims(key, prefix, live, saved, aliases, wanted)
+        expanded = [target.key for target in self.plan.models[before:] if _is_expanded(target.live)]
+        why = "is an expanded view, whose elements share memory: make it a tensor of its own with .clone()"
+        self.plan.mismatches.add("others", key, [f"{name} {why}" for name in expanded])
+
+    def claim(
+        self, key: str, group: list[str], found: list[str], live: Mapping[str, Any], wanted: dict[str, torch.Tensor]
+    ) -> None:
+        if not found:
+            self.plan.mismatches.add("missing", key, [group[0]])
+        elif found[0] in wanted:
+            pass  # untied here, tied in the checkpoint: one tensor fills two, see extra_claims
+        else:
+            wanted[found[0]] = live[group[0]]
+
+    def exact(self, prefix: str, names: Sequence[str], entry: TensorEntry, live: torch.Tensor) -> TensorEntry:
+        """Return the fp32 master of a weight instead of it where the weight would have to be cast: it has been rounded
+        once already, and the master has what that took."""
+        if entry.dtype == dtype_name(live.dtype):
+            return entry
+        masters = self.entries(Role.MASTER)
+        master = next((masters[prefix + name] for name in names if prefix + name in masters), None)
+        if master is None or master.shape != entry.shape or master.dtype == entry.dtype:
+            return entry
+        self.from_masters.add(master.fqn)
+        return master
+
+    def extra_claims(
+        self,
+        key: str,
+        prefix: str,
+        live: Mapping[str, torch.Tensor],
+        saved: Mapping[str, TensorEntry],
+        aliases: Mapping[str, str],
+        wanted: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Let a tensor that the checkpoint stores once fill a second live one, which is not tied here."""
+        for fqn, holder in aliases.items():
+            if fqn in live and fqn not in saved and holder in saved and wanted.get(holder) is not live[fqn]:
+                if any(target.live is live[fqn] for target in self.plan.models):
+                    continue
+                entry = self.exact(prefix, [fqn, holder], saved[holder], live[fqn])
+                self.plan.models.append(ModelTensor(f"{key}.{fqn}", live[fqn], entry))
+
+    # --- optimizers
+
+    def optimizers(self) -> None:
+        optimizers = self.state.parts("optimizer")
+        if not optimizers:
+            return
+        names = parameter_names(self.state)
+        for name, optimizer in optimizers.items():
+            key = section("optimizer", name)
+            plan = OptimizerPlan(key, optimizer, named_parameters(optimizer, names, key))
+            if self.options.optimizer != "restore":
+                plan.skip = True
+                self.plan.skipped[key] = f'optimizer="{self.options.optimizer}"'
+                if plan.master_name is not None:
+                    plan.masters = dict.fromkeys(plan.parameters)
+                self.plan.optimizers.append(plan)
+                continue
+            left = plan_optimizer(plan, names, self.catalog, self.objects, self.plan.mismatches, self.small)
+            self.left_masters(key, [fqn for fqn in left if fqn not in self.from_masters])
+            self.plan.notes += plan.groups.notes
+            self.plan.optimizers.append(plan)
+
+    def left_masters(self, key: str, fqns: list[str]) -> None:
+        """Name masters that neither an optimizer nor a weight takes: unexpected, unless weights are left out or another
+        system wrote them."""
+        if not self.foreign and self.options.model == "restore" and self.filter.takes_all:
+            self.plan.mismatches.add("unexpected", key, [f"master.{fqn}" for fqn in fqns])
+        elif fqns:
+            self.plan.notes.append(f"{key}: {len(fqns)} fp32 masters were left out: nothing here takes them.")
+
+    # --- the rest
+
+    def object(self, kind: str, key: str, item: Any) -> None:
+        if key in self.objects:
+            self.plan.objects.append(ObjectTarget(kind, key, item, (self.objects[key],)))
+        else:
+            self.absent(kind, key)
+
+    def absent(self, kind: str, key: str) -> None:
+        """A checkpoint of ours must have it; what another system never saved can't be asked for."""
+        if self.foreign:
+            self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
+        else:
+            self.plan.mismatches.add("missing", kind, [key])
+
+    def saved_ranks(self, key: str) -> list[int]:
+        """The ranks that have a state under `key`, ascending."""
+        ranks = [name[len(key) + 1 :] for name in self.objects if name.startswith(f"{key}.")]
+        return sorted(int(rank) for rank in ranks if rank.isdigit())
+
+    def per_rank(self, kind: str, key: str, item: Any) -> None:
+        ranks = self.saved_ranks(key)
+        if not ranks:
+            self.absent(kind, key)
+            return
+        trees = [self.objects[f"{key}.{rank}"] for rank in ranks]
+        equal = all(tree == trees[0] for tree in trees) and not references(trees[0])
+        policy = self.options.per_rank_on_resize
+        if len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
+            self.plan.objects.append(ObjectTarget(kind, key, item, (trees[self.rank],)))
+        elif equal:
+            self.plan.objects.append(ObjectTarget(kind, key, item, (trees[0],)))
+        elif callable(policy):
+            self.plan.objects.append(ObjectTarget(kind, key, item, tuple(trees), policy))
+        elif policy == "keep":
+            self.plan.skipped[key] = f"saved at world size {len(ranks)}, now it is {self.world_size}"
+        else:
+            self.plan.mismatches.add(
+                "others",
+                kind,
+                [
+                    f"{key} was saved at world size {len(ranks)} with a state a rank, now it is {self.world_size}: "
+                    "pass per_rank_on_resize='keep', or a function that makes a state from theirs"
+                ],
+            )
+
+    def rng(self) -> None:
+        ranks = self.saved_ranks("rng")
+        if not ranks:
+            self.plan.notes.append("the checkpoint has no state of random number generators")
+            return
+        _, streams = shared_stream(self.rank, self.world_size)
+        first = self.objects[f"rng.{ranks[0]}"]
+        saved = first.get("streams") if isinstance(first, Mapping) else None  # absent: saved without share_stream
+        changed = f"saved at world size {len(ranks)}, now it is {self.world_size}"
+        if len(ranks) == self.world_size and saved is not None:
+            changed = f"saved with {saved} ranks that draw their own numbers, now there are {streams}"
+        if len(ranks) == self.world_size and ranks[-1] == self.world_size - 1 and saved in (None, streams):
+            self.plan.rng = self.objects[f"rng.{self.rank}"]
+        elif self.options.rng_on_resize == "error":
+            self.plan.mismatches.add("others", "rng", [changed])
+        elif self.options.rng_on_resize == "reseed":
+            self.plan.reseed = True
+            self.plan.rng = self.objects[f"rng.{ranks[0]}"]
+            self.plan.notes.append(
+                f"random numbers: {changed}; each rank is seeded anew from the saved state and its rank"
+            )
+        else:
+            self.plan.skipped["rng"] = changed
+
+    def left_out(self) -> None:
+        """Name what the checkpoint holds and nothing here takes."""
+        live = {section(kind, name) for kind in ("model", "optimizer", "scheduler", "grad_scaler", "dataloader")
+                for name in self.state.parts(kind)}  # fmt: skip
+        for key, tree in self.objects.items():
+            kind, _, rest = key.partition(".")
+            name, _, rank = rest.partition(".")
+            if kind == "extra" and name not in self.state.extra:
+                if not rank:
+                    self.plan.leftovers[name] = tree
+                elif rank == str(self.rank):
+                    self.plan.leftovers[f"{name}.{rank}"] = tree
+            elif kind not in live and kind not in ("step", "rng", "extra", PER_RANK):
+                self.plan.skipped.setdefault(kind, "nothing here takes it")
+            elif kind == "rng" and not self.state.rng:
+                self.plan.skipped.setdefault(kind, "rng=False")
+        models = self.state.parts("model")
+        if not models and self.entries(Role.MODEL):
+            self.plan.skipped.setdefault("model", "nothing here takes it")
+        elif "" not in models:  # each tensor has its model's name in front
+            for name in {fqn.partition(".")[0] for fqn in self.entries(Role.MODEL)} - set(models):
+                self.plan.skipped.setdefault(section("model", name), "nothing here takes it")
+
+
+def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Return what a hook puts into the module's state dict and its `load_state_dict` does not take: found by giving it
+    its own state."""
+    import torch
+
+    with torch.no_grad():
+        left = module.load_state_dict(dict(state), strict=False).unexpected_keys
+    return [f"{name} (the module's state_dict has it, its load_state_dict does not take it)" for name in left]
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether torch would refuse to write into it."""
+    repeated = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return repeated and tensor.numel() > 0 and not tensor.is_meta
+
+
+def plan_optimizer(
+    plan: OptimizerPlan,
+    names: Mapping[int, str],
+    catalog: Catalog,
+    objects: Mapping[str, JSON],
+    found: Mismatches,
+    small: Callable[[str], Any],
+) -> list[str]:
+    """Complete the plan of one optimizer; what differs is added to `found`. Return the masters it does not take."""
+    states: dict[str, dict[str, TensorEntry]] = {}
+    masters: dict[str, TensorEntry] = {}
+    for entry in catalog.tensors.values():
+        if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn and _owner(entry) == plan.key:
+            if entry.role is Role.MASTER:
+                masters[entry.fqn] = entry
+            else:
+                states.setdefault(entry.fqn, {})[entry.state] = entry
+    tree = objects.get(plan.key)
+    if tree is None and not states:
+        found.add("missing", plan.key, ["the whole optimizer"])
+        plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
+        plan.keep = list(plan.parameters)  # with strict=False the live one stays as it is
+        return list(masters)
+    if tree is not None:
+        saved = OptimizerTree.of(tree, plan.key)
+        plan.groups = group_changes(plan.optimizer, names, saved.param_groups, small, plan.key)
+        plan.values, plan.shared = saved.values, saved.shared
+    else:
+        plan.groups = GroupChanges(
+            [{} for _ in plan.optimizer.param_groups], notes=[f"{plan.key}: no settings were saved"]
+        )
+        plan.groups.missing = [fqn for fqn in plan.parameters if fqn not in states]
+        plan.groups.unexpected = [fqn for fqn in states if fqn not in plan.parameters]
+    head = f"{plan.key}.state."
+    opaque = catalog.info.extra.get("opaque", {})
+    lost = [f"{name.removeprefix(head)} ({why})" for name, why in opaque.items() if name.startswith(head)]
+    found.add("unexpected", plan.key, [text for text in lost if text.partition(" ")[0] not in _flat(states)])
+    found.add("missing", plan.key, plan.groups.missing)
+    found.add("unexpected", plan.key, plan.groups.unexpected)
+    found.add("others", plan.key, plan.groups.conflicts)
+    plan.keep = list(plan.groups.missing)
+    plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
+    _check_states(plan, catalog, found)
+    return _plan_masters(plan, masters, catalog, found)
+
+
+def _flat(states: Mapping[str, Mapping[str, TensorEntry]]) -> set[str]:
+    return {f"{fqn}.{name}" for fqn, entries in states.items() for name in entries}
+
+
+def _owner(entry: TensorEntry) -> str:
+    first = entry.name.partition(".")[0]
+    return first if first.startswith("optimizer_") else "optimizer"
+
+
+def _check_states(plan: OptimizerPlan, catalog: Catalog, found: Mismatches) -> None:
+    weights = catalog.by_role(Role.MODEL)
+    for fqn, entries in plan.states.items():
+        parameter = plan.parameters[fqn]
+        live = plan.optimizer.state.get(parameter, {})
+        for name, entry in entries.items():
+            shape = tuple(getattr(live.get(name), "shape", entry.shape))
+            same_rank = len(entry.shape) == parameter.dim() and entry.numel > 1
+            # Factored moments have one row, or one column, for all.
+            fits = all(size in (1, whole) for size, whole in zip(entry.shape, parameter.shape, strict=False))
+            weight = weights.get(fqn)
+            # Beside a weight of the same shape, a state of another was one when it was saved: a table, say.
+            same_weight = weight is not None and weight.shape == tuple(parameter.shape)
+            if name not in live and same_rank and not fits and not same_weight:
+                shape = tuple(parameter.shape)
+            if shape != entry.shape:
+                found.add(
+                    "shapes", plan.key, [f"{fqn}.{name} ({list(entry.shape)} in the checkpoint, {list(shape)} wanted)"]
+                )
+
+
+def _plan_masters(
+    plan: OptimizerPlan, masters: Mapping[str, TensorEntry], catalog: Catalog, found: Mismatches
+) -> list[str]:
+    """Match fp32 masters. Where the checkpoint has none, its own fp32 weight is one. Return those that are left."""
+    if plan.master_name is None:
+        return list(masters)
+    weights = catalog.by_role(Role.MODEL)
+    for fqn, parameter in plan.parameters.items():
+        if fqn in masters:
+            if masters[fqn].shape != tuple(parameter.shape):
+                shapes = f"{list(masters[fqn].shape)} in the checkpoint, {list(parameter.shape)} wanted"
+                found.add("shapes", plan.key, [f"master.{fqn} ({shapes})"])
+            plan.masters[fqn] = masters[fqn]
+        elif plan.master_name in plan.optimizer.state.get(parameter, {}):
+            weight = weights.get(fqn)
+            wide = (
+                weight is not None and weight.dtype in ("float32", "float64") and weight.shape == tuple(parameter.shape)
+            )
+            plan.masters[fqn] = weight if wide else None
+            if not wide and fqn not in plan.keep:
+                found.add("missing", plan.key, [f"master.{fqn}"])
+    return [fqn for fqn in masters if fqn not in plan.parameters]
+
+
+def plan_load(
+    state: TrainState,
+    catalog: Catalog,
+    objects: Mapping[str, JSON],
+    options: LoadOptions,
+    *,
+    rank: int,
+    world_size: int,
+    small: Callable[[str], Any],
+    foreign: bool = False,
+) -> LoadPlan:
+    """Return what a load would do; nothing is touched, and no tensor is read but those that settings refer to.
+
+    Args:
+        objects: What is no tensor, by key.
+        small: Reads a whole tensor by its key (a learning rate that is a large tensor; next to never).
+        foreign: ckptkit did not write it: schedulers, dataloaders and extras may be missing.
+    """
+    for item in state.extra.values():
+        if isinstance(item, type) and is_stateful(item):
+            raise UsageError("TrainState.extra holds a class; it must hold objects.")
+    return _Planner(state, catalog, objects, options, rank, world_size, small, foreign).run()

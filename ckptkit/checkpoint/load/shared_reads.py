@@ -1,0 +1,179 @@
+"""Replicas on load: ranks that need the same bytes read a share each, and send it to the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.checkpoint.run.coordinator import Coordinator
+
+__all__ = ["exchange", "groups_of"]
+
+_PIECE = 64 << 20  # the most that one message carries
+_DIRECT = 1 << 20  # tensors below are packed, many into one message
+_FLYING = 128 << 20  # bytes on their way from and to a rank, before it waits for the oldest
+_ALIGN = 16
+_MOST = 64  # ranks that share: each sends to all others
+
+
+def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
+    """Return for each rank the ranks that read the same as it does, itself included, ascending.
+
+    Args:
+        signatures: By rank, of what it is to read; b"" where it can't be shared.
+    """
+    alike: dict[bytes, list[int]] = {}
+    for rank, signature in enumerate(signatures):
+        if signature:
+            alike.setdefault(signature, []).append(rank)
+    found = [[rank] for rank in range(len(signatures))]
+    for ranks in alike.values():
+        for start in range(0, len(ranks), _MOST):
+            members = ranks[start : start + _MOST]
+            for rank in members:
+                found[rank] = members
+    return found
+
+
+def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[Sequence[torch.Tensor]]) -> int:
+    """Send what this rank read to the other members, take what they read, and return the bytes that came.
+
+    Collective for the members. Every byte crosses the network once for each rank that takes it, all members send at
+    the same time; at most 128 MiB are on their way.
+
+    Args:
+        members: Ranks of the coordinator, this one among them.
+        shares: By member the tensors that it reads: on every member as many, of the same shapes and dtypes, in one
+            order.
+
+    Raises:
+        RuntimeError: A member is lost.
+    """
+    own = members.index(coordinator.rank)
+    messages = [list(_messages(share)) for share in shares]
+    others = [coordinator.global_rank(rank) for rank in members if rank != coordinator.rank]
+    flying: deque[_Flight] = deque()
+    aloft = received = 0
+    for turn in range(max(map(len, messages), default=0)):
+        for member, theirs in enumerate(messages):
+            if turn >= len(theirs):
+                continue
+            peers = others if member == own else [coordinator.global_rank(members[member])]
+            flight = _start(theirs[turn], peers, coordinator, sends=member == own)
+            flying.append(flight)
+            aloft += flight.nbytes
+            received += 0 if member == own else flight.nbytes
+            while aloft > _FLYING and len(flying) > 1:
+                aloft -= flying.popleft().land(coordinator.timeout_s)
+    while flying:
+        flying.popleft().land(coordinator.timeout_s)
+    return received
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Bytes that go together: `make(True)` gives them, `make(False)` memory for them; `keep` puts what came there into
+    its tensors."""
+
+    make: Callable[[bool], torch.Tensor]
+    keep: Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    data: torch.Tensor
+    works: list[Any]
+    keep: Callable[[torch.Tensor], None]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    def land(self, timeout_s: float) -> int:
+        for work in self.works:
+            work.wait(timedelta(seconds=timeout_s))
+        self.keep(self.data)
+        return self.nbytes
+
+
+def _start(message: _Message, peers: Sequence[int], coordinator: Coordinator, *, sends: bool) -> _Flight:
+    import torch.distributed as dist
+
+    # A tag of this exchange alone: where a rank fails in it, what others have sent must not be taken for the next
+    # thing that it waits for. gloo ends the process where a message is too long for that.
+    data, group, tag = message.make(sends), coordinator.group, coordinator.step
+    if sends:
+        return _Flight(data, [dist.isend(data, peer, group=group, tag=tag) for peer in peers], lambda _: None)
+    return _Flight(data, [dist.irecv(data, peers[0], group=group, tag=tag)], message.keep)
+
+
+def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:
+    """Cut a share into messages: large tensors in the host's memory as they lie, the others packed."""
+    import torch
+
+    from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major
+
+    small: list[torch.Tensor] = []
+    size = 0
+    for piece in (piece for tensor in share for piece in _pieces(tensor)):
+        nbytes = piece.numel() * piece.itemsize
+        if nbytes >= _DIRECT and lies_row_major(piece):
+            data = torch.frombuffer(host_view(piece, writable=True), dtype=torch.uint8)
+            yield _Message(lambda _, data=data: data, lambda _: None)  # type: ignore[misc]
+            continue
+        if small and size + nbytes > _PIECE:
+            yield _packed(small)
+            small, size = [], 0
+        small.append(piece)
+        size += nbytes + _ALIGN
+    if small:
+        yield _packed(small)
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if not tensor.is_contiguous():
+        return [tensor]
+    flat, numel = tensor.detach().view(-1), _PIECE // tensor.itemsize
+    return [flat[start : start + numel] for start in range(0, flat.numel(), numel)]
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> _Message:
+    import torch
+
+    starts, size = [], 0
+    for tensor in tensors:
+        starts.append(size)
+        size += -(-tensor.numel() * tensor.itemsize // _ALIGN) * _ALIGN
+
+    def parts(data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for tensor, start in zip(tensors, starts, strict=True):
+            piece = data[start : start + tensor.numel() * tensor.itemsize]
+            yield tensor, piece.view(tensor.dtype).view(tensor.shape)
+
+    def make(filled: bool) -> torch.Tensor:
+        data = torch.empty(size, dtype=torch.uint8)
+        if filled:
+            for tensor, piece in parts(data):
+                _copy(piece, tensor)
+        return data
+
+    def keep(data: torch.Tensor) -> None:
+        for tensor, piece in parts(data):
+            _copy(tensor, piece)
+
+    return _Message(make, keep)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    import torch
+
+    with torch.no_grad():
+        if target.dtype.itemsize == 1:
+            target, source = target.view(torch.uint8), source.view(torch.uint8)  # some float8 kinds have no copy
+        target.copy_(source)

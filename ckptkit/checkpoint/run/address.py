@@ -1,0 +1,110 @@
+"""Names for checkpoints in the place of a URL: RUN/latest, RUN/latest~1, RUN/best, RUN/1200."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from ckptkit.storage.open import open_store
+from ckptkit.storage.store import Store, require_bucket, split_url
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint.run.inventory import Inventory
+
+__all__ = ["NAMED_CHECKPOINT", "resolve_checkpoint", "resolve_url"]
+
+_HALF_PROTOCOL = re.compile(r"(s3|gs|gcs|az|abfs|hf|http|https|memory):/([^/].*)")
+NAMED_CHECKPOINT = re.compile(r"(latest(~[0-9]{1,6})?|best(:[^/]{1,128})?|[0-9]{1,18})")
+
+
+def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return the URL of the checkpoint that `url` names; `url` itself where its last part is no such name, or where
+    its parent is no run of ours.
+
+    Raises:
+        CheckpointNotFoundError: The run has no such checkpoint; lists those it has.
+        CorruptCheckpointError: It is the latest, and its record can't be read: it is not passed over in silence.
+    """
+    half = _HALF_PROTOCOL.fullmatch(url)
+    if half and not os.path.exists(url):
+        raise UsageError(f"{url} has one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
+    require_bucket(url)  # before the slashes at its end go
+    head, separator, name = url.rstrip("/").rpartition("/")
+    if not NAMED_CHECKPOINT.fullmatch(name) or head.endswith(":/"):
+        if split_url(url)[0] == "file" and head and not os.path.lexists(url):
+            _refuse_unknown(head, name)
+        return url
+    root = open_store(head or ("/" if separator else "."), storage_options=storage_options)
+    if name.isdigit() or name.startswith("best:"):
+        found = root.info(name) if name.isdigit() else None
+        if found is not None and found.kind == "directory":
+            return url  # a directory that is really called so
+    from ckptkit.checkpoint.run.inventory import (  # here: most URLs name no checkpoint of a run
+        list_checkpoints,
+        resolve,
+    )
+
+    inventory = list_checkpoints(root)
+    if not inventory.committed:
+        if not name.isdigit():
+            _refuse_nothing(root, inventory, name)
+        return url
+    chosen = resolve(inventory, name)
+    protocol, _ = split_url(url)
+    place = root.url if protocol == "file" else head
+    lost = inventory.newest_damaged if name == "latest" else None
+    if lost is not None:
+        error = CorruptCheckpointError(f"{url} is {lost.path}, which can't be opened: {lost.reason}")
+        error.checkpoint = f"{place}/{lost.path}"
+        raise error
+    return f"{place}/{chosen.path}"
+
+
+def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return what `resolve_url` does; for the root of a run of ours, the URL of its newest checkpoint."""
+    from ckptkit.checkpoint.run.inventory import list_checkpoints
+
+    address = resolve_url(url, storage_options=storage_options)
+    if address != url:
+        return address
+    try:
+        root = open_store(url, storage_options=storage_options)
+        inventory = list_checkpoints(root)
+    except NotADirectoryError:
+        return url
+    return f"{url.rstrip('/')}/{inventory.latest.path}" if inventory.latest is not None else url
+
+
+def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
+    """Raise where "latest" or "best" names nothing; not where a directory, or a link to one, is really called so."""
+    found = root.info(name)
+    if found is not None and found.kind == "directory":
+        return
+    if root.local_root is not None and os.path.isdir(os.path.join(root.local_root, name)):
+        return
+    there = f"; {len(inventory.skipped)} directories were skipped: ckptkit ls --all {root.url}" * bool(
+        inventory.skipped
+    )
+    raise CheckpointNotFoundError(
+        f"{root.url} has no committed checkpoint of ckptkit, so {name!r} names nothing{there}. "
+        f"Of another system's run, the newest step is taken where its root is given: {root.url}"
+    )
+
+
+def _refuse_unknown(head: str, name: str) -> None:
+    """Raise where `head` is a run of ours: what is there says more than "does not exist"."""
+    if not os.path.isdir(head):
+        return
+    import difflib
+
+    from ckptkit.checkpoint.run.inventory import list_checkpoints, said_of
+
+    inventory = list_checkpoints(open_store(head))
+    if inventory.committed:
+        known = ["latest", "best", *(item.name for item in inventory.committed)]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {head}/{near[0]}?" if near else ""
+        raise CheckpointNotFoundError(f"{head} has no checkpoint {name!r}. {said_of(inventory.committed)}.{hint}")

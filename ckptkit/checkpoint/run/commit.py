@@ -1,0 +1,655 @@
+"""The commit protocol: all ranks write, one record makes it a checkpoint, or nothing is left.
+
+The steps, and what holds after each, are beside the code; `publish` has the last ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+from ckptkit.checkpoint.run.attempt import LOOK_S, Place, Witness, place_of, settle_replacements, write_hint
+from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, Skipped, in_order, list_checkpoints
+from ckptkit.checkpoint.run.lease import Lease, acquire_lease, store_clock
+from ckptkit.checkpoint.run.pins import list_pins
+from ckptkit.checkpoint.run.unnamed import DELETING, deleted_records, finish_deletion, named_paths
+from ckptkit.errors import CheckpointExistsError, CkptkitError, LeaseHeldError, NoSpaceError, SaveError, UsageError
+from ckptkit.formats.own.record import (
+    LATEST_HINT,
+    RECORD_NAME,
+    CommitRecord,
+    FileRecord,
+    checkpoint_name,
+    record_path,
+    step_name,
+)
+from ckptkit.storage import staging
+from ckptkit.storage.listing import Snapshot, snapshot
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.owner import this_process
+from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.publish import remove_leftover
+from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, new_nonce, owner_path, read_owner
+from ckptkit.storage.store import FileInfo, Store
+from ckptkit.units import format_size
+
+__all__ = ["SaveAttempt", "WrittenFile", "begin_save", "clean_leftovers"]
+
+# What dead writers left below a root, removed; what a living one writes is never touched.
+
+
+logger = logging.getLogger(__name__)
+
+UPLOAD_AGE_S = 86400.0  # of an upload that nobody finished; those of a dead save go with its files at once
+_HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # as LocalStore names what it is writing
+_OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # how RemotePlace names what it writes
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # as RemoteStore names what it tries conditional writes on
+
+
+def clean_leftovers(
+    root: Store,
+    *,
+    leased: bool = False,
+    dry_run: bool = False,
+    inventory: Inventory | None = None,
+    view: Store | None = None,
+    but: str = "",
+) -> list[str]:
+    """Remove staging, trash and uploads whose writer is dead, and return their paths.
+
+    Also finishes what a killed overwrite began. A failure to delete is logged: the next call tries again.
+
+    Args:
+        leased: The caller holds the lease of the run, so no other save is alive, on whatever machine it was.
+        inventory: What the caller has just listed.
+        view: The snapshot of `root` that it was listed in. Then old uploads are not looked for, which takes a request
+            of its own: those of dead saves go all the same.
+        but: The caller's own attempt.
+    """
+    given, view = view, view or snapshot(root)
+    inventory = inventory or list_checkpoints(root, view=view)
+    if leased and not dry_run:
+        settle_replacements(root, {item.path: item.name for item in inventory.committed})
+    dead = [item.path for item in inventory.abandoned]
+    dead += [item.path for item in inventory.in_progress if _is_dead(root, item, leased=leased)]
+    items = view.list()
+    if root.local_root is not None:
+        half = [f"{item.path}/{DELETING}" for item in inventory.skipped if item.deleted]
+        dead += [path for path in half if root.info(path) is not None]
+    dead += _lone_owners(root, items) + _half_written(items, leased=leased)
+    removed = _clean_statements(root, inventory, view, leased=leased, dry_run=dry_run)
+    for path in dict.fromkeys(dead):
+        if path == but:
+            continue
+        try:
+            if not dry_run:
+                _remove(root, path)
+            removed.append(path)
+        except OSError as error:
+            logger.warning("%s/%s could not be removed: %s", root.url, path, error)
+    return removed if given is not None else removed + _old_uploads(root, dry_run=dry_run)
+
+
+def _clean_statements(root: Store, inventory: Inventory, view: Store, *, leased: bool, dry_run: bool) -> list[str]:
+    """Remove what writers said of themselves that were killed once their checkpoint was committed."""
+    if not isinstance(view, Snapshot):
+        return []  # each would have to be asked for; they go with their checkpoint
+    placed = [f"{item.path}/{item.record.data}" for item in inventory.committed if item.record.data]
+    found = [owner_path(path) for path in placed if view.info(owner_path(path)) is not None]
+    dead = [path for path in found if is_dead(root, path, leased=leased)]
+    try:
+        root.delete([] if dry_run else dead)
+    except OSError as error:
+        logger.warning("%s/%s could not be removed: %s", root.url, dead[0], error)
+        return []
+    return dead
+
+
+def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
+    """Throw away multipart uploads of saves that were begun a day ago: no listing of files shows them, and they cost.
+    Others' may take longer than that."""
+    if not isinstance(root, RemoteStore):
+        return []
+    start = len(root._full("", root_allowed=True)) + 1
+    found = [u for u in root.unfinished_uploads(older_than_s=UPLOAD_AGE_S) if _OF_A_SAVE.match(u.name[start:])]
+    if found and not dry_run:
+        now = store_clock(root)  # ours may be ahead of it
+        found = [upload for upload in found if now - upload.started >= UPLOAD_AGE_S]
+        root.end_uploads(found)
+    return [f"unfinished upload of {upload.name}" for upload in found]
+
+
+def _is_dead(root: Store, attempt: Attempt, *, leased: bool) -> bool:
+    kept = leftover_of(attempt.path)
+    if kept is not None:
+        return bool(is_abandoned(root, kept, leased=leased))
+    if read_owner(root, owner_path(attempt.path)) is None:
+        return leased  # whoever has the lease, and no other, writes attempts
+    return bool(is_dead(root, owner_path(attempt.path), leased=leased))
+
+
+def _lone_owners(root: Store, items: list[FileInfo]) -> list[str]:
+    """Return statements of dead writers whose directory is gone, or was never made."""
+    found = [leftover_of(item.path) for item in items]
+    return [item.path for item in found if item is not None and item.kind == "owner" and is_abandoned(root, item)]
+
+
+def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
+    """Return half-written files of the name `latest`, and probes of a store, that a kill left at the root."""
+
+    def is_left(item: FileInfo) -> bool:
+        if _HALF_HINT.fullmatch(item.path) and leased:
+            return True
+        # A probe asks for no lease, so none says that its maker is dead: only time does.
+        old = time.time() - item.mtime > staging.STARTING_S
+        return old and bool(_HALF_HINT.fullmatch(item.path) or _PROBE.fullmatch(item.path))
+
+    return [item.path for item in items if item.kind == "file" and is_left(item)]
+
+
+def _remove(root: Store, path: str) -> None:
+    kept = leftover_of(path)
+    if isinstance(root, LocalStore):
+        if kept is not None:
+            remove_leftover(root, kept)
+        elif path.endswith(f"/{DELETING}"):
+            finish_deletion(root, path.rpartition("/")[0])
+        else:
+            root.delete([path])
+        return
+    logger.info("removing %s/%s, which a dead process left", root.url, path)
+    name, _, folder = path.rpartition("/")
+    gone = [record for record in deleted_records(root, name) if record.data == folder] if name else []
+    if gone:  # a deletion that was killed: what the record named goes
+        root.delete(f"{name}/{inner}" for inner in named_paths(gone[0]))
+    else:
+        root.delete_tree(path)
+    root.delete([owner_path(path)])
+
+
+_SLACK = 1 << 20  # records, directories
+
+
+class WrittenFile(Protocol):
+    """What a writer knows of a file: bytes, and xxh3_64 as a number or as 16 hex digits."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def xxh3_64(self) -> int | str: ...
+
+
+Files = Mapping[str, WrittenFile]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a rank asks for; all ranks must ask for the same, but for their own bytes."""
+
+    step: int
+    tag: str | None
+    overwrite: bool
+    set_aside: bool
+    planned_bytes: int | None
+    extra: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What rank 0 decided."""
+
+    save_id: str
+    messages: tuple[bytes, ...]
+    witness: Witness | None = None
+
+
+def begin_save(
+    root: Store,
+    step: int,
+    *,
+    tag: str | None = None,
+    planned_bytes: int | None = None,
+    coordinator: Coordinator | None = None,
+    overwrite: bool = False,
+    set_aside: bool = False,
+    lease: Lease | Callable[..., Lease] | None = None,
+    message: bytes = b"",
+) -> SaveAttempt:
+    """Return an attempt to save `step`: a private place to write to. All ranks must call it.
+
+    Afterwards every rank calls `commit` or `abort` of the attempt, once.
+
+    Args:
+        planned_bytes: What this rank will write; None where it can't tell (no check for space then).
+        overwrite: Replace a committed checkpoint of that name; the old one goes after the new one is there.
+        set_aside: A step's directory that is in the way and is no checkpoint gets another name. Rank 0's counts.
+        lease: The lease of the run, or what returns it, asked on rank 0 only, given what `acquire_lease` takes for
+            `look`; else the attempt takes its own. The attempts of one lease take turns.
+        message: Any bytes; `SaveAttempt.messages` has those of all ranks, on every rank.
+
+    Raises:
+        CheckpointExistsError: There is such a checkpoint, or something else of its name. On an object store it may be
+            raised by `commit`.
+        NoSpaceError: Not enough room for what all ranks plan. Nothing was written.
+        LeaseHeldError: Another job saves to this root.
+        UsageError: The tag or the step is refused, or ranks disagree on them.
+        RankFailedError: A rank died, hung, or does not see the same storage.
+    """
+    coordinator = coordinator or Coordinator()
+    opening = _Opening(root, lease, coordinator.timeout_s)
+    what = f"starting to save step {step!r:.40}"
+    try:
+        # 1. Invariant: every rank names the same attempt, or none goes on.
+        request = Outcome.of(lambda: _request(step, tag, overwrite, set_aside, planned_bytes, message))
+        start: _Start = coordinator.settle(request, what, then=opening.open)
+        # 2. Invariant: every rank sees the place that rank 0 made; on another disk it would write for nobody.
+        place = opening.place or place_of(root, checkpoint_name(step, tag), start.save_id, witness=start.witness)
+        if root.local_root is not None:  # on an object store before the rank says that its files are there
+            coordinator.all_ok(place.look, what)
+    except BaseException:
+        opening.close()
+        raise
+    return SaveAttempt(root, step, tag, start, place, coordinator, overwrite=overwrite, opening=opening)
+
+
+def _request(
+    step: int, tag: str | None, overwrite: bool, set_aside: bool, planned_bytes: int | None, message: bytes
+) -> _Request:
+    checkpoint_name(step, tag)
+    if planned_bytes is not None and planned_bytes < 0:
+        raise UsageError(f"planned_bytes is {planned_bytes}, expected 0 or more.")
+    return _Request(step, tag, overwrite, set_aside, planned_bytes, message)
+
+
+class _Opening:
+    """Rank 0's part of the start, and of the end: what it took it gives back.
+
+    On an object store the first save under a lease looks at the run, while the files go up to keys that nobody else
+    has: what it finds is needed before the commit only (`wait`). What would most likely refuse it, the lease of another
+    and a name that is taken, is looked at before. The saves after it know what is there.
+    """
+
+    def __init__(self, root: Store, lease: Lease | Callable[..., Lease] | None, patience_s: float) -> None:
+        self.root, self._given, self._patience_s = root, lease, patience_s
+        self.lease: Lease | None = None
+        self._own_lease: Lease | None = None
+        self._has_turn = False
+        self.place: Place | None = None
+        self.view = root
+        self.inventory = Inventory(root.url)
+        self.after: Inventory | None = None  # once it is committed, where looking again takes requests
+        self._settling: Future[None] | None = None
+
+    def open(self, requests: Sequence[_Request]) -> _Start:
+        first = requests[0]
+        _check_equal(requests)
+        views: list[Store] = []
+        started = time.monotonic()
+
+        def look() -> Store:
+            views.append(snapshot(self.root))
+            return views[-1]
+
+        self.lease = self._lease(look if self.root.local_root is None else None)
+        self._take_turn(self.lease)
+        name, save_id = checkpoint_name(first.step, first.tag), new_nonce()
+        place = place_of(self.root, name, save_id)
+        settle = partial(self._settle, first, views[-1] if views else None, place)
+        kept = None if views else self.lease.inventory
+        taken = any(view.info(record_path(name)) is not None for view in views)
+        if views and not taken:
+            place.was_free(started)
+        if self.root.local_root is not None or taken or (kept is not None and name in _names(kept)):
+            settle()
+        elif kept is not None:
+            self.inventory = kept
+        else:
+            pool = WorkerPool(1, thread_name_prefix="ckptkit-open")
+            self._settling = pool.submit(settle)
+            pool.shutdown(wait=False)
+        _check_space(self.root, [request.planned_bytes for request in requests])
+        # Invariant: a disk that is too small fails before a byte is written.
+        self.place = place
+        self.place.open()
+        witness = Witness(self.lease.path, self.lease.nonce)
+        return _Start(save_id, tuple(request.extra for request in requests), witness)
+
+    def _lease(self, look: Callable[[], Store] | None) -> Lease:
+        if self._given is None:
+            self._own_lease = acquire_lease(self.root, look=look)
+            return self._own_lease
+        if isinstance(self._given, Lease):
+            return self._given
+        return self._given() if look is None else self._given(look)
+
+    def _settle(self, request: _Request, view: Store | None, place: Place) -> None:
+        """Look at the run, and clean it up, before anything is published.
+
+        Args:
+            view: What the lease was taken by; None where it was ours before.
+        """
+        assert self.lease is not None
+        if view is None:
+            # On an object store one listing serves all that is to be known.
+            view = snapshot(self.root)
+            self.lease.check(view=view)
+        self.lease.try_conditional()
+        self.lease.tidy()
+        # Invariant: no other attempt is under way here. What dead ones left goes first: it may be the space we need.
+        own = f"{place.name}/{place.data}" if place.data else ""
+        inventory = list_checkpoints(self.root, view=view)
+        half_replaced = any(item.path != item.name for item in inventory.committed)
+        if clean_leftovers(self.root, leased=True, inventory=inventory, view=view, but=own) or half_replaced:
+            view = snapshot(self.root)
+            inventory = list_checkpoints(self.root, view=view)
+        self.view, self.inventory = view, inventory
+        _check_free_name(self.root, view, inventory, place.name, request)
+
+    def wait(self) -> None:
+        """Return once all that must be known before a commit is known. Raises what forbids it."""
+        if self._settling is not None:
+            self._settling.result()
+
+    def _take_turn(self, lease: Lease) -> None:
+        self._has_turn = lease.turn.acquire(timeout=min(self._patience_s, threading.TIMEOUT_MAX))
+        if not self._has_turn:
+            raise LeaseHeldError(
+                f"{self.root.url}: another save of this process is not done after {self._patience_s:g} s; nothing was "
+                "written. Wait for it, or give the manager a longer timeout_s."
+            )
+
+    def close(self) -> None:
+        """Give back space and lease. The outcome is decided: a failure here is logged, the next save cleans up."""
+        if self._settling is not None:
+            self._settling.exception()  # it may be cleaning up
+        try:
+            if self.place is not None:
+                self.place.close()
+        except (
+            OSError,
+            CkptkitError,
+        ) as error:  # ours too: a record that cannot be read says not whose files these are
+            logger.warning("%s could not be cleaned up: %s. The next save tries again.", self.root.url, error)
+            self.after = None
+        finally:
+            if self.lease is not None and self._has_turn:
+                self._has_turn = False
+                self.lease.inventory = self.after  # None after a failure: the next save looks, and cleans up
+                self.lease.turn.release()
+            if self._own_lease is not None:
+                self._own_lease.release()
+
+
+def _check_equal(requests: Sequence[_Request]) -> None:
+    first = requests[0]
+    for rank, other in enumerate(requests):
+        if (other.step, other.tag, other.overwrite) != (first.step, first.tag, first.overwrite):
+            raise UsageError(
+                f"ranks disagree on what to save: rank 0 has step {first.step}, tag {first.tag!r}, overwrite="
+                f"{first.overwrite}; rank {rank} has step {other.step}, tag {other.tag!r}, overwrite={other.overwrite}."
+            )
+
+
+def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, request: _Request) -> None:
+    found, place = inventory.find(name), f"{root.url}/{name}"
+    if found is not None:
+        if not request.overwrite:
+            raise CheckpointExistsError(
+                f"{place} was saved already (save {found.record.save_id}); a checkpoint is never written again. "
+                "Save another step or tag, or replace it with overwrite=True."
+            )
+        held = [pin for pin in list_pins(root) if pin.name == name and pin.owner != this_process()]
+        if held:
+            raise CheckpointExistsError(f"{place} is not overwritten: it is {held[0].reason}.")
+        return
+    skipped = next((item for item in inventory.skipped if item.path == name), None)
+    if skipped is not None and skipped.deleted:
+        return  # what others have put there stays there
+    taken = root.info(name) if root.local_root is not None else view.info(f"{name}/{RECORD_NAME}")
+    if skipped is not None and taken is not None:
+        if request.set_aside and not skipped.unanswered and (request.overwrite or not skipped.damaged):
+            _set_aside(root, skipped)
+            return
+        raise CheckpointExistsError(f"{place} is in the way: {skipped.reason}. Move it away or delete it.")
+    if taken is not None:
+        raise CheckpointExistsError(f"{place} is in the way: a {taken.kind} that is no checkpoint of ours.")
+
+
+def _set_aside(root: Store, skipped: Skipped) -> None:
+    """Give a directory that is no checkpoint another name, so that a save can have its own. Nothing of it is deleted.
+    On an object store only its record is replaced."""
+    if isinstance(root, LocalStore):
+        aside = f"{skipped.path}.aside-{new_nonce()}"
+        root.rename(skipped.path, aside)
+        logger.warning("%s/%s was renamed to %s: %s", root.url, skipped.path, aside, skipped.reason)
+
+
+def _names(inventory: Inventory) -> set[str]:
+    """Return what is taken, or was once."""
+    return {item.name for item in inventory.committed} | {item.path for item in inventory.skipped}
+
+
+def _check_space(root: Store, planned: Sequence[int | None]) -> None:
+    free = root.free_bytes()
+    if free is None or any(nbytes is None for nbytes in planned):
+        return
+    total = sum(nbytes or 0 for nbytes in planned)
+    need = total + total // 20 + _SLACK
+    if need > free:
+        raise NoSpaceError(
+            f"{root.url}: the checkpoint needs {format_size(need)}, but only {format_size(free)} are free: No space "
+            "left on device. Nothing was written. Old checkpoints are deleted only after the new one is safe, so there "
+            "must be room for one more: free some space, or keep fewer (ckptkit prune)."
+        )
+
+
+class SaveAttempt:
+    """One attempt to save, between `begin_save` and its `commit` or `abort`.
+
+    Attributes:
+        store: Where every rank writes its files.
+        name: The checkpoint's directory-to-be.
+        save_id: 16 hex digits of this attempt alone.
+        data: What lies between the record and the files: "", or the save id on an object store.
+        messages: What each rank gave to `begin_save`, by rank.
+        after: On rank 0 and an object store, once it is committed: what this writer, which alone may write, knows to be
+            there.
+    """
+
+    def __init__(
+        self,
+        root: Store,
+        step: int,
+        tag: str | None,
+        start: _Start,
+        place: Place,
+        coordinator: Coordinator,
+        *,
+        overwrite: bool,
+        opening: _Opening,
+    ) -> None:
+        self.root, self.step, self.tag = root, step, tag
+        self.name = tag or step_name(step)
+        self.save_id, self.messages = start.save_id, start.messages
+        self.store, self.data = place.store, place.data
+        self.coordinator = coordinator
+        self._place = place
+        self._overwrite = overwrite
+        self._opening = opening
+        self._record: CommitRecord | None = None
+        self.after: Inventory | None = None
+        self._started = time.monotonic()
+
+    def abort(self, error: BaseException) -> NoReturn:
+        """Tell all ranks that this one failed; they raise the same from `commit`. Nothing is published.
+
+        Raises:
+            RankFailedError: Always (a process that is alone raises its ckptkit error as it is).
+        """
+        with contextlib.suppress(Exception):  # what this rank has on its way must not arrive after rank 0 deleted all
+            self._place.sync(())
+        self._settle(Outcome.of_error(error), lambda reports: None)
+        raise SaveError(f"saving {self.name} failed: {error}") from error  # settle has raised
+
+    def commit(
+        self,
+        files: Files,
+        record_fields: Mapping[str, Any],
+        *,
+        payload: Any = None,
+        complete: Callable[[list[Any]], Files] | None = None,
+    ) -> CommitRecord:
+        """Publish the checkpoint once every rank is here and well, and return its record, durable.
+
+        On ranks other than 0 the record's table of files is empty.
+
+        Args:
+            files: What this rank wrote below `store`, by path.
+            record_fields: Fields of `CommitRecord` that the caller knows: at least `state_dict_type`. Rank 0's count.
+            payload: Anything, for `complete` on rank 0.
+            complete: Rank 0 runs it with the payloads by rank when all ranks are well: it writes what sums
+                them up (index, manifest) to `store` and returns those files.
+
+        Raises:
+            RankFailedError: A rank failed, died or hung: the same on every rank. Nothing was published,
+                and the space is given back.
+        """
+
+        hinted: list[Future[None]] = []
+
+        def publish(reports: list[Any]) -> CommitRecord:
+            self._opening.wait()
+            self._record = self._publish(reports, record_fields, complete)
+            if self.root.local_root is None:
+                before = self._opening.inventory
+                others = [item for item in before.committed if item.name != self.name]
+                committed = in_order([*others, Committed(self.name, self._record)])
+                self._opening.after = replace(before, committed=committed)
+                # While the place is closed: each takes a request.
+                hinted.append(pool.submit(self._write_hint))
+            return self._record.without_files()
+
+        with WorkerPool(1, thread_name_prefix="ckptkit-hints") as pool:
+            slim: CommitRecord = self._settle(Outcome.of(lambda: (self._durable(files), payload)), publish)
+        record = self._record or slim
+        if self.coordinator.is_main:
+            for future in hinted:
+                future.result()
+            if not hinted:
+                self._write_hint()
+            self._after_commit(record)
+        return record
+
+    def _settle(self, outcome: Outcome, publish: Callable[[list[Any]], Any]) -> Any:
+        try:
+            # 4. Invariant: nothing is published unless all ranks are durable; no rank returns while another raised.
+            return self.coordinator.settle(outcome, f"saving {self.name}", then=publish)
+        finally:
+            self._opening.close()  # on rank 0; the others opened nothing
+
+    def _durable(self, files: Files) -> dict[str, FileRecord]:
+        # 3. Invariant: a rank that reports success has its bytes on disk, where rank 0 will look for them.
+        self._place.look()
+        mine = {path: _file_record(path, item) for path, item in files.items()}
+        if self.coordinator.world_size > 1 or self.root.local_root is not None:
+            self._place.sync(mine)
+            self._place.check_own(mine)
+        return mine  # a rank that is alone does so while its index is on its way, and before it publishes
+
+    def _publish(
+        self,
+        reports: list[tuple[dict[str, FileRecord], Any]],
+        fields: Mapping[str, Any],
+        complete: Callable[[list[Any]], Files] | None,
+    ) -> CommitRecord:
+        files: dict[str, FileRecord] = {}
+        for rank, (mine, _) in enumerate(reports):
+            for path, item in mine.items():
+                if path in files:
+                    raise SaveError(f"{self.name}: rank {rank} and a rank before it both wrote {path}.")
+                files[path] = item
+        own, of_ranks = dict(reports[0][0]), files.keys() - reports[0][0].keys()
+        with self._looked():
+            if complete is not None:
+                # It may name what other ranks wrote, too: each has looked for its own.
+                summed = {path: _file_record(path, item) for path, item in complete([p for _, p in reports]).items()}
+                own |= {path: item for path, item in summed.items() if path not in of_ranks}
+            self._place.sync(path for path in own if path not in files)
+            files |= own
+            # 5. Invariant: what the record will name is there, whole, and nothing else is.
+            self._place.check_all(files, own)
+        lease = self._opening.lease
+        before = lease.sequence if lease is not None else 0  # a listing may be older than what this writer has saved
+        record = CommitRecord(
+            **{
+                "created": time.time(),
+                "world_size": self.coordinator.world_size,
+                "writer": {"host": this_process().host, "pid": this_process().pid},
+                **fields,
+                "step": self.step,
+                "tag": self.tag,
+                "save_id": self.save_id,
+                "sequence": max(self._opening.inventory.next_sequence, 1 + before),
+                "data": self.data,
+                "files": files,
+            }
+        )
+        self._place.look()
+        # 6. and 7.: the commit. Invariant: a save that returns survives a power cut.
+        data = record.to_json()
+        self._place.publish(data, overwrite=self._overwrite, again=lease.make_sure if lease else None)
+        if lease is not None:
+            lease.sequence = record.sequence
+        return CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
+
+    @contextlib.contextmanager
+    def _looked(self) -> Iterator[None]:
+        """Have looked, when the block ends, whether the lease is ours and, where a put does not tell, the name is free:
+        at the same time, where that takes requests."""
+        lease, started = self._opening.lease, time.monotonic()
+        looks: list[Callable[[], None]] = []
+        if lease is not None and self.root.local_root is None and not lease.is_surely_ours():
+            looks = [lease.check] if self._overwrite else [lease.check, self._place.look_free]
+        with WorkerPool(2, thread_name_prefix="ckptkit-look") as pool:
+            futures = [pool.submit(look) for look in looks]
+            yield
+            for future in futures:
+                future.result()
+        # Invariant: who has lost the lease, and with it what he has written, does not commit.
+        fresh = bool(looks) and time.monotonic() - started < LOOK_S
+        if lease is not None and not fresh:
+            lease.make_sure()
+
+    def _write_hint(self) -> None:
+        lease = self._opening.lease
+        ours = lease is not None and lease.wrote_hint
+        wrote = write_hint(self.root, self.name, view=self._opening.view, ours=ours)
+        if lease is not None and self.root.local_root is None:
+            lease.wrote_hint = wrote
+
+    def _after_commit(self, record: CommitRecord) -> None:
+        self.after = self._opening.after
+        logger.debug(  # the manager has the line for people
+            "saved %s/%s: %s in %.1f s",
+            self.root.url,
+            record.name,
+            format_size(record.total_bytes),
+            time.monotonic() - self._started,
+        )
+
+
+def _file_record(path: str, item: WrittenFile) -> FileRecord:
+    if isinstance(item, FileRecord):
+        return item
+    digest = item.xxh3_64
+    return FileRecord(int(item.nbytes), digest if isinstance(digest, str) else f"{digest:016x}")

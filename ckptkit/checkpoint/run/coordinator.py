@@ -1,0 +1,458 @@
+"""What ranks agree on: one verdict for all of them, in bounded time, whoever fails."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from ckptkit import errors
+from ckptkit.errors import CkptkitError, RankFailedError, UsageError
+
+__all__ = ["Coordinator", "Outcome"]
+
+T = TypeVar("T")
+_GRACE_S = 10.0
+_BOARD_S = 5.0  # rank 0 posts its verdict within milliseconds of breaking the connections
+_STOPS = (KeyboardInterrupt, SystemExit)
+_HEAD = 2  # words of a message: the step of the conversation, and how many bytes it has
+_WORDS = 256  # of what is sent at once: most messages are shorter, and need no second one
+_INLINE = 8 * (_WORDS - _HEAD)
+_MAX_NAMED = 4  # ranks named in a message; `RankFailedError.causes` has all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank says at the end of its part: a value, or the error that stopped it.
+
+    Attributes:
+        kind: The class of a ckptkit error, so that every rank raises that one.
+        causes: What each failed rank said, in a verdict.
+        cause: The exception itself, on the rank where it was raised.
+        interrupted: The rank is lost, or was stopped by Ctrl-C; in a verdict: so are all that failed.
+    """
+
+    value: Any = None
+    error: str | None = None
+    kind: str = ""
+    causes: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    cause: BaseException | None = None
+    interrupted: bool = False
+
+    @classmethod
+    def of(cls, fn: Callable[[], Any]) -> Outcome:
+        """Return what `fn` did. Never raises: torch's CheckpointException is a BaseException, too."""
+        try:
+            return cls(fn())
+        except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
+            return cls.of_error(error)
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Outcome:
+        """Return the outcome of a rank that `error` stopped."""
+        known = isinstance(error, CkptkitError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        stopped = isinstance(error, KeyboardInterrupt)
+        kind = type(error).__name__ if known else ""
+        return cls(error=text[:20_000], kind=kind, cause=error, interrupted=stopped)
+
+    def message(self) -> Outcome:
+        """Return what of it goes to other ranks."""
+        return dataclasses.replace(self, cause=None)
+
+
+class Coordinator:
+    """The ranks of a job, or this process alone. Every method is collective: all ranks call it, in one order.
+
+    Without an initialised `torch.distributed` this process is the only rank, and torch is not imported.
+    Otherwise it has a gloo group of its own (making one is collective), so its messages never mix with
+    those of the training. Not to be used by two threads at once: make another one for a background thread.
+
+    Args:
+        group: The ranks that take part; None for all.
+        timeout_s: How long rank 0 waits for any rank. Must exceed the slowest rank's share of a save.
+            The others wait for rank 0 a little more than twice as long.
+    """
+
+    def __init__(self, group: Any = None, *, timeout_s: float = 1800.0) -> None:
+        if not timeout_s > 0:
+            raise UsageError(f"timeout_s is {timeout_s!r}, expected more than 0 seconds.")
+        self.timeout_s = timeout_s
+        self.rank, self.world_size = 0, 1
+        self.group: Any = None  # of gloo; None where there is one rank
+        self._parent = group
+        self._ranks: list[int] = [0]  # of the default group
+        self._step = 0
+        self._broken = False
+        self._closed = False
+        self._kept: list[Any] = []  # messages that gloo may still touch
+        if _is_distributed():
+            self._join()
+
+    def _join(self) -> None:
+        import torch.distributed as dist
+
+        self._ranks = dist.get_process_group_ranks(self._parent or dist.group.WORLD)
+        self.rank, self.world_size = dist.get_rank(self._parent), len(self._ranks)
+        if self.rank < 0:
+            raise UsageError("this rank is not in the group that it was given: only a group's own ranks may save.")
+        if self.world_size > 1:
+            try:
+                self.group = dist.new_group(
+                    ranks=None if self._parent is None else self._ranks,
+                    timeout=timedelta(seconds=2 * self.timeout_s + _GRACE_S),
+                    backend="gloo",
+                    use_local_synchronization=self._parent is not None,
+                )
+            except RuntimeError as error:
+                raise RankFailedError(
+                    f"rank {self.rank}: the {self.world_size} ranks could not connect to each other: some rank died, "
+                    f"hung, or did not come here ({_reason(error)})."
+                ) from error
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which decides and publishes. Not collective."""
+        return self.rank == 0
+
+    @property
+    def step(self) -> int:
+        """How many verbs were called before: the same on all ranks. Not collective."""
+        return self._step
+
+    def global_rank(self, rank: int) -> int:
+        """Return what `torch.distributed` calls a rank of this coordinator. Not collective."""
+        return self._ranks[rank]
+
+    def close(self) -> None:
+        """Give the group back. No verb can be called after."""
+        self._closed = True
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.group is not None:
+            import torch.distributed as dist
+
+            with contextlib.suppress(RuntimeError, ValueError):  # after a failure there is little left to close
+                dist.destroy_process_group(self.group)
+            self.group = None
+
+    # --- the verbs
+
+    def gather(self, value: T) -> list[T] | None:
+        """Return the values of all ranks on rank 0, None on the others. Raises RankFailedError on every rank."""
+        values: list[T] | None = self.settle(Outcome(value), "gathering")
+        return values
+
+    def barrier(self) -> None:
+        """Return when every rank has come here. Raises RankFailedError on every rank."""
+        self.settle(Outcome(), "a barrier")
+
+    def broadcast(self, value: T | None = None) -> T:
+        """Return rank 0's value on every rank. Raises RankFailedError: rank 0 is lost."""
+        self._begin()
+        if self.is_main:
+            self._tell_all(value)
+            return value  # type: ignore[return-value]
+        result: T = self._hear()
+        return result
+
+    def all_ok(self, fn: Callable[[], T], what: str) -> list[T] | None:
+        """Run `fn` on every rank and return the results on rank 0, None on the others.
+
+        Args:
+            what: Names the step in errors.
+
+        Raises:
+            RankFailedError: `fn` raised on some rank, or a rank died or hung: the same on every rank. A
+                process that is alone raises a ckptkit error as it is.
+        """
+        results: list[T] | None = self.settle(Outcome.of(fn), what)
+        return results
+
+    def settle(
+        self,
+        outcome: Outcome,
+        what: str,
+        *,
+        then: Callable[[list[Any]], Any] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
+        """Exchange outcomes. Returns what `then` made of all values, on every rank; without `then`, the
+        values on rank 0 and None on the others.
+
+        Args:
+            then: Rank 0 runs it once every rank is well. Its failure is everybody's failure; a ckptkit
+                error without an errno is raised as it is by every rank. What it returns is sent to all: keep it
+                small.
+            meanwhile: Run on this rank while messages travel. It must not raise.
+
+        Raises:
+            RankFailedError: As for `all_ok`.
+        """
+        self._begin()
+        value = None
+        if self.is_main:
+            verdict, value, outcome = self._judge(outcome, what, then, meanwhile)
+            self._tell_all(verdict.message())
+        else:
+            self._tell_main(outcome.message())
+            verdict = self._hear(meanwhile)
+        if isinstance(outcome.cause, _STOPS):
+            raise outcome.cause
+        if verdict.error is None:
+            return value if self.is_main else verdict.value
+        if self.world_size == 1 and isinstance(outcome.cause, CkptkitError):
+            raise outcome.cause
+        raise _exception(verdict) from outcome.cause
+
+    def decide(self, fn: Callable[[], T], what: str) -> T:
+        """Run `fn` on rank 0 alone and return its result on every rank; its ckptkit error is raised on all."""
+        self._begin()
+        if self.is_main:
+            own = Outcome.of(fn)
+            verdict = own if own.error is None or own.kind else _verdict(what, {0: own})
+            self._tell_all(verdict.message())
+            if own.cause is not None and (isinstance(own.cause, (CkptkitError, *_STOPS))):
+                raise own.cause
+        else:
+            own = verdict = self._hear()
+        if verdict.error is not None:
+            raise _exception(verdict) from own.cause
+        return verdict.value  # type: ignore[no-any-return]
+
+    def agree(self, value: Any, what: str) -> None:
+        """Raise UsageError on every rank unless all pass an equal `value`; `what` names it."""
+
+        def check(values: list[Any]) -> None:
+            for rank, other in enumerate(values):
+                if other != values[0]:
+                    raise UsageError(
+                        f"ranks disagree on {what}: rank 0 has {values[0]!r:.300}, rank {rank} has {other!r:.300}. "
+                        "Every rank must call with the same arguments."
+                    )
+
+        self.settle(Outcome(value), what, then=check)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is set on some rank: one small all-reduce, cheap enough for every step."""
+        self._check_open()
+        if self.world_size == 1:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        seen = torch.tensor([int(flag)])
+        try:
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError as error:
+            raise RankFailedError(f"some rank is lost: {_reason(error)}") from error
+        return bool(seen.item())
+
+    # --- rank 0 judges
+
+    def _judge(
+        self,
+        own: Outcome,
+        what: str,
+        then: Callable[[list[Any]], Any] | None,
+        meanwhile: Callable[[], None] | None,
+    ) -> tuple[Outcome, Any, Outcome]:
+        outcomes, lost = self._collect(own, meanwhile)
+        bad = {rank: item for rank, item in outcomes.items() if item.error is not None}
+        bad |= {rank: Outcome(error=text, interrupted=True) for rank, text in lost.items()}
+        if bad:
+            return _verdict(what, bad), None, own
+        values = [outcomes[rank].value for rank in range(self.world_size)]
+        if then is None:
+            return Outcome(), values, own
+        done = Outcome.of(lambda: then(values))
+        if done.error is not None:
+            # What rank 0 decided is said as it is; what happened to it, as what happens to any rank.
+            happened = not done.kind or (isinstance(done.cause, OSError) and done.cause.errno is not None)
+            return _verdict(what, {0: done}) if happened else done, None, done
+        return done, done.value, own
+
+    def _collect(self, own: Outcome, meanwhile: Callable[[], None] | None) -> tuple[dict[int, Outcome], dict[int, str]]:
+        """Return the outcomes by rank, and what is known of the ranks that gave none."""
+        found, lost = {0: own}, {}
+        deadline = time.monotonic() + self.timeout_s
+        headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}
+        if meanwhile is not None:
+            meanwhile()
+        for rank, (header, work) in headers.items():
+            try:
+                self._wait(work, deadline - time.monotonic())
+                found[rank] = self._body(rank, header, deadline - time.monotonic())
+            except RuntimeError as error:
+                if time.monotonic() < deadline:
+                    lost[rank] = f"it died, or its connection broke ({_reason(error)})"
+                    continue
+                # gloo breaks every connection of the group after one time-out: what has not come by now is lost.
+                self._broken = True
+                silent = [other for other, (head, _) in headers.items() if other not in found and int(head[0]) < 0]
+                text = f"no answer within {self.timeout_s:g} s: it hangs, or needs a longer timeout_s"
+                return found, lost | dict.fromkeys(silent or [rank], text)
+        return found, lost
+
+    # --- messages go between rank 0 and one other rank: a lost rank spoils no other's
+
+    def _check_open(self) -> None:
+        if self._closed:  # without a group of its own, torch would send the messages over that of the training
+            raise UsageError("the CheckpointManager that this belongs to is closed. Make another one.")
+
+    def _begin(self) -> None:
+        self._check_open()
+        if self._broken:  # every rank learned of it from the verdict, so all of them come here
+            self._leave()
+            self._join()
+            self._broken = False
+        self._step += 1
+        self._kept.clear()
+
+    def _expect(self, rank: int) -> tuple[Any, Any]:
+        """Return the start of a message that is to come from `rank`, -1 until it is there, and what to wait for."""
+        import torch
+        import torch.distributed as dist
+
+        header = torch.full((_WORDS,), -1, dtype=torch.int64)
+        try:
+            work = dist.irecv(header, self._ranks[rank], group=self.group)
+        except RuntimeError as error:
+            return header, error
+        self._kept.append((header, work))
+        return header, work
+
+    def _wait(self, work: Any, seconds: float) -> None:
+        if isinstance(work, RuntimeError):
+            raise work
+        work.wait(timedelta(seconds=max(0.001, seconds)))
+
+    def _body(self, rank: int, header: Any, seconds: float) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        step, nbytes = header[:_HEAD].tolist()
+        if step != self._step:
+            raise RuntimeError(f"rank {rank} is at step {step} of the conversation, rank {self.rank} at {self._step}")
+        start = header.numpy()[_HEAD:].tobytes()[:nbytes]
+        if nbytes == len(start):
+            return pickle.loads(start)  # from a rank of this job, over its own connection
+        body = torch.empty(nbytes - len(start), dtype=torch.uint8)
+        work = dist.irecv(body, self._ranks[rank], group=self.group)
+        self._kept.append((body, work))
+        self._wait(work, seconds)
+        return pickle.loads(start + body.numpy().tobytes())
+
+    def _send(self, value: Any, ranks: list[int], seconds: float) -> bool:
+        """Send `value` to `ranks`; False where one of them could not be reached."""
+        deadline = time.monotonic() + seconds
+        works, reached = self._post(value, ranks)
+        for work in works:
+            try:
+                self._wait(work, deadline - time.monotonic())
+            except RuntimeError:
+                reached = False
+        return reached
+
+    def _post(self, value: Any, ranks: list[int]) -> tuple[list[Any], bool]:
+        """Have `value` sent to `ranks`; return what to wait for, and whether the connections to all of them stand."""
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+
+        data = bytearray(pickle.dumps(value))
+        head = np.zeros(_WORDS, dtype=np.int64)
+        head[:_HEAD] = self._step, len(data)
+        head.view(np.uint8)[8 * _HEAD :][: len(data)] = np.frombuffer(data, dtype=np.uint8)[:_INLINE]
+        header = torch.from_numpy(head)
+        body = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)[_INLINE:])
+        works: list[Any] = []
+        reached = True
+        for rank in ranks:
+            for tensor in (header, body) if body.numel() else (header,):
+                try:
+                    works.append(dist.isend(tensor, self._ranks[rank], group=self.group))
+                except RuntimeError:
+                    reached = False
+        self._kept.append((header, body, works))
+        return works, reached
+
+    def _tell_main(self, value: Any) -> None:
+        # Not waited for: rank 0 answers once it has it, and may be busy until then. A lost one is noticed in `_hear`.
+        self._post(value, [0])
+
+    def _tell_all(self, value: Any) -> None:
+        others = list(range(1, self.world_size))
+        if others and (self._broken or not self._send(value, others, self.timeout_s)):
+            with contextlib.suppress(RuntimeError):
+                self._board().set(self._key(), pickle.dumps((value, self._broken)))
+
+    def _hear(self, meanwhile: Callable[[], None] | None = None) -> Any:
+        """Return rank 0's message; where the connection broke, what it left on the board."""
+        header, work = self._expect(0)
+        if meanwhile is not None:
+            meanwhile()
+        try:
+            self._wait(work, 2 * self.timeout_s + _GRACE_S)
+            return self._body(0, header, self.timeout_s)
+        except RuntimeError as error:
+            try:
+                self._board().wait([self._key()], timedelta(seconds=_BOARD_S))
+                value, self._broken = pickle.loads(self._board().get(self._key()))
+            except RuntimeError:
+                raise RankFailedError(
+                    f"rank 0 died or hung ({_reason(error)}). Whether it had published, only the storage can "
+                    "tell: resume from the latest checkpoint.",
+                    {0: _reason(error)},
+                    interrupted=True,
+                ) from error
+            return value
+
+    def _board(self) -> Any:
+        """The key-value store that the group was made with: it outlives the group's connections."""
+        return self.group.get_group_store()
+
+    def _key(self) -> str:
+        return f"ckptkit/{self.group.group_name}/{self._step}"
+
+
+def _is_distributed() -> bool:
+    if "torch" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def _reason(error: BaseException) -> str:
+    """Return what gloo says without its source lines and port numbers, which differ between ranks."""
+    text = str(error)
+    if any(phrase in text for phrase in ("closed by peer", "reset by peer", "refused", "roken pipe")):
+        return "connection lost"
+    if "imed out" in text or "timeout" in text:
+        return "timed out"
+    return text.strip().split("\n", maxsplit=1)[0][:200]
+
+
+def _verdict(what: str, bad: Mapping[int, Outcome]) -> Outcome:
+    causes = {rank: item.error or "" for rank, item in sorted(bad.items())}
+    parts = [f"on rank {rank}: {text}" for rank, text in list(causes.items())[:_MAX_NAMED]]
+    if len(causes) > _MAX_NAMED:
+        parts.append(f"and on {len(causes) - _MAX_NAMED} more ranks")
+    interrupted = all(item.interrupted for item in bad.values())
+    return Outcome(error=f"{what} failed {'; '.join(parts)}", causes=causes, interrupted=interrupted)
+
+
+def _exception(verdict: Outcome) -> Exception:
+    known = getattr(errors, verdict.kind, None) if verdict.kind else None
+    text = verdict.error or ""
+    if isinstance(known, type) and issubclass(known, CkptkitError) and known is not RankFailedError:
+        return known(text)
+    return RankFailedError(text, verdict.causes or {0: text}, interrupted=verdict.interrupted)

@@ -1,0 +1,525 @@
+"""What lies below the root of a run: committed checkpoints, and everything else with the reason why it is none."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import math
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.checkpoint.run.lease import STATE_DIRECTORY, last_holder
+from ckptkit.checkpoint.run.unnamed import deleted_records, named_paths, unnamed_files
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CkptkitError,
+    IncompleteCheckpointError,
+    StorageError,
+    UsageError,
+)
+from ckptkit.formats.own.record import LATEST_HINT, MANIFEST_NAME, CommitRecord, find_record, record_path, step_of_name
+from ckptkit.storage.listing import Snapshot, snapshot
+from ckptkit.storage.open import open_store
+from ckptkit.storage.owner import Owner
+from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.retry import is_outage, patient
+from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, read_owner
+from ckptkit.storage.store import FileInfo, Store
+
+__all__ = [
+    "Attempt",
+    "Committed",
+    "Inventory",
+    "Skipped",
+    "about_new",
+    "check_metric",
+    "check_new",
+    "choose",
+    "in_order",
+    "list_checkpoints",
+    "rank_by",
+    "resolve",
+    "said_of",
+]
+
+_log = logging.getLogger(__name__)
+_NONCE = re.compile(r"[0-9a-f]{16}")
+_REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" is in no tag
+_LATEST = re.compile(r"latest(?:~([0-9]{1,6}))?")
+_MAX_LISTINGS = 10
+_MAX_NAMED = 3
+_MAX_LOOKS = 32
+_NO_RECORD = "it has no checkpoint.json: a copy that is not complete, or nothing that ckptkit saved"
+_BEST = re.compile(r"best(?::(.+?)(?::(min|max))?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint.
+
+    Attributes:
+        path: Its directory below the root: its name, but for a replacement that was killed half-way.
+        superseded: A later save has a lower step: the run was rolled back, this one is of the branch it left.
+    """
+
+    path: str
+    record: CommitRecord
+    superseded: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def step(self) -> int:
+        return self.record.step
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A save that is under way, or that its writer left. `owner` is None where it is not stated."""
+
+    path: str
+    name: str
+    owner: Owner | None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A directory that looks like a checkpoint of ours and is none.
+
+    Attributes:
+        damaged: It may have been saved: it has a commit record, which can't be read, or is of another checkpoint.
+        unanswered: The store failed when it was asked for the record, which may be well.
+        kept_files: Where a checkpoint was deleted, the files that its record did not name, and that are still there.
+        deleted: A checkpoint was deleted there; the name is free for another one.
+    """
+
+    path: str
+    reason: str
+    damaged: bool = False
+    unanswered: bool = False
+    kept_files: tuple[str, ...] = ()
+    deleted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All of a root. `committed` is in the order of the run, the latest last."""
+
+    url: str
+    committed: tuple[Committed, ...] = ()
+    in_progress: tuple[Attempt, ...] = ()
+    abandoned: tuple[Attempt, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+    @property
+    def latest(self) -> Committed | None:
+        """The checkpoint to resume from, None where there is none."""
+        return self.committed[-1] if self.committed else None
+
+    @property
+    def newest_damaged(self) -> Skipped | None:
+        """What lies beyond the latest one and can't be told from a checkpoint that is lost: its name says so alone."""
+        last = -1 if self.latest is None else self.latest.step
+        found = [(step_of_name(item.path), item) for item in self.skipped if item.damaged]
+        return max(((s, item) for s, item in found if s is not None and s > last), default=(0, None), key=_first)[1]
+
+    @property
+    def next_sequence(self) -> int:
+        """What the next save counts."""
+        return 1 + max((item.record.sequence for item in self.committed), default=0)
+
+    def find(self, name: str) -> Committed | None:
+        """Return the checkpoint called `name`."""
+        return next((item for item in self.committed if item.name == name), None)
+
+
+def _first(pair: tuple[int, Skipped | None]) -> int:
+    return pair[0]
+
+
+@patient()
+def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
+    """Return what lies below `root`; names and dates decide nothing, records do. Imports no torch.
+
+    Args:
+        view: A snapshot of `root`, taken just now.
+    """
+    found, names = _list_once(root, view or snapshot(root))
+    # With one checkpoint, and a save that rotates it away between the names and the records, nothing would be found.
+    for _ in range(_MAX_LISTINGS):
+        if found.committed or not names:
+            break
+        before = names
+        found, names = _list_once(root, snapshot(root))
+        if names == before:
+            break
+    return found
+
+
+def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
+    """Return what lies below `root`, and the directories that were looked into.
+
+    What is there is looked up in `view`. What is gone is asked of the root itself: it may have come since.
+    """
+    candidates: list[str] = []
+    running: list[Attempt] = []
+    abandoned: list[Attempt] = []
+    foreign: list[str] = []
+    odd: list[Skipped] = []
+    for item in view.list():
+        ours = item.path.startswith(".") and item.path.endswith((".owner", ".part")) and item.kind == "file"
+        if ours or item.path in (STATE_DIRECTORY, LATEST_HINT):
+            continue
+        kept = leftover_of(item.path)
+        if kept is not None and item.kind == "directory":
+            stated = read_owner(view, owner_path(item.path))
+            attempt = Attempt(item.path, kept.name, stated.owner if stated else None)
+            (abandoned if is_abandoned(root, kept) else running).append(attempt)
+        elif item.kind == "directory":
+            candidates.append(item.path)
+        elif step_of_name(item.path) is not None:
+            odd.append(Skipped(item.path, f"it is a {item.kind}, no directory"))
+        else:
+            foreign.append(item.path)  # a symlink, too: whatever it points to is not ours to judge
+    looks = _look_all(root, view, candidates)
+    committed, replaced = _order([look for look in looks if isinstance(look, Committed)])
+    for look in looks:
+        if isinstance(look, _Look):
+            running += look.running
+            abandoned += look.abandoned
+    explained = {attempt.name for attempt in running + abandoned if "/" in attempt.path}
+    skipped = [look for look in looks if isinstance(look, Skipped) and look.path not in explained] + replaced + odd
+    foreign += [look for look in looks if isinstance(look, str) and look not in explained]
+    found = Inventory(
+        root.url, tuple(committed), tuple(running), tuple(abandoned), tuple(skipped), tuple(sorted(foreign))
+    )
+    return found, candidates
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What lies beside the record in a checkpoint's folder of an object store."""
+
+    running: list[Attempt]
+    abandoned: list[Attempt]
+
+
+def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed | Skipped | _Look | str]:
+    if root.local_root is not None:
+        return [_look(root, name) for name in names]
+    if isinstance(view, Snapshot):
+        view.fetch(record_path(name) for name in names)
+        return [look for name in names for look in _look_at(root, view, name)]
+    with WorkerPool(16, thread_name_prefix="ckptkit-ls") as pool:
+        return [look for looks in pool.map(lambda name: _look_at(root, view, name), names) for look in looks]
+
+
+def _look_at(root: Store, view: Store, name: str) -> list[Committed | Skipped | _Look | str]:
+    look = _look(view, name)
+    known = look.record.data if isinstance(look, Committed) else ""
+    return [look, _look_inside(root, view, name, known)]
+
+
+def _look(root: Store, path: str) -> Committed | Skipped | str:
+    """Return the checkpoint in a directory, or why it is none; the path itself where it is not ours."""
+    try:
+        record = find_record(root, record_path(path))
+    except CkptkitError as error:
+        # Also one of a later version: it is newer than what we can read.
+        return Skipped(path, str(error), damaged=True, unanswered=is_outage(error))
+    except OSError as error:
+        return Skipped(path, f"its checkpoint.json can't be read: {error}", damaged=True)
+    if record is None:
+        gone = deleted_records(root, path)
+        if gone:
+            return _deleted(root, path, gone)
+        if step_of_name(path) is None and root.info(f"{path}/{MANIFEST_NAME}") is None:
+            return path
+        return Skipped(path, _NO_RECORD)
+    replacement = _REPLACEMENT.fullmatch(path)
+    if record.name == path or (replacement and replacement.groups() == (record.name, record.save_id)):
+        return Committed(path, record)
+    # Of a step's own name: only who knows the run can tell a copy from a checkpoint whose record was replaced.
+    reason = f"its record says that it is {record.name}: a copy, or renamed; left alone"
+    return Skipped(path, reason, damaged=step_of_name(path) is not None)
+
+
+def _deleted(root: Store, path: str, records: Sequence[CommitRecord]) -> Skipped:
+    files = tuple(sorted({file for record in records for file in unnamed_files(root, path, record)}))
+    shown = ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
+    reason = f"its checkpoint was deleted; kept, for its record did not name it: {shown or 'nothing'}"
+    return Skipped(path, reason, kept_files=files, deleted=True)
+
+
+def _look_inside(root: Store, view: Store, name: str, known: str) -> _Look:
+    """Return the attempts whose files lie under `name` on an object store, without or beside the committed one.
+
+    Args:
+        known: The folder that a record was seen to name: no more is asked about it.
+    """
+    looks = []
+    for path in _attempt_folders(view.list(name)):
+        if (known and path == f"{name}/{known}") or _only_kept(view, name, path):
+            continue
+        stated = read_owner(view, owner_path(path))  # as writers of before stated themselves, an attempt each
+        owner, holds = (stated.owner, True) if stated else last_holder(snapshot(root, STATE_DIRECTORY))
+        if owner is None or owner.copied is not False:
+            continue  # no save began here: it came with a copy that is not complete
+        # The lease is there before the first file of an attempt, so who is asked after it was seen is the one.
+        dead = is_dead(view, owner_path(path)) if stated else not holds or owner.alive() is False
+        looks.append((Attempt(path, name, owner if holds else None), dead))
+    found = _Look([], [])
+    if looks:
+        # The record last: a writer puts it before it takes back its statement, so what has neither is nobody's.
+        try:
+            record = find_record(root, record_path(name))
+        except (CkptkitError, OSError):
+            return found  # whose files these are is in a record that can't be read: they are not judged
+        for attempt, dead in looks:
+            if record is None or attempt.path != f"{name}/{record.data}":
+                (found.abandoned if dead else found.running).append(attempt)
+    return found
+
+
+def _only_kept(view: Store, name: str, path: str) -> bool:
+    """Tell whether a folder of an attempt holds only what was kept when its checkpoint was deleted."""
+    gone = [record for record in deleted_records(view, name) if path == f"{name}/{record.data}"]
+    return bool(gone) and not any(view.info(f"{name}/{inner}") for inner in named_paths(gone[0]))
+
+
+def _attempt_folders(items: list[FileInfo]) -> list[str]:
+    """Return the folders that attempts have, or will have: a writer killed at once left its statement alone."""
+    names = (i.path.removesuffix(".owner") for i in items if i.kind == "directory" or i.path.endswith(".owner"))
+    return [path for path in dict.fromkeys(names) if _NONCE.fullmatch(path.rpartition("/")[2])]
+
+
+def check_new(root: Store, inventory: Inventory) -> None:
+    """Raise unless a run below `root` may start anew: nothing is committed there, and nothing may have been.
+
+    What a save of ours left that was killed before the first commit is no reason.
+
+    Raises:
+        IncompleteCheckpointError: Names the directories that are checkpoints by their looks, and why none is one.
+        UsageError: The root is no directory.
+    """
+    if root.local_root is not None:
+        _check_directory(Path(root.local_root))
+    found = [item for item in inventory.skipped if not item.deleted]
+    if inventory.committed or not found:
+        return
+    unanswered = next((item for item in found if item.unanswered), None)
+    if unanswered is not None:
+        raise StorageError(unanswered.reason)
+    named = "\n".join(f"  {item.path}: {item.reason}" for item in found[:_MAX_NAMED])
+    more = f"\n  and {len(found) - _MAX_NAMED} more" * (len(found) > _MAX_NAMED)
+    raise IncompleteCheckpointError(
+        f"{root.url} has no committed checkpoint, but it is not empty:\n{named}{more}\n"
+        "If it was copied, copy the rest of it. To start anew, choose another directory, move these away, or make the "
+        "manager with start_fresh='if_none_committed'."
+    )
+
+
+def _check_directory(path: Path) -> None:
+    for place in (path, *path.parents):
+        if os.path.isdir(place):
+            return
+        if os.path.islink(place):
+            raise UsageError(f"{path}: {place} is a symbolic link to {os.readlink(place)}, which does not exist.")
+        if os.path.lexists(place):
+            raise UsageError(f"{path}: {place} is a file, a run needs a directory.")
+
+
+def about_new(root: Store, inventory: Inventory) -> str:
+    """Return what to say of a run that starts anew: what killed saves left, and runs that may have been meant."""
+    text = f"{root.url} has no checkpoint yet"
+    left = [item.path for item in inventory.abandoned + inventory.in_progress]
+    if left:
+        text += f"; {left[0]} is of a save that was not committed" + f", and {len(left) - 1} more" * (len(left) > 1)
+    runs = [name for name in inventory.foreign[:_MAX_LOOKS] if _is_run(root.child(name))]
+    if runs:
+        text += f". These directories in it are runs, did you mean one? {', '.join(runs[:_MAX_NAMED])}"
+    elif root.local_root is not None and not os.path.lexists(root.local_root):
+        parent, name = os.path.split(root.local_root)
+        with contextlib.suppress(OSError):
+            near = difflib.get_close_matches(name, os.listdir(parent), n=1, cutoff=0.8)
+            if near and _is_run(open_store(f"{parent}/{near[0]}")):
+                text += f". Did you mean {parent}/{near[0]}, which has some?"
+    return text
+
+
+def _is_run(store: Store) -> bool:
+    """Tell whether something committed lies right below, by names alone."""
+    with contextlib.suppress(OSError):
+        return any(step_of_name(i.path) is not None and store.info(record_path(i.path)) for i in store.list())
+    return False
+
+
+def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
+    """Return checkpoints, each of a name of its own, in the order of the run."""
+    return tuple(_order(list(found))[0])
+
+
+def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
+    """Return the checkpoints in the order of the run, and those that another of their name has replaced.
+
+    The order is that of the saves, as the writers counted them: no clock, no mtime. Where the run was
+    rolled back (a later save has a lower step), what it left behind comes first, so "latest~1" is the one
+    before on the branch that lives.
+    """
+    key = sorted(found, key=lambda item: (item.record.sequence, item.step, item.record.created, item.record.save_id))
+    newest_of = {item.name: item for item in key}
+    replaced = [
+        Skipped(item.path, f"it was replaced by {newest_of[item.name].path}")
+        for item in key
+        if newest_of[item.name] is not item
+    ]
+    lowest = math.inf
+    ordered: list[Committed] = []
+    for item in reversed(key):
+        if newest_of[item.name] is item:
+            ordered.append(replace(item, superseded=item.step > lowest))
+            lowest = min(lowest, item.step)
+    ordered.reverse()
+    return [i for i in ordered if i.superseded] + [i for i in ordered if not i.superseded], replaced
+
+
+# --- names that people give
+
+
+def choose(
+    root: Store,
+    which: str | int,
+    *,
+    damaged: Collection[str] = (),
+    best: tuple[str, str] | None = None,
+    view: Store | None = None,
+) -> tuple[str, CommitRecord] | Skipped | None:
+    """Return path and record of what a load means by `which`, None where a run has no checkpoint yet.
+
+    Where the newest checkpoint's record can't be read, "latest" is that one, as it was skipped: it is not to be
+    passed over in silence.
+
+    Args:
+        damaged: Names of checkpoints that can't be loaded: then it is the newest one before them.
+        view: A snapshot of `root`, taken just now.
+    """
+    inventory = list_checkpoints(root, view=view)
+    found: Committed | None
+    if which == "latest":
+        lost = inventory.newest_damaged
+        if lost is not None and lost.path not in damaged:
+            return lost
+        found = inventory.latest
+        _warn_of_newer(root, inventory, found)
+    else:
+        found = resolve(inventory, str(which), best=best)
+    if found is not None and found.name in damaged:
+        before = inventory.committed[: inventory.committed.index(found)]
+        found = next((item for item in reversed(before) if item.name not in damaged), None)
+    return None if found is None else (found.path, found.record)
+
+
+def _warn_of_newer(root: Store, inventory: Inventory, latest: Committed | None) -> None:
+    """Say what was saved later than `latest` by its name, or may have been, and is passed over."""
+    for item in inventory.skipped if latest is not None else ():
+        step = step_of_name(item.path)
+        if latest is not None and (item.damaged if step is None else step > latest.step):
+            _log.warning("%s/%s is passed over, %s is the latest: %s", root.url, item.path, latest.name, item.reason)
+
+
+def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, str] | None = None) -> Committed:
+    """Return the checkpoint that `name` means: "latest", "latest~1" (the one before), "best", "best:loss:min",
+    a directory's name, or a step.
+
+    Args:
+        best: (metric, "min" | "max") for "best"; by default what the newest checkpoint's record says.
+
+    Raises:
+        CheckpointNotFoundError: There is none; the message says what is there, and what was skipped and why.
+        UsageError: "best" of what is not known.
+    """
+    inventory = root if isinstance(root, Inventory) else list_checkpoints(root)
+    found = _resolve(inventory, name, best)
+    if found is None:
+        raise CheckpointNotFoundError(_not_found(inventory, name))
+    return found
+
+
+def _resolve(inventory: Inventory, name: str, best: tuple[str, str] | None) -> Committed | None:
+    exact = inventory.find(name)
+    if exact is not None:
+        return exact
+    latest = _LATEST.fullmatch(name)
+    if latest:
+        back = int(latest[1] or 0) + 1
+        return inventory.committed[-back] if back <= len(inventory.committed) else None
+    wanted = _BEST.fullmatch(name)
+    if wanted:
+        metric, mode = _objective(inventory, wanted[1], wanted[2], best)
+        ranked = rank_by([item.record for item in inventory.committed], metric, mode)
+        return inventory.find(ranked[0].name) if ranked else None
+    if name.isdecimal() and name.isascii():
+        same = [item for item in inventory.committed if item.step == int(name)]
+        return next((item for item in same if item.record.tag is None), same[-1] if same else None)
+    return None
+
+
+def _objective(
+    inventory: Inventory, metric: str | None, mode: str | None, best: tuple[str, str] | None
+) -> tuple[str, str]:
+    stated = best or next((i.record.objective for i in reversed(inventory.committed) if i.record.objective), None)
+    if stated is not None and metric in (None, stated[0]):
+        return stated[0], mode or stated[1]
+    if metric is not None and mode is not None:
+        check_metric(inventory, metric)
+        return metric, mode
+    if metric is not None:
+        check_metric(inventory, metric)
+        raise UsageError(f"{inventory.url}: is the best by {metric!r} the lowest? Write 'best:{metric}:min' or ':max'.")
+    raise UsageError(
+        f"{inventory.url}: 'best' of what? No checkpoint says which metric counts. Write 'best:METRIC:min' or "
+        "'best:METRIC:max'."
+    )
+
+
+def check_metric(inventory: Inventory, metric: str) -> None:
+    """Raise where no checkpoint has the metric: what is there says more than "not found"."""
+    known = sorted({name for item in inventory.committed for name in item.record.metrics})
+    if inventory.committed and metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known) or 'none'}."
+        wanted = "It is written best:METRIC:min or best:METRIC:max." if ":" in metric else ""
+        raise UsageError(f"no checkpoint of {inventory.url} has the metric {metric!r}. {hint} {wanted}".rstrip())
+
+
+def rank_by(records: Sequence[CommitRecord], metric: str, mode: str) -> list[CommitRecord]:
+    """Return the records that have `metric`, the best first, among equals the newest first. NaN ranks nowhere."""
+    sign = 1 if mode == "min" else -1
+    known = [record for record in reversed(records) if not math.isnan(record.metrics.get(metric, math.nan))]
+    return sorted(known, key=lambda record: sign * record.metrics[metric])
+
+
+def said_of(committed: Sequence[Committed]) -> str:
+    """Return how many there are, at least one, and the names of the last five, without a full stop."""
+    there = ", ".join(item.name for item in committed[-5:])
+    return f"There are {len(committed)}, the last: {there}" if len(committed) > 1 else f"There is only {there}"
+
+
+def _not_found(inventory: Inventory, name: str) -> str:
+    if not inventory.committed:
+        text = f"{inventory.url} has no committed checkpoint"
+    else:
+        text = f"{inventory.url} has no checkpoint {name!r}. {said_of(inventory.committed)}"
+    skipped = "; ".join(f"{item.path}: {item.reason}" for item in inventory.skipped[:3])
+    if skipped:
+        text += f". Skipped: {skipped}"
+    if inventory.in_progress:
+        text += f". Being saved: {inventory.in_progress[0].name} by {inventory.in_progress[0].owner}"
+    return text.rstrip(".") + "."  # a reason may be a sentence

@@ -1,0 +1,295 @@
+"""What must not be deleted now: pins of readers, which expire, and pins of people, which do not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.checkpoint.run.lease import STATE_DIRECTORY, store_clock, write_state
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, UnsafePathError, UsageError
+from ckptkit.formats.own.record import CommitRecord, find_record, read_record, record_path
+from ckptkit.storage.listing import Snapshot, snapshot
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.open import open_store
+from ckptkit.storage.owner import Owner, own_statement, owner_in
+from ckptkit.storage.retry import BRIEF_S, Patience, timeout_s
+from ckptkit.storage.staging import new_nonce
+from ckptkit.storage.store import FileInfo, Store
+
+__all__ = [
+    "Pin",
+    "deleting",
+    "list_pins",
+    "pin_forever",
+    "pin_unseen",
+    "pin_url",
+    "pin_while_reading",
+    "split_checkpoint_url",
+    "unpin",
+]
+
+logger = logging.getLogger(__name__)
+
+TTL_S = 600.0  # a reader renews its pin well before
+_PINS = f"{STATE_DIRECTORY}/pins"
+_DELETING = f"{STATE_DIRECTORY}/deleting"
+_LEFT_S = 86400.0  # since a pin that does not hold was renewed
+_STALE_S = 60.0  # an announced deletion of a process that can't be asked
+_FOREVER = re.compile(r"keep-(.+)\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A reason not to delete checkpoint `name`; `owner` is None where a person pinned it."""
+
+    name: str
+    why: str
+    owner: Owner | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why the checkpoint is kept, in words."""
+        return f"pinned: {self.why}" if self.owner is None else f"being read by {self.owner} ({self.why})"
+
+
+def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
+    """Return the pins that hold: those of people, and those of readers that live and were renewed in time.
+
+    Args:
+        clean: Delete what killed readers left a day ago.
+    """
+    view = snapshot(root, _PINS)
+    items = [item for item in view.list(_PINS) if item.kind == "file" and item.path.endswith(".json")]
+    if isinstance(view, Snapshot):
+        view.fetch(item.path for item in items)
+    pins: list[Pin] = []
+    left: list[FileInfo] = []
+    now: float | None = None
+    for item in items:
+        body: Any = None
+        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+            body = json.loads(view.read(item.path, 0, 65536))
+        if not isinstance(body, dict) or not isinstance(body.get("name"), str):
+            # Better a checkpoint too many: a pin of a person that can't be read still says which by its name.
+            match = _FOREVER.fullmatch(item.path.rpartition("/")[2])
+            if match:
+                pins.append(Pin(match[1], "(the pin's file is damaged)"))
+            continue
+        owner = owner_in(root, body.get("owner"))
+        if owner is not None:
+            now = store_clock(root) if now is None and owner.alive() is None else now
+            if not _holds(owner, item.mtime, now):
+                left.append(item)
+                continue
+        pins.append(Pin(body["name"], str(body.get("why", ""))[:1000], owner))
+    if clean and left:
+        now = store_clock(root) if now is None else now
+        with contextlib.suppress(OSError):  # they forbid nothing
+            root.delete([item.path for item in left if item.mtime and now - item.mtime > _LEFT_S])
+    return pins
+
+
+def _holds(owner: Owner, renewed: float, now: float | None) -> bool:
+    alive = owner.alive()
+    if alive is None:  # on another machine: by the store's clock, not by ours or its own
+        return now is None or not renewed or now - renewed < TTL_S
+    return alive
+
+
+@contextlib.contextmanager
+def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[CommitRecord]:
+    """Keep checkpoint `name` from deletion while the block runs; renewed by a thread, void when we die.
+
+    Yields its commit record, read after the pin was there. A root that can't be written to is read without a pin,
+    with a warning. Where nobody has saved with a manager, no directory of ours stays.
+
+    Raises:
+        CheckpointNotFoundError: It is gone, or is being deleted: list again, and take another.
+    """
+    with pin_unseen(root, name, why=why) as look:
+        yield look()
+
+
+@contextlib.contextmanager
+def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callable[[], CommitRecord]]:
+    """Pin checkpoint `name` as `pin_while_reading` does, and look later, or not at all, whether it was there in time.
+
+    A deletion that was announced before the pin goes on, so files may vanish until somebody has looked; who has read
+    all that he needs has no need to. Yields what looks: it returns the commit record, or raises
+    CheckpointNotFoundError.
+    """
+    path = f"{_PINS}/read-{new_nonce()}.json"
+    body = json.dumps({"name": name, "why": why, "owner": own_statement(root)}).encode()
+    fresh = root.local_root is not None and root.info(STATE_DIRECTORY) is None
+    try:
+        # Nobody else has this name: on an object store no request has to ask whether it is free.
+        write_state(root, path, body, overwrite=root.local_root is None)
+    except (OSError, UnsafePathError) as error:  # a link out of the root where pins are: not written through
+        why_not = getattr(error, "strerror", None) or error  # not the name of the file, which nobody knows
+        text = "%s: %s is read without a pin (%s): a job that rotates may delete it meanwhile"
+        logger.warning(text, root.url, name, why_not)
+        yield lambda: _record_of(root, name)
+        return
+
+    def look() -> CommitRecord:
+        # First the pin, then the question; the deleter announces first and then reads the pins: one sees the other.
+        _wait_while_deleting(root, name)
+        return _record_of(root, name)
+
+    stop, patience = threading.Event(), Patience()
+    renewal = threading.Thread(target=_renew, args=(root, path, body, stop, patience), name="ckptkit-pin", daemon=True)
+    try:
+        renewal.start()
+        yield look
+    finally:
+        stop.set()
+        patience.hurry()
+        if renewal.ident is not None:
+            renewal.join()
+        with contextlib.suppress(OSError), Patience(min(BRIEF_S, timeout_s())).entered():
+            root.delete([path])
+        if fresh and isinstance(root, LocalStore):
+            _tidy(root)
+
+
+def _record_of(root: Store, name: str) -> CommitRecord:
+    record = find_record(root, record_path(name))
+    if record is None:
+        raise CheckpointNotFoundError(f"{root.url}/{name} is no longer there: it was deleted. List again.")
+    return record
+
+
+def _tidy(root: LocalStore) -> None:
+    """Remove the directories that a pin has made, where nobody else has put anything there."""
+    for folder in (_PINS, STATE_DIRECTORY):
+        with contextlib.suppress(OSError):
+            os.rmdir(root.path_of(folder))
+
+
+@contextlib.contextmanager
+def pin_url(
+    url: str, *, why: str = "load", storage_options: Mapping[str, Any] | None = None
+) -> Iterator[CommitRecord | None]:
+    """Keep what lies at `url` from deletion while the block runs, where it is a checkpoint of a run of ours.
+
+    Yields its commit record; None where it is anything else, which nobody of ours deletes.
+
+    Raises:
+        CheckpointNotFoundError: It was deleted while it was pinned.
+    """
+    try:
+        root, name = split_checkpoint_url(url, storage_options=storage_options)
+        record = find_record(root, record_path(name))
+    except (CkptkitError, OSError, ValueError):  # a file, a foreign format: nobody of ours deletes it
+        record = None
+    if record is None or record.name != name:
+        yield None
+        return
+    with pin_while_reading(root, name, why=why) as record:
+        yield record
+
+
+def _renew(root: Store, path: str, body: bytes, stop: threading.Event, patience: Patience) -> None:
+    folder, _, name = path.rpartition("/")
+    store = root.child(folder)
+    store = store.existing() if isinstance(store, LocalStore) else store  # a root that is gone stays gone
+    while not stop.wait(TTL_S / 5):
+        try:
+            with patience.entered():
+                store.write(name, body, overwrite=True, sync=False)
+        except OSError as error:
+            logger.warning("a pin in %s could not be renewed: %s", root.url, error)
+
+
+def _wait_while_deleting(root: Store, name: str, patience_s: float = 30.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and _announced(root, name):
+        time.sleep(0.02)
+
+
+def _announced(root: Store, name: str) -> bool:
+    path = f"{_DELETING}/{name}.json"
+    view = snapshot(root, _DELETING)
+    found = view.info(path)
+    if found is None:
+        return False
+    try:
+        owner = owner_in(root, json.loads(view.read(path, 0, 4096)))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return False
+    alive = owner.alive() if owner else False
+    return store_clock(root) - found.mtime < _STALE_S if alive is None else alive
+
+
+@contextlib.contextmanager
+def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
+    """Announce the deletion of `name`, and yield the pins that forbid it: [] means go on."""
+    path = f"{_DELETING}/{name}.json"
+    try:
+        write_state(root, path, json.dumps(own_statement(root)).encode(), overwrite=True)
+    except NoSpaceError as error:
+        # To delete is what makes room. No reader can pin now either: there is no space for its pin.
+        logger.warning("%s: the deletion of %s is not announced: %s", root.url, name, error)
+    try:
+        yield [pin for pin in list_pins(root, clean=True) if pin.name == name]
+    finally:
+        try:
+            root.delete([path])
+        except OSError:
+            # Who may write and not delete takes it back like this: else readers would wait as long as we live.
+            with contextlib.suppress(OSError):
+                write_state(root, path, b"{}", overwrite=True)
+            raise
+
+
+# --- pins of people
+
+
+def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
+    """Return the store of the run and the name of the checkpoint that `url` addresses. Raises UsageError."""
+    head, separator, name = url.rstrip("/").rpartition("/")
+    if name in ("", ".", "..") or head.endswith(":/"):
+        raise UsageError(f"{url} does not name a checkpoint: give its directory, as in RUN/step_00001000.")
+    parent = head or ("/" if separator else ".")
+    return open_store(parent, storage_options=storage_options), name
+
+
+def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Keep the checkpoint at `url` whatever rotation says, and return its name. Pinning again changes `why`.
+
+    Raises:
+        CheckpointNotFoundError: There is no committed checkpoint.
+    """
+    root, name = split_checkpoint_url(url, storage_options=storage_options)
+    record = read_record(root, record_path(name))
+    if record.name != name:
+        raise UsageError(
+            f"{url} can't be pinned: its record says that it is {record.name}, so it is a copy, or was renamed, and "
+            "rotation leaves it alone."
+        )
+    body = {"name": record.name, "why": why, "save_id": record.save_id, "owner": None, "created": time.time()}
+    root.write(f"{_PINS}/keep-{name}.json", json.dumps(body).encode(), overwrite=True)
+    # A deletion may have been under way: it announced itself before it looked for pins.
+    _wait_while_deleting(root, name)
+    if find_record(root, record_path(name)) is None:
+        root.delete([f"{_PINS}/keep-{name}.json"])
+        raise CheckpointNotFoundError(f"{url} was deleted while it was being pinned.")
+    return name
+
+
+def unpin(url: str, *, storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Let rotation decide about the checkpoint at `url` again; False where it was not pinned."""
+    root, name = split_checkpoint_url(url, storage_options=storage_options)
+    path = f"{_PINS}/keep-{name}.json"
+    if root.info(path) is None:
+        return False
+    root.delete([path])
+    return True

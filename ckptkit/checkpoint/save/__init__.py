@@ -1,0 +1,1 @@
+"""Saves a training state: sharded, full or local, at once or in the background."""

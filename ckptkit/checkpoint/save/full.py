@@ -1,0 +1,433 @@
+"""FULL: whole tensors, gathered one at a time to the rank that writes them; nobody else holds more than its part.
+
+Every rank knows the whole plan: which file holds which tensor, who writes it, who sends which box. Files are dealt
+out over the ranks and filled side by side, so that a rank gathers one tensor while it writes the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.checkpoint.save.stream import FileTensor, SafetensorsStream, open_stream, report_phases
+from ckptkit.checkpoint.save.writers import Report, WrittenTensors
+from ckptkit.checkpoint.state.local_part import Layout, PartView, boxes_of, check_safetensors, host_bytes, part_view
+from ckptkit.checkpoint.state.train_state import Captured
+from ckptkit.errors import SaveError
+from ckptkit.formats.dcp.host_bytes import row_major
+from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
+from ckptkit.formats.own.slice_table import SliceRow, TablePart, write_manifest
+from ckptkit.formats.pickles.tensors import PlacementRecord
+from ckptkit.storage.pool import WorkerPool
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.storage.store import Store
+
+__all__ = ["FullTensors"]
+
+_CHUNK_BYTES = 16 << 20  # of one message
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A box of a tensor and the rank that gives it; `number` counts that rank's parts of the tensor."""
+
+    rank: int
+    box: Box
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One tensor of the checkpoint: where it goes, and who gives it."""
+
+    key: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[_Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+@dataclass(slots=True)
+class _File:
+    """One safetensors file and the rank that writes it."""
+
+    path: str
+    writer: int = 0
+    items: list[_Item] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class FullTensors:
+    """What this rank contributes to whole tensors, and what it writes.
+
+    Attributes:
+        group: A gloo group for the pieces; None where there is one rank.
+        configs: Side files of the models: path -> bytes.
+    """
+
+    rank: int
+    world_size: int
+    views: dict[str, PartView]
+    aliases: Mapping[str, Mapping[str, str]]
+    configs: Mapping[str, bytes]
+    group: Any
+    max_shard_bytes: int
+    signature: bytes = b""
+    described: bytes = b""
+    signatures: tuple[bytes, ...] = ()
+    files: list[_File] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        captured: Captured,
+        rank: int,
+        world_size: int,
+        previous: object,
+        *,
+        group: Any = None,
+        configs: Mapping[str, bytes] | None = None,
+        max_shard_bytes: int,
+    ) -> FullTensors:
+        """Return the plan for a captured state. No communication."""
+        views = {key: part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False)}
+        check_safetensors(views.values())
+        aliases = {name: table for name, table in captured.aliases.items() if table}
+        plan = cls(rank, world_size, views, aliases, configs or {}, group, max_shard_bytes)
+        plan.described = _describe(views.values(), captured)
+        plan.signature = xxhash.xxh3_128_digest(plan.described)
+        if isinstance(previous, FullTensors) and previous.signature == plan.signature:
+            plan.signatures, plan.files = previous.signatures, previous.files
+        return plan
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [view.local for view in self.views.values()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for file in self.files if file.writer == self.rank for item in file.items)
+
+    @property
+    def reused(self) -> bool:
+        return bool(self.files)
+
+    def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> FullTensors:
+        known = tuple(signatures)
+        if known != self.signatures or not self.files:
+            described = [json.loads(zlib.decompress(data)) for data in all_gather(zlib.compress(self.described, 1))]
+            self.files = _plan(described, self.world_size, self.max_shard_bytes)
+            self.signatures = known
+        return self
+
+    def write(
+        self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool, report: Report
+    ) -> WrittenTensors:
+        memory = dict(zip(self.views, self.tensors if tensors is None else tensors, strict=True))
+        started = time.perf_counter()
+        part = TablePart(self.rank)
+        streams: dict[str, SafetensorsStream] = {}
+        failure: Exception | None = None
+        with ExitStack() as stack:
+            pool = stack.enter_context(WorkerPool(1, thread_name_prefix="ckptkit-full"))
+            try:
+                for file in self.files:
+                    if file.writer == self.rank:
+                        head = [FileTensor(item.name, item.dtype, item.shape) for item in file.items]
+                        opening = open_stream(store, file.path, head, {"format": "pt"}, sync=sync)
+                        streams[file.path] = stack.enter_context(opening)
+            except Exception as error:  # noqa: BLE001  raised by `_Transfer.run`, after the others got their pieces
+                failure = error
+            _Transfer(self, memory, streams, pool, failure).run()
+        for path, stream in streams.items():
+            part.files[path] = stream.written.record
+        for file in self.files:
+            if file.writer == self.rank:
+                written = streams[file.path].written.tensors
+                part.rows += [
+                    SliceRow(i.key, i.dtype, i.shape, Box.whole(i.shape), file.path, *written[i.name])
+                    for i in file.items
+                ]
+        report_phases(report, [stream.written for stream in streams.values()], time.perf_counter() - started)
+        return WrittenTensors(part.to_bytes(), part.files)
+
+    def index(
+        self,
+        parts: Sequence[bytes],
+        store: Store,
+        *,
+        save_id: str,
+        extra: Mapping[str, Any],
+        sync: bool,
+        report: Report,
+    ) -> Mapping[str, FileRecord]:
+        started = time.perf_counter()
+        table = [TablePart.from_bytes(part) for part in parts]
+        small = {**self.configs, **_hf_indexes(self.files)}
+        for path, data in small.items():
+            store.write(path, data, sync=sync)
+            table[0].files[path] = FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
+        extra = {**extra, "aliases": self.aliases} if self.aliases else extra
+        files = write_manifest(table, store, format="ckptkit-full", save_id=save_id, extra=extra, sync=sync)
+        nbytes = files[MANIFEST_NAME].nbytes + sum(map(len, small.values()))
+        report("index", time.perf_counter() - started, nbytes)
+        return files
+
+
+# --- the plan
+
+
+def _describe(views: Any, captured: Captured) -> bytes:
+    """What the other ranks must know of this rank's tensors: as JSON, layouts by index."""
+    layouts: list[Any] = []
+    rows = []
+    index: dict[Layout, int] = {}
+    for view in views:
+        layout = -1 if view.layout is None else index.setdefault(view.layout, len(index))
+        if layout == len(layouts):
+            fields = view.layout
+            placements = [[p.kind, p.dim, p.split_factor] for p in fields.placements]
+            layouts.append([fields.mesh_shape, fields.mesh_names, fields.mesh_ranks, placements])
+        local = list(view.local.shape) if _is_strided(view) else None
+        rows.append([view.key, view.dtype, view.shape, layout, local])
+    models = sorted(captured.models)
+    return json.dumps({"rows": rows, "layouts": layouts, "models": models}, separators=(",", ":")).encode()
+
+
+def _is_strided(view: PartView) -> bool:
+    """Whether only the rank itself surely knows its local shape."""
+    return view.layout is not None and any(p.kind == "strided_shard" for p in view.layout.placements)
+
+
+def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_bytes: int) -> list[_File]:
+    holders: dict[str, list[tuple[int, list[Any], Layout | None]]] = {}
+    for rank, body in enumerate(described):
+        layouts = [_layout(fields) for fields in body["layouts"]]
+        for row in body["rows"]:
+            holders.setdefault(row[0], []).append((rank, row, None if row[3] < 0 else layouts[row[3]]))
+    models = sorted({name for body in described for name in body["models"]})
+    groups: dict[str, list[_Item]] = {name: [] for name in [*models, "state"]}
+    for key, held in holders.items():
+        top = key.partition(".")[0]
+        group = top if top in models else "state"
+        name = key.partition(".")[2] if group == top else key
+        first = held[0][1]
+        groups[group].append(_Item(key, name, first[1], tuple(first[2]), _pieces(key, held)))
+    files = [file for group, items in groups.items() for file in _files(group, items, max_shard_bytes)]
+    load = [0] * world_size
+    for file in sorted(files, key=lambda f: (-f.nbytes, f.path)):  # the largest file to the least loaded rank
+        file.writer = load.index(min(load))
+        load[file.writer] += file.nbytes + 1
+    return files
+
+
+def _layout(fields: Sequence[Any]) -> Layout:
+    shape, names, ranks, placements = fields
+    return Layout(tuple(shape), tuple(names), tuple(ranks), tuple(PlacementRecord(*p) for p in placements))
+
+
+def _pieces(key: str, held: Sequence[tuple[int, list[Any], Layout | None]]) -> tuple[_Piece, ...]:
+    """Return each box once, from the first rank that holds it."""
+    found: dict[Box, _Piece] = {}
+    for rank, (_, dtype, shape, _, local_shape), layout in held:
+        first = held[0][1]
+        if (dtype, shape) != (first[1], first[2]):
+            raise SaveError(
+                f"tensor {key!r} is {dtype} {shape} on rank {rank}, but {first[1]} {first[2]} on {held[0][0]}."
+            )
+        boxes = boxes_of(tuple(shape), layout, rank, None if local_shape is None else tuple(local_shape))
+        for number, box in enumerate(boxes):
+            if box.numel:
+                found.setdefault(box, _Piece(rank, box, number))
+    return tuple(found.values())
+
+
+def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_File]:
+    """Cut a group into files of at most `max_shard_bytes`, in the order of its tensors, as transformers does."""
+    files: list[_File] = []
+    for item in items:
+        if not files or (files[-1].nbytes and files[-1].nbytes + item.nbytes > max_shard_bytes):
+            files.append(_File(""))
+        files[-1].items.append(item)
+        files[-1].nbytes += item.nbytes
+    stem = "state/state" if group == "state" else _model_folder(group) + "model"
+    for number, file in enumerate(files, 1):
+        file.path = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+    return files
+
+
+def _model_folder(group: str) -> str:
+    """The folder of a model's files: the root for a single model, its name for one of several."""
+    name = group.partition("_")[2]
+    return f"{name}/" if name else ""
+
+
+def _hf_indexes(files: Sequence[_File]) -> dict[str, bytes]:
+    """Return `model.safetensors.index.json` of each model."""
+    maps: dict[str, dict[str, str]] = {}
+    sizes: dict[str, list[int]] = {}
+    for file in files:
+        folder, _, name = file.path.rpartition("/")
+        if name.startswith("model-"):
+            for item in file.items:
+                maps.setdefault(folder, {})[item.name] = name
+                total = sizes.setdefault(folder, [0, 0])
+                total[0] += item.nbytes
+                total[1] += math.prod(item.shape)
+    found = {}
+    for folder, weight_map in maps.items():
+        metadata = {"total_size": sizes[folder][0], "total_parameters": sizes[folder][1]}
+        body = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        path = f"{folder}/model.safetensors.index.json".lstrip("/")
+        found[path] = (json.dumps(body, indent=2) + "\n").encode()
+    return found
+
+
+# --- moving the bytes
+
+
+class _Transfer:
+    """Gathers and writes every tensor. All ranks walk the same list, so messages need no names.
+
+    A writer holds the tensor that it gathers and the one that is being written: twice the largest, at most. A rank
+    that fails (a full disk, no memory) goes on sending and receiving to the end, then raises: the others neither hang
+    nor wait for a time-out.
+    """
+
+    def __init__(
+        self,
+        plan: FullTensors,
+        memory: Mapping[str, torch.Tensor],
+        streams: Mapping[str, SafetensorsStream],
+        pool: WorkerPool,
+        failure: Exception | None,
+    ) -> None:
+        self._plan = plan
+        self._memory = memory
+        self._streams = streams
+        self._pool = pool
+        self._failure = failure
+        self._writing: Future[None] | None = None
+
+    def run(self) -> None:
+        """Do all of it. Raises what went wrong first on this rank."""
+        for file, item in _order(self._plan.files):
+            if file.writer == self._plan.rank:
+                whole = self._try(lambda item=item: _target(self._plan, item, self._memory.get(item.key)))  # type: ignore[misc]
+                for piece in item.pieces:
+                    if piece.rank != self._plan.rank:
+                        _receive(self._plan, item, piece, whole)
+                self._try(lambda item=item, file=file, whole=whole: self._write(file, item, whole))  # type: ignore[misc]
+            else:
+                for piece in item.pieces:
+                    if piece.rank == self._plan.rank:
+                        self._send(item, piece, file.writer)
+        self._try(self._written)
+        if self._failure is not None:
+            raise self._failure
+
+    def _try(self, step: Callable[[], Any]) -> Any:
+        """Do a step that talks to nobody; after a failure, nothing."""
+        if self._failure is None:
+            try:
+                return step()
+            except Exception as error:  # noqa: BLE001  `run` raises it
+                self._failure = error
+        return None
+
+    def _write(self, file: _File, item: _Item, whole: torch.Tensor) -> None:
+        own = self._memory.get(item.key)
+        for piece in item.pieces:
+            if piece.rank == self._plan.rank and own is not None and whole is not own:
+                _at(whole, piece.box).copy_(_part(self._plan, item.key, piece, own))
+        self._written()
+        self._writing = self._pool.submit(self._streams[file.path].write, item.name, host_bytes(whole))
+
+    def _written(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _send(self, item: _Item, piece: _Piece, writer: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        for tile in _tiles(piece.box, item):
+            part = self._try(lambda tile=tile: self._sendable(item, piece, tile))  # type: ignore[misc]
+            if part is None:
+                part = torch.zeros(tile.numel * dtype_of(item.dtype).itemsize, dtype=torch.uint8)
+            dist.send(part, group_dst=writer, group=self._plan.group)
+
+    def _sendable(self, item: _Item, piece: _Piece, tile: Box) -> torch.Tensor:
+        import torch
+
+        part = _at(_part(self._plan, item.key, piece, self._memory[item.key]), tile)
+        return row_major(part).to("cpu").view(-1).view(torch.uint8)
+
+
+def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
+    """Take one tensor of each writer in turn: while one writes, the next one gathers."""
+    writers: dict[int, list[tuple[_File, _Item]]] = {}
+    for file in files:
+        writers.setdefault(file.writer, []).extend((file, item) for item in file.items)
+    for turn in zip_longest(*(writers[rank] for rank in sorted(writers))):
+        yield from (entry for entry in turn if entry is not None)
+
+
+def _target(plan: FullTensors, item: _Item, own: torch.Tensor | None) -> torch.Tensor:
+    """Return memory for a whole tensor; the live one if it lies here whole."""
+    import torch
+
+    if own is not None and len(item.pieces) == 1 and item.pieces[0].rank == plan.rank:
+        return own
+    return torch.empty(item.shape, dtype=getattr(torch, item.dtype))
+
+
+def _part(plan: FullTensors, key: str, piece: _Piece, local: torch.Tensor) -> torch.Tensor:
+    part = plan.views[key].parts[piece.number]
+    return _at(local, Box(part.local_offsets, part.box.sizes))
+
+
+def _at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+
+
+def _tiles(box: Box, item: _Item) -> Iterator[Box]:
+    return Box.whole(box.sizes).tiles(max(1, _CHUNK_BYTES // dtype_of(item.dtype).itemsize))
+
+
+def _receive(plan: FullTensors, item: _Item, piece: _Piece, whole: torch.Tensor | None) -> None:
+    """Receive another rank's box into its place; without a place, into nowhere."""
+    import torch
+    import torch.distributed as dist
+
+    itemsize = dtype_of(item.dtype).itemsize
+    for tile in _tiles(piece.box, item):
+        part = None if whole is None else _at(_at(whole, piece.box), tile)
+        if part is not None and part.is_contiguous():
+            dist.recv(part.view(-1).view(torch.uint8), group_src=piece.rank, group=plan.group)
+            continue
+        buffer = torch.empty(tile.numel * itemsize, dtype=torch.uint8)
+        dist.recv(buffer, group_src=piece.rank, group=plan.group)
+        if part is not None:
+            part.copy_(buffer.view(part.dtype).view(tile.sizes))

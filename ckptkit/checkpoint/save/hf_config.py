@@ -1,0 +1,106 @@
+"""The files beside a model's weights that transformers needs to load them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import UsageError
+from ckptkit.formats.hf.side_files import find_side_files
+from ckptkit.storage.open import open_store
+
+__all__ = ["adapter_configs", "adapter_folder", "adapters_of", "pretrained_class", "read_side_files", "side_files"]
+
+
+def read_side_files(url: str) -> dict[str, bytes]:
+    """Return the config, tokenizer, chat template and licence files at `url`, by name.
+
+    Raises:
+        UsageError: There is none.
+    """
+    store = open_store(url)
+    found = find_side_files(store).carried
+    if not found:
+        raise UsageError(
+            f"side_files={url!r} holds no config.json, tokenizer or other file that an export carries along."
+        )
+    return {path: store.read(path) for path in found}
+
+
+def side_files(state: TrainState) -> dict[str, bytes]:
+    """Return `config.json`, `generation_config.json` and `adapter_config.json` of each model that has them, by path.
+    transformers and peft are not imported: a model that has them brings them."""
+    files: dict[str, bytes] = {}
+    for name, module in state.parts("model").items():
+        folder = f"{name}/" if name else ""
+        for adapter, data in adapter_configs(module).items():
+            files[f"{folder}{adapter}adapter_config.json"] = data
+        config: Any = getattr(module, "config", None)
+        if not callable(getattr(config, "to_json_string", None)):
+            continue
+        files[f"{folder}config.json"] = _config(module, config)
+        generation: Any = getattr(module, "generation_config", None)
+        if callable(getattr(generation, "to_json_string", None)):
+            files[f"{folder}generation_config.json"] = generation.to_json_string().encode()
+    return files
+
+
+def pretrained_class(module: Any) -> Any:
+    """Return the class of transformers that `from_pretrained` makes such a module with; None where it is none."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return None
+    # fully_shard puts the class below one of its own, called FSDP<class>.
+    kinds = type(module).__mro__
+    return kinds[1] if kinds[0].__name__ == f"FSDP{kinds[1].__name__}" else kinds[0]
+
+
+def adapters_of(module: Any) -> dict[str, Any]:
+    """Return the configs of a PEFT model's adapters, or of those that a model of transformers took, by name."""
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return {}
+    if isinstance(module, (peft.PeftModel, peft.PeftMixedModel)):
+        return dict(module.peft_config)
+    if pretrained_class(module) is None:
+        return {}
+    return dict(vars(module).get("peft_config") or {})
+
+
+def adapter_configs(module: Any) -> dict[str, bytes]:
+    """Return adapter_config.json of each adapter by its folder, as PEFT's `save_pretrained` writes it."""
+    files: dict[str, bytes] = {}
+    adapters = adapters_of(module)
+    for name, live in adapters.items():
+        config = copy.deepcopy(live)
+        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = vars(base).get("name_or_path") or None
+        config.inference_mode = True
+        kind = pretrained_class(base) or type(base)
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder, auto_mapping_dict=mapping if config.task_type is None else None)
+            files[adapter_folder(name, adapters)] = (Path(folder) / "adapter_config.json").read_bytes()
+    return files
+
+
+def adapter_folder(name: str, adapters: Collection[str]) -> str:
+    """Return the folder of an adapter, with a slash at its end: "" for "default", or the only one."""
+    return "" if name == "default" or len(adapters) == 1 else f"{name}/"
+
+
+def _config(module: Any, config: Any) -> bytes:
+    """Return config.json as `save_pretrained` writes it: with the class of the model and the dtype of its weights."""
+    config = copy.deepcopy(config)
+    base = module.get_base_model() if adapters_of(module) and hasattr(module, "get_base_model") else module
+    config.architectures = [(pretrained_class(base) or type(base)).__name__]
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    return str(config.to_json_string()).encode()

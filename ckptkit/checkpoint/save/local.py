@@ -1,0 +1,143 @@
+"""LOCAL: each rank writes what it holds into one file. Nothing is communicated; replicas are written by one holder."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from ckptkit.catalog.box import Box
+from ckptkit.checkpoint.save.stream import FileTensor, open_stream, report_phases
+from ckptkit.checkpoint.save.writers import Report, WrittenTensors
+from ckptkit.checkpoint.state.local_part import Layout, PartView, check_safetensors, host_bytes, part_view
+from ckptkit.checkpoint.state.train_state import Captured
+from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
+from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
+from ckptkit.formats.own.slice_table import SliceRow, TablePart, write_manifest
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.storage.store import Store
+
+__all__ = ["LocalTensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensors:
+    """What this rank writes: one view for each tensor that it is the chosen holder of."""
+
+    rank: int
+    world_size: int
+    views: tuple[PartView, ...]
+    mine: tuple[PartView, ...]
+    aliases: Mapping[str, Mapping[str, str]]
+    signature: bytes
+
+    @classmethod
+    def of(cls, captured: Captured, rank: int, world_size: int, previous: object) -> LocalTensors:
+        """Return the plan for a captured state. No communication."""
+        views = tuple(part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False))
+        check_safetensors(views)
+        common = sorted(f"{v.key} {v.dtype} {v.shape}" for v in views if v.layout is None and v.key not in captured.own)
+        signature = xxhash.xxh3_128_digest("\n".join(common).encode("utf-8", "surrogatepass"))
+        private = {v.key for v in views if v.key in captured.own}
+        mine = tuple(v for v in views if v.key in private or _is_writer(v, rank, world_size))
+        aliases = {name: table for name, table in captured.aliases.items() if table}
+        return cls(rank, world_size, views, mine, aliases, signature)
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [view.local for view in self.mine]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(view.nbytes for view in self.mine) + 512 * len(self.mine)
+
+    @property
+    def reused(self) -> bool:
+        return False
+
+    def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
+        """Where ranks hold different plain tensors, each writes all of its own: one may be alone in having it."""
+        if len(set(signatures)) <= 1:
+            return self
+        mine = {view.key for view in self.mine}
+        return replace(self, mine=tuple(v for v in self.views if v.layout is None or v.key in mine))
+
+    def write(
+        self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool, report: Report
+    ) -> WrittenTensors:
+        memory = self.tensors if tensors is None else tensors
+        meshes: list[dict[str, Any]] = []
+        stored = [_stored(view, meshes) for view in self.mine]
+        flat = [item for items in stored for item in items]
+        path = file_name(self.rank)
+        started = time.perf_counter()
+        head = [FileTensor(item.name, item.dtype, item.box.sizes) for item in flat]
+        with open_stream(store, path, head, file_metadata(self.rank, self.world_size, meshes, flat), sync=sync) as out:
+            for view, items, local in zip(self.mine, stored, memory, strict=True):
+                for item, piece in zip(items, _pieces(view, local), strict=True):
+                    out.write(item.name, host_bytes(piece))
+        written = out.written
+        report_phases(report, [written], time.perf_counter() - started)
+        files = {path: written.record}
+        rows = [
+            SliceRow(t.key, t.dtype, t.shape, t.box, path, *written.tensors[t.name], placement=t.placement)
+            for t in flat
+        ]
+        return WrittenTensors(TablePart(self.rank, rows, meshes, files).to_bytes(), files)
+
+    def index(
+        self,
+        parts: Sequence[bytes],
+        store: Store,
+        *,
+        save_id: str,
+        extra: Mapping[str, Any],
+        sync: bool,
+        report: Report,
+    ) -> Mapping[str, FileRecord]:
+        started = time.perf_counter()
+        table = [TablePart.from_bytes(part) for part in parts]
+        extra = {**extra, "aliases": self.aliases} if self.aliases else extra
+        files = write_manifest(table, store, format="ckptkit-local", save_id=save_id, extra=extra, sync=sync)
+        report("index", time.perf_counter() - started, files[MANIFEST_NAME].nbytes)
+        return files
+
+
+def _is_writer(view: PartView, rank: int, world_size: int) -> bool:
+    """Whether this rank writes the part: replicas are spread over their holders by the name's checksum."""
+    turn = zlib.crc32(view.key.encode("utf-8", "surrogatepass"))
+    if view.layout is None:
+        return turn % world_size == rank
+    return view.layout.replica(rank) == turn % view.layout.replicas
+
+
+def _stored(view: PartView, meshes: list[dict[str, Any]]) -> list[LocalTensor]:
+    placement = None
+    if view.layout is not None:
+        placement = (_index(view.layout, meshes), view.layout.texts())
+    names = [view.key] if len(view.parts) == 1 else [f"{view.key}#{i}" for i in range(len(view.parts))]
+    return [
+        LocalTensor(name, view.key, view.dtype, view.shape, part.box, placement)
+        for name, part in zip(names, view.parts, strict=True)
+    ]
+
+
+def _index(layout: Layout, meshes: list[dict[str, Any]]) -> int:
+    mesh = layout.mesh_json()
+    if mesh not in meshes:
+        meshes.append(mesh)
+    return meshes.index(mesh)
+
+
+def _pieces(view: PartView, local: torch.Tensor) -> list[torch.Tensor]:
+    if len(view.parts) == 1:
+        return [local.reshape(view.parts[0].box.sizes)]
+    boxes = [Box(part.local_offsets, part.box.sizes) for part in view.parts]
+    return [local[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))] for b in boxes]

@@ -1,0 +1,279 @@
+"""Plain tensors, of which every rank has one: found where the ranks' differ, and then each rank's kept.
+
+Sharded tensors say how their parts make a whole; of plain ones a checkpoint holds one copy, for they are taken to be
+equal. Where they are not (running statistics that see each rank's own data, parameters that nobody synchronises), one
+copy would lose the others without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from ckptkit.catalog.entry import Catalog
+from ckptkit.checkpoint.state.train_state import Captured
+from ckptkit.checkpoint.state.values import references
+from ckptkit.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PER_RANK", "Fingerprints", "holding", "own_copies", "part_ways", "warn_of"]
+
+_log = logging.getLogger(__name__)
+
+PER_RANK = "per_rank"
+"""`per_rank.<rank>.<key>` is the copy of `<key>` that a rank had; `<key>` itself is the one of the lowest rank."""
+
+_SAMPLE = 4096  # bytes from the start, the middle and the end of a tensor that is not on the host
+_SHOWN = 5
+
+
+class Fingerprints:
+    """What this rank's plain tensors are, in 16 bytes each.
+
+    On the host every byte counts (tens of GB/s); on a device a reduction over all words and three samples of bytes
+    do, which wait for one copy of a few KB a tensor.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        from torch.distributed.tensor import DTensor
+
+        found: dict[str, torch.Tensor] = {}
+        if _has_plain(captured):
+            plain = captured.tensors(aliases=False, unlike=DTensor)
+            found = {key: item for key, item in plain if _is_replica(key, item, captured)}
+        self.keys = list(found)
+        self._table = np.empty((len(found), 2), "<u8")
+        self._table[:, 0] = [_name_digest(key, tensor.dtype, tensor.shape) for key, tensor in found.items()]
+        self._table[:, 1] = list(_contents(list(found.values())))
+
+    @property
+    def digests(self) -> tuple[bytes, bytes]:
+        """Of which plain tensors this rank has, and of what is in them."""
+        return holding(self.to_bytes()), xxhash.xxh3_128_digest(self._table.tobytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the table that `differing` compares."""
+        return self._table.tobytes()
+
+    def differing(self, tables: Sequence[bytes]) -> tuple[dict[str, int], bool]:
+        """Return this rank's keys that others have too, with other contents, each with the lowest rank that has it;
+        and whether any rank has such a key. `tables`: of all ranks."""
+        keepers: dict[int, int] = {}
+        contents: dict[int, set[int]] = {}
+        for rank, table in enumerate(tables):
+            for name, content in np.frombuffer(table, "<u8").reshape(-1, 2).tolist():
+                keepers.setdefault(name, rank)
+                contents.setdefault(name, set()).add(content)
+        several = {name for name, found in contents.items() if len(found) > 1}
+        mine = zip(self.keys, self._table[:, 0].tolist(), strict=True)
+        return {key: keepers[name] for key, name in mine if name in several}, bool(several)
+
+
+@lru_cache(maxsize=1 << 16)
+def _name_digest(key: str, dtype: torch.dtype, shape: torch.Size) -> int:
+    return xxhash.xxh3_64_intdigest(f"{key} {dtype} {tuple(shape)}".encode("utf-8", "surrogatepass"))
+
+
+def holding(table: bytes) -> bytes:
+    """Return a digest of which plain tensors a rank has, from its table."""
+    return xxhash.xxh3_64_digest(np.frombuffer(table, "<u8").reshape(-1, 2)[:, 0].tobytes())
+
+
+def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) -> None:
+    """Leave the copy of each key to the rank that keeps it, and let this rank have its own under a key of its own.
+
+    Tensors of the user's `extra` state only the former: `PerRank` is what keeps those.
+
+    Args:
+        keepers: This rank's keys that differ between ranks -> the rank whose copy is everybody's; None where no rank
+            has such a key.
+    """
+    if keepers is None:
+        return
+    # Every rank has one, be it empty: how many there are is how many ranks saved.
+    own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
+    for key, same, holder, name in list(_places(captured)):
+        if keepers.get(same, rank) != rank:
+            if holder is not captured.loose:
+                mine = f"{PER_RANK}.{rank}.{same}"
+                own[key] = {"$ref": mine}
+                captured.loose[mine] = holder[name]
+                captured.own.add(mine)
+            del holder[name]
+
+
+def warn_of(keys: Collection[str], captured: Captured) -> None:
+    """Say which tensors differ between ranks, and what is done about it."""
+    extra = sorted(key for key in keys if key in captured.loose)
+    other = sorted(set(keys) - set(extra))
+    if extra:
+        _log.warning(
+            "%s differ between ranks; one rank's are saved. Wrap them into ckptkit.PerRank.",
+            _listed(extra),
+        )
+    if other:
+        _log.warning(
+            "%s differ between ranks, though they are no shards: each rank's own are saved, and go back to it as long "
+            "as there are as many ranks. Other numbers of ranks get one of them.",
+            _listed(other),
+        )
+
+
+def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> tuple[Catalog, str]:
+    """Return the checkpoint as this rank shall see it, its own copies in the place of everybody's; and a note where
+    there are copies but another number of ranks."""
+    saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
+    for name, tree in saved.items():
+        if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):
+            raise CorruptCheckpointError(f"objects.json: what stands under '{PER_RANK}.{name}' names no tensors.")
+    keys = sorted({key for tree in saved.values() for key in tree if key in catalog.tensors})
+    if not keys:
+        return catalog, ""
+    if set(saved) != {str(number) for number in range(world_size)}:
+        return catalog, (
+            f"{_listed(keys)} differed between the {len(saved)} ranks that saved them; now there are {world_size}, and "
+            "each gets the copy of one of them"
+        )
+    tensors = dict(catalog.tensors)
+    for key, tree in saved[str(rank)].items():
+        here = catalog.tensors.get(key)
+        if here is not None:  # of tied names, some formats hold one
+            for own in references(tree):
+                tensors[key] = replace(catalog.tensors[own], name=key, role=here.role, fqn=here.fqn, state=here.state)
+    return Catalog(tensors, catalog.objects, catalog.info), ""
+
+
+# --- which tensors, and where they are
+
+
+def _has_plain(captured: Captured) -> bool:
+    """Whether there is a tensor beside DTensors that is not this rank's own: one look at all, not one at each."""
+    from torch.distributed.tensor import DTensor
+
+    own, cut = captured.own, {DTensor}
+    return any(
+        not cut.issuperset(map(type, table.values() if table is not captured.loose else _others(table, own)))
+        for table in captured.tables()
+    )
+
+
+def _others(table: Mapping[str, torch.Tensor], own: set[str]) -> Iterator[torch.Tensor]:
+    if own:
+        table = dict(table)
+        for key in own:
+            del table[key]
+    return iter(table.values())
+
+
+def _is_replica(key: str, tensor: torch.Tensor, captured: Captured) -> bool:
+    import torch
+
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and not tensor.is_meta and not tensor.is_quantized and key not in captured.own
+
+
+def _places(captured: Captured) -> Iterator[tuple[str, str, dict[Any, Any], Any]]:
+    """Yield each tensor's key, the key of the name it is tied to (or its own again), the dict that holds it and its
+    name there."""
+    for section, tensors in captured.models.items():
+        aliases = captured.aliases.get(section, {})
+        for fqn in tensors:
+            yield f"{section}.{fqn}", f"{section}.{aliases.get(fqn, fqn)}", tensors, fqn
+    for section, taken in captured.optimizers.items():
+        for fqn in taken.masters:
+            yield f"{section}.master.{fqn}", f"{section}.master.{fqn}", taken.masters, fqn
+        for fqn, state in taken.tensors:
+            key = f"{section}.state.{fqn}.{state}"
+            yield key, key, taken.tensors, (fqn, state)
+    for key in captured.loose:
+        yield key, key, captured.loose, key
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(keys[:_SHOWN]) + more
+
+
+# --- what is in them
+
+
+def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
+    """Yield 64 bits of each tensor's contents."""
+    import torch
+
+    away: dict[int, torch.Tensor] = {}
+    known = _small_contents(tensors)
+    with torch.no_grad():
+        for index, tensor in enumerate(tensors):
+            if tensor.device.type != "cpu":
+                away[index] = _summary(_bytes_of(tensor))
+        sizes = [summary.numel() for summary in away.values()]
+        # One copy for all of a device, so that the device is waited for once.
+        fetched = dict(zip(away, _fetched(list(away.values()), sizes), strict=True))
+        for index, tensor in enumerate(tensors):
+            if index in known:
+                yield known[index]
+                continue
+            host = fetched.get(index)
+            host = _bytes_of(tensor) if host is None else host
+            yield xxhash.xxh3_64_intdigest(host.numpy().data) if host.numel() else 0
+
+
+def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Return what `_contents` would of the small tensors that lie on the host as one row: those of one shape and dtype,
+    such as the step counts of an optimizer, are looked at by a few calls for all."""
+    import torch
+
+    joined_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+    kinds: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if 0 < tensor.numel() <= _SAMPLE and tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in joined_dtypes:
+            kinds.setdefault((tensor.dtype, tensor.shape), []).append(index)
+    found: dict[int, int] = {}
+    with torch.no_grad():
+        for rows in kinds.values():
+            chosen = [tensors[index] for index in rows]
+            if len(rows) > 1 and not any(map(torch.Tensor.is_neg, chosen)):
+                joined = torch.stack(chosen).view(len(rows), -1).view(torch.uint8).numpy()
+                found.update(zip(rows, map(xxhash.xxh3_64_intdigest, joined), strict=True))
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor as one row, in the order of its memory; no copy where it is dense."""
+    import torch
+
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    strides = tensor.stride()
+    dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return tensor.permute(dims).reshape(-1).contiguous().view(torch.uint8)  # a column is a row with gaps
+
+
+def _summary(row: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    if row.numel() <= 3 * _SAMPLE:
+        return row
+    words = row[: row.numel() // 8 * 8]
+    words = words.clone() if words.storage_offset() % 8 else words
+    middle = row.numel() // 2
+    total = torch.hash_tensor(words.view(torch.int64)).reshape(1).view(torch.uint8)
+    return torch.cat([total, row[:_SAMPLE], row[middle : middle + _SAMPLE], row[-_SAMPLE:]])
+
+
+def _fetched(rows: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    import torch
+
+    if not rows:
+        return []
+    if len({row.device for row in rows}) > 1:
+        return [row.cpu() for row in rows]
+    return list(torch.split(torch.cat(list(rows)).cpu(), list(sizes)))

@@ -1,0 +1,153 @@
+"""A safetensors file written tensor by tensor, its digests computed in the same pass."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import xxhash
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.errors import UnsupportedFormatError
+from ckptkit.formats.dcp.host_bytes import PIECE
+from ckptkit.formats.own.outline import LEAST
+from ckptkit.formats.own.record import FileRecord
+from ckptkit.storage.store import BlobWriter, Store
+
+__all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream", "report_phases"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One tensor of a file to be written: its name there, dtype, and shape of what is stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+@dataclass(slots=True)
+class WrittenFile:
+    """What a finished file holds: its size and its outline's digest, and for each tensor (start, nbytes, xxh3_64).
+
+    Attributes:
+        seconds: Spent on it so far in the phases "digest" and "sync" (until it was durable and had its name).
+    """
+
+    path: str
+    nbytes: int = 0
+    xxh3_64: str = ""
+    tensors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: {"digest": 0.0, "sync": 0.0})
+
+    @property
+    def record(self) -> FileRecord:
+        """What the commit record says of the file."""
+        return FileRecord(self.nbytes, self.xxh3_64, outlined=True)
+
+
+def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the head of a safetensors file, and where each tensor starts in the file.
+
+    The head is padded with spaces so that the data starts at a multiple of 8, as the reference writer does.
+
+    Raises:
+        UnsupportedFormatError: The format has no name for a dtype.
+    """
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for tensor in tensors:
+        name = dtype_of(tensor.dtype).safetensors
+        if name is None:
+            raise UnsupportedFormatError(
+                f"tensor {tensor.name!r} is {tensor.dtype}, which safetensors cannot hold. Save it as SHARDED."
+            )
+        stop = position + tensor.nbytes
+        table[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [position, stop]}
+        position = stop
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    starts, position = {}, len(head)
+    for tensor in tensors:
+        starts[tensor.name] = position
+        position += tensor.nbytes
+    return head, starts
+
+
+class SafetensorsStream:
+    """Takes the bytes of the file's tensors in the order of its header."""
+
+    def __init__(
+        self, writer: BlobWriter, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str]
+    ) -> None:
+        head, self._starts = encode_header(tensors, metadata)
+        self._writer = writer
+        self._left = list(reversed(tensors))
+        self._outline = xxhash.xxh3_64(head)
+        self.written = WrittenFile(path, len(head))
+        self._writer.write(head)
+
+    def write(self, name: str, pieces: Iterable[memoryview]) -> None:
+        """Append one tensor; `pieces` are its row-major bytes."""
+        tensor = self._left.pop()
+        start, digest, nbytes, clock = self._starts[name], xxhash.xxh3_64(), 0, time.perf_counter
+        large = tensor.nbytes >= LEAST
+        for piece in _cut(pieces):
+            before = clock()
+            digest.update(piece)
+            if not large:
+                self._outline.update(piece)
+            self.written.seconds["digest"] += clock() - before
+            self._writer.write(piece)
+            nbytes += len(piece)
+        self.written.nbytes += nbytes
+        if tensor.name != name or nbytes != tensor.nbytes:
+            raise ValueError(f"{self.written.path}: got {nbytes} bytes of {name!r}, expected {tensor}")
+        if large:
+            self._outline.update(digest.intdigest().to_bytes(8, "little"))
+        self.written.tensors[name] = (start, nbytes, digest.intdigest())
+
+    def finish(self) -> None:
+        """Check that every tensor was written, and set the file's digest."""
+        if self._left:
+            raise ValueError(f"{self.written.path}: {len(self._left)} tensors were not written")
+        self.written.xxh3_64 = self._outline.hexdigest()
+
+
+def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Cut pieces so that the digest and the write find the bytes in the cache."""
+    for piece in pieces:
+        for start in range(0, len(piece), PIECE):
+            yield piece[start : start + PIECE]
+
+
+@contextmanager
+def open_stream(
+    store: Store, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str], *, sync: bool = True
+) -> Iterator[SafetensorsStream]:
+    """Open a new safetensors file that appears whole, once every tensor was written, or not at all."""
+    with store.writer(path, sync=sync) as writer:
+        stream = SafetensorsStream(writer, path, tensors, metadata)
+        yield stream
+        stream.finish()
+        finished = time.perf_counter()
+    stream.written.seconds["sync"] = time.perf_counter() - finished
+
+
+def report_phases(report: Callable[[str, float, int], None], files: Iterable[WrittenFile], seconds: float) -> None:
+    """Report what writing these files took, `seconds` in all: digests, making them durable, and the rest."""
+    done = list(files)
+    nbytes = sum(item.nbytes for item in done)
+    spent = {phase: sum(item.seconds[phase] for item in done) for phase in ("digest", "sync")}
+    for phase, part in spent.items():
+        report(phase, part, nbytes)
+    report("write", max(0.0, seconds - sum(spent.values())), nbytes)

@@ -1,0 +1,174 @@
+"""The process that writes snapshots: it maps the memory they lie in, and imports neither torch nor the training.
+
+Started by `writer_process`, with which it shares one socket. Each request is answered once, after every worker of it
+has stopped. It ends when it is told to, when the socket closes, and when the process that started it is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import select
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import CkptkitError, SaveError
+from ckptkit.formats.dcp.files import write_records
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.open import open_store
+from ckptkit.storage.retry import Patience
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptkit.formats.dcp.files import Written
+    from ckptkit.formats.dcp.records import RecordFrame
+
+__all__ = ["READY", "Answer", "Block", "Request", "main", "receive", "send"]
+
+_LENGTH = struct.Struct("<Q")
+_WATCH_MS = 1000
+READY = "ready"
+"""Said once, by a process that has imported all it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Memory that follows as a file descriptor, and takes the place of the block before."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `write_records` is called with.
+
+    Attributes:
+        starts: Of each tensor, where in the block its bytes lie.
+        patience_s: How long storage calls are retried.
+    """
+
+    url: str
+    storage_options: Mapping[str, Any] | None
+    prefix: str
+    frames: Sequence[RecordFrame]
+    starts: Sequence[int]
+    records: Sequence[bytes]
+    workers: int
+    sync: bool
+    patience_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a request: `written`, or the error; and what took the time."""
+
+    written: Written | None
+    error: BaseException | None
+    phases: Sequence[tuple[str, float, int]]
+
+
+def send(connection: socket.socket, message: Any, fd: int | None = None) -> None:
+    """Send one message, and a file descriptor with it."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    head = _LENGTH.pack(len(data))
+    if fd is None:
+        connection.sendall(head)
+    else:
+        socket.send_fds(connection, [head], [fd])
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket) -> tuple[Any, int | None]:
+    """Return the next message, and the file descriptor that came with it. Raises EOFError where there is none."""
+    head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
+    head += _exactly(connection, _LENGTH.size - len(head))
+    (length,) = _LENGTH.unpack(head)
+    return pickle.loads(_exactly(connection, length)), (fds[0] if fds else None)
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    while view:
+        got = connection.recv_into(view)
+        if not got:
+            raise EOFError("the other process closed the connection")
+        view = view[got:]
+    return bytes(data)
+
+
+def main(fd: int, parent: int) -> None:
+    """Answer requests until the other side has enough."""
+    connection = socket.socket(fileno=fd)
+    threading.Thread(target=_watch, args=(fd, parent), daemon=True, name="ckptkit-watch").start()
+    block = memoryview(b"")
+    try:
+        send(connection, READY)
+        while True:
+            message, passed = receive(connection)
+            if message is None:
+                return
+            if isinstance(message, Block):
+                assert passed is not None
+                block = _mapped(passed, message.nbytes)
+            else:
+                send(connection, _answer(message, block))
+    except (EOFError, OSError):
+        return  # the training is gone, and its attempt with it
+
+
+def _mapped(fd: int, nbytes: int) -> memoryview:
+    try:
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return memoryview(mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ))
+    finally:
+        os.close(fd)
+
+
+def _answer(request: Request, block: memoryview) -> Answer:
+    phases: list[tuple[str, float, int]] = []
+    try:
+        pieces = [block[s : s + f.nbytes] for s, f in zip(request.starts, request.frames, strict=True)]
+        store = open_store(request.url, storage_options=request.storage_options)
+        # Invariant: a staging directory that is gone, with its mount or by hand, is never made anew.
+        store = store.existing() if isinstance(store, LocalStore) else store
+        with Patience(request.patience_s).entered():
+            written = write_records(
+                store,
+                request.prefix,
+                request.frames,
+                pieces,
+                request.records,
+                workers=request.workers,
+                sync=request.sync,
+                report=lambda *phase: phases.append(phase),
+            )
+    except Exception as error:  # noqa: BLE001  the boundary of a process: the training raises it
+        return Answer(None, _portable(error), phases)
+    return Answer(written, None, phases)
+
+
+def _portable(error: Exception) -> BaseException:
+    """Return the error as it is if it is one of ours and survives the way, else its text."""
+    if isinstance(error, (CkptkitError, OSError)):
+        try:
+            copy = pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001  an exception's own code
+            copy = None
+        if type(copy) is type(error) and str(copy) == str(error):
+            return error
+    return SaveError(f"the writing process failed: {type(error).__name__}: {error}")
+
+
+def _watch(fd: int, parent: int) -> None:
+    """End at once where nobody waits for the answer: what is written then would belong to no save."""
+    poller = select.poll()
+    poller.register(fd, 0)  # hang-ups only
+    while os.getppid() == parent and not poller.poll(_WATCH_MS):
+        pass
+    os._exit(0)

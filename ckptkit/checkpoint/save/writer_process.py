@@ -1,0 +1,205 @@
+"""Snapshots in shared memory, written by a process of their own: the training keeps its interpreter to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from ckptkit.checkpoint.save.staging import StagingBuffers
+from ckptkit.checkpoint.save.writer_child import READY, Block, Request, receive, send
+from ckptkit.errors import SaveError, UsageError
+from ckptkit.storage.retry import current_limit_s
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.formats.dcp.files import Report, Written
+    from ckptkit.formats.dcp.records import RecordFrame
+    from ckptkit.storage.store import Store
+
+__all__ = ["SharedSnapshot", "WriterProcess"]
+
+_LOOK_S = 0.5  # how often a process that does not answer is looked at
+_GRACE_S = 5.0
+_READY_S = 10.0
+# The child imports what this process could import, whatever lies in the working directory.
+_CODE = (
+    "import sys; sys.path[:] = {path!r}; from ckptkit.checkpoint.save.writer_child import main; main({fd}, {parent})"
+)
+
+
+class WriterProcess:
+    """A process that writes what was staged. Made before the first save, it is ready when that comes; one that has
+    died is replaced at the next write, after the save it died in has failed.
+
+    One write at a time, like one snapshot at a time.
+
+    Attributes:
+        buffers: The memory of the last snapshot.
+    """
+
+    def __init__(self, *, storage_options: Mapping[str, Any] | None = None) -> None:
+        if not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
+            raise UsageError("async_mode='process' needs memory shared by file descriptor, which only Linux has.")
+        self._storage_options = storage_options
+        self.buffers = StagingBuffers(shared=True)
+        self._lock = threading.Lock()
+        self._child = _Child()
+
+    def stage(self, tensors: Sequence[torch.Tensor]) -> SharedSnapshot:
+        """Copy the tensors; the copies stay as they are until the next call."""
+        return SharedSnapshot(self, self.buffers.copy(tensors))
+
+    def wait_ready(self) -> None:
+        """Return once the process can write: what starts does not share the cores with the first save then. One that
+        does not come is dealt with by the first write."""
+        with contextlib.suppress(EOFError, OSError):
+            self._child.hear_ready(_READY_S)
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    def write_records(
+        self,
+        store: Store,
+        prefix: str,
+        frames: Sequence[RecordFrame],
+        tensors: Sequence[torch.Tensor],
+        records: Sequence[bytes],
+        *,
+        workers: int = 0,
+        sync: bool = True,
+        report: Report | None = None,
+    ) -> Written:
+        """Do what `dcp_files.write_records` does with the tensors of the last snapshot, in the other process.
+
+        Raises:
+            SaveError: The process died.
+        """
+        starts = self.buffers.starts
+        if len(tensors) != len(starts):
+            raise SaveError(f"{len(tensors)} tensors are to be written, {len(starts)} were staged.")
+        request = Request(
+            store.url, self._storage_options, prefix, frames, starts, records, workers, sync, current_limit_s()
+        )
+        with self._lock:
+            if self._child.process.poll() is not None:
+                self._child.end()
+                self._child = _Child()
+            answer = self._child.ask(request, self.buffers)
+        if report is not None:
+            for phase in answer.phases:
+                report(*phase)
+        if answer.error is not None:
+            raise answer.error
+        written: Written = answer.written
+        return written
+
+    def close(self) -> None:
+        """End the process and give the memory back. Nothing may be under way."""
+        with self._lock:
+            self._child.end()
+            self.buffers.release()
+
+
+class SharedSnapshot(Sequence["torch.Tensor"]):
+    """Staged tensors that the process of `writer` sees as well."""
+
+    def __init__(self, writer: WriterProcess, views: Sequence[torch.Tensor]) -> None:
+        self.writer = writer
+        self._views = views
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @overload
+    def __getitem__(self, row: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, row: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        return self._views[row]
+
+
+class _Child:
+    """One process, and the socket to it."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = socket.socketpair()
+        code = _CODE.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # a signal to the training's group must not end the save it asks for
+        )
+        theirs.close()
+        self._block = -1
+        self._ready = False
+        self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid())
+
+    def hear_ready(self, seconds: float) -> None:
+        """Wait until the process is ready, at most so long."""
+        if not self._ready and select.select([self.connection], [], [], seconds)[0]:
+            self._ready = receive(self.connection)[0] == READY
+
+    def ask(self, request: Request, buffers: StagingBuffers) -> Any:
+        try:
+            while not self._ready:
+                self.hear_ready(_LOOK_S)
+                self._look()
+            if buffers.generation != self._block and buffers.fd >= 0:  # a rank may have no tensors to write
+                send(self.connection, Block(buffers.nbytes), buffers.fd)
+                self._block = buffers.generation
+            send(self.connection, request)
+            while not select.select([self.connection], [], [], _LOOK_S)[0]:
+                self._look()
+            answer, _ = receive(self.connection)
+        except (EOFError, OSError) as error:
+            raise SaveError(f"the process that writes checkpoints {self._fate()}; nothing was published.") from error
+        return answer
+
+    def _look(self) -> None:
+        # The socket may be held open by processes that the training has forked.
+        if self.process.poll() is not None:
+            raise EOFError
+
+    def _fate(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GRACE_S)
+        code = self.process.poll()
+        if code is None:
+            self.process.kill()
+            self.process.wait()
+            return "closed its connection"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"(pid {self.process.pid}) was killed by {signal.Signals(-code).name}"
+        return f"(pid {self.process.pid}) ended with exit code {code}"
+
+    def end(self) -> None:
+        self._end()
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the training: the process is not its own
+    with contextlib.suppress(OSError):
+        send(connection, None)
+    connection.close()
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,1 @@
+"""The training state that a checkpoint captures and restores."""

@@ -1,0 +1,216 @@
+"""A live tensor as this rank's part of a whole one: which boxes it holds, and who else holds them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import DTYPES
+from ckptkit.errors import SaveError, UnsupportedFormatError
+from ckptkit.formats.dcp.host_bytes import lies_row_major, row_major, why_not_dense, without_subclass
+from ckptkit.formats.dcp.shared_memory import Claim
+from ckptkit.formats.pickles.tensors import PlacementRecord
+from ckptkit.formats.trainers.shards import LocalPart, local_parts, mesh_coordinate
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from ckptkit.catalog.entry import TensorEntry
+
+__all__ = [
+    "Layout",
+    "PartView",
+    "boxes_of",
+    "check_safetensors",
+    "dtype_name",
+    "host_bytes",
+    "layout_of",
+    "part_view",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor is cut over ranks.
+
+    Attributes:
+        mesh_shape, mesh_names: Of the device mesh, outermost dimension first.
+        mesh_ranks: The mesh's ranks in row-major order.
+        placements: One for each mesh dimension.
+    """
+
+    mesh_shape: tuple[int, ...]
+    mesh_names: tuple[str, ...]
+    mesh_ranks: tuple[int, ...]
+    placements: tuple[PlacementRecord, ...]
+
+    def mesh_json(self) -> dict[str, Any]:
+        """Return the mesh as the manifest's `info.extra["meshes"]` holds it."""
+        return {"shape": list(self.mesh_shape), "names": list(self.mesh_names), "ranks": list(self.mesh_ranks)}
+
+    def texts(self) -> tuple[str, ...]:
+        """Return the placements as the manifest holds them: "S(0)", "R", "SS(0,2)"."""
+        words = {"shard": "S({0})", "strided_shard": "SS({0},{1})", "replicate": "R"}
+        return tuple(words[p.kind].format(p.dim, p.split_factor) for p in self.placements)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold each element."""
+        count = 1
+        for size, placement in zip(self.mesh_shape, self.placements, strict=True):
+            count *= size if placement.kind == "replicate" else 1
+        return count
+
+    def replica(self, rank: int) -> int:
+        """Return which of the replicas `rank` holds, 0 to `replicas` - 1; -1 where it is not in the mesh."""
+        coordinate = mesh_coordinate(rank, self.mesh_shape, self.mesh_ranks)
+        if coordinate is None:
+            return -1
+        index = 0
+        for position, size, placement in zip(coordinate, self.mesh_shape, self.placements, strict=True):
+            if placement.kind == "replicate":
+                index = index * size + position
+        return index
+
+    def describe(self) -> str:
+        """Return the layout in words."""
+        dims = ", ".join(f"{n}={s}" for n, s in zip(self.mesh_names, self.mesh_shape, strict=True))
+        words = {"shard": "Shard({0})", "strided": "_StridedShard({0}, {1})", "replicate": "Replicate()"}
+        return (
+            f"{', '.join(words.get(p.kind, p.kind).format(p.dim, p.split_factor) for p in self.placements)} on ({dims})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartView:
+    """This rank's part of one tensor.
+
+    Attributes:
+        key: Its name in the checkpoint.
+        dtype: torch's name without the prefix.
+        shape: Of the whole tensor.
+        local: What this rank holds; aliases the live tensor.
+        layout: None for a plain tensor, which every rank that has the key holds whole.
+        parts: The boxes that this rank holds.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    local: torch.Tensor
+    layout: Layout | None
+    parts: tuple[LocalPart, ...]
+
+    def claim(self, entry: TensorEntry) -> Claim:
+        """Return that a tensor of a checkpoint is to fill this."""
+        return Claim(self.key, entry, self.shape, self.local, [(part.box, part.local_offsets) for part in self.parts])
+
+    @property
+    def nbytes(self) -> int:
+        return self.local.numel() * self.local.element_size()
+
+
+def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
+    """Return this rank's part of a live tensor. No communication.
+
+    Raises:
+        SaveError: The tensor is of a kind that has no bytes of its own (sparse, quantized, some subclasses).
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    why = why_not_dense(local)
+    if why and not local.is_meta:
+        raise SaveError(f"tensor {key!r} {why}.")
+    local = without_subclass(local).detach()
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return PartView(
+            key, dtype_name(local.dtype), shape, local, None, (LocalPart(Box.whole(shape), (0,) * len(shape)),)
+        )
+    layout = layout_of(tensor)
+    return PartView(key, dtype_name(local.dtype), shape, local, layout, _parts(shape, layout, rank, tuple(local.shape)))
+
+
+def check_safetensors(views: Iterable[PartView]) -> None:
+    """Raise UnsupportedFormatError where a safetensors file can't hold a tensor."""
+    for view in views:
+        if DTYPES[view.dtype].safetensors is None:
+            raise UnsupportedFormatError(
+                f"tensor {view.key!r} is {view.dtype}, which safetensors cannot hold. Save it as SHARDED."
+            )
+
+
+def layout_of(tensor: DTensor) -> Layout:
+    """Return how a DTensor is cut."""
+    mesh = tensor.device_mesh
+    return Layout(
+        tuple(mesh.shape),
+        tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(mesh.ndim))),
+        _mesh_ranks(mesh),
+        tuple(_placement(placement) for placement in tensor.placements),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _mesh_ranks(mesh: Any) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+@functools.lru_cache(maxsize=4096)
+def _placement(placement: Any) -> PlacementRecord:
+    if placement.is_replicate():
+        return PlacementRecord("replicate")
+    split_factor = getattr(placement, "split_factor", None)
+    if split_factor is not None:
+        return PlacementRecord("strided_shard", placement.dim, int(split_factor))
+    if placement.is_shard():
+        return PlacementRecord("shard", placement.dim)
+    return PlacementRecord("partial")
+
+
+@functools.lru_cache(maxsize=65536)
+def _parts(
+    shape: tuple[int, ...], layout: Layout, rank: int, local_shape: tuple[int, ...] | None
+) -> tuple[LocalPart, ...]:
+    coordinate = mesh_coordinate(rank, layout.mesh_shape, layout.mesh_ranks)
+    if coordinate is None:
+        return ()
+    return tuple(local_parts(shape, layout.mesh_shape, coordinate, layout.placements, local_shape=local_shape))
+
+
+def boxes_of(
+    shape: tuple[int, ...], layout: Layout | None, rank: int, local_shape: tuple[int, ...] | None
+) -> tuple[Box, ...]:
+    """Return the boxes that any rank holds of a tensor with this layout."""
+    if layout is None:
+        return (Box.whole(shape),)
+    return tuple(part.box for part in _parts(shape, layout, rank, local_shape))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without the prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def host_bytes(tensor: torch.Tensor, max_bytes: int = 64 << 20) -> Iterator[memoryview]:
+    """Yield the row-major bytes of a tensor in order, in pieces of at most `max_bytes`; without a copy where the
+    tensor is contiguous on the CPU."""
+    import torch
+
+    if tensor.numel() == 0:
+        return
+    if lies_row_major(tensor):
+        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for start in range(0, len(view), max_bytes):
+            yield view[start : start + max_bytes]
+        return
+    for tile in Box.whole(tuple(tensor.shape)).tiles(max(1, max_bytes // tensor.element_size())):
+        piece = tensor[tuple(slice(o, o + s) for o, s in zip(tile.offsets, tile.sizes, strict=True))]
+        yield memoryview(row_major(piece).to("cpu").reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,473 @@
+"""An optimizer's state keyed by parameter names, taken and given back without torch's fake first step.
+
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` steps an optimizer that has no state yet, which
+changes the training that follows, and `Optimizer.load_state_dict` casts fp32 state to a low-precision
+parameter's dtype. Neither is called here: `optimizer.state` and `optimizer.param_groups` are read and set.
+"""
+
+from __future__ import annotations
+
+import numbers
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.checkpoint.state.values import JSON, decode, encode
+from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
+from ckptkit.formats.dcp.host_bytes import hidden_ones
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "IMPLEMENTATION_SETTINGS",
+    "CapturedOptimizer",
+    "GroupChanges",
+    "OptimizerTree",
+    "capture_optimizer",
+    "group_changes",
+    "named_parameters",
+    "new_state_tensor",
+    "refuse_hidden",
+]
+
+IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How a step is computed, not what it computes: these stay as the live optimizer has them."""
+
+_LISTED = 5
+_GROUP_NAMES = frozenset({"params", "param_names"})
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedOptimizer:
+    """An optimizer's state.
+
+    Attributes:
+        tensors: (fqn, state name) -> live tensor; DTensors where the state is sharded.
+        masters: fqn -> live fp32 copy of a low-precision parameter.
+        tree: JSON: "param_groups", each with "params" as a list of FQNs; "values", the state that is no tensor, by
+            FQN; "shared", state that belongs to no parameter.
+        loose: Tensors that `tree` refers to.
+    """
+
+    tensors: dict[tuple[str, str], torch.Tensor]
+    masters: dict[str, torch.Tensor]
+    tree: JSON
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of all groups by FQN, in the optimizer's order.
+
+    Args:
+        names: id(parameter) -> FQN, of the model.
+        what: The optimizer's key, for errors.
+
+    Raises:
+        UsageError: A parameter is none of the model's.
+    """
+    found: dict[str, torch.nn.Parameter] = {}
+    strangers = []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter))
+            if name is None:
+                strangers.append(f"group {index} parameter {position} of shape {list(parameter.shape)}")
+            else:
+                found[name] = parameter
+    if strangers:
+        more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+        raise UsageError(
+            f"{what}: it holds parameters that the model does not: {'; '.join(strangers[:5])}{more}. Was the optimizer "
+            "built before the model was wrapped? Build it after fully_shard, or put the missing module into "
+            "TrainState(model={...}) too."
+        )
+    return found
+
+
+def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> CapturedOptimizer:
+    """Return the optimizer's state, aliasing it; nothing is stepped, created or moved. Masters follow weights that
+    were changed since they were rounded.
+
+    Raises:
+        UsageError: A parameter is none of the model's.
+        SaveError: A state is neither a tensor that can be addressed nor a value that loads safely.
+    """
+    parameters = named_parameters(optimizer, names, what)
+    master_name = getattr(optimizer, "master_state_name", None)
+    if master_name is not None:
+        optimizer.follow_weights()
+    loose: dict[str, torch.Tensor] = {}
+    captured = CapturedOptimizer({}, {}, {}, loose)
+    values: dict[str, JSON] = {}
+    for fqn, parameter in parameters.items():
+        if parameter in optimizer.state:
+            _capture_parameter(captured, fqn, parameter, optimizer.state[parameter], master_name, values, what)
+    refuse_hidden(f"{what}.state.", {f"{fqn}.{name}": item for (fqn, name), item in captured.tensors.items()})
+    refuse_hidden(f"{what}.master.", captured.masters)
+    _check_whole(optimizer, parameters, what)
+    by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
+    groups = [
+        _capture_group(group, by_id, f"{what}.param_groups.{i}", loose)
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    shared = {key: state for key, state in optimizer.state.items() if isinstance(key, str)}
+    captured.tree.update(
+        param_groups=groups,
+        values=values,
+        shared={key: encode(state, f"{what}.shared.{key}", loose) for key, state in shared.items()},
+    )
+    return captured
+
+
+def _capture_parameter(
+    captured: CapturedOptimizer,
+    fqn: str,
+    parameter: torch.Tensor,
+    state: Mapping[str, Any],
+    master_name: str | None,
+    values: dict[str, JSON],
+    what: str,
+) -> None:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    for name, value in state.items():
+        if master_name is not None and name == master_name:
+            captured.masters[fqn] = value
+        elif type(value) is DTensor:
+            captured.tensors[fqn, name] = value
+        elif isinstance(value, torch.Tensor):
+            captured.tensors[fqn, name] = _addressable(value, parameter, f"{what}: state {name!r} of {fqn!r}")
+        else:
+            values.setdefault(fqn, {})[name] = encode(value, f"{what}.values.{fqn}.{name}", captured.loose)
+    if not state:
+        values.setdefault(fqn, {})
+
+
+def refuse_hidden(prefix: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise SaveError where a tensor has no bytes of its own to save; names all that have none."""
+    hidden = hidden_ones(tensors)
+    if hidden:
+        lines = [f"{prefix}{name} {why}." for name, why in list(hidden.items())[:_LISTED]]
+        more = [f"and {len(hidden) - _LISTED} more"] if len(hidden) > _LISTED else []
+        raise SaveError("a load could not give these back, so nothing is saved:\n  " + "\n  ".join(lines + more))
+
+
+def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise SaveError where the optimizer has state that is in neither `state` of its parameters nor its groups."""
+    import torch
+
+    known = set(map(id, parameters.values()))
+    others = [key for key in optimizer.state if not isinstance(key, str) and id(key) not in known]
+    if others:
+        shown = f"a tensor of shape {list(others[0].shape)}" if isinstance(others[0], torch.Tensor) else repr(others[0])
+        raise SaveError(
+            f"{what}: it has state for {shown}, which is in none of its groups: nothing would take it back. Delete it "
+            "from optimizer.state, or keep what belongs to no parameter under a text."
+        )
+    torchs = torch.optim.Optimizer.state_dict
+    if getattr(type(optimizer), "state_dict", torchs) is torchs or hasattr(optimizer, "master_state_name"):
+        return
+    given = optimizer.state_dict()
+    more = [key for key in given if key not in ("state", "param_groups")] if isinstance(given, Mapping) else []
+    if more:
+        raise SaveError(
+            f"{what}: the state_dict of {type(optimizer).__name__} has {', '.join(map(repr, more))} beside 'state' and "
+            "'param_groups', which is not saved with an optimizer. Give the inner optimizer to TrainState(optimizer=), "
+            "or this one to TrainState(extra={...})."
+        )
+
+
+def _addressable(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
+    """Return the state as a tensor whose elements have a place in the whole state.
+
+    A plain tensor beside a sharded parameter is this rank's own, if it has the shape of this rank's shard: it is
+    then seen as a shard itself. One of any other shape would be another on every rank under the same name.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.numel() == 1:
+        return value
+    if value.shape == parameter.shape:
+        return value
+    if value.shape == parameter.to_local().shape:
+        return DTensor.from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    raise SaveError(
+        f"{what} is a plain tensor of shape {list(value.shape)} beside a sharded parameter of shape "
+        f"{list(parameter.shape)}: each rank has its own, and nothing tells how they make a whole. Use an optimizer "
+        "whose state follows DTensor parameters."
+    )
+
+
+def _capture_group(group: Mapping[str, Any], by_id: Mapping[int, str], what: str, loose: dict[str, Any]) -> JSON:
+    settings = {key: encode(value, f"{what}.{key}", loose) for key, value in group.items() if key not in _GROUP_NAMES}
+    return {**settings, "params": [by_id[id(parameter)] for parameter in group["params"]]}
+
+
+def new_state_tensor(
+    parameter: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
+) -> torch.Tensor:
+    """Return an uninitialised tensor for one state of a parameter, placed as the parameter is: a state of another shape
+    in those dimensions that it shares with it.
+
+    Args:
+        name: The state's name; a single element stays on the CPU, where torch keeps its step counts.
+        on_device: The optimizer's group wants step counts on the device (fused or capturable).
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    shape = tuple(shape)
+    single = torch.Size(shape).numel() == 1
+    if isinstance(parameter, DTensor) and shape != tuple(parameter.shape) and not single:
+        return _beside(parameter, dtype, shape)
+    if shape != tuple(parameter.shape) or parameter.dim() == 0:
+        device = parameter.device if on_device or not single else "cpu"
+        return torch.empty(shape, dtype=dtype, device=device)
+    if not isinstance(parameter, DTensor):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    with torch.no_grad():
+        local = torch.empty_like(parameter.to_local(), dtype=dtype)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a sharded state of another shape than its parameter. A plain one would not have been saved."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate, Shard, empty
+
+    def follows(placement: Any) -> bool:
+        # Exactly Shard: where tensor parallelism cuts first, the parts are others.
+        dim = placement.dim if type(placement) is Shard else len(shape)
+        return bool(dim < min(len(shape), parameter.dim()) and shape[dim] == parameter.shape[dim])
+
+    mesh = parameter.device_mesh
+    placements = [placement if follows(placement) else Replicate() for placement in parameter.placements]
+    made = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    local = torch.empty_like(made.to_local(), device=parameter.to_local().device)  # offloaded: not where the mesh is
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=made.shape, stride=made.stride())
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTree:
+    """The JSON of an optimizer as `CapturedOptimizer.tree` describes it, of the shape that it must have."""
+
+    param_groups: list[dict[str, JSON]]
+    values: dict[str, dict[str, JSON]]
+    shared: dict[str, JSON]
+
+    @classmethod
+    def of(cls, tree: JSON, what: str) -> OptimizerTree:
+        """Return the parts of `tree`.
+
+        Raises:
+            CorruptCheckpointError: It is no optimizer's; names `what` and the part.
+        """
+
+        def need(holds: bool, part: str, expected: str) -> None:
+            if not holds:
+                raise CorruptCheckpointError(f"{what}: the saved optimizer is malformed: {part} must be {expected}.")
+
+        need(isinstance(tree, dict), "it", "an object with 'param_groups', 'values' and 'shared'")
+        groups, values, shared = (tree.get(name) for name in ("param_groups", "values", "shared"))
+        need(_is_list_of(groups, dict), "'param_groups'", "a list of objects")
+        for index, group in enumerate(groups or ()):
+            need(_is_list_of(group.get("params"), str), f"'params' of group {index}", "a list of names")
+        need(_is_object_of(values, dict), "'values'", "an object of objects, by parameter")
+        need(isinstance(shared, dict), "'shared'", "an object")
+        return cls(groups, values, shared)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _is_object_of(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
+
+
+@dataclass(slots=True)
+class GroupChanges:
+    """What loading would do to the parameter groups; nothing is done yet.
+
+    Attributes:
+        settings: For each live group, the settings it gets.
+        missing: Parameters of the live optimizer that the checkpoint's has not.
+        unexpected: The other way round.
+        notes: Settings that only one side knows, or that stay as they are, in words.
+        conflicts: Live groups that join parameters whose saved groups differ, and saved values that can't be set.
+    """
+
+    settings: list[dict[str, Any]]
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+
+
+def group_changes(
+    optimizer: Any,
+    names: Mapping[int, str],
+    saved: Sequence[Mapping[str, JSON]],
+    tensor: Callable[[str], Any],
+    what: str,
+) -> GroupChanges:
+    """Return the settings each live group gets from the saved ones, matched by the names of their parameters.
+
+    Group order may differ, and a saved group may have been split or joined, as long as no live group would have to
+    follow two different learning rates.
+    """
+    live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
+    settings = [{k: decode(v, tensor) for k, v in g.items() if k not in _GROUP_NAMES} for g in saved]
+    empty = [i for i, group in enumerate(saved) if not group["params"]]
+    changes = GroupChanges([])
+    for index, fqns in enumerate(live_names):
+        sources = dict.fromkeys(saved_of[fqn] for fqn in fqns if fqn in saved_of)
+        if not fqns and empty:
+            sources = {empty.pop(0): None}
+        changes.settings.append(
+            _group_settings(changes, optimizer.param_groups[index], index, list(sources), settings, what)
+        )
+    live = {fqn for fqns in live_names for fqn in fqns}
+    changes.missing = [fqn for fqns in live_names for fqn in fqns if fqn not in saved_of]
+    changes.unexpected = [fqn for fqn in saved_of if fqn not in live]
+    return changes
+
+
+def _group_settings(
+    changes: GroupChanges,
+    live: Mapping[str, Any],
+    index: int,
+    sources: Sequence[int],
+    settings: Sequence[Mapping[str, Any]],
+    what: str,
+) -> dict[str, Any]:
+    if not sources:
+        return {}
+    first = settings[sources[0]]
+    _check_joined(changes, f"{what} group {index}", sources, settings)
+    new: dict[str, Any] = {}
+    for key, value in first.items():
+        if key in IMPLEMENTATION_SETTINGS:
+            if key in live and not _same(live[key], value):
+                changes.notes.append(f"{what} group {index}: {key}={live[key]!r} stays, the checkpoint has {value!r}")
+            continue
+        if not _fits(live.get(key), value):
+            changes.conflicts.append(
+                f"{what} group {index}: {key} is {reprlib.repr(value)} in the checkpoint, here it is {live[key]!r}"
+            )
+        if key not in live:
+            changes.notes.append(f"{what} group {index}: {key}={value!r} is new from the checkpoint")
+        new[key] = value
+    for key in live:
+        if key not in first and key not in _GROUP_NAMES:
+            changes.notes.append(f"{what} group {index}: {key}={live[key]!r} stays, the checkpoint has none")
+    return new
+
+
+def _check_joined(
+    changes: GroupChanges, group: str, sources: Sequence[int], settings: Sequence[Mapping[str, Any]]
+) -> None:
+    first = settings[sources[0]]
+    for other in sources[1:]:
+        differing = [
+            k for k in first if k not in IMPLEMENTATION_SETTINGS and not _same(first[k], settings[other].get(k))
+        ]
+        if differing:
+            changes.conflicts.append(
+                f"{group} joins parameters of the saved groups {sources[0]} and {other}, which differ in "
+                f"{', '.join(differing)}"
+            )
+
+
+def _fits(live: Any, value: Any) -> bool:
+    """Tell whether a saved setting can take the place of the live one: a number that of a number, be either in a
+    tensor, several that of as many. Of anything else the optimizer may make what it likes."""
+    import torch
+
+    if isinstance(live, (tuple, list)):
+        return (
+            isinstance(value, (tuple, list))
+            and len(value) == len(live)
+            and all(_fits(a, b) for a, b in zip(live, value, strict=True))
+        )
+    if isinstance(value, torch.Tensor) and isinstance(live, (int, float, torch.Tensor)):
+        return value.numel() == 1 or (isinstance(live, torch.Tensor) and value.shape == live.shape)
+    if isinstance(live, (int, float)) or (isinstance(live, torch.Tensor) and live.numel() == 1):
+        return _is_real(value)
+    return not isinstance(live, torch.Tensor)
+
+
+def _is_real(value: Any) -> bool:
+    """Tell whether it is a real number that a float can hold, infinity included."""
+    try:
+        return isinstance(value, numbers.Real) and isinstance(float(value), float)
+    except OverflowError:
+        return False
+
+
+def _same(a: Any, b: Any) -> bool:
+    import numpy as np
+    import torch
+
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        alike = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype
+        return alike and torch.equal(a.cpu(), b.cpu())
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
+    return bool(a == b)
+
+
+def apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> None:
+    """Give each live group its settings. A learning rate that is a tensor stays the same tensor (compiled steps and
+    schedulers hold on to it), and keeps its device."""
+    import torch
+
+    for group, new in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in new.items():
+            live = group.get(key)
+            if isinstance(live, torch.Tensor):
+                with torch.no_grad():
+                    live.copy_(value) if isinstance(value, torch.Tensor) else live.fill_(float(value))
+            elif isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
+                group[key] = value.item()
+            else:
+                group[key] = value
+
+
+def apply_state(
+    optimizer: Any,
+    parameters: Mapping[str, torch.nn.Parameter],
+    states: Mapping[str, Mapping[str, Any]],
+    shared: Mapping[str, Any],
+    *,
+    keep: Iterable[str] = (),
+) -> None:
+    """Replace the optimizer's state by `states`, by FQN; parameters in `keep` keep theirs."""
+    kept = {fqn: optimizer.state[parameters[fqn]] for fqn in keep if parameters[fqn] in optimizer.state}
+    optimizer.state.clear()
+    for fqn, parameter in parameters.items():
+        if fqn in kept:
+            optimizer.state[parameter] = kept[fqn]
+        elif fqn in states:
+            optimizer.state[parameter] = dict(states[fqn])
+    optimizer.state.update(shared)

@@ -1,0 +1,184 @@
+"""The random number generators of one rank: python's, numpy's, torch's on the CPU and on this rank's GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import weakref
+from array import array
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["capture_rng", "check_rng", "restore_rng", "reseed", "share_stream", "shared_stream"]
+
+# Which stream this process draws from, of how many, in which process group: a group made later has ranks of its own.
+_shared: tuple[weakref.ref[Any], int, int] | None = None
+
+
+def share_stream(index: int, count: int) -> None:
+    """Note that this rank's generators are seeded as those of every other rank with this `index` of `count`.
+
+    Ranks that compute one thing together (tensor-parallel ones) must draw the same numbers. A save records the count,
+    and a load on another layout seeds such ranks alike. It holds for the present process group.
+    """
+    import torch.distributed as dist
+
+    global _shared
+    _shared = (weakref.ref(dist.group.WORLD), index, count)
+
+
+def shared_stream(rank: int, world_size: int) -> tuple[int, int]:
+    """Return what `share_stream` noted for the present process group; else each rank has a stream of its own."""
+    if _shared is not None:
+        import torch.distributed as dist
+
+        group, index, count = _shared
+        if dist.is_initialized() and group() is dist.group.WORLD:
+            return index, count
+    return rank, world_size
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of every generator of this process, as tensors and plain values.
+
+    numpy's is there only if numpy was imported, the GPU's only if CUDA was initialised: asking for it would
+    initialise it.
+    """
+    import torch
+
+    version, words, gauss = random.getstate()
+    numbers = torch.frombuffer(array("q", words), dtype=torch.int64)
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": numbers, "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+        words = torch.from_numpy(keys.astype(numpy.int64))
+        state["numpy"] = {
+            "name": str(name),
+            "words": words,
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(cached),
+        }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    if (streams := shared_stream(0, 0)[1]) > 0:
+        state["streams"] = streams
+    return state
+
+
+def check_rng(state: Any, what: str = "rng") -> None:
+    """Raise unless `restore_rng` can take every part of `state`; no generator is touched.
+
+    Raises:
+        CorruptCheckpointError: A part is missing or is no state of its generator; names `what` and the part.
+    """
+    _settings(state, what)
+
+
+def restore_rng(state: Mapping[str, Any]) -> list[str]:
+    """Set every generator that `state` has; return the names of those that this process does not have.
+
+    Raises:
+        CorruptCheckpointError: As `check_rng` says; no generator was touched.
+    """
+    settings, left = _settings(state, "rng")
+    for setting in settings:
+        setting()
+    return left
+
+
+def _settings(state: Any, what: str) -> tuple[list[Callable[[], None]], list[str]]:
+    """Return what sets the generators, each state tried on a generator of its own before, and what has none here."""
+    makers = {"python": _python, "torch": _torch, "numpy": _numpy, "cuda": _cuda}
+    settings, left = [], []
+    for name, maker in makers.items():
+        optional = name in ("numpy", "cuda")
+        try:
+            if optional and state.get(name) is None:
+                continue
+            setting = maker(state[name])
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise CorruptCheckpointError(
+                f"{what}: the saved state of {name}'s generator is none ({reason})."
+            ) from error
+        if setting is None:
+            left.append(name)
+        else:
+            settings.append(setting)
+    return settings, left
+
+
+def _python(saved: Any) -> Callable[[], None]:
+    gauss = saved["gauss"]
+    if gauss is not None and not isinstance(gauss, float):
+        raise TypeError(f"gauss is a {type(gauss).__name__}")
+    state = (int(saved["version"]), tuple(saved["words"].tolist()), gauss)
+    random.Random().setstate(state)
+    return lambda: random.setstate(state)
+
+
+def _torch(saved: Any) -> Callable[[], None]:
+    import torch
+
+    state = _bytes(saved)
+    torch.Generator().set_state(state)
+    return lambda: torch.set_rng_state(state)
+
+
+def _numpy(saved: Any) -> Callable[[], None]:
+    import numpy as np
+
+    words = saved["words"].numpy()
+    if words.shape != (624,) or words.dtype.kind not in "iu" or words.min() < 0 or words.max() >= 2**32:
+        raise ValueError("its words are not 624 numbers of 32 bits")
+    position = int(saved["position"])
+    if not 0 <= position <= 624:  # numpy does not look
+        raise ValueError(f"its position is {position}")
+    words = words.astype(np.uint32)
+    state = (str(saved["name"]), words, position, int(saved["has_gauss"]), float(saved["gauss"]))
+    np.random.RandomState().set_state(state)
+    return lambda: np.random.set_state(state)
+
+
+def _cuda(saved: Any) -> Callable[[], None] | None:
+    import torch
+
+    state = _bytes(saved)
+    if not torch.cuda.is_available():
+        return None
+    torch.Generator(device="cuda").set_state(state)
+    return lambda: torch.cuda.set_rng_state(state)
+
+
+def _bytes(saved: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    state = saved.cpu()
+    if state.dtype != torch.uint8 or state.dim() != 1:
+        raise TypeError(f"a tensor of {state.dtype} with {state.dim()} dimensions")
+    return state
+
+
+def reseed(*parts: object) -> int:
+    """Seed every generator from these values, and return the seed: same values, same numbers."""
+    import torch
+
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    seed = int.from_bytes(digest[:8], "little") >> 1
+    random.seed(seed)
+    torch.manual_seed(seed)  # the GPUs' too, lazily
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+    return seed

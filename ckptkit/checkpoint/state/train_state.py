@@ -1,0 +1,433 @@
+"""What of a training run a checkpoint holds: `TrainState`, and its capture as named tensors and JSON."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.checkpoint.state.half_loaded import clear, half_loaded_from, mark
+from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, refuse_hidden
+from ckptkit.checkpoint.state.rng import capture_rng
+from ckptkit.checkpoint.state.values import JSON, Seen, encode
+from ckptkit.errors import SaveError, UsageError
+from ckptkit.formats.dcp.host_bytes import without_subclass
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "StateDictType",
+    "TrainState",
+    "PerRank",
+    "Captured",
+    "capture",
+    "check_whole",
+    "model_tensors",
+    "computed_state",
+    "same_memory",
+    "parameter_names",
+    "section",
+]
+
+
+class StateDictType(str, enum.Enum):
+    """In which form a checkpoint holds its tensors."""
+
+    FULL = "full"  # whole tensors in safetensors files; the model part is what from_pretrained reads
+    SHARDED = "sharded"  # standard DCP: loads at any world size
+    LOCAL = "local"  # what each rank holds, one file a rank, saved without communication
+
+    @classmethod
+    def parse(cls, value: StateDictType | str | enum.Enum) -> StateDictType:
+        """Return the type in any of the spellings in use: "full", "FULL_STATE_DICT", torch's own enum, ...
+
+        Raises:
+            UsageError: It is none of the three.
+        """
+        if isinstance(value, cls):
+            return value
+        text = value.name if isinstance(value, enum.Enum) else str(value)
+        word = text.rpartition(".")[2].lower().replace("-", "_").removesuffix("_state_dict")
+        try:
+            return cls(word)
+        except ValueError:
+            raise UsageError(f"state-dict type {text!r} is unknown: it is full, sharded or local.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Marks a value of `TrainState.extra` that differs between ranks: each rank saves, and gets back, its own."""
+
+    value: Any
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """All that a run needs to go on as if it had never stopped. What it refers to is read by a save and filled by a
+    load, in place.
+
+    Attributes:
+        model: A module, or several by name: {"actor": a, "critic": c}.
+        optimizer, scheduler, grad_scaler, dataloader: One, or several by name. Any object with `state_dict` and
+            `load_state_dict` will do; an optimizer needs `state` and `param_groups`. A dataloader's state is kept
+            for each rank.
+        extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
+            replaces in this dict. Rank 0's is saved; wrap what differs between ranks into `PerRank`.
+        step: The training step; a load sets it.
+        rng: Whether the random number generators of every rank are part of the state.
+        half_loaded: The checkpoint that a load which failed late has left in part here, or in a model, an optimizer
+            or another object that is here now; "" if none has. Such a state is not saved. A load that succeeds clears
+            it; so may you, once you have given all of it values by other means.
+    """
+
+    model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None
+    optimizer: Any = None
+    scheduler: Any = None
+    grad_scaler: Any = None
+    dataloader: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    rng: bool = True
+    _half: str = field(default="", init=False, repr=False, compare=False)  # from when a load begins to fill it
+
+    @property
+    def half_loaded(self) -> str:
+        return self._half or half_loaded_from(self.objects())
+
+    @half_loaded.setter
+    def half_loaded(self, url: str) -> None:
+        self._half = url
+        if url:
+            mark(self.objects(), url)
+        else:
+            clear(self.objects())
+
+    def objects(self, *kinds: str) -> Iterator[object]:
+        """Yield what a load fills, of some kinds or of all: modules, their tensors, optimizers, schedulers, ..."""
+        for kind in kinds or ("model", "optimizer", "scheduler", "grad_scaler", "dataloader", "extra"):
+            for item in self.parts(kind).values():
+                if kind == "model" and hasattr(item, "modules"):
+                    yield from (*item.modules(), *item.parameters(), *item.buffers())
+                else:
+                    yield item.value if isinstance(item, PerRank) else item
+
+    def parts(self, kind: str) -> dict[str, Any]:
+        """Return the objects of a kind ("model", "optimizer", ...) by name; a single one has the name "".
+
+        Raises:
+            UsageError: A name holds more than letters, digits, "_" and "-".
+        """
+        value = getattr(self, kind)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            return {"": value}
+        for name in value:
+            _check_name(name, kind)
+        return dict(value)
+
+
+def _check_name(name: Any, kind: str) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(f"{kind} name {name!r}: use letters, digits, '_' and '-' only, not starting with '_'.")
+
+
+def section(kind: str, name: str) -> str:
+    """Return the first part of the keys of one object: "model", or "model_actor"."""
+    return f"{kind}_{name}" if name else kind
+
+
+@dataclass(slots=True)
+class Captured:
+    """A training state as named tensors, which alias it, and JSON.
+
+    Attributes:
+        models: Section -> FQN -> tensor.
+        aliases: Section -> FQN -> the FQN of the same tensor that comes first (tied weights).
+        optimizers: Section -> what `capture_optimizer` took.
+        loose: Tensors outside of models and optimizers, by their full key.
+        objects: JSON by key, the same on every rank.
+        rank_objects: JSON by key, with the rank in the key.
+        own: The loose tensors that belong to `rank_objects`.
+    """
+
+    models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    optimizers: dict[str, CapturedOptimizer] = field(default_factory=dict)
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)
+    objects: dict[str, JSON] = field(default_factory=dict)
+    rank_objects: dict[str, JSON] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+
+    def tensors(self, *, aliases: bool, unlike: type | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor with its key in the checkpoint; tied weights again under their other names on request.
+
+        Args:
+            unlike: Those of this very type are left out.
+        """
+        for name, tensors in self.models.items():
+            tied = {} if aliases else self.aliases.get(name, {})
+            for fqn, tensor in _unlike(unlike, tensors):
+                if fqn not in tied:
+                    yield f"{name}.{fqn}", tensor
+        for name, optimizer in self.optimizers.items():
+            for fqn, tensor in _unlike(unlike, optimizer.masters):
+                yield f"{name}.master.{fqn}", tensor
+            for (fqn, state), tensor in _unlike(unlike, optimizer.tensors):
+                yield f"{name}.state.{fqn}.{state}", tensor
+        yield from _unlike(unlike, self.loose)
+
+    def add_own(self, key: str, value: Any) -> None:
+        """Add state of this rank alone."""
+        before = len(self.loose)
+        self.rank_objects[key] = encode(value, key, self.loose)
+        self.own.update(islice(reversed(self.loose), len(self.loose) - before))
+
+    def tables(self) -> Iterator[Mapping[Any, torch.Tensor]]:
+        """Yield every dict of tensors."""
+        yield from self.models.values()
+        for optimizer in self.optimizers.values():
+            yield from (optimizer.masters, optimizer.tensors)
+        yield self.loose
+
+
+def _unlike(kind: type | None, table: Mapping[Any, torch.Tensor]) -> Iterable[tuple[Any, torch.Tensor]]:
+    return table.items() if kind is None else [item for item in table.items() if type(item[1]) is not kind]
+
+
+def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: Seen | None = None) -> Captured:
+    """Return what a checkpoint of `state` holds on this rank; the tensors alias the live ones, nothing is changed.
+
+    No communication (a model under FSDP2 reshards its unsharded parameters, which is local).
+
+    Args:
+        seen: What the captures before have met.
+
+    Raises:
+        UsageError: The optimizer holds parameters that are none of the models'.
+        SaveError: Something cannot be saved so that it loads safely, or is half loaded.
+    """
+    check_whole(state)
+    captured = Captured()
+    for name, module in state.parts("model").items():
+        key = section("model", name)
+        tensors, extra_state = model_tensors(module)
+        refuse_hidden(f"{key}.", tensors)
+        captured.models[key] = tensors
+        captured.aliases[key] = _aliases(module, tensors)
+        if extra_state:
+            captured.objects[f"{key}.extra_state"] = encode(extra_state, f"{key}.extra_state", captured.loose)
+    optimizers = state.parts("optimizer")
+    names = parameter_names(state, captured.models, [p for one in optimizers.values() for p in _parameters_of(one)])
+    for name, optimizer in optimizers.items():
+        key = section("optimizer", name)
+        captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key)
+        captured.loose.update(taken.loose)
+        captured.objects[key] = taken.tree
+    for kind in ("scheduler", "grad_scaler"):
+        for name, item in state.parts(kind).items():
+            key = section(kind, name)
+            captured.objects[key] = encode(_state_of(item, key), key, captured.loose)
+    for name, item in state.parts("dataloader").items():
+        key = f"{section('dataloader', name)}.{rank}"
+        captured.add_own(key, _state_of(item, key))
+    if state.rng:
+        captured.add_own(f"rng.{rank}", capture_rng())
+    _capture_extra(captured, state.extra, rank, seen.turn() if seen is not None else None)
+    refuse_hidden("", captured.loose)
+    _drop_subclasses(captured.models)
+    captured.objects["step"] = int(state.step if step is None else step)
+    return captured
+
+
+def check_whole(state: TrainState) -> None:
+    """Raise SaveError where a load that failed has left the state, or an object in it, half loaded."""
+    if state.half_loaded:
+        raise SaveError(
+            f"the state is half loaded from {state.half_loaded}: that load failed. Load a checkpoint before you save; "
+            'or set TrainState(...).half_loaded = "" if all of it has got its values since.'
+        )
+
+
+def _drop_subclasses(models: Mapping[str, dict[str, torch.Tensor]]) -> None:
+    """See subclasses that are plain memory as torch's own tensors: a load fills the live one, which keeps its class."""
+    from torch.distributed.tensor import DTensor
+
+    for tensors in models.values():
+        tensors.update({k: without_subclass(v) for k, v in tensors.items() if not isinstance(v, DTensor)})
+
+
+def _capture_extra(captured: Captured, extra: Mapping[str, Any], rank: int, seen: Seen | None) -> None:
+    for name, item in extra.items():
+        _check_name(name, "extra")
+        per_rank = isinstance(item, PerRank)
+        value = item.value if per_rank else item
+        key = f"extra.{name}.{rank}" if per_rank else f"extra.{name}"
+        value = _state_of(value, key) if is_stateful(value) else value
+        if per_rank:
+            captured.add_own(key, value)
+        else:
+            captured.objects[key] = encode(value, key, captured.loose, seen=seen)
+
+
+def is_stateful(value: Any) -> bool:
+    """Tell whether a value gives and takes its state by `state_dict` and `load_state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _state_of(item: Any, key: str) -> Any:
+    if not is_stateful(item):
+        raise UsageError(f"{key}: {type(item).__name__} has no state_dict and load_state_dict.")
+    return item.state_dict()
+
+
+def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return a model's parameters and persistent buffers by canonical FQN, as they live (sharded under FSDP2), and
+    what its modules give as extra state that is no tensor.
+
+    The names are free of what wrappers add: torch.compile, activation checkpointing, DDP. What a state-dict hook
+    leaves out is left out, and what one computes is there as computed: see `computed_state`.
+    """
+    return _by_canonical_name(module, _live_state(module))
+
+
+def computed_state(
+    module: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], Mapping[str, Any] | None]:
+    """Return `model_tensors`' tensors, and the state dict they lie in where a hook computed some of them: once those
+    are filled, only the module's own `load_state_dict` knows what they become."""
+    raw = _live_state(module)
+    own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    tensors = _by_canonical_name(module, raw)[0]
+    return tensors, raw if any(id(tensor) not in own for tensor in tensors.values()) else None
+
+
+def _live_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the state dict with live tensors, also of a module whose own `state_dict` takes no arguments."""
+    import torch
+
+    parameters = inspect.signature(module.state_dict).parameters.values()
+    if any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return dict(module.state_dict(keep_vars=True))
+    live = torch.nn.Module.state_dict(module, keep_vars=True)
+    given = module.state_dict()
+    return {name: live[name] if same_memory(live.get(name), value) else value for name, value in given.items()}
+
+
+def same_memory(one: Any, other: Any) -> bool:
+    """Tell whether two values are one tensor, or alias the whole of one."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is other
+    mine = one.to_local() if isinstance(one, DTensor) else one
+    theirs = other.to_local() if isinstance(other, DTensor) else other
+    return mine.shape == theirs.shape and mine.data_ptr() == theirs.data_ptr() and one.dtype == other.dtype
+
+
+def _by_canonical_name(
+    module: torch.nn.Module, raw_state: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    extra_state: dict[str, Any] = {}
+    prefixes = _canonical_prefixes(module)
+    for raw, value in raw_state.items():
+        name = _canonical(raw, prefixes)
+        if name in tensors or name in extra_state:
+            raise SaveError(f"model: the keys of two modules become {name!r} once wrappers are removed.")
+        if isinstance(value, torch.Tensor) and not raw.endswith("_extra_state"):
+            tensors[name] = value
+        else:
+            extra_state[name] = value
+    return tensors, extra_state
+
+
+def canonical_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return every module by its name without wrappers, the innermost one where wrappers share a name."""
+    prefixes = _canonical_prefixes(module)
+    return {prefixes[raw]: child for raw, child in module.named_modules(remove_duplicate=False)}
+
+
+def _canonical_prefixes(module: torch.nn.Module) -> dict[str, str]:
+    """Return the canonical name of every module by its raw one."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = {"": ""}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for raw in modules:
+        if raw:
+            parent, _, child = raw.rpartition(".")
+            wrapper = child in ("_orig_mod", "_checkpoint_wrapped_module") or (
+                child == "module" and isinstance(modules[parent], DistributedDataParallel)
+            )
+            base = found[parent]
+            found[raw] = base if wrapper else f"{base}.{child}".lstrip(".")
+    return found
+
+
+def _canonical(key: str, prefixes: Mapping[str, str]) -> str:
+    parent, _, leaf = key.rpartition(".")
+    while parent and parent not in prefixes:  # a state-dict hook added a level, or took a wrapper's away
+        parent, _, head = parent.rpartition(".")
+        leaf = f"{head}.{leaf}"
+    return f"{prefixes[parent]}.{leaf}".lstrip(".")
+
+
+def _parameters_of(optimizer: Any) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def parameter_names(
+    state: TrainState,
+    models: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    wanted: Iterable[Any] | None = None,
+) -> dict[int, str]:
+    """Return the FQN of every parameter by its id; with several models, the model's name stands first.
+
+    Args:
+        models: What `model_tensors` gave of each, by section, where that is known.
+        wanted: The parameters whose names matter; None: all.
+    """
+    import torch
+
+    names: dict[int, str] = {}
+    modules = state.parts("model")
+    for name, module in modules.items():
+        tensors = model_tensors(module)[0] if models is None else models[section("model", name)]
+        for fqn, tensor in tensors.items():
+            if isinstance(tensor, torch.nn.Parameter):
+                names.setdefault(id(tensor), f"{name}.{fqn}" if name else fqn)
+        if wanted is not None and all(map(names.__contains__, map(id, wanted))):
+            continue
+        prefixes = _canonical_prefixes(module)
+        for raw, parameter in module.named_parameters():  # those that a state-dict hook left out, or replaced
+            fqn = _canonical(raw, prefixes)
+            names.setdefault(id(parameter), f"{name}.{fqn}" if name else fqn)
+    return names
+
+
+def _aliases(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return tied names -> the name that holds the tensor. Of the names of one tensor, the first one that the model
+    does not itself list as tied to another (transformers' `_tied_weights_keys`) holds it."""
+    names: dict[int, list[str]] = {}
+    for fqn, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(fqn)
+    listed = set(getattr(module, "_tied_weights_keys", None) or ())
+    aliases: dict[str, str] = {}
+    for group in names.values():
+        if len(group) > 1:
+            holder = next((fqn for fqn in group if fqn not in listed), group[0])
+            aliases.update({fqn: holder for fqn in group if fqn != holder})
+    return aliases

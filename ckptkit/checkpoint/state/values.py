@@ -1,0 +1,323 @@
+"""Any training state as strict JSON plus tensors, and back: nothing that is read from a checkpoint is run.
+
+JSON values stand for themselves. Everything else is an object with one key that starts with "$":
+
+    {"$float": "nan"}   {"$tuple": [...]}   {"$set": [...]}   {"$frozenset": [...]}   {"$bytes": base64}
+    {"$dict": [[key, value], ...]}          any dict that is no plain JSON object; {"$ordered": ...} likewise
+    {"$tensor": {"dtype", "shape", "data"}} a small plain tensor, row-major bytes in base64
+    {"$ref": "extra.ema.w"}                 a tensor of the checkpoint, stored like every other
+    {"$ndarray": value}  {"$npscalar": value}  numpy, as the tensor of the same bytes
+    {"$dtype": "float32"}  {"$device": "cuda"}  {"$size": [2, 3]}
+    {"$torch_save": base64}                 what loads with torch.load(weights_only=True)
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import itertools
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import CorruptCheckpointError, SaveError
+from ckptkit.formats.dcp.host_bytes import is_sparse_or_quantized, row_major, why_not_dense
+from ckptkit.formats.pickles.exact import dump_object, parse_object
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["JSON", "INLINE_BYTES", "Seen", "encode", "decode", "references"]
+
+JSON = Any  # None | bool | int | float | str | list[JSON] | dict[str, JSON]
+
+INLINE_BYTES = 1024
+"""Plain tensors up to this size lie inside the JSON; larger ones are tensors of the checkpoint."""
+
+_MAX_DEPTH = 200
+
+
+class Seen:
+    """Which dicts of tensors the last capture met, and what became of them: the same ones need no second look."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, _Known] = {}
+        self._now: dict[str, _Known] = {}
+
+    def turn(self) -> Seen:
+        """Begin another capture."""
+        self._before, self._now = self._now, {}
+        return self
+
+    def find(self, path: str, value: dict[Any, Any]) -> _Known | None:
+        """Return what is known of a dict: it must have the very same tensors under the same keys."""
+        known = self._before.get(path)
+        if known is None or len(known.keys) != len(value) or known.keys != list(value):
+            return None
+        if not all(map(operator.is_, known.tensors, value.values())):
+            return None
+        self._now[path] = known
+        return known
+
+    def keep(self, path: str, known: _Known) -> None:
+        self._now[path] = known
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A dict of DTensors, these by their names in the checkpoint, and what stands for it in the JSON."""
+
+    keys: list[str]
+    tensors: list[torch.Tensor]
+    table: dict[str, torch.Tensor]
+    tree: JSON
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], *, seen: Seen | None = None) -> JSON:
+    """Return `value` as strict JSON; tensors too large for it are added to `tensors` under a key from `path`.
+
+    Tensors are not copied: who keeps the result beyond the next training step must copy them.
+
+    Args:
+        path: Where the value stands, such as "extra.ema"; errors name it.
+        seen: What the captures before have met.
+
+    Raises:
+        SaveError: A value is of a type that no safe load gives back; the message names its path.
+    """
+    return _Encoder(tensors, seen or Seen()).encode(value, path, 0)
+
+
+class _Encoder:
+    def __init__(self, tensors: dict[str, torch.Tensor], seen: Seen) -> None:
+        self._tensors = tensors
+        self._seen = seen
+        # Only where there is one: looking for the class takes longer than all else that is done about a tensor.
+        self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+    def encode(self, value: Any, path: str, depth: int) -> JSON:
+        if depth > _MAX_DEPTH:
+            raise SaveError(f"{path[:200]}: nested more than {_MAX_DEPTH} deep, or contains itself.")
+        kind = type(value)
+        if kind is self._dtensor and not value.is_meta:
+            return self._apart(value.detach() if value.requires_grad else value, path)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind in _CONTAINERS:
+            return self._container(value, path, depth)
+        return self._leaf(value, path, depth)
+
+    def _container(self, value: Any, path: str, depth: int) -> JSON:
+        kind = type(value)
+        if kind in (dict, collections.OrderedDict):
+            known = self._seen.find(path, value)
+            if known is not None and known.table.keys().isdisjoint(self._tensors):  # goes through the latter: few
+                self._tensors.update(known.table)
+                return known.tree
+            plain = kind is dict and _STRINGS.issuperset(map(type, value))
+            plain = plain and not any(map(str.startswith, value, itertools.repeat("$")))
+            if plain and {self._dtensor}.issuperset(map(type, value.values())):
+                return self._all_apart(value, path)
+            if plain:
+                return {key: self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+            pairs = [
+                [self.encode(key, f"{path}.<key>", depth + 1), self.encode(item, f"{path}.{key}", depth + 1)]
+                for key, item in value.items()
+            ]
+            return {"$dict" if kind is dict else "$ordered": pairs}
+        if kind in (set, frozenset):
+            return {f"${kind.__name__}": [self.encode(item, path, depth + 1) for item in sorted(value, key=repr)]}
+        if _WORDS.issuperset(map(type, value)):
+            items = list(value)
+        else:
+            items = [self.encode(item, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+
+    def _leaf(self, value: Any, path: str, depth: int) -> JSON:
+        import numpy as np
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
+            return {"$ndarray": self._tensor(torch.from_numpy(np.array(value, order="C")), path)}
+        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+            return {"$npscalar": self._tensor(torch.from_numpy(np.array(value)), path)}
+        if isinstance(value, (bytes, bytearray)) and type(value) is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if isinstance(value, torch.Size):
+            return {"$size": list(value)}
+        return _torch_save(value, path)
+
+    def _tensor(self, value: torch.Tensor, path: str) -> JSON:
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        if is_sparse_or_quantized(value):
+            return _torch_save(value.detach(), path)  # it has no row of bytes that could be read in part
+        why, plain = why_not_dense(value), type(value) in (torch.Tensor, torch.nn.Parameter)
+        if why:
+            raise SaveError(f"{path}: the tensor {why}.")
+        if not plain and not isinstance(value, DTensor):
+            raise SaveError(
+                f"{path}: the tensor is a {type(value).__module__}.{type(value).__qualname__}, and would come back as "
+                "a plain torch.Tensor. Save its as_subclass(torch.Tensor)."
+            )
+        value = value.detach() if value.requires_grad else value
+        if plain and value.numel() * value.element_size() <= INLINE_BYTES:
+            raw = row_major(value).to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
+            fields = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+            return {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}
+        return self._apart(value, path)
+
+    def _all_apart(self, values: dict[str, torch.Tensor], path: str) -> JSON:
+        """Do for a dict of DTensors what `encode` does for each, by calls that take all of them."""
+        names, tensors = list(map(f"{path}.".__add__, values)), list(values.values())
+        if not self._tensors.keys().isdisjoint(names) or any(map(_is_meta, tensors)):
+            return {key: self.encode(item, f"{path}.{key}", 0) for key, item in values.items()}
+        table = dict(zip(names, tensors, strict=True))
+        self._tensors.update(table)
+        tree = {key: {"$ref": name} for key, name in zip(values, names, strict=True)}
+        self._seen.keep(path, _Known(list(values), tensors, table, tree))
+        return tree
+
+    def _apart(self, value: torch.Tensor, path: str) -> JSON:
+        """Give the tensor a key of its own in the checkpoint."""
+        key, again = path, 0
+        while key in self._tensors:  # {"a.b": t} beside {"a": {"b": t}}
+            again += 1
+            key = f"{path}~{again}"
+        self._tensors[key] = value
+        return {"$ref": key}
+
+
+_is_meta = operator.attrgetter("is_meta")
+_STRINGS = frozenset((str,))
+_WORDS = frozenset((str, int, bool, type(None)))  # stand for themselves
+_CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
+
+
+def _torch_save(value: Any, path: str) -> JSON:
+    """Return what torch.save makes of the value, once torch.load(weights_only=True) has read it back."""
+    advice = "give its class state_dict and load_state_dict, or allow it with torch.serialization.add_safe_globals."
+    return {"$torch_save": base64.b64encode(dump_object(value, name=path, advice=advice)).decode()}
+
+
+def decode(tree: JSON, tensor: Callable[[str], Any]) -> Any:
+    """Return the value that `encode` was given. `tensor(key)` gives the tensors that lie outside of the JSON.
+
+    Raises:
+        CorruptCheckpointError: The tree is not what `encode` writes.
+    """
+    if isinstance(tree, list):
+        return [decode(item, tensor) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        tag, body = next(iter(tree.items()))
+        if tag.startswith("$"):
+            return _decode_tagged(tag, body, tensor)
+    return {key: decode(item, tensor) for key, item in tree.items()}
+
+
+def references(tree: JSON) -> list[str]:
+    """Return the keys of the tensors that `decode` will ask for, in order."""
+    if isinstance(tree, list):
+        return [key for item in tree for key in references(item)]
+    if not isinstance(tree, dict):
+        return []
+    if len(tree) == 1 and isinstance(tree.get("$ref"), str):
+        return [tree["$ref"]]
+    return [key for item in tree.values() for key in references(item)]
+
+
+def _decode_tagged(tag: str, body: JSON, tensor: Callable[[str], Any]) -> Any:
+    decoder = _TAGS.get(tag)
+    if decoder is None:
+        raise CorruptCheckpointError(f"saved state: the tag {tag!r} is unknown. Was it written by a newer ckptkit?")
+    try:
+        return decoder(body, tensor)
+    except CorruptCheckpointError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CorruptCheckpointError(
+            f"saved state: what stands under {tag!r} is malformed ({str(error)[:300]})."
+        ) from error
+
+
+def _items(body: JSON, tensor: Callable[[str], Any]) -> list[Any]:
+    if not isinstance(body, list):
+        raise TypeError("expected a list")
+    return [decode(item, tensor) for item in body]
+
+
+def _pairs(body: JSON, tensor: Callable[[str], Any]) -> list[tuple[Any, Any]]:
+    return [(decode(key, tensor), decode(value, tensor)) for key, value in body]
+
+
+def _decode_tensor(body: JSON, _: Callable[[str], Any]) -> torch.Tensor:
+    import torch
+
+    dtype = _torch_dtype(body["dtype"])
+    raw = base64.b64decode(body["data"], validate=True)
+    shape = tuple(body["shape"])
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes for shape {list(shape)} of {body['dtype']}")
+    if not raw:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    from ckptkit.catalog.dtypes import dtype
+
+    found = getattr(torch, dtype(name).name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
+
+
+def _decode_torch_save(body: JSON, _: Callable[[str], Any]) -> Any:
+    return parse_object(base64.b64decode(body, validate=True), file="saved state", name="$torch_save")
+
+
+def _decode_device(body: JSON, _: Callable[[str], Any]) -> Any:
+    import torch
+
+    return torch.device(body)
+
+
+def _decode_size(body: JSON, _: Callable[[str], Any]) -> Any:
+    import torch
+
+    return torch.Size(body)
+
+
+_TAGS: Mapping[str, Callable[[JSON, Callable[[str], Any]], Any]] = {
+    "$float": lambda body, _: float(body),
+    "$tuple": lambda body, tensor: tuple(_items(body, tensor)),
+    "$set": lambda body, tensor: set(_items(body, tensor)),
+    "$frozenset": lambda body, tensor: frozenset(_items(body, tensor)),
+    "$bytes": lambda body, _: base64.b64decode(body, validate=True),
+    "$dict": lambda body, tensor: dict(_pairs(body, tensor)),
+    "$ordered": lambda body, tensor: collections.OrderedDict(_pairs(body, tensor)),
+    "$tensor": _decode_tensor,
+    "$ref": lambda body, tensor: tensor(body),
+    "$ndarray": lambda body, tensor: decode(body, tensor).numpy(),
+    "$npscalar": lambda body, tensor: decode(body, tensor).numpy()[()],
+    "$dtype": lambda body, _: _torch_dtype(body),
+    "$device": _decode_device,
+    "$size": _decode_size,
+    "$torch_save": _decode_torch_save,
+}

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint: reads and writes `.metadata` and `*.distcp` files."""

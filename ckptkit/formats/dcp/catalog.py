@@ -1,0 +1,512 @@
+"""Reads a checkpoint of torch.distributed.checkpoint: `.metadata`, or one `__R.metadata` a rank, and its data files.
+
+Opening reads metadata only. Where the bytes of a tensor lie inside its item is looked up when somebody asks
+for them (`dcp_locate`), since it costs a read an item.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Codec, ObjectEntry, Role, TensorEntry
+from ckptkit.catalog.tiles import check_coverage
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePathError,
+    UnsupportedFormatError,
+)
+from ckptkit.formats.dcp.columns import BYTES_KIND, MAX_COUNT, MAX_NDIM, ZSTD, TensorColumns, in_bulk, tensor_dtype
+from ckptkit.formats.dcp.locate import Items, LocatedSlices, find_opaque, item_batches
+from ckptkit.formats.dcp.roles import RoleTable
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.record import step_of_name
+from ckptkit.formats.pickles.inert import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata
+from ckptkit.formats.pickles.walk import load_metadata
+from ckptkit.storage.store import FileInfo, Store, checked_path
+
+__all__ = ["METADATA", "metadata_files", "open_catalog"]
+
+METADATA = ".metadata"
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+_METADATA_KIND = "torch.distributed.checkpoint.metadata.Metadata"
+_MAX_METADATA_BYTES = 4 << 30
+_MOST_PACKED = 64  # a float64 in a bit
+_KINDS = {"other": "FIFO, a socket or a device"}
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+
+def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
+    """Return what the DCP checkpoint at the store's root holds. Reads its metadata, no data file.
+
+    Raises:
+        CheckpointNotFoundError: There is no metadata.
+        IncompleteCheckpointError: The save did not finish, or files or parts of tensors are missing.
+        CorruptCheckpointError: The metadata are damaged or contradict each other or the files.
+        UnsafePickleError: The metadata ask for a global that is not allowed; nothing was run.
+        UnsafePathError: The metadata point outside the checkpoint.
+    """
+    listing = {info.path: info for info in store.list()}
+    names = metadata_files(listing)
+    parts = [_Part(name, _load(store, listing[name])) for name in names]
+    files = _Files(store, listing)
+    return _Builder(store, parts, files).catalog()
+
+
+def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
+    """Return the metadata files among the names of a directory: `.metadata`, or those of all ranks in order.
+
+    Raises:
+        CheckpointNotFoundError, IncompleteCheckpointError: There are none.
+    """
+    if METADATA in listing:
+        return [METADATA]
+    ranks = {int(m[1]): name for name in listing if (m := _RANK_METADATA.fullmatch(name))}
+    if ranks:
+        missing = sorted(set(range(max(ranks) + 1)) - ranks.keys()) if max(ranks) < 1 << 20 else [-1]
+        if missing:
+            raise IncompleteCheckpointError(
+                f"__{missing[0]}.metadata is missing: every rank of this save wrote its own, up to rank {max(ranks)}."
+            )
+        return [ranks[rank] for rank in sorted(ranks)]
+    unfinished = f"{METADATA}.tmp" in listing
+    data = any(_DATA_FILE.fullmatch(name) for name in listing)
+    if unfinished or data:
+        raise IncompleteCheckpointError(
+            f"{METADATA} is missing{' (only .metadata.tmp is there)' if unfinished else ''}: the save did not finish. "
+            "Take an older checkpoint of this run."
+        )
+    text = "there is no .metadata and no __0.metadata: this is no DCP checkpoint."
+    steps = [(step, name) for name in listing if (step := step_of_name(name)) is not None]
+    raise CheckpointNotFoundError(f"{text} It may be a run: name one in it, as {max(steps)[1]}." if steps else text)
+
+
+def _load(store: Store, info: FileInfo) -> Any:
+    if info.kind not in ("file", "symlink"):
+        raise CorruptCheckpointError(f"{info.path}: it is no file but a {_KINDS.get(info.kind, info.kind)}.")
+    if info.size > _MAX_METADATA_BYTES:
+        raise CorruptCheckpointError(f"{info.path}: {info.size} bytes of metadata are more than any checkpoint needs.")
+    data = store.read(info.path)
+    if not data:
+        raise IncompleteCheckpointError(f"{info.path} is empty: the save was cut off, such as by a power cut.")
+    return load_metadata(data, file=info.path)
+
+
+class _Part:
+    """One metadata file, its outermost shape checked."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        if not isinstance(value, Record) or value.kind != _METADATA_KIND:
+            raise CorruptCheckpointError(f"{name}: it holds no Metadata of torch.distributed.checkpoint.")
+        fields = value.fields
+        self.entries = self._dict(fields, "state_dict_metadata")
+        self.storage = self._dict(fields, "storage_data")
+        self.planner = self._dict(fields, "planner_data")
+        self.version = fields.get("version")
+        self.storage_meta = fields.get("storage_meta")
+
+    def _dict(self, fields: Mapping[str, Any], key: str) -> dict[Any, Any]:
+        value = fields.get(key)
+        if value is None and key == "planner_data":
+            return {}
+        if not isinstance(value, dict):
+            raise CorruptCheckpointError(f"{self.name}: its {key} is missing or no dict.")
+        return value
+
+    def fault(self, text: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.name}: {text}.")
+
+    def paths(self) -> dict[str, tuple[str | int, ...]]:
+        """The planner's path by key."""
+        found: dict[str, tuple[str | int, ...]] = {}
+        for key, path in self.planner.items():
+            if not isinstance(key, str):
+                raise self.fault("a key of its planner_data is no text")
+            if not isinstance(path, (tuple, list)) or not all(type(p) in (str, int) for p in path):
+                raise self.fault(f"the path of {key!r:.80} is no list of keys")
+            found[key] = tuple(path)
+        return found
+
+    def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
+        """Where each item lies: key -> offset (None for byte entries) -> place."""
+        grouped: dict[str, dict[tuple[int, ...] | None, StorageInfo]] = {}
+        for index, info in self.storage.items():
+            try:
+                fqn, offset = index.fqn, index.offset
+            except AttributeError:
+                raise self.fault("an index of its storage_data is incomplete") from None
+            if not isinstance(index, Index) or not isinstance(info, StorageInfo) or not isinstance(fqn, str):
+                raise self.fault("an entry of its storage_data is no place of an item")
+            if offset is not None and not _is_counts(offset):
+                raise self.fault(f"an offset of {fqn!r:.80} is no tuple of counts")
+            group = grouped.setdefault(fqn, {})
+            if offset in group:
+                raise self.fault(f"{fqn!r:.80} has two places for its part at {offset}")
+            group[offset] = info
+        return grouped
+
+
+def _is_counts(value: Any) -> bool:
+    # Before it is hashed: a nested tuple from a hostile file may take exponential time.
+    return type(value) is tuple and len(value) <= MAX_NDIM and all(type(v) is int for v in value)
+
+
+class _Files:
+    """The data files by number, each looked at once."""
+
+    def __init__(self, store: Store, listing: Mapping[str, FileInfo]) -> None:
+        self._store = store
+        self._listing = listing
+        self._index: dict[str, int] = {}
+        self.paths: list[str] = []
+        self.sizes: list[int] = []
+        self.ranks: list[int] = []
+
+    def number(self, path: Any, source: str) -> int:
+        found = self._index.get(path) if isinstance(path, str) else -1
+        if found == -1:
+            raise CorruptCheckpointError(f"{source}: the name of a data file is no text.")
+        return self._add(path, source) if found is None else found
+
+    def _add(self, path: str, source: str) -> int:
+        try:
+            checked_path(path)
+        except UnsafePathError:
+            raise UnsafePathError(
+                f"{source}: it points to {path[:200]!r}, outside the checkpoint. It is not followed."
+            ) from None
+        info = self._listing.get(path) or self._store.info(path)
+        if info is None:
+            raise IncompleteCheckpointError(
+                f"{path} is missing: {source} says that tensors lie in it. Copy it back from where the checkpoint came."
+            )
+        if info.kind not in ("file", "symlink"):
+            raise CorruptCheckpointError(f"{path}: it is no file but a {_KINDS.get(info.kind, info.kind)}.")
+        match = _DATA_FILE.fullmatch(path.rpartition("/")[2])
+        rank = int(match[1]) if match and len(match[1]) < 9 else -1
+        if info.kind == "symlink":
+            self._store.read(path, 0, 1)  # raises where it leads outside
+        self._index[path] = len(self.paths)
+        self.paths.append(path)
+        self.sizes.append(info.size if info.kind == "file" else -1)
+        self.ranks.append(rank)
+        return len(self.paths) - 1
+
+
+class _Rows:
+    """The slices of one tensor, gathered over all metadata files that list it."""
+
+    __slots__ = ("dtype", "files", "lengths", "offsets", "shape", "sizes", "starts", "zstd")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.offsets: list[tuple[int, ...]] = []
+        self.sizes: list[tuple[int, ...]] = []
+        self.files: list[int] = []
+        self.starts: list[int] = []
+        self.lengths: list[int] = []
+        self.zstd: list[bool] = []
+
+
+class _Builder:
+    def __init__(self, store: Store, parts: Sequence[_Part], files: _Files) -> None:
+        self.store = store
+        self.parts = parts
+        self.files = files
+        self.rows: dict[str, _Rows] = {}
+        self.objects: dict[str, tuple[StorageInfo, str]] = {}
+        self.opaque: dict[str, str] = {}  # tensors that can't be read without their classes, and why
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+
+    def catalog(self) -> Catalog:
+        for part in self.parts:
+            self.paths.update(part.paths())
+        columns = self._columns()
+        roles = RoleTable(self.paths, columns.names)
+        tensors = self._tensors(columns, roles)
+        objects = {name: self._object(name, roles) for name in self.objects}
+        check_coverage(list(tensors.values()))
+        return Catalog(tensors, objects, self._info())
+
+    def _columns(self) -> TensorColumns:
+        """All slices as columns; what was unpickled is let go."""
+        only = self.parts[0]
+        if len(self.parts) == 1:
+            found = in_bulk(only.entries, only.storage, lambda path: self.files.number(path, only.name))
+            if found is not None:
+                columns, objects = found
+                self.objects = {name: (info, only.name) for name, info in objects.items()}
+                only.entries, only.storage = {}, {}
+                return columns
+        for part in self.parts:
+            self._gather(part)
+            part.entries, part.storage = {}, {}
+        return self._joined_rows()
+
+    # --- gathering
+
+    def _gather(self, part: _Part) -> None:
+        grouped = part.grouped_storage()
+        for name, entry in part.entries.items():
+            if not isinstance(name, str):
+                raise part.fault("a key of its state_dict_metadata is no text")
+            places = grouped.pop(name, {})
+            if isinstance(entry, TensorMetadata):
+                self._gather_tensor(part, name, entry, places)
+            elif isinstance(entry, Record) and entry.kind == BYTES_KIND:
+                if None not in places:
+                    raise IncompleteCheckpointError(f"{part.name}: it has no place for the entry {name!r:.80}.")
+                self.objects.setdefault(name, (places.pop(None), part.name))
+            else:
+                raise part.fault(f"the entry {name!r:.80} is neither a tensor nor bytes")
+            if places:
+                raise part.fault(f"{name!r:.80} has places for parts that it does not have")
+        if grouped:
+            raise part.fault(f"it has a place for {next(iter(grouped))!r:.80}, which it does not describe")
+
+    def _gather_tensor(
+        self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
+    ) -> None:
+        try:
+            dtype, shape, chunks = tensor_dtype(entry.properties), entry.size, entry.chunks
+        except AttributeError:
+            raise part.fault(f"the description of {name!r:.80} is incomplete") from None
+        except UnsupportedFormatError as error:
+            if self._gather_whole(part, name, entry, places):
+                return
+            raise UnsupportedFormatError(f"{part.name}: tensor {name!r:.80}: {error}") from None
+        if not _is_counts(shape) or any(n < 0 or n >= MAX_COUNT for n in shape) or type(chunks) is not list:
+            raise part.fault(f"the shape of {name!r:.80} is no shape")
+        rows = self.rows.setdefault(name, _Rows(dtype, shape))
+        if (rows.dtype, rows.shape) != (dtype, shape) or name in self.objects:
+            raise part.fault(
+                f"{name!r:.80} is {dtype} {list(shape)} here and {rows.dtype} {list(rows.shape)} elsewhere"
+            )
+        for chunk in chunks:
+            self._gather_chunk(part, name, rows, chunk, places)
+
+    def _gather_whole(
+        self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
+    ) -> bool:
+        """Take a tensor that is no plain memory (quantized, sparse) for an object, where it was saved in one piece."""
+        chunks = entry.chunks
+        if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
+            return False
+        (offset, info), size = next(iter(places.items())), getattr(chunks[0], "sizes", None)
+        if offset is None or any(offset) or size != entry.size or not _is_counts(size):
+            return False
+        self.objects.setdefault(name, (info, part.name))
+        self.opaque[name] = "is quantized or sparse"
+        places.clear()
+        return True
+
+    def _gather_chunk(
+        self, part: _Part, name: str, rows: _Rows, chunk: Any, places: dict[tuple[int, ...] | None, StorageInfo]
+    ) -> None:
+        try:
+            offsets, sizes = chunk.offsets, chunk.sizes
+        except AttributeError:
+            raise part.fault(f"a part of {name!r:.80} is incomplete") from None
+        ndim = len(rows.shape)
+        if not isinstance(chunk, ChunkMetadata) or not (_is_counts(offsets) and _is_counts(sizes)):
+            raise part.fault(f"a part of {name!r:.80} is no box")
+        if len(offsets) != ndim or len(sizes) != ndim:
+            raise part.fault(f"a part of {name!r:.80} has {len(offsets)} dimensions, the tensor {ndim}")
+        info = places.pop(offsets, None)
+        if info is None:
+            raise IncompleteCheckpointError(f"{part.name}: it has no place for the part of {name!r:.80} at {offsets}.")
+        start, length = _range(info, part, name)
+        rows.offsets.append(offsets)
+        rows.sizes.append(sizes)
+        rows.files.append(self.files.number(info.relative_path, part.name))
+        rows.starts.append(start)
+        rows.lengths.append(length)
+        rows.zstd.append(_is_zstd(info, part, name))
+
+    # --- columns
+
+    def _joined_rows(self) -> TensorColumns:
+        """The rows of all tensors as columns."""
+        rows = self.rows
+        for name, item in rows.items():
+            try:
+                np.array([item.offsets, item.sizes], np.int64)
+            except (OverflowError, ValueError):
+                raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} is out of range.") from None
+        return TensorColumns(
+            list(rows),
+            [item.dtype for item in rows.values()],
+            [item.shape for item in rows.values()],
+            np.array([len(item.shape) for item in rows.values()], np.int64),
+            np.cumsum([0, *(len(item.starts) for item in rows.values())]),
+            _column((item.files for item in rows.values()), np.int32),
+            _column((item.starts for item in rows.values()), np.int64),
+            _column((item.lengths for item in rows.values()), np.int64),
+            _column((item.zstd for item in rows.values()), np.bool_),
+            _column((list(chain.from_iterable(item.offsets)) for item in rows.values()), np.int64),
+            _column((list(chain.from_iterable(item.sizes)) for item in rows.values()), np.int64),
+        )
+
+    def _tensors(self, columns: TensorColumns, roles: RoleTable) -> dict[str, TensorEntry]:
+        self._check_ranges(columns.files, columns.starts, columns.lengths)
+        numels, short = self._check_bytes(columns)
+        if not numels.all():
+            columns = columns.take(numels != 0)
+        items = Items.of(self.store, self.files.paths, self.files.ranks, columns)
+        entries: dict[str, TensorEntry] = {}
+        for i, (name, dtype, shape) in enumerate(zip(columns.names, columns.dtypes, columns.shapes, strict=True)):
+            found = roles.of(name)
+            entries[name] = TensorEntry(
+                name, dtype, shape, LocatedSlices(items, i), found.role, found.fqn, found.state,
+                self.paths.get(name, ()),
+            )  # fmt: skip
+        for name, error in short.items():
+            self._check_opaque(entries[name], error)
+        item_batches((entry.role, entry.slices) for entry in entries.values())
+        return entries
+
+    def _check_opaque(self, entry: TensorEntry, error: CorruptCheckpointError) -> None:
+        """Raise `error`, that less is stored than the tensor declares, unless its class packs its values."""
+        slices = entry.slices
+        assert isinstance(slices, LocatedSlices)
+        try:
+            found = find_opaque(slices)
+        except CkptkitError:
+            raise error from None
+        if not found:
+            raise error
+        self.opaque[entry.name] = slices.opaque
+
+    def _check_ranges(self, files: Int32, starts: Int64, lengths: Int64) -> None:
+        sizes = np.array(self.files.sizes, np.int64)
+        known = sizes[files] >= 0
+        bad = np.flatnonzero(known & (starts + lengths > sizes[files]))
+        if len(bad):
+            row = int(bad[0])
+            path = self.files.paths[int(files[row])]
+            raise IncompleteCheckpointError(
+                f"{path} is {int(sizes[files[row]])} bytes long, but an item lies at "
+                f"[{int(starts[row])}, {int(starts[row] + lengths[row])}). It is truncated."
+            )
+
+    def _check_bytes(self, columns: TensorColumns) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
+        """No part may declare more bytes than are stored for it: allocation comes after this.
+
+        Returns the elements, and by tensor what is wrong where some class may have packed that much.
+        """
+        owners, numels = columns.owners, columns.numels()
+        negative = np.flatnonzero(columns.sizes < 0)
+        if len(negative):
+            row = int(np.searchsorted(columns.elements(), negative[0], side="right")) - 1
+            name = columns.names[int(owners[row])]
+            raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} has a negative size.")
+        itemsizes = np.array([dtype_of(dtype).itemsize for dtype in columns.dtypes], np.float64)
+        wanted = numels * itemsizes[owners] if len(owners) else numels
+        bad = np.flatnonzero(~columns.zstd & (wanted > columns.lengths))
+        at = columns.elements()
+        short: dict[str, CorruptCheckpointError] = {}
+        for row in bad.tolist():
+            name, path = columns.names[int(owners[row])], self.files.paths[int(columns.files[row])]
+            sizes = columns.sizes[int(at[row]) : int(at[row + 1])].tolist()
+            error = CorruptCheckpointError(
+                f"{self._source}: the part of {name!r:.80} of sizes {sizes} needs {wanted[row]:.0f} "
+                f"bytes, but {path} stores {int(columns.lengths[row])} for it."
+            )
+            if wanted[row] > _MOST_PACKED * columns.lengths[row]:
+                raise error
+            short.setdefault(name, error)
+        return numels, short
+
+    @property
+    def _source(self) -> str:
+        return self.parts[0].name
+
+    def _object(self, name: str, roles: RoleTable) -> ObjectEntry:
+        info, source = self.objects[name]
+        part = next(part for part in self.parts if part.name == source)
+        start, length = _range(info, part, name)
+        file = self.files.number(info.relative_path, source)
+        path, size = self.files.paths[file], self.files.sizes[file]
+        if 0 <= size < start + length:
+            raise IncompleteCheckpointError(
+                f"{path} is {size} bytes long, but {name!r:.80} lies at [{start}, {start + length}). It is truncated."
+            )
+        codec = Codec("zstd", start, length) if _is_zstd(info, part, name) else None
+        role = roles.of(name).role
+        return ObjectEntry(
+            name,
+            path,
+            0 if codec else start,
+            0 if codec else length,
+            codec,
+            role=role if role in (Role.OPTIMIZER, Role.OTHER) or name in self.opaque else Role.OTHER,
+            key=self.paths.get(name, ()),
+        )
+
+    def _info(self) -> CatalogInfo:
+        files = dict(zip(self.files.paths, self.files.sizes, strict=True))
+        for part in self.parts:
+            found = self.store.info(part.name)
+            files[part.name] = found.size if found is not None and found.kind == "file" else -1
+        extra: dict[str, Any] = {}
+        version = self.parts[0].version
+        if isinstance(version, str):
+            extra["dcp_version"] = version[:32]
+        if self.opaque:
+            extra["opaque"] = dict(self.opaque)
+        per_rank = _RANK_METADATA.fullmatch(self._source) is not None
+        return CatalogInfo(
+            "dcp",
+            producer="torch.distributed.checkpoint",
+            world_size=len(self.parts) if per_rank else None,
+            files=files,
+            extra=extra,
+            notes=self._notes(),
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        if not self.opaque:
+            return ()
+        shown = "; ".join(f"{name} {why}" for name, why in islice(self.opaque.items(), 3))
+        more = f"; ... ({len(self.opaque)})" if len(self.opaque) > 3 else ""
+        return (f"not interpreted: {shown}{more}",)
+
+
+def _column(parts: Iterable[list[Any]], dtype: Any) -> npt.NDArray[Any]:
+    arrays = [np.array(part, dtype) for part in parts]
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+def _range(info: StorageInfo, part: _Part, name: str) -> tuple[int, int]:
+    try:
+        start, length = info.offset, info.length
+    except AttributeError:
+        raise part.fault(f"the place of {name!r:.80} is incomplete") from None
+    if type(start) is not int or type(length) is not int or not 0 <= start < MAX_COUNT or not 0 <= length < MAX_COUNT:
+        raise part.fault(f"the place of {name!r:.80} is no byte range")
+    return start, length
+
+
+def _is_zstd(info: StorageInfo, part: _Part, name: str) -> bool:
+    transforms = info.transforms
+    if not transforms:
+        return False
+    if not isinstance(transforms, (list, tuple)) or list(transforms) != [ZSTD]:
+        raise UnsupportedFormatError(
+            f"{part.name}: {name!r:.80} was written through {str(transforms)[:80]}; only {ZSTD!r} is known."
+        )
+    return True

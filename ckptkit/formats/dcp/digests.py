@@ -1,0 +1,187 @@
+"""Digests of slices: in the making while a slice is read, and of slices that are read for nothing else."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import xxhash
+
+from ckptkit.catalog.entry import Digest
+from ckptkit.errors import IncompleteCheckpointError, IntegrityError
+from ckptkit.formats.dcp.records import crc32
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.store import ReadInto, Store
+
+__all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "compare", "digest_of", "read_pieces"]
+
+T = TypeVar("T")
+
+_PIECE = 1 << 20  # larger than the writer's: it is a request to the disk as well
+_REMOTE = 16 << 20  # views that one read of a remote store is asked for
+CHECK_BYTES = 32 << 20  # what each of those that check a remote store holds: one request
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCheck:
+    """A slice whose digest is to be checked apart from reading it."""
+
+    name: str
+    path: str
+    start: int
+    nbytes: int
+    digest: Digest
+
+
+class Named(Protocol):
+    """What an error about a digest names."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def digest(self) -> Digest | None: ...
+
+
+class Running:
+    """A digest in the making; without one to compare with it does nothing."""
+
+    def __init__(self, digest: Digest | None) -> None:
+        self._digest = digest
+        self._xxh3: Any = xxhash.xxh3_64() if digest is not None and digest.algorithm == "xxh3_64" else None
+        self._crc = 0
+
+    def update(self, piece: memoryview) -> None:
+        if self._xxh3 is not None:
+            self._xxh3.update(piece)
+        elif self._digest is not None:
+            self._crc = crc32(piece, self._crc)
+
+    def check(self, item: Named) -> None:
+        """Raises IntegrityError, naming file and tensor."""
+        if self._digest is not None:
+            compare(item, self._crc if self._xxh3 is None else self._xxh3.intdigest())
+
+
+def digest_of(digest: Digest | None, data: memoryview) -> int:
+    """Return the digest of `data`, of the kind of `digest`."""
+    if digest is not None and digest.algorithm == "xxh3_64":
+        return int(xxhash.xxh3_64_intdigest(data))
+    return zlib.crc32(data) if len(data) < 4096 else int(crc32(data))
+
+
+def check_bytes(digest: Digest, data: memoryview, path: str, name: str) -> None:
+    """Check bytes that a digest covers. Raises IntegrityError, naming file and entry."""
+    _compare(digest, digest_of(digest, data), path, name)
+
+
+def compare(item: Named, found: int) -> None:
+    """Raise IntegrityError unless `found` is the digest that was recorded, if one was."""
+    if item.digest is not None:
+        _compare(item.digest, found, item.path, item.name)
+
+
+def _compare(digest: Digest, found: int, path: str, name: str) -> None:
+    if found != digest.value:
+        raise IntegrityError(
+            f"{path}: the bytes [{digest.start}, {digest.start + digest.nbytes}) of {name!r} have "
+            f"{digest.algorithm} {found:#x}, {digest.value:#x} was recorded when they were written. The file is "
+            "damaged; load another checkpoint. `ckptkit verify` lists all damage."
+        )
+
+
+def all_of(calls: Sequence[Callable[[], T]], workers: int) -> list[T]:
+    """Return what the calls return, several at once. Raises the first failure once all that had begun have ended."""
+    if workers <= 1 or len(calls) <= 1:
+        return [call() for call in calls]
+    with WorkerPool(min(workers, len(calls)), thread_name_prefix="ckptkit-read") as pool:
+        futures = [pool.submit(call) for call in calls]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def read_pieces(store: Store, path: str, start: int, view: memoryview, seen: Callable[[memoryview], None]) -> None:
+    """Fill `view` with the bytes of a file from `start` on; `seen` gets its pieces in order while they are in the
+    cache.
+
+    Raises:
+        IncompleteCheckpointError: The file is too short.
+    """
+    if not isinstance(store, LocalStore):
+        for at in range(0, len(view), _REMOTE * 4):
+            part = view[at : at + _REMOTE * 4]
+            store.read_many(
+                [ReadInto(path, start + at + i, part[i : i + _REMOTE]) for i in range(0, len(part), _REMOTE)]
+            )
+            seen(part)
+        return
+    fd = store.open_file(path)
+    try:
+        done = 0
+        while done < len(view):
+            piece = view[done : done + _PIECE]
+            got = os.preadv(fd, [piece], start + done)
+            if not got:
+                raise IncompleteCheckpointError(
+                    f"{path}: the file ends at byte {start + done}, {start + len(view)} are needed: truncated."
+                )
+            seen(piece[:got])
+            done += got
+    finally:
+        os.close(fd)
+
+
+def check_slices(store: Store, slices: Iterable[SliceCheck], workers: int) -> int:
+    """Read whole slices, a small piece at a time, compare them with their digests, and return the bytes read.
+
+    Each worker holds at most a MiB of a local store, `CHECK_BYTES` of a remote one.
+
+    Raises:
+        IntegrityError: Bytes differ from their digest; the message names tensor and file.
+        IncompleteCheckpointError: A file is missing, or too short.
+    """
+    size = _PIECE if store.local_root is not None else CHECK_BYTES
+    return sum(all_of([partial(_check, store, batch, size) for batch in _batches(slices, size)], workers))
+
+
+def _batches(slices: Iterable[SliceCheck], size: int) -> Iterator[list[SliceCheck]]:
+    """Put small slices of one file together, in the order of the file."""
+    batch: list[SliceCheck] = []
+    nbytes = 0
+    for item in sorted(slices, key=lambda item: (item.path, item.start)):
+        if batch and (nbytes + item.nbytes > size or batch[-1].path != item.path):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += item.nbytes
+    if batch:
+        yield batch
+
+
+def _check(store: Store, batch: Sequence[SliceCheck], size: int) -> int:
+    nbytes = sum(item.nbytes for item in batch)
+    buffer = memoryview(bytearray(min(size, nbytes)))
+    if len(batch) == 1:
+        item, running = batch[0], Running(batch[0].digest)
+        for at in range(0, item.nbytes, size):
+            read_pieces(store, item.path, item.start + at, buffer[: min(size, item.nbytes - at)], running.update)
+        running.check(item)
+        return nbytes
+    reads, at = [], 0
+    for item in batch:
+        reads.append(ReadInto(item.path, item.start, buffer[at : at + item.nbytes]))
+        at += item.nbytes
+    store.read_many(reads, workers=1)
+    for item, read in zip(batch, reads, strict=True):
+        compare(item, digest_of(item.digest, read.view))
+    return nbytes

@@ -1,0 +1,491 @@
+"""Filling tensors from slices of a checkpoint: only the bytes needed, into their own memory, digests on the way."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.dtypes import DTYPES
+from ckptkit.catalog.entry import Codec, Digest, TensorEntry
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
+from ckptkit.formats.dcp.digests import (
+    Running,
+    SliceCheck,
+    all_of,
+    check_bytes,
+    check_slices,
+    compare,
+    digest_of,
+    read_pieces,
+)
+from ckptkit.formats.dcp.host_bytes import host_view, is_sign, lies_row_major
+from ckptkit.formats.pickles.objects import decode_record, decode_zstd
+from ckptkit.storage.store import ReadInto, Store
+
+__all__ = ["Filler", "SliceCheck", "Verify", "add_box", "check_bytes", "read_workers"]
+
+_FEW = 16  # slices, up to which a loop is cheaper than numpy
+
+_SMALL = 1 << 20  # below, reads of one file are joined
+_BATCH = 8 << 20
+_BATCH_REMOTE = 64 << 20  # each is read by several requests at once
+_TILE = 32 << 20  # bytes of a region that go through a buffer at once
+_RUN = 32 << 10  # shorter runs of needed bytes are read with the gaps between them
+
+
+class Verify(str, enum.Enum):
+    """Which slices are checked against their digests while they are read."""
+
+    READ = "read"  # those that are read whole, which costs nothing more
+    FULL = "full"  # all: a slice of which only a part is needed is read whole
+    OFF = "off"
+
+
+def read_workers(store: Store) -> int:
+    """Return how many reads are in flight: two for each of this rank's cores, at most 8; 8 where latency rules."""
+    if store.local_root is None:
+        return 8
+    ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    return max(1, min(8, 2 * (os.cpu_count() or 1) // ranks_here))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """Region [offsets, offsets + sizes) of a slice into `target`, which has its shape."""
+
+    name: str
+    path: str
+    start: int
+    nbytes: int
+    itemsize: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    digest: Digest | None
+    codec: Codec | None
+    offsets: tuple[int, ...]
+    target: torch.Tensor
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.target.shape)
+
+    @property
+    def whole(self) -> bool:
+        return self.sizes == self.shape
+
+    @property
+    def checkable(self) -> bool:
+        """The digest covers exactly the slice."""
+        d = self.digest
+        return d is not None and d.start == self.start and d.nbytes == self.nbytes
+
+    @property
+    def needed(self) -> int:
+        return math.prod(self.sizes) * self.itemsize
+
+
+class Filler:
+    """Collects what is to be filled, then fills it all, several reads in flight.
+
+    Attributes:
+        nbytes: Bytes of tensor data that were read.
+    """
+
+    def __init__(self, store: Store, *, verify: Verify = Verify.READ, workers: int = 0, cast: bool = False) -> None:
+        self.store = store
+        self.verify = verify
+        self.workers = workers or read_workers(store)
+        self.cast = cast
+        self.nbytes = 0
+        self._fills: list[_Fill] = []
+        self._jobs: list[tuple[int, Callable[[], int]]] = []
+
+    def add_job(self, nbytes: int, job: Callable[[], int]) -> None:
+        """Take a read of about so many bytes that needs nothing of the filler but its turn; it returns the bytes."""
+        self._jobs.append((nbytes, job))
+
+    def add(self, entry: TensorEntry, row: int, offsets: tuple[int, ...], target: torch.Tensor) -> None:
+        """Take slice `row` of a tensor, from `offsets` (counted in the slice) on, as far as `target` is large.
+
+        Raises:
+            CheckpointMismatchError: The dtypes differ, and no cast was allowed.
+        """
+        if not target.numel():
+            return
+        slices, dtype = entry.slices, _torch_dtype(entry.dtype)
+        if dtype is not target.dtype and not self.cast:
+            wanted = str(target.dtype).removeprefix("torch.")
+            raise CheckpointMismatchError(
+                f"{entry.name}: the checkpoint has {entry.dtype}, the target is {wanted}. Pass cast=True to convert."
+            )
+        start, nbytes = int(slices.starts[row]), int(slices.nbytes[row])
+        digest = None
+        if self.verify is not Verify.OFF and slices.digests is not None and slices.algorithm is not None:
+            begin, length = start, nbytes
+            if slices.digest_starts is not None and slices.digest_nbytes is not None:
+                begin, length = int(slices.digest_starts[row]), int(slices.digest_nbytes[row])
+            digest = Digest(slices.algorithm, int(slices.digests[row]), begin, length)
+        self._fills.append(
+            _Fill(
+                entry.name,
+                slices.paths[int(slices.files[row])],
+                start,
+                nbytes,
+                DTYPES[entry.dtype].itemsize,
+                dtype,
+                tuple(slices.sizes[row].tolist()),
+                slices.strides.get(row),
+                digest,
+                slices.codecs.get(row),
+                offsets,
+                target,
+            )
+        )
+
+    def unchecked(self) -> list[SliceCheck]:
+        """Return the slices of which only a part is to be read, so that their digests stay unchecked."""
+        found = {
+            (fill.path, fill.start): SliceCheck(fill.name, fill.path, fill.start, fill.nbytes, fill.digest)
+            for fill in self._fills
+            if fill.digest is not None and fill.checkable and not fill.whole and fill.codec is None
+        }
+        return list(found.values())
+
+    def signature(self) -> bytes:
+        """Return 16 bytes that are the same on ranks that are to read the same into tensors of the same kind; b"" where
+        that can't be told."""
+        if self._jobs:
+            return b""
+        found = xxhash.xxh3_128()
+        for fill in self._fills:
+            # In a compressed record `start` counts from its first byte; how a tensor lies tells how it is sent.
+            where = fill.path, fill.start, fill.nbytes, fill.offsets, fill.sizes, fill.strides, fill.codec
+            found.update(repr((where, str(fill.target.dtype), lies_row_major(fill.target))).encode())
+        return found.digest()
+
+    def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
+        """Keep one of `count` shares of what is to be read, and return the tensors of each share.
+
+        They are the same, in the same order, wherever the signature is; each lies together in the files.
+        """
+        fills = sorted(self._fills, key=lambda fill: (fill.path, fill.start, fill.offsets))  # those of a tie stay
+        whole, before = max(1, sum(fill.needed for fill in fills)), 0
+        shares: list[list[_Fill]] = [[] for _ in range(count)]
+        for fill in fills:
+            # A tensor goes to where its middle falls.
+            shares[min(count - 1, (before + fill.needed // 2) * count // whole)].append(fill)
+            before += fill.needed
+        self._fills = shares[own]
+        return [[fill.target for fill in share] for share in shares]
+
+    def names(self) -> dict[str, str]:
+        """Return for each file that is to be read the tensor that lies last: a file that was cut lacks it."""
+        last: dict[str, tuple[int, str]] = {}
+        for fill in self._fills:
+            stop = fill.start + fill.nbytes if fill.codec is None else fill.codec.start + fill.codec.nbytes
+            if stop >= last.get(fill.path, (0, ""))[0]:
+                last[fill.path] = stop, fill.name
+        return {path: name for path, (_, name) in last.items()}
+
+    def wholly(self) -> list[SliceCheck]:
+        """Return the slices that are to be read whole, and have a digest."""
+        return [
+            SliceCheck(fill.name, fill.path, fill.start, fill.nbytes, fill.digest)
+            for fill in self._fills
+            if fill.digest is not None and fill.whole
+        ]
+
+    def ends(self) -> dict[str, int]:
+        """Return for each file that is to be read up to where."""
+        found: dict[str, int] = {}
+        for fill in self._fills:
+            found[fill.path] = max(found.get(fill.path, 0), fill.start + fill.nbytes)
+        return found
+
+    def check(self, slices: Sequence[SliceCheck]) -> int:
+        """Read whole slices for their digests only, and return the bytes read. Raises as `check_slices` does."""
+        return check_slices(self.store, slices, self.workers)
+
+    def run(self) -> float:
+        """Fill everything that was added, and return the seconds it took.
+
+        Raises:
+            IntegrityError: Bytes differ from their digest; the message names tensor and file.
+            IncompleteCheckpointError: A file is too short.
+        """
+        started = time.perf_counter()
+        # Far away, tensors that lie beside each other are read together, whatever their size: requests cost most.
+        joined = _SMALL if self.store.local_root is not None else _BATCH_REMOTE
+        small: list[tuple[_Fill, int]] = []
+        jobs, self._jobs = self._jobs, []
+        for fill in self._fills:
+            at = _start_in_file(fill)
+            direct = _is_direct(fill)
+            full = self.verify is Verify.FULL and not fill.whole and fill.digest is not None
+            if at is not None and not full and fill.needed < (joined if direct else _SMALL):
+                small.append((fill, at))
+            elif at is None or full or not direct:
+                jobs.append((fill.needed, lambda fill=fill, full=full: self._through_buffer(fill, full)))  # type: ignore[misc]
+            else:
+                jobs.append((fill.needed, lambda fill=fill, at=at: self._direct(fill, at)))  # type: ignore[misc]
+        near = self.store.local_root is not None
+        size = _BATCH if near else _BATCH_REMOTE
+        for batch in _batches(small, size, one_file=near):
+            jobs.append((size, lambda batch=batch: self._joined(batch)))  # type: ignore[misc]
+        self._fills = []
+        jobs.sort(key=lambda job: -job[0])
+        self.nbytes += sum(all_of([call for _, call in jobs], self.workers))
+        return time.perf_counter() - started
+
+    # --- into the target's own memory
+
+    def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
+        """Small reads: near ones of one file become one."""
+        # A cast, a device, a stride: read with the others all the same, and copied then.
+        into = [fill.target if _is_direct(fill) else torch.empty(fill.sizes, dtype=fill.dtype) for fill, _ in batch]
+        views = [host_view(tensor, writable=True) for tensor in into]
+        reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]
+        self.store.read_many(reads, workers=1)
+        for (fill, _), view in zip(batch, views, strict=True):
+            if fill.whole and fill.checkable:
+                compare(fill, digest_of(fill.digest, view))
+        for (fill, _), tensor in zip(batch, into, strict=True):
+            if tensor is not fill.target:
+                _copy(fill.target, tensor)
+        return sum(map(len, views))
+
+    def _direct(self, fill: _Fill, at: int) -> int:
+        view = host_view(fill.target, writable=True)
+        state = Running(fill.digest if fill.whole and fill.checkable else None)
+        read_pieces(self.store, fill.path, at, view, state.update)
+        state.check(fill)
+        return len(view)
+
+    # --- through a buffer: casts, devices, columns, strides, codecs
+
+    def _through_buffer(self, fill: _Fill, full: bool) -> int:
+        if fill.codec is not None or full or (fill.strides is not None and fill.whole):
+            return self._whole_slice(fill)
+        if fill.whole:
+            return self._streamed(fill)
+        read = 0
+        region = Box(fill.offsets, fill.sizes)
+        for tile in region.tiles(max(1, _TILE // fill.itemsize)):
+            for box in _spans(tile, fill):
+                read += self._span(fill, box)
+        return read
+
+    def _whole_slice(self, fill: _Fill) -> int:
+        """The slice whole, checked, then the region out of it."""
+        if fill.codec is not None:
+            buffer, read = self._decoded(fill)
+        else:
+            buffer, read = torch.empty(fill.nbytes, dtype=torch.uint8), fill.nbytes
+            state = Running(fill.digest if fill.checkable else None)
+            read_pieces(self.store, fill.path, fill.start, host_view(buffer, writable=True), state.update)
+            state.check(fill)
+        strides = fill.strides or row_major_strides(fill.shape)
+        offset = sum(o * s for o, s in zip(fill.offsets, strides, strict=True))
+        _copy(fill.target, buffer.view(fill.dtype).as_strided(fill.sizes, strides, offset))
+        return read
+
+    def _decoded(self, fill: _Fill) -> tuple[torch.Tensor, int]:
+        codec = fill.codec
+        assert codec is not None
+        if is_sign(codec.name):
+            raw = decode_record(self.store, fill.path, codec)
+        else:
+            packed = self.store.read(fill.path, codec.start, codec.start + codec.nbytes)
+            raw = decode_zstd(packed, fill.start + fill.nbytes + (64 << 20), file=f"{fill.path} ({fill.name})")
+        if len(raw) < fill.start + fill.nbytes:
+            raise IncompleteCheckpointError(
+                f"{fill.path}: the record of tensor {fill.name!r} decodes to too few bytes."
+            )
+        if fill.digest is not None:
+            covered = memoryview(raw)[fill.digest.start : fill.digest.start + fill.digest.nbytes]
+            compare(fill, digest_of(fill.digest, covered))
+        data = bytearray(memoryview(raw)[fill.start : fill.start + fill.nbytes])
+        return torch.frombuffer(data, dtype=torch.uint8), codec.nbytes
+
+    def _streamed(self, fill: _Fill) -> int:
+        """A row-major slice, whole, tile by tile in order."""
+        state = Running(fill.digest if fill.checkable else None)
+        at = fill.start
+        whole = Box.whole(fill.shape)
+        for tile in whole.tiles(max(1, _TILE // fill.itemsize)):
+            buffer = _buffer(tile.sizes, fill)
+            view = host_view(buffer, writable=True)
+            read_pieces(self.store, fill.path, at, view, state.update)
+            at += len(view)
+            _copy(_part(fill.target, tile.offsets, tile.sizes), buffer)
+        state.check(fill)
+        return fill.nbytes
+
+    def _span(self, fill: _Fill, box: Box) -> int:
+        """A box of the slice: by its runs where they are long, else with the gaps between them."""
+        strides = fill.strides or row_major_strides(fill.shape)
+        at = fill.start + fill.itemsize * sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+        target = _part(fill.target, tuple(o - f for o, f in zip(box.offsets, fill.offsets, strict=True)), box.sizes)
+        run = _run_numel(box, fill) * fill.itemsize
+        if run >= _RUN and fill.strides is None:
+            buffer = _buffer(box.sizes, fill)
+            view = host_view(buffer, writable=True)
+            starts = _run_starts(box, strides, run // fill.itemsize)
+            reads = [
+                ReadInto(fill.path, at + s * fill.itemsize, view[i * run : (i + 1) * run]) for i, s in enumerate(starts)
+            ]
+            self.store.read_many(reads, workers=1)
+            _copy(target, buffer)
+            return len(view)
+        numel = 1 + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
+        buffer = torch.empty(numel * fill.itemsize, dtype=torch.uint8)
+        self.store.read_into(fill.path, at, host_view(buffer, writable=True))
+        _copy(target, buffer.view(fill.dtype).as_strided(box.sizes, strides))
+        return buffer.numel()
+
+
+def _is_direct(fill: _Fill) -> bool:
+    """Whether the bytes of the file may be read to where they belong."""
+    return fill.dtype is fill.target.dtype and lies_row_major(fill.target)
+
+
+def _start_in_file(fill: _Fill) -> int | None:
+    """Where in the file the region starts, if its bytes lie there row-major and without a gap."""
+    if fill.codec is not None or fill.strides is not None:
+        return None
+    if fill.whole:
+        return fill.start
+    box = Box(fill.offsets, fill.sizes)
+    return fill.start + fill.itemsize * box.flat_start(fill.shape) if box.is_contiguous_in(fill.shape) else None
+
+
+def _batches(small: list[tuple[_Fill, int]], size: int, *, one_file: bool) -> Iterator[list[tuple[_Fill, int]]]:
+    """Cut small reads into batches, in the order of the files.
+
+    Args:
+        one_file: A batch ends with its file. Far away it does not: how many requests there should be for a file is told
+            by all that is read, and a batch that seems little gets a connection for every few megabytes.
+    """
+    small.sort(key=lambda item: (item[0].path, item[1]))
+    batch: list[tuple[_Fill, int]] = []
+    nbytes = 0
+    for item in small:
+        if batch and (nbytes >= size or (one_file and batch[-1][0].path != item[0].path)):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += item[0].needed
+    if batch:
+        yield batch
+
+
+def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
+    """Cut a tile so that what is read for each box, gaps included, fits the buffer."""
+    strides = fill.strides or row_major_strides(fill.shape)
+    numel = 1 + sum((n - 1) * s for n, s in zip(tile.sizes, strides, strict=True))
+    dim = next((d for d, n in enumerate(tile.sizes) if n > 1), None)
+    if numel * fill.itemsize <= _TILE or dim is None:
+        yield tile
+        return
+    count = min(tile.sizes[dim], -(-numel * fill.itemsize // _TILE))
+    for part in range(count):
+        start, stop = part * tile.sizes[dim] // count, (part + 1) * tile.sizes[dim] // count
+        offsets = (*tile.offsets[:dim], tile.offsets[dim] + start, *tile.offsets[dim + 1 :])
+        cut = Box(offsets, (*tile.sizes[:dim], stop - start, *tile.sizes[dim + 1 :]))
+        yield from _spans(cut, fill)
+
+
+def _run_numel(box: Box, fill: _Fill) -> int:
+    """Elements that follow each other without a gap."""
+    run = 1
+    for size, extent in zip(reversed(box.sizes), reversed(fill.shape), strict=True):
+        run *= size
+        if size != extent:
+            break
+    return run
+
+
+def _run_starts(box: Box, strides: Sequence[int], run: int) -> list[int]:
+    """The first element of each run, counted from the first of the box, in row-major order."""
+    starts, left = [0], box.numel // run
+    for size, stride in zip(box.sizes, strides, strict=True):
+        if left <= 1:
+            break
+        starts = [s + i * stride for s in starts for i in range(size)]
+        left //= size
+    return starts
+
+
+def _buffer(sizes: tuple[int, ...], fill: _Fill) -> torch.Tensor:
+    pin = fill.target.device.type == "cuda"
+    return torch.empty(sizes, dtype=fill.dtype, pin_memory=pin)
+
+
+def _part(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        if target.dtype is source.dtype and target.dtype.itemsize == 1:
+            target, source = target.view(torch.uint8), source.view(torch.uint8)  # some float8 kinds have no copy
+        target.copy_(source)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
+    """Fill `target`, which is this box of the tensor, from the slices that hold it, each element once.
+
+    Raises:
+        IncompleteCheckpointError: The slices do not hold all of it.
+    """
+    if not target.numel():
+        return
+    seen: set[tuple[int, ...]] = set()
+    covered = 0
+    for row, offset, size in _overlapping(entry, box):
+        shared = Box(offset, size).intersect(box)
+        if shared is None or (*shared.offsets, *shared.sizes) in seen:
+            continue  # beside it, or a replica
+        seen.add((*shared.offsets, *shared.sizes))
+        covered += shared.numel
+        part = target
+        for dim, (start, length) in enumerate(zip(shared.relative_to(box).offsets, shared.sizes, strict=True)):
+            if length != part.shape[dim]:
+                part = part.narrow(dim, start, length)
+        filler.add(entry, row, tuple(a - b for a, b in zip(shared.offsets, offset, strict=True)), part)
+    if covered != target.numel():
+        raise IncompleteCheckpointError(
+            f"tensor {entry.name!r}: the checkpoint holds {covered} of the {target.numel()} elements at "
+            f"{list(box.offsets)}, sizes {list(box.sizes)}."
+        )
+
+
+def _overlapping(entry: TensorEntry, box: Box) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield (row, offsets, sizes) of the slices that may share elements with a box."""
+    offsets, sizes = entry.slices.offsets, entry.slices.sizes
+    rows = range(len(offsets))
+    if len(offsets) > _FEW:
+        low = np.maximum(offsets, box.offsets)
+        high = np.minimum(offsets + sizes, box.stops)
+        found = np.flatnonzero((high > low).all(axis=1))
+        rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]
+    for row, offset, size in zip(rows, offsets.tolist(), sizes.tolist(), strict=True):
+        yield row, tuple(offset), tuple(size)

@@ -1,0 +1,382 @@
+"""The bytes of a tensor: whether it has any of its own, and how they come to the host, without a copy where it lies
+there row-major and in pinned pieces otherwise."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptkit.catalog.dtypes import DTYPES
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.formats.dcp.records import crc32
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "PIECE",
+    "HostBytes",
+    "are_dense",
+    "hidden_ones",
+    "host_view",
+    "is_dense",
+    "is_sparse_or_quantized",
+    "lies_row_major",
+    "row_major",
+    "settle_device",
+    "why_not_dense",
+    "without_subclass",
+    "flip",
+    "flipped_crc",
+    "is_sign",
+    "sign_codec",
+]
+
+PIECE = 512 << 10  # digest, CRC and write of a piece run while it is in the cache; smaller ones cost more calls
+_STAGE = 16 << 20
+_TILE = 4 << 20  # of what lies on the host in another order
+_READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
+
+
+def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
+    """Return the memory of a contiguous CPU tensor; whoever uses it must keep the tensor alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return memoryview(b"")
+    found: memoryview = _view(tensor.data_ptr(), nbytes, _WRITE if writable else _READ)
+    return found
+
+
+def why_not_dense(tensor: Any) -> str:
+    """Return why a tensor can't be saved as the bytes of its own memory, as the end of a sentence about it; "" where it
+    can. Every save asks this of every tensor before it writes anything.
+
+    A DTensor and a ShardedTensor are as good as their local parts. A subclass is plain memory unless it handles torch's
+    operators itself (only those can keep their values elsewhere), or carries tensors as attributes.
+    """
+    import torch
+
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        found = _why_not_subclass(tensor)
+        if found is not None:
+            return found
+    if tensor.is_meta:
+        return "is on the meta device: it has no values to save"
+    if tensor.is_nested:
+        return "is a nested tensor; save its parts (unbind)"
+    if tensor.is_quantized:
+        return f"is quantized ({_dtype_name(tensor)}); save its int_repr, scales and zero points"
+    if tensor.layout is not torch.strided:
+        return f"is sparse ({tensor.layout}); save its indices and values, or to_dense()"
+    if _dtype_name(tensor) not in DTYPES:
+        return f"has dtype {_dtype_name(tensor)}, which no checkpoint format here has; save a view as uint8"
+    return ""
+
+
+def _why_not_subclass(tensor: Any) -> str | None:
+    """Return what `why_not_dense` does where the class alone decides; None: the tensor is to be looked at."""
+    import torch
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parameter import is_lazy
+
+    if isinstance(tensor, DTensor):
+        local = why_not_dense(tensor._local_tensor)
+        return local and f"is sharded, and its local part {local}"
+    if isinstance(tensor, ShardedTensor):
+        return next(filter(None, (why_not_dense(shard.tensor) for shard in tensor.local_shards())), "")
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return why_not_dense(tensor.elem)
+    kind = type(tensor)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if is_lazy(tensor):
+        return f"is a {name}, which has no values before its module has run once"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"is a {name}, whose values are not in memory of its own. Save the tensors that it is made of, or what it "
+            "was made from, and make it again after the load"
+        )
+    carried = [key for key, value in vars(tensor).items() if _holds_tensors(value, 3)]
+    if carried:
+        return (
+            f"is a {name} with tensors in its attributes ({', '.join(carried)}), which would be lost. Save what it was "
+            "made from, and make it again after the load"
+        )
+    return None
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, (torch.nn.Module, type)):
+        return False
+    if isinstance(value, (list, tuple, set, frozenset)):
+        inner: Collection[Any] = value
+    else:
+        inner = (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).values()
+    return any(_holds_tensors(item, depth - 1) for item in inner)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether the bytes of a tensor's own memory are all there is of it; on the meta device there is none yet."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _why_not_subclass(tensor):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is one of torch's own that is not dense, and that torch.save gives back exactly."""
+    import torch
+
+    own = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta and not tensor.is_nested
+    return own and (tensor.is_quantized or tensor.layout is not torch.strided)
+
+
+def are_dense(tensors: Collection[Any]) -> bool:
+    """Tell whether all are torch's own plain tensors of which `why_not_dense` has nothing to say.
+
+    By calls that take all of them: where they are not, `why_not_dense` tells which.
+    """
+    import torch
+
+    return (
+        _plain_types().issuperset(map(type, tensors))
+        and {torch.strided}.issuperset(map(_layout_of, tensors))
+        and _plain_dtypes().issuperset(map(_dtype_of, tensors))
+        and not any(map(_is_meta, tensors))
+        and not any(map(_is_nested, tensors))
+    )
+
+
+def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
+    """Return which tensors of a table `why_not_dense` objects to, and what it says. DTensors stand for their local
+    parts."""
+    from torch.distributed.tensor import DTensor
+
+    if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):
+        return {}
+    return {key: why for key, value in tensors.items() if (why := why_not_dense(value))}
+
+
+_layout_of, _dtype_of = operator.attrgetter("layout"), operator.attrgetter("dtype")
+_is_meta, _is_nested = operator.attrgetter("is_meta"), operator.attrgetter("is_nested")
+
+
+@functools.cache
+def _plain_types() -> frozenset[type]:
+    import torch
+
+    return frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+@functools.cache
+def _plain_dtypes() -> frozenset[torch.dtype]:
+    import torch
+
+    return frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, name))
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor of torch's own class, for one of which `why_not_dense` has nothing to say."""
+    import torch
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.wait()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(torch.Tensor)
+
+
+class HostBytes:
+    """Gives the bytes of tensors in pieces. Owns two pinned buffers for tensors on a device, and one for those that lie
+    in another order, made when first needed.
+
+    Bytes that are known to lie row-major come as a memoryview: a process without torch writes those.
+
+    One for each writing thread: it is not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._stages: dict[Any, list[torch.Tensor]] = {}
+        self._streams: dict[Any, Any] = {}
+        self._kept: torch.Tensor | None = None
+        self._tile: torch.Tensor | None = None
+
+    def pieces(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
+        """Yield the row-major bytes of a tensor; each piece is valid until the next one is asked for."""
+        for view in self._views(tensor):
+            for start in range(0, len(view), PIECE):
+                yield view[start : start + PIECE]
+
+    def _views(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
+        if isinstance(tensor, memoryview):
+            yield tensor
+        elif tensor.device.type != "cpu":
+            yield from self._staged(row_major(tensor))
+        elif lies_row_major(tensor):
+            yield host_view(tensor)
+        else:
+            for part in _parts(tensor.detach()):
+                yield self._copy(part)
+
+    def _copy(self, part: torch.Tensor) -> memoryview:
+        """Copy a part of a tensor to the tile: memory that is taken and given back for each would leave holes."""
+        import torch
+
+        if self._tile is None:
+            self._tile = torch.empty(_TILE, dtype=torch.uint8)
+        view = self._tile[: part.numel() * part.element_size()]
+        view.view(part.dtype).view(part.shape).copy_(part)
+        return host_view(view)
+
+    def at_rest(self, tensor: torch.Tensor | memoryview) -> memoryview | None:
+        """Return the row-major bytes of a tensor where they lie, None where they don't: on a device, or in another
+        order. Whoever uses them must keep the tensor alive."""
+        if isinstance(tensor, memoryview):
+            return tensor
+        return host_view(tensor) if lies_row_major(tensor) else None
+
+    def whole(self, tensor: torch.Tensor | memoryview) -> memoryview:
+        """Return all bytes of a small tensor, valid until the next call."""
+        if isinstance(tensor, memoryview):
+            return tensor
+        self._kept = row_major(tensor).cpu()
+        return host_view(self._kept)
+
+    def _staged(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """Copy to the host by two buffers in turn: one is filled while the other is written."""
+        import torch
+
+        flat = tensor.reshape(-1).view(torch.uint8)
+        device = torch.get_device_module(flat.device)
+        buffers = self._buffers(flat.device)
+        stream = self._streams.setdefault(flat.device, device.Stream(flat.device))
+        stream.wait_stream(device.current_stream(flat.device))  # what computes the tensor comes first
+        starts = range(0, flat.numel(), _STAGE)
+        events: list[Any] = []
+        for turn in range(len(starts) + 1):
+            if turn < len(starts):
+                start = starts[turn]
+                piece = flat[start : start + _STAGE]
+                with device.stream(stream):
+                    buffers[turn % 2][: piece.numel()].copy_(piece, non_blocking=True)
+                    events.append(stream.record_event())
+            if turn:
+                events[turn - 1].synchronize()
+                nbytes = min(_STAGE, flat.numel() - starts[turn - 1])
+                yield host_view(buffers[(turn - 1) % 2][:nbytes])
+
+    def _buffers(self, device: torch.device) -> list[torch.Tensor]:
+        import torch
+
+        if device not in self._stages:
+            pin = device.type == "cuda"
+            self._stages[device] = [torch.empty(_STAGE, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        return self._stages[device]
+
+
+def settle_device() -> None:
+    """Wait for what this thread has queued on the accelerator: other threads read the memory next."""
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
+def row_major(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor detached and contiguous: itself where it is, else a copy of it alone."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def lies_row_major(tensor: torch.Tensor) -> bool:
+    """Tell whether the bytes of a tensor lie on the host as they are to be written."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield views of a tensor in row-major order, none of them larger than a tile."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes <= _TILE:
+        yield tensor
+        return
+    rows = _TILE * len(tensor) // nbytes
+    for start in range(0, len(tensor), max(1, rows)):
+        if rows:
+            yield tensor[start : start + rows]
+        else:
+            yield from _parts(tensor[start])
+
+
+# Views that torch saves before it has conjugated or negated them: their bytes with some of the sign bits flipped.
+#
+# `z.conj()` and `z.conj().imag` share the memory of `z` and carry a mark; torch.save writes that memory, and the mark.
+# So such a slice has a codec, "sign:<bytes of a number>:<which of two numbers>": of "sign:4:01" every second float32,
+# the imaginary part of a complex64, has the other sign.
+
+
+_PREFIX = "sign:"
+_BLOCK = 1 << 20
+
+
+def sign_codec(dtype: str, marks: Collection[str]) -> str | None:
+    """Return the codec of a view with these marks, out of "conj" and "neg"; None where signs alone do not make it."""
+    kind = dtype_of(dtype)
+    if kind.kind not in ("float", "complex") or ("conj" in marks and kind.kind != "complex"):
+        return None
+    real, imaginary = "neg" in marks, ("neg" in marks) != ("conj" in marks)
+    if kind.kind == "float":
+        imaginary = real
+    nbytes = kind.itemsize // 2 if kind.kind == "complex" else kind.itemsize
+    return f"{_PREFIX}{nbytes}:{int(real)}{int(imaginary)}"
+
+
+def is_sign(codec: str) -> bool:
+    return codec.startswith(_PREFIX)
+
+
+def flip(codec: str, at: int, view: memoryview | bytearray) -> None:
+    """Give the numbers in `view`, which begins at byte `at` of the record, the signs that they have."""
+    width, which = codec.removeprefix(_PREFIX).split(":")
+    array, nbytes = np.frombuffer(view, np.uint8), int(width)
+    for number, flipped in enumerate(which):
+        if flipped == "1":
+            last = number * nbytes + nbytes - 1  # where the sign is: numbers are little-endian
+            array[(last - at) % (2 * nbytes) :: 2 * nbytes] ^= 0x80
+
+
+def flipped_crc(codec: str, crc: int, nbytes: int) -> int:
+    """Return the CRC-32 of a record once `flip` has been over it, given the one before: what was flipped is added."""
+    mask, zeros = bytearray(min(nbytes, _BLOCK)), bytes(min(nbytes, _BLOCK))
+    flip(codec, 0, mask)
+    ones = none = 0
+    for start in range(0, nbytes, _BLOCK):
+        part = min(_BLOCK, nbytes - start)
+        ones, none = crc32(memoryview(mask)[:part], ones), crc32(memoryview(zeros)[:part], none)
+    return int(crc ^ ones ^ none)

@@ -1,0 +1,16 @@
+"""A plain DCP directory as a source: by our manifest where `DCPWriter` left one, else by `.metadata`."""
+
+from __future__ import annotations
+
+from ckptkit.catalog.entry import Catalog
+from ckptkit.formats.dcp import catalog
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.reader import open_manifest
+from ckptkit.storage import Store
+
+__all__ = ["open_catalog"]
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Return the catalog of the DCP at the store's root. The manifest has digests, and needs no pickle."""
+    return open_manifest(store) or catalog.open_catalog(store, options=options or ReadOptions())

@@ -1,0 +1,258 @@
+"""How one item of a DCP data file is framed: a torch.save zip around bytes that need no torch to write.
+
+A record is the smallest zip that `torch.load` takes: `data.pkl`, `version` and the storage `data/0`, all
+stored, no timestamps, so the same dtype and sizes always give the same bytes. Records are laid end to end.
+Source of the format: torch/serialization.py (`_save`, `_load`) and the zip specification (APPNOTE 6.3.10).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.box import row_major_strides
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.formats.dcp.metadata import MetadataWriter, RecordColumns, encode_metadata
+
+__all__ = [
+    "ALIGNMENT",
+    "STREAMED",
+    "MetadataWriter",
+    "RecordColumns",
+    "RecordFrame",
+    "crc32",
+    "encode_metadata",
+    "frame_object",
+    "frame_tensor",
+    "is_plain",
+]
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # a wheel for every platform is not promised
+    from zlib import crc32
+
+ALIGNMENT = 64  # of the payload of records that are worth mapping or copying in the kernel
+STREAMED = 64 << 10  # from here on the CRC follows the payload, so that the payload need not be seen first
+_ALIGNED = 4 << 10
+_MAX32 = 0xFFFFFFFF
+_DOS_DATE = 0x21  # 1980-01-01, the zero of zip timestamps
+_ROOT = b"a/"  # torch takes the name of the first entry up to the slash; the shorter, the smaller each record
+_PADDING_ID = 0x4246  # "FB", which torch's own writer uses for padding
+
+# Storage classes that torch.save names; every other dtype is an UntypedStorage and names its dtype.
+_STORAGES = {
+    "float64": b"DoubleStorage",
+    "float32": b"FloatStorage",
+    "float16": b"HalfStorage",
+    "bfloat16": b"BFloat16Storage",
+    "int64": b"LongStorage",
+    "int32": b"IntStorage",
+    "int16": b"ShortStorage",
+    "int8": b"CharStorage",
+    "uint8": b"ByteStorage",
+    "bool": b"BoolStorage",
+    "complex128": b"ComplexDoubleStorage",
+    "complex64": b"ComplexFloatStorage",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFrame:
+    """What surrounds the payload of a record: `prefix`, `nbytes` of payload, then `suffix(crc)`.
+
+    Attributes:
+        prefix: Up to the payload. Where `streamed` is False it holds the CRC too: see `head`.
+        nbytes: Payload bytes.
+        length: The whole record.
+        alignment: The record must start at a multiple of this in its file, for the payload to be aligned.
+        streamed: The CRC stands after the payload only.
+    """
+
+    prefix: bytes
+    nbytes: int
+    length: int
+    alignment: int
+    streamed: bool
+    crc_at: int
+    tail: tuple[bytes, bytes]
+
+    def head(self, crc: int) -> bytes:
+        """Return the bytes before the payload; `crc` (the payload's CRC-32) is ignored where streamed."""
+        if self.streamed:
+            return self.prefix
+        return self.prefix[: self.crc_at] + crc.to_bytes(4, "little") + self.prefix[self.crc_at + 4 :]
+
+    def suffix(self, crc: int) -> bytes:
+        """Return the bytes after the payload, given the CRC-32 of the payload."""
+        value = crc.to_bytes(4, "little")
+        if not self.streamed:
+            return self.tail[0] + value + self.tail[1]
+        wide = self.nbytes >= _MAX32
+        sizes = struct.pack("<QQ" if wide else "<II", self.nbytes, self.nbytes)
+        return b"PK\x07\x08" + value + sizes + self.tail[0] + value + self.tail[1]
+
+    def record(self, payload: bytes | bytearray | memoryview) -> bytes:
+        """Return the whole record of a payload that is in memory."""
+        crc = crc32(payload)
+        return b"".join((self.head(crc), payload, self.suffix(crc)))
+
+
+@functools.lru_cache(maxsize=65536)
+def frame_tensor(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...] | None = None) -> RecordFrame:
+    """Return the frame of a tensor's bytes, which `torch.load(weights_only=True)` then reads.
+
+    Args:
+        dtype: torch's name without the prefix.
+        strides: In elements, for bytes that do not lie row-major (the payload spans them all).
+    """
+    kind = dtype_of(dtype)
+    if strides is None:
+        strides = row_major_strides(sizes)
+    numel = 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    nbytes = numel * kind.itemsize
+    pickled = _pickle_tensor(kind.name, sizes, strides, numel, nbytes)
+    return _frame(pickled, nbytes)
+
+
+def frame_object(value: Any) -> bytes:
+    """Return the record of a value for which `is_plain` holds, as `torch.save` would write it.
+
+    `torch.load(weights_only=True)` reads it back; protocol 2 has no framing that its unpickler refuses.
+    """
+    pickled = pickle.dumps(value, protocol=2)
+    return _zip_objects((b"data.pkl", pickled), (b"version", b"3\n"))
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value consists of None, bools, numbers, strings, bytes, lists, tuples and dicts alone.
+
+    By exact type: a subclass could carry more than its contents.
+    """
+    kind = type(value)
+    if kind in (bool, int, float, str, bytes, type(None)):
+        return kind is not int or -(1 << 1023) < value < 1 << 1023  # LONG1 holds 255 bytes
+    if kind in (list, tuple):
+        return all(map(is_plain, value))
+    if kind is dict:
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    return False
+
+
+# --- data.pkl
+
+
+def _pickle_tensor(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int, nbytes: int) -> bytes:
+    storage = _STORAGES.get(name)
+    if storage:  # without "_v2", which takes a flag and hooks that a saved tensor has not: 36 bytes less a record
+        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((", _text(b"storage"), b"ctorch\n", storage, b"\n"]
+    else:
+        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((", _text(b"storage")]
+        parts.append(b"ctorch.storage\nUntypedStorage\n")
+    parts += [_text(b"0"), _text(b"cpu"), _int(numel if storage else nbytes), b"tQK\x00"]
+    parts += [_int_tuple(sizes), _int_tuple(strides)]
+    if not storage:
+        parts.append(b"\x89ccollections\nOrderedDict\n)R")  # requires_grad=False, no backward hooks
+        parts.append(b"ctorch\n" + name.encode() + b"\n")
+    parts.append(b"tR.")
+    return b"".join(parts)
+
+
+def _text(value: bytes) -> bytes:
+    return b"U" + struct.pack("<B", len(value)) + value  # ASCII, so that what reads str of Python 2 takes it
+
+
+def _int(value: int) -> bytes:
+    if value < 1 << 8:
+        return b"K" + struct.pack("<B", value)
+    if value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def _int_tuple(values: tuple[int, ...]) -> bytes:
+    body = b"".join(map(_int, values))
+    if len(values) > 3:
+        return b"(" + body + b"t"
+    return body + (b")", b"\x85", b"\x86", b"\x87")[len(values)]
+
+
+# --- zip
+
+
+def _local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, extra: bytes = b"") -> bytes:
+    size = min(nbytes, _MAX32)
+    version = 45 if nbytes >= _MAX32 else 20
+    fields = (0x04034B50, version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
+    return struct.pack("<IHHHHHIIIHH", *fields) + name + extra
+
+
+def _central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: int = 0) -> bytes:
+    size, wide = min(nbytes, _MAX32), nbytes >= _MAX32
+    version = 45 if wide else 20
+    extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if wide else b""
+    fields = (0x02014B50, version, version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
+    return struct.pack("<IHHHHHHIIIHH", *fields) + struct.pack("<HHHII", 0, 0, 0, 0, offset) + name + extra
+
+
+def _end_records(entries: int, directory_size: int, directory_at: int) -> bytes:
+    end = b""
+    if directory_at >= _MAX32:
+        fields = (0x06064B50, 44, 45, 45, 0, 0, entries, entries, directory_size, directory_at)
+        end = struct.pack("<IQHHIIQQQQ", *fields)
+        end += struct.pack("<IIQI", 0x07064B50, 0, directory_at + directory_size, 1)
+    last = (0x06054B50, 0, 0, entries, entries, directory_size, min(directory_at, _MAX32), 0)
+    return end + struct.pack("<IHHHHIIH", *last)
+
+
+def _frame(pickled: bytes, nbytes: int) -> RecordFrame:
+    """Lay the record out: data.pkl, version, the storage last; the payload's CRC is left open."""
+    streamed, alignment = nbytes >= STREAMED, ALIGNMENT if nbytes >= _ALIGNED else 1
+    pickle_crc, version = zlib.crc32(pickled), b"3\n"
+    head = _local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled
+    version_at = len(head)
+    head += _local_header(_ROOT + b"version", zlib.crc32(version), len(version)) + version
+    storage_at, name = len(head), _ROOT + b"data/0"
+    extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= _MAX32 else b""
+    flags = 0x0008 if streamed else 0  # bit 3: the CRC is in a descriptor behind the data
+    unpadded = storage_at + 30 + len(name) + len(extra)
+    if alignment > 1 and unpadded % alignment:
+        room = -(unpadded + 4) % alignment
+        extra += struct.pack("<HH", _PADDING_ID, room) + b"\0" * room
+    head += _local_header(name, 0, nbytes, flags=flags, extra=extra)
+    directory = _central_header(_ROOT + b"data.pkl", pickle_crc, len(pickled), 0)
+    directory += _central_header(_ROOT + b"version", zlib.crc32(version), len(version), version_at)
+    crc_in_directory = len(directory) + 16
+    directory += _central_header(name, 0, nbytes, storage_at, flags=flags)
+    descriptor = (24 if nbytes >= _MAX32 else 16) if streamed else 0
+    tail = directory + _end_records(3, len(directory), len(head) + nbytes + descriptor)
+    return RecordFrame(
+        prefix=head,
+        nbytes=nbytes,
+        length=len(head) + nbytes + descriptor + len(tail),
+        alignment=alignment,
+        streamed=streamed,
+        crc_at=storage_at + 14,
+        tail=(tail[:crc_in_directory], tail[crc_in_directory + 4 :]),
+    )
+
+
+def _zip_objects(*members: tuple[bytes, bytes]) -> bytes:
+    body, directory = bytearray(), bytearray()
+    for short, data in members:
+        crc, name = zlib.crc32(data), _ROOT + short
+        directory += _central_header(name, crc, len(data), len(body))
+        body += _local_header(name, crc, len(data)) + data
+    return bytes(body + directory) + _end_records(len(members), len(directory), len(body))
+
+
+def payload_nbytes(dtype: str, sizes: tuple[int, ...]) -> int:
+    """Return the bytes of a row-major tensor."""
+    return math.prod(sizes) * dtype_of(dtype).itemsize

@@ -1,0 +1,136 @@
+"""Checks that a checkpoint holds the same for all names of live tensors that share memory (tied weights, views)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import TensorEntry, same_by_record
+from ckptkit.errors import CheckpointMismatchError
+from ckptkit.storage.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Claim", "check_claims", "overlapping"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A tensor of the checkpoint, and this rank's part of the live tensor that it is for.
+
+    Attributes:
+        shape: Of the whole live tensor.
+        local: What this rank holds.
+        parts: Which boxes of the whole lie where in `local`.
+    """
+
+    key: str
+    entry: TensorEntry
+    shape: tuple[int, ...]
+    local: torch.Tensor
+    parts: Sequence[tuple[Box, tuple[int, ...]]]
+
+    @classmethod
+    def whole(cls, key: str, entry: TensorEntry, like: torch.Tensor) -> Claim:
+        """Claim all of it, whatever this rank holds: so every rank finds the same."""
+        import torch
+
+        shape = tuple(like.shape)
+        local = torch.empty(shape, dtype=like.dtype, device="meta")
+        return cls(key, entry, shape, local, [(Box.whole(shape), (0,) * len(shape))])
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the indices of tensors that share memory, group by group."""
+    spans = sorted((t.data_ptr(), t.nbytes if t.is_contiguous() else _extent(t), i) for i, t in enumerate(tensors))
+    groups: list[list[int]] = []
+    stop = 0
+    for start, nbytes, index in spans:
+        if not start or not nbytes:  # on the meta device, or empty
+            continue
+        if start < stop:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+        stop = max(stop, start + nbytes)
+    return [group for group in groups if len(group) > 1]
+
+
+def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
+    """Check that what the checkpoint holds for tensors that share memory is the same. Reads it only where neither
+    places nor digests tell.
+
+    Raises:
+        CheckpointMismatchError: One would overwrite another. Names all of them.
+    """
+    wrong = [group for group in groups if not _is_one(store, group)]
+    if wrong:
+        lines = "\n  ".join(" and ".join(dict.fromkeys(claim.key for claim in group)) for group in wrong)
+        raise CheckpointMismatchError(
+            f"{store.url}: tensors that share memory in this model (tied weights) have different values in the "
+            f"checkpoint; nothing was loaded.\n  {lines}\n"
+            "Try: a model that does not tie them (config.tie_word_embeddings=False); "
+            "CheckpointManager.load with exclude=[...]; or, with dcp.load, leave one of the names out of the state."
+        )
+
+
+def _is_one(store: Store, group: Sequence[Claim]) -> bool:
+    first, *others = group
+    if any(claim.entry.shape != claim.shape for claim in group):
+        return False
+    if all(_place(claim.local) == _place(first.local) for claim in others):
+        known = [same_by_record(first.entry, claim.entry) for claim in others]
+        if False in known:
+            return False
+        if None not in known:
+            return True
+    return _reads_alike(store, group)
+
+
+def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
+    """Read this rank's part of each into memory laid out as the live one; no read may change what another has left."""
+    import torch
+
+    from ckptkit.formats.dcp.fill import Filler, add_box
+
+    read = [torch.empty(tuple(c.local.shape), dtype=c.local.dtype) for c in group]
+    filler = Filler(store, cast=True)
+    for claim, values in zip(group, read, strict=True):
+        for box, offsets in claim.parts:
+            target = values
+            for dim, (start, length) in enumerate(zip(offsets, box.sizes, strict=True)):
+                target = target.narrow(dim, start, length)
+            add_box(filler, claim.entry, box, target)
+    filler.run()
+    base = min(claim.local.data_ptr() for claim in group)
+    stop = max(claim.local.data_ptr() + _extent(claim.local) for claim in group)
+    memory = torch.zeros(stop - base, dtype=torch.uint8)
+    laid = []
+    for claim, values in zip(group, read, strict=True):
+        live = claim.local
+        begin = live.data_ptr() - base
+        room = memory[begin : begin + _extent(live)].view(live.dtype)
+        laid.append(room.as_strided(live.shape, live.stride()))
+        laid[-1].copy_(values)
+    return all(torch.equal(_bits(one), _bits(other)) for one, other in zip(laid, read, strict=True))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _place(local: torch.Tensor) -> tuple[object, ...]:
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+def _extent(local: torch.Tensor) -> int:
+    """Return the bytes from the tensor's first element to past its last."""
+    itemsize = local.element_size()
+    if local.is_contiguous():
+        return local.numel() * itemsize
+    return (1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))) * itemsize

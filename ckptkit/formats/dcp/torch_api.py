@@ -1,0 +1,807 @@
+"""`DCPWriter` and `DCPReader`: torch's StorageWriter and StorageReader, for `dcp.save` and `dcp.load` as they are.
+
+    dcp.save(state, storage_writer=ckptkit.DCPWriter(url))
+    dcp.load(state, storage_reader=ckptkit.DCPReader(url))
+
+`planner=` may be any; `DCPSavePlanner` and `DCPLoadPlanner` spare the objects that torch's make of each tensor.
+What the writer writes, torch's own reader loads; what torch wrote, ours loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast, overload
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import (
+    Catalog,
+    CatalogInfo,
+    Digest,
+    ObjectEntry,
+    SliceArray,
+    TensorEntry,
+)
+from ckptkit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    SaveError,
+)
+from ckptkit.formats.dcp import catalog as dcp
+from ckptkit.formats.dcp.files import write_records
+from ckptkit.formats.dcp.fill import Filler, Verify
+from ckptkit.formats.dcp.host_bytes import is_dense, why_not_dense, without_subclass
+from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
+from ckptkit.formats.dcp.planners import CachedSavePlanner, DCPLoadPlanner, WriterMeta
+from ckptkit.formats.dcp.read import (
+    ReadPlan,
+    check_fits,
+    check_shared_memory,
+    filled_by,
+    load_objects,
+    plan_read,
+    sharing,
+)
+from ckptkit.formats.dcp.records import RecordColumns, encode_metadata, frame_tensor, payload_nbytes
+from ckptkit.formats.dcp.roles import RoleTable
+from ckptkit.formats.dcp.write import write_index, write_part
+from ckptkit.formats.own import reader as own
+from ckptkit.formats.own.manifest import DIGEST, Entries, Manifest
+from ckptkit.formats.own.outline import LEAST, spare_fields
+from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, FileRecord, find_record
+from ckptkit.storage import open_store
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.lock import HeldDirectory
+from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.store import Store
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = [
+    "CachedSavePlanner",
+    "DCPReader",
+    "DCPWriter",
+    "Place",
+    "write_finish",
+    "CatalogMetadata",
+    "CatalogPaths",
+    "PlannableMetadata",
+]
+
+# The end of a `dcp.save` with our writer: `.metadata` and the manifest from torch's own Metadata and results.
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an item was written: the record, its payload (-1, and 0 bytes, where it is no plain tensor) and their
+    digest."""
+
+    path: str
+    offset: int
+    length: int
+    payload: int
+    nbytes: int
+    digest: int
+    file: FileRecord
+
+
+def write_finish(
+    store: Store,
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    *,
+    name: str,
+    sync: bool,
+    manifest: bool,
+) -> None:
+    """Write the index of a save, `.metadata` last. `metadata` itself is left without its storage data: torch
+    broadcasts it to all ranks, which have no use for them."""
+    places = {result.index: result.storage_data for found in results for result in found}
+    chunks = list(_encoded(metadata, places))
+    state, size = xxhash.xxh3_64(), 0
+    for chunk in chunks:
+        state.update(chunk)
+        size += len(chunk)
+    if manifest:
+        files = {place.path: place.file for place in places.values()}
+        files[name] = FileRecord(size, state.hexdigest())
+        store.write(MANIFEST_NAME, _manifest(metadata, places, files, len(results)), sync=sync)
+    with store.writer(name, sync=sync) as writer:
+        for chunk in chunks:
+            writer.write(chunk)
+
+
+def _encoded(metadata: Metadata, places: dict[Any, Place]) -> Iterator[bytes]:
+    if not _is_usual(metadata):
+        infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
+        yield pickle.dumps(dataclasses.replace(metadata, storage_data=infos), protocol=4)
+        return
+    paths = sorted({place.path for place in places.values()})
+    number = {path: i for i, path in enumerate(paths)}
+    objects: dict[str, tuple[int, int, int]] = {}
+    rows: dict[str, list[tuple[int, Place]]] = {}
+    for index, place in places.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            rows.setdefault(index.fqn, []).append((index.index or 0, place))
+        else:
+            objects[index.fqn] = (number[place.path], place.offset, place.length)
+    meta = metadata.storage_meta
+    yield from encode_metadata(
+        list(_columns(metadata, rows, number)),
+        paths,
+        objects=objects,
+        planner_data=metadata.planner_data,
+        checkpoint_id=str(meta.checkpoint_id) if meta else "",
+        save_id=str(meta.save_id) if meta else "",
+    )
+
+
+def _is_usual(metadata: Metadata) -> bool:
+    """Whether a planner left the metadata such as the default one makes them."""
+    paths = metadata.planner_data
+    plain = paths is None or (isinstance(paths, dict) and all(map(_is_path, paths.values())))
+    usual = all(
+        md.properties.layout is torch.strided and md.properties.memory_format is torch.contiguous_format
+        for md in metadata.state_dict_metadata.values()
+        if isinstance(md, TensorStorageMetadata)
+    )
+    return plain and usual and type(metadata) is Metadata
+
+
+def _is_path(path: Any) -> bool:
+    return isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
+
+
+def _columns(
+    metadata: Metadata, rows: dict[str, list[tuple[int, Place]]], number: dict[str, int]
+) -> Iterator[RecordColumns]:
+    for name, found in metadata.state_dict_metadata.items():
+        if not isinstance(found, TensorStorageMetadata):
+            continue
+        placed = [place for _, place in sorted(rows.get(name, ()), key=lambda item: item[0])]
+        shape = tuple(found.size)
+        box = (len(placed), len(shape))
+        yield RecordColumns(
+            name,
+            _dtype(found),
+            shape,
+            np.array([c.offsets for c in found.chunks], np.int64).reshape(box),
+            np.array([c.sizes for c in found.chunks], np.int64).reshape(box),
+            np.array([number[p.path] for p in placed], np.int32),
+            np.array([p.offset for p in placed], np.int64),
+            np.array([p.length for p in placed], np.int64),
+        )
+
+
+def _dtype(found: TensorStorageMetadata) -> str:
+    return str(found.properties.dtype).removeprefix("torch.")
+
+
+def _manifest(metadata: Metadata, places: dict[Any, Place], files: dict[str, FileRecord], world_size: int) -> bytes:
+    keys: dict[str, Any] = metadata.planner_data if _is_usual(metadata) and metadata.planner_data else {}
+    by_name: dict[str, list[tuple[int, Any, Place]]] = {}
+    for index, place in places.items():
+        by_name.setdefault(index.fqn, []).append((index.index or 0, index, place))
+    rows = {name: sorted(found, key=lambda item: item[0]) for name, found in by_name.items()}
+    dense = [n for n, found in rows.items() if all(place.payload >= 0 for _, _, place in found)]
+    roles = RoleTable({name: tuple(path) for name, path in keys.items()}, dense)
+    paths = sorted(files.keys() - {".metadata"})
+    number = {path: i for i, path in enumerate(paths)}
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, ObjectEntry] = {}
+    for name, found in metadata.state_dict_metadata.items():
+        placed = [place for _, _, place in rows.get(name, ())]
+        role, key = roles.of(name), tuple(keys.get(name, ()))
+        if isinstance(found, TensorStorageMetadata) and name in rows and all(p.payload >= 0 for p in placed):
+            slices = _slices(found, placed, paths, number)
+            tensors[name] = TensorEntry(
+                name, _dtype(found), tuple(found.size), slices, role.role, role.fqn, role.state, key
+            )
+        elif len(placed) == 1:
+            place = placed[0]
+            digest = Digest(DIGEST, place.digest, place.offset, place.length)
+            objects[name] = ObjectEntry(
+                name, place.path, place.offset, place.length, digest=digest, role=role.role, key=key
+            )
+    meta = metadata.storage_meta
+    sliced = {id(place) for name in tensors for _, _, place in rows[name]}
+    spares = [
+        (place.path, place.payload, place.nbytes, place.digest)
+        for place in places.values()
+        if place.nbytes >= LEAST and id(place) not in sliced
+    ]
+    extra = {
+        "digests": {path: item.digest for path, item in files.items()},
+        "save_id": meta.save_id if meta else "",
+        **spare_fields(spares),
+    }
+    info = CatalogInfo(
+        "dcp",
+        producer="ckptkit",
+        world_size=world_size,
+        files={path: item.nbytes for path, item in files.items()},
+        extra=extra,
+    )
+    return Manifest.of(Catalog(tensors, objects, info)).to_bytes()
+
+
+def _slices(
+    found: TensorStorageMetadata, placed: Sequence[Place], paths: list[str], number: dict[str, int]
+) -> SliceArray:
+    boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in found.chunks]
+    box, dtype = (len(placed), len(found.size)), _dtype(found)
+    return SliceArray(
+        paths,
+        np.array([number[p.path] for p in placed], np.int32),
+        np.array([p.payload for p in placed], np.int64),
+        np.array([payload_nbytes(dtype, b.sizes) for b in boxes], np.int64),
+        np.array([b.offsets for b in boxes], np.int64).reshape(box),
+        np.array([b.sizes for b in boxes], np.int64).reshape(box),
+        ranks=np.array([_rank(p.path) for p in placed], np.int32),
+        algorithm=DIGEST,
+        digests=np.array([p.digest for p in placed], np.uint64),
+    )
+
+
+def _rank(path: str) -> int:
+    return int(path[2:].split("_", 1)[0])
+
+
+# `Metadata` as torch's planners ask for it, over a catalog: objects are made only for what is asked about.
+
+
+class CatalogMetadata(Mapping[str, Any]):
+    """`Metadata.state_dict_metadata` that makes chunk objects only for the tensors a planner asks about.
+
+    Travels as an address: of a save, the other ranks open it when somebody asks.
+    """
+
+    def __init__(self, reader: DCPReader) -> None:
+        self._reader = reader
+
+    @property
+    def _catalog(self) -> Catalog:
+        return self._reader.catalog
+
+    def __len__(self) -> int:
+        return len(self._catalog.tensors) + len(self._catalog.objects)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._catalog.tensors
+        yield from self._catalog.objects
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._catalog.tensors or name in self._catalog.objects
+
+    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        entry = self._catalog.tensors.get(name)
+        if entry is None:
+            self._catalog.objects[name]
+            return BytesStorageMetadata()
+        boxes = zip(entry.slices.offsets.tolist(), entry.slices.sizes.tolist(), strict=True)
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+        return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)
+
+
+class PlannableMetadata(CatalogMetadata):
+    """The same, of a reader that also reads what `DCPLoadPlanner` has planned."""
+
+    @property
+    def is_foreign(self) -> bool:
+        return not isinstance(self._catalog.tensors, Entries)
+
+    def plan(self, state_dict: dict[str, Any], *, strict: bool) -> ReadPlan:
+        reader = self._reader
+        return plan_read(
+            reader.catalog,
+            reader.store,
+            state_dict,
+            verify=reader.verify,
+            cast=reader.cast,
+            strict=strict,
+            workers=reader.workers,
+        )
+
+
+class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
+    """`Metadata.planner_data`: the path of each key that has one, without an entry a tensor."""
+
+    def __init__(self, reader: DCPReader) -> None:
+        self._reader = reader
+        self._known: dict[str, tuple[str | int, ...]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_reader": self._reader, "_known": None}
+
+    @property
+    def _paths(self) -> dict[str, tuple[str | int, ...]]:
+        if self._known is None:
+            tensors, objects = self._reader.catalog.tensors, self._reader.catalog.objects
+            if isinstance(tensors, Entries):
+                found = dict(zip(tensors.manifest.tensors.names, tensors.manifest.tensors.keys, strict=True))
+            else:
+                found = {name: entry.key for name, entry in tensors.items()}
+            found.update({name: entry.key for name, entry in objects.items()})
+            self._known = {name: path for name, path in found.items() if path}
+        return self._known
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __getitem__(self, name: str) -> tuple[str | int, ...]:
+        return self._paths[name]
+
+
+_METADATA = re.compile(r"(?:__\d+)?\.metadata(?:\.tmp)?")
+_DATA = re.compile(r"__\d+_\d+\.distcp")
+Url = "str | os.PathLike[str]"
+
+
+class DCPWriter(StorageWriter):
+    """Writes DCP checkpoints that torch reads: several files at once, digests and CRC in the same pass, fsynced.
+
+    The checkpoint exists once `.metadata` does, which is written last and durable. `manifest.safetensors` beside it
+    holds a digest of every slice. A failure of any worker fails the save. A local directory is locked meanwhile: of two
+    jobs at once the second gets a LeaseHeldError.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        sync: bool = True,
+        workers: int = 0,
+        overwrite: bool = False,
+    ) -> None:
+        """Write to the directory at `url`, which is made.
+
+        Args:
+            storage_options: For the fsspec file system of a remote URL.
+            sync: Files and their names are durable when `dcp.save` returns.
+            workers: Files a rank writes at once; 0: its share of the cores, at most 4.
+            overwrite: Replace a checkpoint that is there; else that is a CheckpointExistsError.
+        """
+        super().__init__()
+        self.url = os.fspath(url)
+        self.storage_options = storage_options
+        self.sync = sync
+        self.workers = workers
+        self.overwrite = overwrite
+        self.save_id = uuid.uuid4().hex[:16]
+        self.rank: int | None = None
+        self.collective = True
+        self._meta = WriterMeta()
+        self._held: HeldDirectory | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.url = os.fspath(checkpoint_id)
+        self.save_id = uuid.uuid4().hex[:16]
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+    def storage_meta(self) -> StorageMeta:
+        if not _is_itself(self, DCPWriter, ("prepare_local_plan", "prepare_global_plan", "write_data", "finish")):
+            return self._plain_meta()
+        self._meta = WriterMeta(checkpoint_id=self.url, save_id=self.save_id)
+        return self._meta
+
+    def _plain_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.url, save_id=self.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.rank = kwargs.get("rank")
+        self.collective = kwargs.get("use_collectives", True)
+        self._meta.rank, self._meta.collective = self.rank or 0, self.collective
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self.collective or self.rank is None:
+            return plan
+        self._clear(f"__{self.rank}_", f"__{self.rank}.metadata")
+        return dataclasses.replace(plan, storage_data=f"__{self.rank}_")
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self.collective:
+            root = self._store().local_root
+            self._held = None if root is None else HeldDirectory(root)
+            self._clear("__", ".metadata")
+        return [
+            plan if plan.storage_data is not None else dataclasses.replace(plan, storage_data=f"__{i}_")
+            for i, plan in enumerate(plans)
+        ]
+
+    def _store(self) -> Store:
+        store = open_store(self.url, storage_options=self.storage_options)
+        return store.with_free_names() if isinstance(store, RemoteStore) else store  # `_clear` has looked
+
+    def _clear(self, prefix: str, metadata: str) -> None:
+        """Make room: what an unfinished save left goes; a checkpoint only if asked, its metadata before its data."""
+        store = self._store()
+        names = [item.path for item in store.list() if item.kind == "file"]
+        if RECORD_NAME in names:
+            raise CheckpointExistsError(
+                f"{self.url} is a committed checkpoint of a CheckpointManager, which is never written again."
+            )
+        taken = [name for name in names if _METADATA.fullmatch(name) and (self.collective or name == metadata)]
+        if any(not name.endswith(".tmp") for name in taken) and not self.overwrite:
+            raise CheckpointExistsError(
+                f"{self.url} holds a checkpoint. Save to another directory, or pass DCPWriter(..., overwrite=True)."
+            )
+        own_index = [MANIFEST_NAME] if self.collective and MANIFEST_NAME in names else []
+        store.delete([*taken, *own_index])
+        if (taken or own_index) and self.sync and isinstance(store, LocalStore):
+            store.sync_directory()
+        store.delete([name for name in names if _DATA.fullmatch(name) and name.startswith(prefix)])
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        sharded = plan.planner_data
+        if isinstance(sharded, ShardedPlan):
+            part = write_part(sharded, self._store(), sync=self.sync, workers=self.workers)
+            future.set_result([WriteResult(MetadataIndex(""), part.nbytes, part.to_bytes())])
+        else:
+            future.set_result(self._write_items(plan, planner))
+        return future
+
+    def _write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        tensors: list[WriteItem] = []
+        others: list[WriteItem] = []
+        whole: list[bytes] = []
+        lazy = _Resolved(planner)
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                others.append(item)
+                whole.append(cast(io.BytesIO, planner.resolve_data(item)).getvalue())
+            else:
+                record = lazy.whole_record(item)
+                (tensors if record is None else others).append(item)
+                if record is not None:
+                    whole.append(record)
+        lazy.items = tensors
+        frames = [frame_tensor(_dtype_of(item), tuple(_chunk(item).sizes)) for item in tensors]
+        written = write_records(
+            self._store(), plan.storage_data, frames, lazy, whole, workers=self.workers, sync=self.sync
+        )
+        results = []
+        for row, item in enumerate([*tensors, *others]):
+            path = written.paths[int(written.file[row])]
+            place = Place(
+                path,
+                int(written.starts[row]),
+                int(written.lengths[row]),
+                int(written.payloads[row]) if row < len(tensors) else -1,
+                frames[row].nbytes if row < len(tensors) else 0,
+                int(written.digests[row]),
+                written.files[path],
+            )
+            results.append(WriteResult(item.index, place.length, place))
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            self._finish(metadata, results)
+        finally:
+            if self._held is not None:
+                self._held.release()
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.version = "1.0.0"
+        metadata.storage_meta = self._plain_meta()
+        parts = [found[0].storage_data for found in results if found]
+        if any(isinstance(part, bytes) for part in parts):
+            write_index(parts, self._store(), save_id=self.save_id, sync=self.sync, kind="dcp")
+            written = DCPReader(self.url, storage_options=self.storage_options)
+            metadata.state_dict_metadata = CatalogMetadata(written)  # type: ignore[assignment]
+            metadata.planner_data, metadata.storage_data = CatalogPaths(written), {}
+            return
+        name = ".metadata" if self.collective or self.rank is None else f"__{self.rank}.metadata"
+        write_finish(self._store(), metadata, results, name=name, sync=self.sync, manifest=name == ".metadata")
+
+
+class _Resolved(Sequence[torch.Tensor]):
+    """The tensors of write items, asked for only when they are written: a planner may allocate for each."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self.planner = planner
+        self.items: list[WriteItem] = []
+        self._known: dict[int, torch.Tensor] = {}  # by identity of the item, which `items` keeps alive
+        # The default planner gives views; any other may transform, so that a look ahead could cost a copy of all.
+        self._views = getattr(type(planner), "transform_object", None) is DefaultSavePlanner.transform_object
+        self._views = self._views and type(planner).resolve_data is DefaultSavePlanner.resolve_data
+
+    def whole_record(self, item: WriteItem) -> bytes | None:
+        """Return the record of a tensor that is not dense, None for a dense one.
+
+        Raises:
+            SaveError: It can't be saved so that it loads again.
+        """
+        if not self._views:
+            return None
+        self._known[id(item)] = tensor = cast(torch.Tensor, self.planner.resolve_data(item))
+        why = why_not_dense(tensor)
+        if why and (item.type == WriteItemType.SHARD or is_dense(tensor)):
+            raise SaveError(f"{item.index.fqn}: it {why}.")
+        return whole_record(item.index.fqn, tensor) if why else None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, row: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, row: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        item = self.items[row]
+        tensor = self._known.get(id(item))
+        if tensor is None:
+            tensor = cast(torch.Tensor, self.planner.resolve_data(item))
+        why = why_not_dense(tensor)
+        if why:
+            raise SaveError(f"{item.index.fqn}: it {why}.")
+        wanted, sizes = _dtype_of(item), tuple(_chunk(item).sizes)
+        found = str(tensor.dtype).removeprefix("torch.")
+        if (found, tuple(tensor.shape)) != (wanted, sizes):
+            raise SaveError(
+                f"{item.index.fqn}: the planner resolved it to {found} {list(tensor.shape)}, its plan says {wanted} "
+                f"{list(sizes)}. A planner that transforms tensors must say so in the properties it plans."
+            )
+        return without_subclass(tensor)
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _dtype_of(item: WriteItem) -> str:
+    assert item.tensor_data is not None
+    return str(item.tensor_data.properties.dtype).removeprefix("torch.")
+
+
+class DCPReader(StorageReader):
+    """Reads DCP checkpoints, ours and torch's: only the bytes needed, into the tensors' own memory, digests checked.
+
+    Nothing in the checkpoint is executed: `.metadata` is parsed, objects are loaded by torch's weights_only rules.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        verify: Verify | str = Verify.READ,
+        workers: int = 0,
+        cast: bool = False,
+    ) -> None:
+        """Read the checkpoint at `url`.
+
+        Args:
+            storage_options: For the fsspec file system of a remote URL.
+            verify: "read" checks what is read whole, "full" reads whole what is needed in part, "off".
+            workers: Reads in flight; 0: by the cores.
+            cast: Convert where a dtype differs; else that is a CheckpointMismatchError.
+        """
+        super().__init__()
+        self.url = os.fspath(url)
+        self.storage_options = storage_options
+        self.verify = Verify(verify)
+        self.workers = workers
+        self.cast = cast
+        self.load_id = uuid.uuid4().hex
+        self._catalog: Catalog | None = None
+        self._base: Store | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_catalog": None, "_base": None}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.url = os.fspath(checkpoint_id)
+        self._catalog = self._base = None
+        self.load_id = uuid.uuid4().hex
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+    @property
+    def catalog(self) -> Catalog:
+        """What the checkpoint holds."""
+        if self._catalog is None:
+            try:
+                self._catalog = _open(self.store)
+            except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+                raise type(error)(f"{self.url}: {error}") from error
+        return self._catalog
+
+    @property
+    def store(self) -> Store:
+        """Where the checkpoint lies."""
+        if self._base is None:
+            self._base = open_store(self.url, storage_options=self.storage_options)
+        return self._base
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        paths = CatalogPaths(self)
+        plannable = _is_itself(self, DCPReader, ("prepare_local_plan", "prepare_global_plan", "read_data"))
+        entries = PlannableMetadata(self) if plannable else CatalogMetadata(self)
+        return Metadata(
+            state_dict_metadata=entries,  # type: ignore[arg-type]
+            planner_data=paths if paths else None,
+            storage_data={},
+            storage_meta=StorageMeta(checkpoint_id=self.url, load_id=self.load_id),
+            version="1.0.0",
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        future: Future[None] = Future()
+        if isinstance(planner, DCPLoadPlanner) and planner.reads is not None:
+            planner.reads.run()
+            planner.reads = None
+        else:
+            self._read_items(plan, planner)
+        future.set_result(None)
+        return future
+
+    def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        catalog, store = self.catalog, self.store
+        filler = Filler(store, verify=self.verify, workers=self.workers, cast=self.cast)
+        filled: list[tuple[ReadItem, torch.Tensor]] = []
+        entries: dict[str, TensorEntry] = {}
+        destinations: dict[str, TensorEntry] = {}
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            name = item.storage_index.fqn
+            entry = entries.get(name)
+            if entry is None:
+                entry = entries[name] = catalog.tensors[name]
+            destinations[item.dest_index.fqn] = entry
+            target = planner.resolve_tensor(item).detach()
+            filler.add(entry, _row(entry, item), tuple(item.storage_offsets), target)
+            filled.append((item, target))
+        _check_filled(filled, planner)
+        whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        values = load_objects(store, {i.storage_index.fqn: catalog.objects[i.storage_index.fqn] for i in whole})
+        state = getattr(planner, "state_dict", {})
+        tied = sharing({name: state[name] for name in destinations if name in state})
+        check_shared_memory(store, {name: (value, destinations[name]) for name, value in tied}, cast=self.cast)
+        for item in whole:
+            check_fits(state.get(item.dest_index.fqn), values[item.storage_index.fqn], item.dest_index.fqn)
+        filler.run()
+        for item, target in filled:
+            planner.commit_tensor(item, target)
+        for item in whole:
+            _load_bytes(planner, item, values[item.storage_index.fqn])
+
+
+def _open(store: Store) -> Catalog:
+    catalog = own.open_manifest(store) if store.local_root is None else None
+    if catalog is not None and catalog.info.format == "dcp":
+        return catalog  # of a `DCPWriter`, which does not write where a commit record is: none is asked for
+    if find_record(store) is not None:
+        return own.open_catalog(store)
+    return catalog or own.open_manifest(store) or dcp.open_catalog(store)
+
+
+def _is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
+    """Whether no subclass has its own way of a step: what it does must not be passed over."""
+    return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
+
+
+def _row(entry: TensorEntry, item: ReadItem) -> int:
+    """The slice an item is read from. Its index is a hint of the planner's; the offsets decide."""
+    row, offset = item.storage_index.index, item.storage_index.offset
+    offsets = entry.slices.offsets
+    if row is not None and row < len(offsets) and tuple(offsets[row].tolist()) == tuple(offset or ()):
+        return row
+    for i, found in enumerate(offsets.tolist()):
+        if tuple(found) == tuple(offset or ()):
+            return i
+    raise IncompleteCheckpointError(f"tensor {entry.name!r}: there is no slice at {list(offset or ())}.")
+
+
+def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
+    """Check that the items fill each target whole: a checkpoint with a hole must not leave what memory held."""
+    state = getattr(planner, "state_dict", None)
+    if state is None:
+        return
+    filled_numel: dict[tuple[str, Any], int] = {}
+    for item, target in filled:
+        key = (item.dest_index.fqn, item.dest_index.offset)
+        filled_numel[key] = filled_numel.get(key, 0) + target.numel()
+    for (name, _), numel in filled_numel.items():
+        value = state.get(name)
+        if isinstance(value, DTensor):
+            expected = value._local_tensor.numel()
+        elif type(value) in (torch.Tensor, torch.nn.Parameter):
+            expected = value.numel()
+        else:
+            continue
+        if numel < expected:
+            raise IncompleteCheckpointError(
+                f"tensor {name!r}: the checkpoint holds {numel} of the {expected} elements this rank needs."
+            )
+
+
+def _load_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    """Hand an object over. torch's planner would unpickle the file's bytes without limits: it gets the value, any
+    other planner bytes of our own making."""
+    name = item.dest_index.fqn
+    if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+        value = filled_by(planner.state_dict.get(name), value)
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[name], value)
+        else:
+            planner.state_dict[name] = value
+        return
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=pickle)
+    buffer.seek(0)
+    planner.load_bytes(item, buffer)

@@ -1,0 +1,285 @@
+"""The two kinds of file of a DeepSpeed checkpoint, read into typed values: model states and optimizer states."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ckptkit.catalog.entry import ObjectEntry, Role
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.deepspeed.experts import group_order
+from ckptkit.formats.deepspeed.layout import Shape
+from ckptkit.formats.pickles.inert import Record
+from ckptkit.formats.pickles.tensors import StoredTensor
+from ckptkit.formats.trainers.optimizer_files import plain_value
+from ckptkit.formats.trainers.rank_files import (
+    Joined,
+    check_copies,
+    check_counters,
+    check_steps,
+    join,
+    missing_ranks,
+    read_archives,
+)
+from ckptkit.storage import Store
+
+__all__ = ["ModelStates", "OptimStates", "read_model_states", "read_optim_states"]
+
+T = TypeVar("T")
+
+_OURS = frozenset(
+    (
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "ds_config",
+        "frozen_param_fragments", "sparse_tensor_module_names", "skipped_steps", "data_sampler", "random_ltd",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """What the model files say.
+
+    Attributes:
+        values: The files' contents; with ZeRO-3 one a rank, else one.
+        file: The name of the first.
+        param_shapes: Name -> shape of each parameter group, in the order of the flat layout.
+        shared: Tied name -> the name it is stored under.
+        frozen: Name -> shape of the parameters that were not trained.
+    """
+
+    values: Sequence[Mapping[str, Any]]
+    stage3: bool
+    param_shapes: Sequence[Mapping[str, Shape]]
+    shared: Mapping[str, str]
+    frozen: Mapping[str, Shape]
+    file: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def version(self) -> str:
+        return str(self.values[0].get("ds_version") or "")
+
+    @property
+    def step(self) -> int | None:
+        step = self.values[0].get("global_steps")
+        return step if isinstance(step, int) else None
+
+    @property
+    def world_size(self) -> int | None:
+        size = self.values[0].get("dp_world_size")
+        return size if isinstance(size, int) else None
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The parameters that lie in the flat groups."""
+        return frozenset(name for group in self.param_shapes for name in group)
+
+    def objects(self) -> dict[str, ObjectEntry]:
+        """The scheduler and the user's client state, where they are plain values."""
+        return {
+            key: ObjectEntry(key, encoding="value", value=value, role=Role.OTHER, key=(key,))
+            for key, value in self.values[0].items()
+            if isinstance(key, str) and key not in _OURS and value is not None and plain_value(value)
+        }
+
+    def whole(self, *, elsewhere: frozenset[str]) -> dict[str, Joined]:
+        """The tensors of `module` that are stored whole: buffers, frozen parameters, and what is not `elsewhere`.
+
+        With ZeRO-3, `module` has empty placeholders for the parameters that are partitioned.
+        """
+        module = self.values[0]["module"]
+        skip = elsewhere | self.shared.keys() | (self.frozen.keys() if self.stage3 else frozenset())
+        buffers = set(self.values[0].get("buffer_names") or ())
+        names = [
+            name
+            for name, tensor in module.items()
+            if name not in skip
+            and isinstance(tensor, StoredTensor)
+            and (name in buffers or not self.stage3 or tensor.numel)
+        ]
+        return join([{name: module[name] for name in names}], what="the model file")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStates:
+    """What the optimizer files say, in rank order.
+
+    Attributes:
+        weights: The flat fp32 tensors of each rank, one a group.
+        states: The base optimizer's states of each rank, one dict a group.
+        param_groups: Settings of the base optimizer's groups.
+        paddings: Alignment padding after each parameter, by group; [] where none was recorded.
+        fragments: For each rank, by group: name -> (numel, start); [] where none was recorded.
+        partitions: Into how many parts each group is cut: fewer than ranks where they are experts.
+    """
+
+    world_size: int
+    stage: int
+    weights: Sequence[Sequence[StoredTensor]]
+    states: Sequence[Sequence[Mapping[str, Any]]]
+    param_groups: Sequence[Mapping[str, Any]]
+    paddings: Sequence[Sequence[int]]
+    fragments: Sequence[Sequence[Mapping[str, tuple[int, int]]]]
+    partitions: Sequence[int]
+
+
+def read_model_states(
+    store: Store, files: Sequence[str], pattern: re.Pattern[str], *, without_module: bool = False
+) -> ModelStates:
+    """Return what the model files at the root say. `without_module`: The weights lie in other files."""
+    matches = [match for name in files if (match := pattern.fullmatch(name))]
+    stage3 = all(match[1] is not None for match in matches)
+    names = sorted((match[0] for match in matches if stage3 or match[1] is None), key=_numbers)
+    template = f"zero_pp_rank_{{rank}}_mp_rank_{matches[0][2]}_model_states.pt"
+    ranks = [int(match[1] or 0) for match in matches]
+    if stage3:
+        missing_ranks(ranks, max(ranks) + 1, template)
+    values = read_archives(store, names)
+    for name, value in zip(names, values, strict=True):
+        if without_module and isinstance(value, dict) and value.get("module", {}) is None:
+            value["module"] = {}
+        if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
+            raise CorruptCheckpointError(f"{name} is no DeepSpeed model file: it has no 'module'.")
+    check_counters([value.get("global_steps") for value in values], names, "global_steps")
+    first = values[0]
+    recorded = first.get("dp_world_size")
+    if stage3 and isinstance(recorded, int):
+        missing_ranks(ranks, max(*ranks, recorded - 1) + 1, template)
+    shapes = first.get("param_shapes") or []
+    groups = [shapes] if isinstance(shapes, dict) else shapes
+    return ModelStates(
+        values,
+        stage3,
+        [_shapes(group, names[0]) for group in groups],
+        {str(alias): str(kept) for alias, kept in dict(first.get("shared_params") or {}).items()},
+        _shapes(first.get("frozen_param_shapes") or {}, names[0]),
+        names[0],
+    )
+
+
+def read_optim_states(
+    store: Store, files: Sequence[str], pattern: re.Pattern[str], models: ModelStates
+) -> OptimStates | None:
+    """Return what the optimizer files at the root say; None where there are none."""
+    matches = sorted((m for name in files if (m := pattern.fullmatch(name))), key=lambda m: int(m[2]))
+    if not matches:
+        return None
+    values = read_archives(store, [match[0] for match in matches])
+    inner = [_optimizer_dict(value, match[0]) for value, match in zip(values, matches, strict=True)]
+    partitions = _partitions(inner[0], len(matches), matches[0][0])
+    world_size = max(partitions)
+    template = matches[0][0].replace(f"rank_{matches[0][2]}_", "rank_{rank}_", 1)
+    missing_ranks([int(match[2]) for match in matches], world_size, template)
+    key = "fp32_flat_groups" if models.stage3 else "single_partition_of_fp32_groups"
+    weights = [_flat_list(value.get(key), match[0], key) for value, match in zip(inner, matches, strict=True)]
+    if len({len(flat) for flat in weights}) > 1:
+        raise CorruptCheckpointError(f"the ranks have {sorted({len(flat) for flat in weights})} groups in {key}.")
+    base = [value.get("optimizer_state_dict" if models.stage3 else "base_optimizer_state") for value in inner]
+    groups = base[0].get("param_groups") if isinstance(base[0], dict) else None
+    states = [_states(state) for state in base]
+    fragments = [[_fragments(group) for group in value.get("param_slice_mappings") or []] for value in inner]
+    if len(set(partitions)) > 1:  # with experts, each rank may have the groups in another order
+        for rank, value in enumerate(inner):
+            order = group_order(inner[0], value, file=matches[rank][0])
+            weights[rank] = _in_order(weights[rank], order)
+            states[rank] = _in_order(states[rank], order)
+            fragments[rank] = _in_order(fragments[rank], order)
+    check_steps(states, [match[0] for match in matches])
+    check_copies([_flats(*rank) for rank in zip(weights, states, strict=True)], [match[0] for match in matches])
+    return OptimStates(
+        world_size,
+        _stage(inner[0], models.stage3),
+        weights,
+        states,
+        groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else [],
+        [] if models.stage3 else [list(group) for group in inner[0].get("param_alignment_paddings") or []],
+        [] if models.stage3 else fragments,
+        partitions if len(partitions) == len(weights[0]) else [world_size] * len(weights[0]),
+    )
+
+
+def _flats(weights: Sequence[StoredTensor], states: Sequence[Mapping[str, Any]]) -> list[StoredTensor]:
+    tensors = (value for state in states for value in state.values() if isinstance(value, StoredTensor))
+    return [*weights, *(tensor for tensor in tensors if tensor.shape)]
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
+
+
+def _shapes(group: Any, file: str) -> dict[str, Shape]:
+    if not isinstance(group, dict):
+        raise CorruptCheckpointError(f"{file}: param_shapes is no dict of shapes.")
+    found = {}
+    for name, shape in group.items():
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise CorruptCheckpointError(f"{file}: the shape of {name!r} is {shape!r:.80}.")
+        found[str(name)] = shape
+    return found
+
+
+def _optimizer_dict(value: Any, file: str) -> Mapping[str, Any]:
+    inner = value.get("optimizer_state_dict") if isinstance(value, dict) else None
+    if not isinstance(inner, dict):
+        raise CorruptCheckpointError(f"{file} is no DeepSpeed optimizer file: it has no 'optimizer_state_dict'.")
+    if inner.get("ds_zero_partition_groups"):
+        raise UnsupportedFormatError(f"{file}: its parameters are partitioned over sub-groups of ranks, not over all.")
+    return inner
+
+
+def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
+    """Into how many parts each group is cut; the dense ones by all ranks."""
+    recorded = inner.get("partition_count", files)
+    counts = recorded if isinstance(recorded, list) and recorded else [recorded or files]
+    for count in counts:
+        if type(count) is not int or not 0 < count < 1 << 24:
+            raise CorruptCheckpointError(f"{file}: partition_count is {count!r:.40}.")
+    if files > max(counts):
+        raise CorruptCheckpointError(
+            f"there are optimizer files of {files} ranks; {file} says {max(counts)}. Two saves lie together."
+        )
+    return counts
+
+
+def _stage(inner: Mapping[str, Any], stage3: bool) -> int:
+    stage = inner.get("zero_stage")
+    if isinstance(stage, Record) and stage.args:
+        stage = stage.args[0]
+    return stage if isinstance(stage, int) else (3 if stage3 else 1)
+
+
+def _in_order(of_rank: list[T], order: Sequence[int]) -> list[T]:
+    return [of_rank[index] for index in order] if len(of_rank) == len(order) else of_rank
+
+
+def _flat_list(value: Any, file: str, key: str) -> list[StoredTensor]:
+    if isinstance(value, StoredTensor):
+        return [value]
+    if not isinstance(value, list) or not all(isinstance(t, StoredTensor) and len(t.shape) == 1 for t in value):
+        raise IncompleteCheckpointError(f"{file}: {key} is no list of flat tensors. Was it saved without the weights?")
+    return value
+
+
+def _states(base: Any) -> list[Mapping[str, Any]]:
+    """One dict of states a group: a list (elastic checkpoints), or by the index of the group's flat parameter."""
+    if isinstance(base, list):
+        return [state if isinstance(state, dict) else {} for state in base]
+    state = base.get("state") if isinstance(base, dict) else None
+    if not isinstance(state, dict):
+        return []
+    indices = [index for group in base.get("param_groups", []) for index in group.get("params", [])]
+    return [state.get(index, {}) for index in indices]
+
+
+def _fragments(group: Any) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, address in dict(group).items():
+        # fragment_address is a dataclass (numel, start): recorded by position or by field
+        numbers = address.args if isinstance(address, Record) and address.args else address
+        if isinstance(address, Record) and address.fields:
+            numbers = (address.fields.get("numel"), address.fields.get("start"))
+        if isinstance(numbers, tuple) and len(numbers) == 2:
+            found[str(name)] = (numbers[0], numbers[1])
+    return found

@@ -1,0 +1,158 @@
+"""The flat groups of DeepSpeed's optimizer files: the parameters they hold, proved, with their moments and settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.formats.deepspeed.experts import Part, counted, data_first, is_expert, parts_of
+from ckptkit.formats.deepspeed.files import ModelStates, OptimStates
+from ckptkit.formats.deepspeed.layout import Shape, Zero3Group, Zero12Group, flat_states
+from ckptkit.formats.pickles.tensors import StoredTensor
+from ckptkit.formats.trainers.fsdp1_local import FlatVector
+from ckptkit.formats.trainers.master_check import MasterSampler
+from ckptkit.formats.trainers.optimizer_files import OptimizerState, group_objects
+from ckptkit.formats.trainers.rank_files import Joined
+from ckptkit.storage import Store
+
+__all__ = ["Groups", "add_moments", "check_experts", "check_layout", "groups_of", "settings"]
+
+Groups: TypeAlias = Sequence[Zero12Group | Zero3Group]
+
+
+def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()) -> Sequence[Groups]:
+    """Return the flat groups of each parameter group: one, or with experts one a rank of expert parallelism.
+
+    Args:
+        experts: The names of the weights in experts' files.
+    """
+    if optims is None:
+        return []
+    if models.stage3:
+        return [[_zero3(models, optims)]]
+    if len(models.param_shapes) != len(optims.weights[0]):
+        raise CorruptCheckpointError(
+            f"the model file has {len(models.param_shapes)} parameter groups, the optimizer files "
+            f"{len(optims.weights[0])}. They are of two saves?"
+        )
+    first, counts = data_first(models.values[0]), counted(experts)
+    found = []
+    for index, params in enumerate(models.param_shapes):
+        parts = parts_of(
+            params,
+            partitions=optims.partitions[index],
+            world_size=optims.world_size,
+            data_first=first,
+            counts=counts,
+        )
+        found.append([_zero12(index, params, optims, part) for part in parts])
+    return found
+
+
+def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: Part) -> Zero12Group:
+    vectors = {"": FlatVector.of_ranks((rank, optims.weights[rank][index]) for rank in part.ranks)}
+    states = [optims.states[rank][index] if index < len(optims.states[rank]) else {} for rank in part.ranks]
+    for name in flat_states(states):
+        vectors[name] = FlatVector.of_ranks((rank, state[name]) for rank, state in zip(part.ranks, states, strict=True))
+    paddings = optims.paddings[index] if index < len(optims.paddings) else [0] * len(params)
+    if len(paddings) != len(params):
+        raise CorruptCheckpointError(
+            f"parameter group {index} has {len(params)} parameters and {len(paddings)} alignment paddings."
+        )
+    return Zero12Group(
+        part.renamed(params),
+        vectors,
+        {name: value for name, value in states[0].items() if name not in vectors},
+        paddings,
+        [
+            part.renamed(fragments[index]) if index < len(fragments) and rank in part.ranks else {}
+            for rank, fragments in enumerate(optims.fragments)
+        ],
+        2 * len(part.ranks),
+    )
+
+
+def _zero3(models: ModelStates, optims: OptimStates) -> Zero3Group:
+    vectors = {"": [FlatVector.of_ranks((rank, t) for t in flat) for rank, flat in enumerate(optims.weights)]}
+    all_states = [state for states in optims.states for state in states]
+    if all(len(states) == len(flat) for states, flat in zip(optims.states, optims.weights, strict=True)):
+        for name in flat_states(all_states):
+            vectors[name] = [
+                FlatVector.of_ranks((rank, state[name]) for state in states)
+                for rank, states in enumerate(optims.states)
+            ]
+    params = {name: shape for group in models.param_shapes for name, shape in group.items()}
+    scalars = {name: value for name, value in (all_states[0] if all_states else {}).items() if name not in vectors}
+    return Zero3Group(params, vectors, scalars)
+
+
+def check_layout(
+    store: Store, groups: Groups, masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
+) -> None:
+    """Where the ranks recorded other places than the shapes give, let the low-precision copies decide; and for one
+    parameter of each part of the experts, since nothing records which rank holds which.
+
+    Reads a few kilobytes a parameter that is asked for.
+
+    Args:
+        copies: Gives the weights that the job computed with, by name.
+    """
+    asked: list[str] = []
+    for group in groups:
+        if isinstance(group, Zero12Group) and not group.agrees():
+            asked += group.params
+        elif isinstance(group, Zero12Group) and any(map(is_expert, group.params)):
+            asked.append(max(group.params, key=lambda name: math.prod(group.params[name])))
+    whole = copies() if asked else {}
+    weights = {name: whole[name].entry(name, Role.MODEL, fqn=name) for name in asked if name in whole}
+    sampler = MasterSampler(store, weights)
+    for name in weights:
+        if not sampler.fits(masters[name].entry(name, Role.MASTER, fqn=name), name):
+            raise CorruptCheckpointError(
+                f"parameter {name!r}: neither the places that the ranks recorded nor the weights in "
+                f"{whole[name].slices[0].path} agree with the order of the parameters' shapes. "
+                "Are the files of one save?"
+            )
+
+
+def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) -> None:
+    """Every expert's master belongs to a weight in an expert's file, of its shape."""
+    for name, master in masters.items():
+        if is_expert(name) and (name not in experts or experts[name].shape != master.shape):
+            shape = f"has shape {list(experts[name].shape)}" if name in experts else "is missing"
+            raise CorruptCheckpointError(
+                f"the optimizer files hold {name!r} of shape {list(master.shape)}; in the files of the experts it "
+                f"{shape}. Are the files of one save?"
+            )
+
+
+def add_moments(
+    optimizer: OptimizerState, group: Zero12Group | Zero3Group, names: Mapping[str, str] | None = None
+) -> None:
+    """Add the moments and steps of a group's parameters.
+
+    Args:
+        names: Other names for them; those it lacks are left out. By default they keep theirs.
+    """
+    names = {name: name for name in group.params} if names is None else names
+    for state in group.vectors:
+        if state:
+            for name, joined in group.cut(state):
+                if name in names:
+                    optimizer.add(names[name], state, joined)
+    for state, value in group.scalars.items():
+        for name in (names[name] for name in group.params if name in names):
+            if isinstance(value, StoredTensor) and value.numel == 1:
+                slices = SliceArray.of([value.slice()], len(value.shape))
+                optimizer.add(name, state, Joined(value.dtype, value.shape, slices))
+            elif isinstance(value, (int, float)):
+                optimizer.add_value(name, state, value)
+
+
+def settings(params: Sequence[Iterable[str]], optims: OptimStates) -> dict[str, ObjectEntry]:
+    """The groups' settings, `params` by name. ZeRO-3 cuts the user's groups further; those say less and less."""
+    groups = [{**given, "params": list(names)} for given, names in zip(optims.param_groups, params, strict=False)]
+    return group_objects(groups, {})

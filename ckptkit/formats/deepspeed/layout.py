@@ -1,0 +1,131 @@
+"""How ZeRO lays parameters into the flat groups of the ranks, and back.
+
+ZeRO-1/2 lay a group's parameters end to end and cut the whole over the ranks (the last part may be shorter,
+without its padding). ZeRO-3 cuts each parameter into ceil(numel / ranks) elements a rank and lays each
+rank's parts end to end (deepspeed/utils/zero_to_fp32.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ckptkit.catalog.entry import SliceArray, TensorSlice
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats.pickles.tensors import StoredTensor
+from ckptkit.formats.trainers.fsdp1_local import FlatVector, range_slices
+from ckptkit.formats.trainers.rank_files import Joined
+
+__all__ = ["Shape", "Zero12Group", "Zero3Group", "flat_states"]
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Zero12Group:
+    """One parameter group of ZeRO-1/2.
+
+    Attributes:
+        params: Names and shapes in the order of the layout.
+        vectors: The group's flat vector by state; "" is the fp32 weights.
+        scalars: States that are not flat, such as the step.
+        paddings: Elements left free after each parameter.
+        fragments: What each rank says it holds: name -> (numel, start in its partition).
+        slack: Padding elements that may follow the last parameter.
+    """
+
+    params: Mapping[str, Shape]
+    vectors: Mapping[str, FlatVector]
+    scalars: Mapping[str, Any]
+    paddings: Sequence[int]
+    fragments: Sequence[Mapping[str, tuple[int, int]]]
+    slack: int
+
+    def cut(self, state: str) -> Iterator[tuple[str, Joined]]:
+        """Yield each parameter with its part of the vector of `state`."""
+        vector = self.vectors[state]
+        position = 0
+        for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
+            numel = math.prod(shape)
+            if position + numel > vector.numel:
+                raise IncompleteCheckpointError(
+                    f"parameter {name!r} ends at element {position + numel}, its group has {vector.numel}."
+                )
+            yield name, Joined(vector.dtype, shape, vector.slices(shape, position, numel))
+            position += numel + padding
+        if vector.numel - position > self.slack:
+            raise CorruptCheckpointError(
+                f"a parameter group has {position} elements by its shapes, but the ranks hold {vector.numel}."
+            )
+
+    def agrees(self) -> bool:
+        """Tell whether the ranks recorded the places that the shapes give (newer versions record them).
+
+        With round_robin_gradients DeepSpeed records wrong ones (link_hp_params gets another order than the flat
+        group has), so a difference alone proves nothing.
+        """
+        position = 0
+        for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
+            numel = math.prod(shape)
+            for piece in self.vectors[""].pieces:
+                recorded = self.fragments[piece.rank] if piece.rank < len(self.fragments) else {}
+                first, last = max(position, piece.start), min(position + numel, piece.stop)
+                wanted = (last - first, first - piece.start) if first < last else None
+                if recorded and recorded.get(name) != wanted:
+                    return False
+            position += numel + padding
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Zero3Group:
+    """All parameters of ZeRO-3: its sub-groups may cut a parameter, so they count as one vector a rank.
+
+    Attributes:
+        vectors: Each rank's flat vector, by state.
+    """
+
+    params: Mapping[str, Shape]
+    vectors: Mapping[str, Sequence[FlatVector]]
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+
+    def cut(self, state: str) -> Iterator[tuple[str, Joined]]:
+        """Yield each parameter with its parts of the vectors of `state`."""
+        vectors = self.vectors[state]
+        position = 0
+        for name, shape in self.params.items():
+            slices = [
+                part
+                for rank, vector in enumerate(vectors)
+                for part in _rank_part(shape, rank, vector, position, vectors)
+            ]
+            yield name, Joined(vectors[0].dtype, shape, SliceArray.of(slices, len(shape)))
+            position += -(-math.prod(shape) // len(vectors))
+        if any(vector.numel != position for vector in vectors):
+            numels = [vector.numel for vector in vectors]
+            raise CorruptCheckpointError(
+                f"the parameters have {position} elements a rank, the ranks hold {numels[:8]}."
+            )
+
+
+def _rank_part(
+    shape: Shape, rank: int, vector: FlatVector, position: int, vectors: Sequence[FlatVector]
+) -> Iterator[TensorSlice]:
+    numel = math.prod(shape)
+    part = -(-numel // len(vectors))
+    begin, end = min(rank * part, numel), min((rank + 1) * part, numel)
+    if vector.numel < position + part:
+        raise IncompleteCheckpointError(f"rank {rank} holds {vector.numel} elements, {position + part} are needed.")
+    for piece in vector.pieces:
+        first, last = max(position, piece.start), min(position + end - begin, piece.stop)
+        if first < last:
+            start = begin + first - position
+            yield from range_slices(shape, start, start + last - first, piece.tensor, first - piece.start, rank)
+
+
+def flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the states that all of these have as a 1-D tensor: moments, not steps."""
+    names = list(states[0]) if states else []
+    return [n for n in names if all(isinstance(s.get(n), StoredTensor) and len(s[n].shape) == 1 for s in states)]

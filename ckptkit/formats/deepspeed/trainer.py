@@ -1,0 +1,46 @@
+"""The Hugging Face Trainer's DeepSpeed checkpoints: config and tokenizer at the root, the rest in `global_step<N>/`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo
+from ckptkit.errors import CheckpointNotFoundError
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.trainers.steps import ordered
+from ckptkit.storage import Store
+
+__all__ = ["is_trainer_directory", "open_catalog"]
+
+_OBJECTS = {"trainer_state": "trainer_state.json", "scheduler": "scheduler.pt", "rng_state": "rng_state.pth"}
+
+
+def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
+    """Tell whether these names are of one checkpoint of the Trainer, not of a run with many tags."""
+    return "trainer_state.json" in files and any(name.startswith("global_step") for name in directories)
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the newest `global_step<N>/`, with the side files of the root."""
+    from ckptkit.formats.deepspeed import zero  # here: every directory is asked whether it is one of these
+    from ckptkit.formats.hf.side_files import find_side_files, read_json
+    from ckptkit.formats.trainers.merge import file_objects, merged, open_part
+
+    listing = store.list()
+    steps = ordered(i.path for i in listing if i.kind == "directory" and i.path.startswith("global_step"))
+    if not steps:
+        raise CheckpointNotFoundError(f"{store.url} has no global_step<N>/.")
+    part = open_part(zero.open_catalog, store, steps[0].name, options)
+    sizes = {item.path: item.size for item in listing if item.kind == "file"}
+    state = read_json(store, "trainer_state.json")
+    step = state.get("global_step") if isinstance(state, dict) else None
+    side = find_side_files(store)
+    info = CatalogInfo(
+        "deepspeed",
+        producer=f"transformers Trainer, {part.info.producer}",
+        step=step if type(step) is int else None,
+        side_files=side.carried,
+        notes=side.notes,
+        extra=side.extra,
+    )
+    return merged([part, Catalog({}, file_objects(sizes, _OBJECTS), info)], info)

@@ -1,0 +1,98 @@
+"""DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, each tensor whole.
+
+The model states of the job that was converted lie beside (deepspeed/checkpoint/ds_to_universal.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.catalog.box import row_major_strides
+from ckptkit.catalog.entry import Catalog, CatalogInfo, SliceArray
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.deepspeed.files import read_model_states
+from ckptkit.formats.deepspeed.layout import Shape
+from ckptkit.formats.deepspeed.zero import MODEL_FILE, frozen_weights, weight_entries
+from ckptkit.formats.hf.side_files import file_names
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.pickles.tensors import StoredTensor
+from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.trainers.optimizer_files import OptimizerState
+from ckptkit.formats.trainers.rank_files import Joined
+from ckptkit.storage import Store
+
+__all__ = ["open_catalog"]
+
+_ROOT = "zero"
+_STATE_FILE = re.compile(r"([A-Za-z0-9_]+)\.pt")
+_WEIGHT = "fp32"
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the universal checkpoint at the store's root, without tensor bytes.
+
+    Raises:
+        IncompleteCheckpointError: A parameter has no weights.
+        UnsupportedFormatError: A parameter was padded or cut in a way that only a live model undoes.
+    """
+    listing = store.list()
+    models = read_model_states(store, file_names(listing), MODEL_FILE)
+    shapes = {name: shape for group in models.param_shapes for name, shape in group.items()}
+    optimizer = OptimizerState()
+    masters: dict[str, Joined] = {}
+    files = {item.path: item.size for item in listing if item.path.endswith("_states.pt")}
+    for name, states in _parameters(store, files):
+        for state, value in states.items():
+            if isinstance(value, (int, float)):
+                optimizer.add_value(name, state, value)
+                continue
+            joined = _joined(value, shapes.get(name), f"{_ROOT}/{name}/{state}.pt", state)
+            if state == _WEIGHT:
+                masters[name] = joined
+            else:
+                optimizer.add(name, state, joined)
+    missing = sorted(shapes.keys() - masters.keys())
+    if missing:
+        raise IncompleteCheckpointError(f"{_ROOT}/{missing[0]}/{_WEIGHT}.pt is missing ({len(missing)} in all).")
+    weights = {**models.whole(elsewhere=models.trained | masters.keys()), **frozen_weights(models), **masters}
+    info = CatalogInfo(
+        "deepspeed-universal",
+        producer=f"deepspeed {models.version}".strip(),
+        step=models.step,
+        files=files,
+    )
+    tensors = weight_entries(weights, masters, models.shared)
+    return Catalog({**tensors, **optimizer.tensors}, {**models.objects(), **optimizer.objects}, info)
+
+
+def _parameters(store: Store, files: dict[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each parameter with what its files hold; `files` gets their sizes."""
+    for item in store.list(_ROOT):
+        if item.kind != "directory":
+            continue
+        states = {}
+        for file in store.list(item.path):
+            match = _STATE_FILE.fullmatch(file.path.rpartition("/")[2])
+            if match and file.kind == "file":
+                files[file.path] = file.size
+                states[match[1]] = read_archive(store, file.path).value
+        yield item.path[len(_ROOT) + 1 :], states
+
+
+def _joined(value: Any, shape: Shape | None, file: str, state: str) -> Joined:
+    settings: Mapping[str, Any] = value if isinstance(value, dict) else {}
+    tensor = settings.get("param") if settings else value
+    if settings.get("vocab_tensor") or settings.get("sub_param_shape"):
+        raise UnsupportedFormatError(f"{file}: its parameter was padded or cut into sub-parameters.")
+    if not isinstance(tensor, StoredTensor):
+        raise CorruptCheckpointError(f"{file} holds no tensor.")
+    if state != "step" and shape is not None and tensor.shape != shape:
+        # ZeRO-3's come flat, perhaps with the padding of the last rank.
+        if len(tensor.shape) != 1 or tensor.numel < math.prod(shape):
+            raise CorruptCheckpointError(f"{file} has shape {list(tensor.shape)}, the model file says {list(shape)}.")
+        tensor = replace(tensor, shape=shape, strides=row_major_strides(shape))
+    return Joined(tensor.dtype, tensor.shape, SliceArray.of([tensor.slice()], len(tensor.shape)))

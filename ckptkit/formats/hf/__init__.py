@@ -1,0 +1,1 @@
+"""Hugging Face files: safetensors, and the config and tokenizer beside them."""

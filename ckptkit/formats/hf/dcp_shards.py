@@ -1,0 +1,160 @@
+"""The safetensors shards of torch's DCP: `shard-R-model-i-of-n`, one set of files a rank, no `.metadata`.
+
+Each header says in `DCP_SHARDING_INFO` where its tensors start; the whole shape is nowhere, so it is the
+largest end that any shard reaches (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry, TensorSlice
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats.hf.header import SafetensorsHeader, read_headers
+from ckptkit.formats.hf.side_files import SideFiles, find_side_files
+from ckptkit.formats.own.json import parse
+from ckptkit.storage import Store
+
+__all__ = ["SHARD_NAME", "open_shards", "saved_offsets"]
+
+SHARD_NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+_MAX_RANKS = 1 << 20
+_KEY = "DCP_SHARDING_INFO"
+_VOCABULARY = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "tok_embeddings.weight")
+
+
+def open_shards(store: Store, names: Sequence[str]) -> Catalog:
+    """Return the catalog of the shards `names`, all at the store's root.
+
+    Raises:
+        IncompleteCheckpointError: Parts of a tensor, or the shards of a rank, are missing.
+        CorruptCheckpointError: Shards of two saves lie together, or contradict each other.
+    """
+    ranks = _ranks(names)
+    headers = read_headers(store, names)
+    parts: dict[str, list[TensorSlice]] = {}
+    dtypes: dict[str, str] = {}
+    for path, header in headers.items():
+        offsets = saved_offsets(header, path)
+        for name, tensor in header.tensors.items():
+            if dtypes.setdefault(name, tensor.dtype) != tensor.dtype:
+                raise CorruptCheckpointError(f"{path}: {name!r} is {tensor.dtype}, {dtypes[name]} in other shards.")
+            box = Box(offsets.get(name, (0,) * len(tensor.shape)), tensor.shape)
+            parts.setdefault(name, []).append(TensorSlice(box, path, tensor.start, tensor.nbytes, rank=ranks[path]))
+    entries = {name: _entry(name, dtypes[name], slices) for name, slices in parts.items()}
+    world_size = max(ranks.values()) + 1
+    _check_coverage(entries, ranks, world_size)
+    side = _side_files(store)
+    counted = _check_vocabulary(entries, side.config or {}, world_size)
+    doubt = (
+        {} if counted else {"unproved": "that the files of the last ranks are here: nothing says how many ranks wrote"}
+    )
+    return Catalog(
+        entries,
+        info=CatalogInfo(
+            "safetensors-shards",
+            producer="torch.distributed.checkpoint",
+            world_size=world_size,
+            files={path: header.nbytes for path, header in headers.items()},
+            side_files=side.carried,
+            notes=side.notes,
+            extra={**side.extra, **doubt},
+        ),
+    )
+
+
+def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, ...]]:
+    """Return where each tensor of a shard starts in its whole tensor, as the header records it."""
+    text = header.metadata.get(_KEY)
+    if text is None:
+        return {}
+    info = parse(text, file=f"{path}: {_KEY} of the header")
+    if not isinstance(info, dict):
+        raise CorruptCheckpointError(f"{path}: {_KEY} of the header is no JSON object.")
+    return {
+        name: _offsets(name, info[name], len(tensor.shape), path)
+        for name, tensor in header.tensors.items()
+        if name in info
+    }
+
+
+def _offsets(name: str, value: Any, ndim: int, path: str) -> tuple[int, ...]:
+    offsets = value.get("saved_offsets") if isinstance(value, dict) else None
+    good = isinstance(offsets, list) and len(offsets) == ndim
+    if not good or not all(type(x) is int and 0 <= x < 2**62 for x in offsets or ()):
+        raise CorruptCheckpointError(
+            f"{path}: saved_offsets of {name!r} are {offsets!r:.80}; expected {ndim} integers."
+        )
+    return tuple(offsets or ())
+
+
+def _ranks(names: Sequence[str]) -> dict[str, int]:
+    """Return the writer of each file. File names count ranks from 1 (torch, transformers)."""
+    found: dict[str, int] = {}
+    totals: set[str] = set()
+    for name in names:
+        match = SHARD_NAME.fullmatch(name)
+        if match is None:
+            raise CorruptCheckpointError(f"{name} is no shard-<rank>-model-<i>-of-<n>.safetensors.")
+        found[name] = int(match[1])
+        totals.add(match[3])
+    if max(found.values(), default=0) > _MAX_RANKS:
+        raise CorruptCheckpointError(f"{max(found, key=found.__getitem__)}: no job has that many ranks.")
+    if len(totals) > 1:
+        raise CorruptCheckpointError(
+            f"shards of {len(totals)} saves lie together (of {', '.join(sorted(totals))} files a rank). Keep one."
+        )
+    first = min(1, *found.values()) if found else 1
+    return {name: rank - first for name, rank in found.items()}
+
+
+def _entry(name: str, dtype: str, slices: list[TensorSlice]) -> TensorEntry:
+    ndim = slices[0].box.ndim
+    if any(part.box.ndim != ndim for part in slices):
+        other = next(part for part in slices if part.box.ndim != ndim)
+        raise CorruptCheckpointError(f"{other.path}: {name!r} has {other.box.ndim} dimensions, {ndim} in other shards.")
+    shape = tuple(max(part.box.stops[dim] for part in slices) for dim in range(ndim))
+    return TensorEntry(name, dtype, shape, SliceArray.of(slices, ndim), Role.MODEL, name)
+
+
+def _check_coverage(entries: Mapping[str, TensorEntry], ranks: Mapping[str, int], world_size: int) -> None:
+    absent = sorted(set(range(world_size)) - set(ranks.values()))
+    for entry in entries.values():
+        try:
+            entry.check_coverage()
+        except IncompleteCheckpointError as error:
+            gone = ", ".join(f"shard-{rank + 1:05}-model-*" for rank in absent[:8])
+            hint = (
+                f" Missing files: {gone}."
+                if absent
+                else " A rank wrote more than one part of it, and only one is left."
+            )
+            raise IncompleteCheckpointError(f"{error}{hint}") from error
+
+
+def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, Any], world_size: int) -> bool:
+    """Check the embedding against config.json: nothing else shows that the last ranks' shards are missing. Returns
+    whether there was one to check."""
+    wanted, checked = config.get("vocab_size"), False
+    if type(wanted) is not int:
+        return False
+    for name, entry in entries.items():
+        if name.endswith(_VOCABULARY) and entry.shape and entry.shape[0] < wanted:
+            raise IncompleteCheckpointError(
+                f"tensor {name!r} has {entry.shape[0]} rows in the shards of {world_size} ranks, config.json says "
+                f"vocab_size {wanted}: the last ranks are missing (shard-{world_size + 1:05}-model-*, ...)."
+            )
+        checked = checked or name.endswith(_VOCABULARY)
+    return checked
+
+
+def _side_files(store: Store) -> SideFiles:
+    beside = find_side_files(store)
+    return beside if beside.config is not None else _merged(beside, find_side_files(store, ".hf_metadata"))
+
+
+def _merged(a: SideFiles, b: SideFiles) -> SideFiles:
+    return SideFiles((*a.carried, *b.carried), (*a.code, *b.code), b.config, (*a.notes, *b.notes))

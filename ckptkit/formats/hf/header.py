@@ -1,0 +1,347 @@
+"""The header of a safetensors file, checked by the rules of the format before anything trusts it.
+
+Layout: 8 bytes little-endian header length n, n bytes of JSON, then the data. The rules are those of the
+reference implementation (huggingface/safetensors, tensor.rs): n is at most 100 MB and ends inside the
+file; the JSON is one object without duplicate keys; every tensor's byte range has exactly the length that
+its dtype and shape ask for; the ranges cover the data from its first to its last byte without a hole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.dtypes import from_safetensors
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.own.json import parse
+from ckptkit.storage import Store
+from ckptkit.storage.pool import WorkerPool
+
+__all__ = [
+    "HeaderTensor",
+    "SafetensorsHeader",
+    "parse_header",
+    "read_header",
+    "read_headers",
+    "TensorToWrite",
+    "Layout",
+    "encode_header",
+    "encode_index",
+    "lay_out",
+    "shard_names",
+    "split_into_shards",
+]
+
+MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMS = 64  # torch's own limit; keeps the product of a hostile shape small
+_MAX_EXTENT = 2**63 - 1
+_FIRST_READ = 64 << 10
+_HALF = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")  # as repr writes a lone surrogate
+_THREADS = 8  # headers are small: on object storage the time goes into waiting
+
+
+class HeaderTensor(NamedTuple):
+    """One tensor of a header: torch's dtype name, shape, and its bytes [start, start + nbytes) of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """What a header says.
+
+    Attributes:
+        tensors: By name; byte ranges count from the start of the file.
+        metadata: The `__metadata__` strings.
+        nbytes: Bytes of the whole file (or of the blob in it).
+    """
+
+    tensors: Mapping[str, HeaderTensor]
+    metadata: Mapping[str, str]
+    nbytes: int
+
+
+def read_header(store: Store, path: str, *, start: int = 0, nbytes: int | None = None) -> SafetensorsHeader:
+    """Read and check the header of `path`; tensor bytes are not read.
+
+    Args:
+        start: Where the safetensors blob begins in the file.
+        nbytes: Length of the blob; by default it ends with the file.
+
+    Raises:
+        IncompleteCheckpointError: The file is shorter than its header says.
+        CorruptCheckpointError: The header breaks a rule of the format.
+        UnsupportedFormatError: A dtype is unknown.
+    """
+    head = store.read(path, start, start + _FIRST_READ)
+    if len(head) < 8:
+        raise IncompleteCheckpointError(
+            f"{path}: {len(head)} bytes are too few for a safetensors file. It is truncated."
+        )
+    length = _header_length(head[:8], path)
+    raw = head[8 : 8 + length]
+    if len(raw) < length:
+        raw += store.read(path, start + len(head), start + 8 + length)
+    if len(raw) < length:
+        raise IncompleteCheckpointError(
+            f"{path}: the header is {length} bytes long, but the file ends after {len(raw)} of them. It is truncated."
+        )
+    header = parse_header(raw, path, start=start)
+    _check_end(store, path, start + header.nbytes, None if nbytes is None else start + nbytes)
+    return header
+
+
+def read_headers(store: Store, paths: Iterable[str]) -> dict[str, SafetensorsHeader]:
+    """Return the checked headers of these files, in their order."""
+    paths = list(paths)
+    if len(paths) < 3:
+        return {path: read_header(store, path) for path in paths}
+    with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-header") as pool:
+        return dict(zip(paths, pool.map(lambda path: read_header(store, path), paths), strict=True))
+
+
+def parse_header(raw: bytes, path: str, *, start: int = 0) -> SafetensorsHeader:
+    """Return what the JSON bytes `raw` of a header say, with byte ranges counted for a blob at `start`.
+
+    Args:
+        path: For messages.
+    """
+    if not raw.startswith(b"{"):
+        raise CorruptCheckpointError(f"{path}: the safetensors header does not start with '{{'. It is no such file.")
+    members = _load_json(raw, path)
+    metadata = _metadata(members.pop("__metadata__", None), path)
+    data_start = start + 8 + len(raw)
+    tensors = {name: _tensor(name, value, data_start, path) for name, value in members.items()}
+    end = _check_contiguous(tensors, data_start, path)
+    return SafetensorsHeader(tensors, metadata, end - start)
+
+
+def _header_length(raw: bytes, path: str) -> int:
+    length = int.from_bytes(raw, "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptCheckpointError(
+            f"{path}: the safetensors header claims {length} bytes; {MAX_HEADER_BYTES} are allowed. "
+            "The file is damaged or no safetensors file."
+        )
+    return length
+
+
+def _load_json(raw: bytes, path: str) -> dict[str, Any]:
+    # A nested object is kept as its pairs, so that a large header costs a tuple a tensor, not a dict.
+    pairs = parse(raw, file=f"{path}: the safetensors header", pairs=tuple)
+    if b"\\u" in raw and _HALF.search(repr(pairs)):
+        raise CorruptCheckpointError(f"{path}: the safetensors header has half a character, which no UTF-8 text has.")
+    if not isinstance(pairs, tuple):
+        raise CorruptCheckpointError(f"{path}: the safetensors header is no JSON object.")
+    return _unique(pairs, path, "")
+
+
+def _unique(pairs: tuple[tuple[str, Any], ...], path: str, where: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise CorruptCheckpointError(f"{path}: the safetensors header has the key {twice!r:.200}{where} twice.")
+    return found
+
+
+def _metadata(value: Any, path: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, tuple) or not all(isinstance(text, str) for _, text in value):
+        raise CorruptCheckpointError(f"{path}: __metadata__ of the safetensors header must map strings to strings.")
+    return _unique(value, path, " of __metadata__")
+
+
+def _tensor(name: str, value: Any, data_start: int, path: str) -> HeaderTensor:
+    if not isinstance(value, tuple):
+        raise CorruptCheckpointError(f"{path}: header entry {name!r} is no object.")
+    fields = dict(value)
+    if len(fields) != len(value):
+        _unique(value, path, f" of {name!r}")
+    if fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CorruptCheckpointError(
+            f"{path}: header entry {name!r} has the keys {sorted(fields)}; expected dtype, shape and data_offsets."
+        )
+    dtype = _dtype(name, fields["dtype"], path)
+    shape = _naturals(fields["shape"], "shape", name, path)
+    offsets = _naturals(fields["data_offsets"], "data_offsets", name, path)
+    if len(shape) > _MAX_DIMS or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CorruptCheckpointError(
+            f"{path}: tensor {name!r} has {len(shape)} dimensions and data_offsets {list(offsets[:8])}; expected at "
+            f"most {_MAX_DIMS} dimensions and [begin, end] with begin <= end."
+        )
+    nbytes = math.prod(shape) * dtype.itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        raise CorruptCheckpointError(
+            f"{path}: tensor {name!r} of dtype {dtype.safetensors} and shape {list(shape)} needs {nbytes} bytes, but "
+            f"its data_offsets {list(offsets)} give it {offsets[1] - offsets[0]}."
+        )
+    return HeaderTensor(dtype.name, shape, data_start + offsets[0], nbytes)
+
+
+def _dtype(name: str, value: Any, path: str) -> Any:
+    if not isinstance(value, str):
+        raise CorruptCheckpointError(f"{path}: dtype of tensor {name!r} is no string.")
+    try:
+        return from_safetensors(value)
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(f"{path}: tensor {name!r}: {error}") from error
+
+
+def _naturals(value: Any, what: str, name: str, path: str) -> tuple[int, ...]:
+    # `type(x) is int`: JSON true is a Python int too.
+    if isinstance(value, list):
+        for x in value:
+            if type(x) is not int or not 0 <= x <= _MAX_EXTENT:
+                break
+        else:
+            return tuple(value)
+    raise CorruptCheckpointError(f"{path}: {what} of {name!r} must be a list of integers from 0 to 2^63 - 1.")
+
+
+def _check_contiguous(tensors: Mapping[str, HeaderTensor], data_start: int, path: str) -> int:
+    """Check that the ranges follow each other without hole or overlap; return where the last one ends."""
+    end = data_start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if tensor.start != end:
+            what = "a hole" if tensor.start > end else "an overlap"
+            raise CorruptCheckpointError(
+                f"{path}: {what} in the data before tensor {name!r}: it begins at byte {tensor.start - data_start} "
+                f"of the data, the tensors before it end at {end - data_start}."
+            )
+        end += tensor.nbytes
+    return end
+
+
+def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:
+    """Check that the file (or the blob) ends where the header says."""
+    if expected is None:
+        info = store.info(path)
+        if info is not None and info.kind == "file":
+            expected = info.size
+        else:  # a symlink has no size of its own: ask for the last byte and the one after it
+            expected = end - 1 + len(store.read(path, end - 1, end + 1))
+    if expected < end:
+        raise IncompleteCheckpointError(
+            f"{path}: the header describes {end} bytes, the file has {expected}. It is truncated."
+        )
+    if expected > end:
+        raise CorruptCheckpointError(
+            f"{path}: the file goes on after byte {end}, where its safetensors header ends. It is damaged."
+        )
+
+
+# What comes before the data of a safetensors file, and how tensors fall into the shards of a Hugging Face model.
+
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorToWrite:
+    """One tensor of a file, as its header describes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        result = dtype_of(self.dtype).itemsize
+        for size in self.shape:
+            result *= size
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A file laid out.
+
+    Attributes:
+        header: The bytes before the data: length, JSON, padding to a multiple of 8.
+        starts: Byte offset in the file, of each tensor in the order it was given.
+        nbytes: Of the whole file.
+    """
+
+    header: bytes
+    starts: tuple[int, ...]
+    nbytes: int
+
+
+def encode_header(
+    tensors: Sequence[TensorToWrite], starts: Sequence[int], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the header for tensors that start at these bytes of the data section.
+
+    Raises:
+        UnsupportedFormatError: A dtype has no name in safetensors, or a name is not allowed or there twice.
+    """
+    fields: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    for tensor, start in zip(tensors, starts, strict=True):
+        if tensor.name in fields or tensor.name == "__metadata__":
+            raise UnsupportedFormatError(f"tensor name {tensor.name!r} is there twice, or not allowed in safetensors.")
+        name = dtype_of(tensor.dtype).safetensors
+        if name is None:
+            raise UnsupportedFormatError(f"tensor {tensor.name!r}: safetensors has no dtype {tensor.dtype}.")
+        span = [start, start + tensor.nbytes]
+        fields[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text += b" " * (-len(text) % 8)  # data starts 8-aligned, as the format's own writer pads
+    return len(text).to_bytes(8, "little") + text
+
+
+def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> Layout:
+    """Lay a file out: widest elements first, so that each tensor is aligned to its own; else in the given order."""
+    order = sorted(range(len(tensors)), key=lambda i: -_alignment(tensors[i].dtype))
+    starts = [0] * len(tensors)
+    at = 0
+    for i in order:
+        starts[i] = at
+        at += tensors[i].nbytes
+    header = encode_header([tensors[i] for i in order], [starts[i] for i in order], metadata)
+    return Layout(header, tuple(len(header) + start for start in starts), len(header) + at)
+
+
+def _alignment(name: str) -> int:
+    return min(8, dtype_of(name).itemsize)
+
+
+def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:
+    """Return the tensors of each shard, in the given order: a shard is closed before it would be too large.
+
+    A tensor larger than a shard gets one of its own.
+    """
+    shards: list[list[int]] = [[]]
+    size = 0
+    for i, count in enumerate(nbytes):
+        if shards[-1] and size + count > max_shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(i)
+        size += count
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """Return the file names of `count` shards: "model.safetensors", or "model-00001-of-00002.safetensors", ..."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def encode_index(weight_map: Mapping[str, str], *, total_size: int, total_parameters: int) -> bytes:
+    """Return the text of `model.safetensors.index.json`."""
+    metadata = {"total_parameters": total_parameters, "total_size": total_size}
+    document = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,195 @@
+"""Safetensors on disk: one file, a Hugging Face directory, or the shards that torch's DCP writes into it.
+
+Only headers, the index and config.json are read here, never tensor bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePathError,
+    UnsupportedFormatError,
+)
+from ckptkit.formats.hf.dcp_shards import SHARD_NAME, open_shards
+from ckptkit.formats.hf.header import HeaderTensor, SafetensorsHeader, read_headers
+from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json, unread_optimizer
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.json import parse
+from ckptkit.formats.torch_save import numbered_files
+from ckptkit.storage import Store
+from ckptkit.storage.store import is_safe_name
+
+__all__ = ["open_catalog", "open_file"]
+
+_INDEX = ".safetensors.index.json"
+_MAX_INDEX_BYTES = 96 << 20  # a million tensors
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the headers of the safetensors checkpoint at the store's root.
+
+    Raises:
+        CheckpointNotFoundError: There is no safetensors file.
+        IncompleteCheckpointError: A shard is missing or truncated.
+        CorruptCheckpointError: A header, the index, or both together break their rules.
+        UnsafePathError: The index names a file outside of the directory.
+    """
+    listed = file_names(store.list())
+    names = [name for name in listed if name.endswith((".safetensors", _INDEX))]
+    shards = [name for name in names if SHARD_NAME.fullmatch(name)]
+    if shards:
+        return open_shards(store, shards)
+    headers, notes = _choose(store, names)
+    notes = (*notes, *unread_optimizer(listed))
+    if "modules.json" in listed:
+        notes = (*notes, *_modules(store))
+    entries: dict[str, TensorEntry] = {}
+    for path, header in headers.items():
+        for name, tensor in header.tensors.items():
+            if name in entries:
+                first = entries[name].slices[0].path
+                raise CorruptCheckpointError(f"tensor {name!r} is in {first} and again in {path}.")
+            entries[name] = _whole_entry(name, tensor, path)
+    return Catalog(entries, info=_info(store, headers, find_side_files(store), notes))
+
+
+def open_file(store: Store, path: str) -> Catalog:
+    """Read the header of one safetensors file."""
+    headers = read_headers(store, [path])
+    header = headers[path]
+    if "DCP_SHARDING_INFO" in header.metadata:
+        raise IncompleteCheckpointError(
+            f"{path} is one of the shards that several ranks wrote. Give the directory that holds them all."
+        )
+    entries = {name: _whole_entry(name, tensor, path) for name, tensor in header.tensors.items()}
+    side = find_side_files(store) if path in ("model.safetensors", "adapter_model.safetensors") else SideFiles()
+    return Catalog(entries, info=_info(store, headers, side, ()))
+
+
+def _whole_entry(name: str, tensor: HeaderTensor, path: str) -> TensorEntry:
+    slices = SliceArray.whole(path, tensor.start, tensor.nbytes, tensor.shape)
+    return TensorEntry(name, tensor.dtype, tensor.shape, slices, Role.MODEL, name)
+
+
+def _info(
+    store: Store, headers: Mapping[str, SafetensorsHeader], side: SideFiles, notes: tuple[str, ...]
+) -> CatalogInfo:
+    extra: dict[str, Any] = dict(side.extra)
+    if "adapter_model.safetensors" in headers:
+        adapter = read_json(store, "adapter_config.json")
+        if isinstance(adapter, dict):
+            extra["adapter_config"] = adapter
+        else:
+            notes = (*notes, "adapter_config.json is missing: rank and alpha of the adapter are not known.")
+    return CatalogInfo(
+        "safetensors",
+        producer=next((header.metadata["format"] for header in headers.values() if "format" in header.metadata), ""),
+        files={path: header.nbytes for path, header in headers.items()},
+        side_files=(*side.carried, *(("adapter_config.json",) if "adapter_config" in extra else ())),
+        notes=(*notes, *side.notes),
+        extra=extra,
+    )
+
+
+def _modules(store: Store) -> tuple[str, ...]:
+    """A note on the modules of sentence-transformers that have weights of their own, which are no part of the model."""
+    modules = read_json(store, "modules.json")
+    places = [item.get("path") for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
+    safe = [place for place in places[:64] if isinstance(place, str) and is_safe_name(place)]
+    ends = (".safetensors", ".bin")
+    heavy = [place for place in safe if any(name.endswith(ends) for name in file_names(store.list(place)))]
+    if not heavy:
+        return ()
+    return (
+        f"modules.json: {', '.join(heavy)} {'has' if len(heavy) == 1 else 'have'} weights too, which are not read.",
+    )
+
+
+# --- which files make up the checkpoint
+
+
+def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader], tuple[str, ...]]:
+    """Return the headers of the checkpoint's files, chosen in the order of transformers, and notes."""
+    indices = [name for name in names if name.endswith(_INDEX)]
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    if indices and "model.safetensors" not in tensors:
+        index = "model" + _INDEX if "model" + _INDEX in indices else indices[0]
+        if index != "model" + _INDEX and len(indices) > 1:
+            raise CorruptCheckpointError(f"{store.url} has several indexes: {', '.join(indices)}. Keep one.")
+        headers = _indexed(store, index, tensors)
+        return headers, _unused(names, [index, *headers])
+    chosen = _without_index(store, tensors)
+    notes = (f"there is no index; all {len(chosen)} numbered files were taken.",) if len(chosen) > 1 else ()
+    return read_headers(store, chosen), (*notes, *_unused(names, chosen))
+
+
+def _without_index(store: Store, tensors: list[str]) -> list[str]:
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        if name in tensors:
+            return [name]
+    numbered = numbered_files(tensors, "safetensors")
+    if numbered is not None:
+        return numbered
+    if not tensors:
+        raise CheckpointNotFoundError(f"{store.url} has no *.safetensors file.")
+    if len(tensors) > 1 and all(re.search(r"rank[_-]?\d", name) for name in tensors):
+        raise UnsupportedFormatError(
+            f"{tensors[0]} and {len(tensors) - 1} more are of ranks: a safetensors file does not say where in a tensor "
+            "the part of a rank lies. Save them with torch's own HuggingFaceStorageWriter, or as a DCP."
+        )
+    if len(tensors) > 1:
+        raise CorruptCheckpointError(
+            f"{store.url} has {len(tensors)} safetensors files ({', '.join(tensors[:4])}...) and no "
+            f"model{_INDEX} that says which belong together. Give one of the files."
+        )
+    return tensors
+
+
+def _unused(names: list[str], used: list[str]) -> tuple[str, ...]:
+    left = [name for name in names if name not in used]
+    return (f"not read: {', '.join(left)}.",) if left else ()
+
+
+def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, SafetensorsHeader]:
+    """Return the headers of the shards that the index names, which must agree with it in both directions."""
+    weight_map = _weight_map(store, index)
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if shard not in tensors]
+    if missing:
+        raise IncompleteCheckpointError(
+            f"{index} names {len(shards)} files; missing: {', '.join(missing[:8])}{'...' if len(missing) > 8 else ''}."
+        )
+    headers = read_headers(store, shards)
+    for name, shard in weight_map.items():
+        if name not in headers[shard].tensors:
+            raise IncompleteCheckpointError(f"{index} says that tensor {name!r} is in {shard}; it is not.")
+    for shard, header in headers.items():
+        for name in header.tensors:
+            if weight_map.get(name) != shard:
+                where = f"places it in {weight_map[name]}" if name in weight_map else "does not list it"
+                raise CorruptCheckpointError(f"{shard} holds tensor {name!r}, but {index} {where}.")
+    return headers
+
+
+def _weight_map(store: Store, index: str) -> dict[str, str]:
+    info = store.info(index)
+    if info is not None and info.size > _MAX_INDEX_BYTES:
+        raise CorruptCheckpointError(
+            f"{index} has {info.size} bytes; an index of a million tensors has at most {_MAX_INDEX_BYTES}. "
+            "It is damaged, or no index."
+        )
+    content = parse(store.read(index), file=index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CorruptCheckpointError(f"{index} is no index: expected a JSON object with a weight_map of file names.")
+    for shard in set(weight_map.values()):
+        if not is_safe_name(shard):
+            raise UnsafePathError(f"{index} names the file {shard!r:.200}; only files beside the index may be named.")
+    return weight_map

@@ -1,0 +1,156 @@
+"""The files beside the weights that an export carries along: config, tokenizer, chat template, licence."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.formats.own.json import check_density
+from ckptkit.storage import FileInfo, Store
+from ckptkit.storage.store import is_safe_name
+
+__all__ = ["SideFiles", "find_side_files", "is_code", "is_side_file", "read_json", "unread_optimizer"]
+
+_CARRIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*_preprocessor_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+_CODE = ("*.py",)
+_OPTIMIZER = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
+_MAX_JSON_BYTES = 32 << 20
+# What transformers' config says about the weights; enough to decide on tied heads and wanted shapes.
+_CONFIG_KEYS = (
+    "architectures",
+    "model_type",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "transformers_version",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SideFiles:
+    """Files to carry along.
+
+    Attributes:
+        carried: config.json, tokenizer files and the like, relative to the store.
+        code: Python files of the model's author; listed, never run.
+        config: What config.json says; {} where there is none that can be read.
+        notes: What could not be read.
+    """
+
+    carried: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+    config: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The entries for `CatalogInfo.extra`."""
+        found: dict[str, Any] = {}
+        if self.config:
+            found["config"] = {key: self.config[key] for key in _CONFIG_KEYS if key in self.config}
+        if self.code:
+            found["code_files"] = list(self.code)
+        return found
+
+
+def find_side_files(store: Store, directory: str = "") -> SideFiles:
+    """Return the side files in `directory`; only config.json is read."""
+    entries = store.list(directory)
+    templates = f"{directory}/additional_chat_templates" if directory else "additional_chat_templates"
+    if any(entry.path == templates for entry in entries):
+        entries += store.list(templates)
+    # A name that no system should be given is not carried on: it would fail, or fool somebody, where it is written.
+    found = [entry.path for entry in entries if entry.kind in ("file", "symlink")]
+    files = [path for path in found if is_safe_name(path.rpartition("/")[2])]
+    notes = _unsafe(found, files, directory)
+    carried = tuple(path for path in files if _matches(path, directory, _CARRIED))
+    code = tuple(path for path in files if _matches(path, directory, _CODE))
+    config_path = f"{directory}/config.json" if directory else "config.json"
+    if config_path not in carried:
+        return SideFiles(carried, code, None, notes)
+    config = read_json(store, config_path)
+    if not isinstance(config, dict):
+        return SideFiles(carried, code, None, (f"{config_path} is no JSON object; it was not used.", *notes))
+    return SideFiles(carried, code, config, notes)
+
+
+def _unsafe(found: Sequence[str], safe: Sequence[str], directory: str) -> tuple[str, ...]:
+    """A note that names the side files whose names are those of no file everywhere."""
+    left = sorted(set(found) - set(safe))
+    names = [path for path in left if _matches(path, directory, (*_CARRIED, *_CODE))]
+    if not names:
+        return ()
+    more = f" and {len(names) - 3} more" * (len(names) > 3)
+    return (
+        f"not carried along, for their names are unsafe: {', '.join(f'{name!r:.80}' for name in names[:3])}{more}.",
+    )
+
+
+def is_side_file(path: str) -> bool:
+    """Tell whether a file at the root of a checkpoint, by its name, is carried along."""
+    return _matches(path, "", _CARRIED)
+
+
+def is_code(path: str) -> bool:
+    """Tell whether a file at the root of a checkpoint is Python code of the model's author, by its name."""
+    return _matches(path, "", _CODE)
+
+
+def unread_optimizer(names: Iterable[str]) -> tuple[str, ...]:
+    """A note where the Trainer or accelerate saved an optimizer beside whole weights: its state is keyed by numbers,
+    and no file has the order of the parameters."""
+    found = [name for name in names if _OPTIMIZER.fullmatch(name)]
+    return (f"{found[0]} lies beside the weights; an optimizer of whole weights is not read.",) if found else ()
+
+
+def read_json(store: Store, path: str) -> Any:
+    """Return what the JSON file says; None where it is missing, too large or no JSON."""
+    try:
+        raw = store.read(path, 0, _MAX_JSON_BYTES + 1)
+        check_density(raw, file=path)
+        return json.loads(raw.decode("utf-8")) if len(raw) <= _MAX_JSON_BYTES else None
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+
+
+def file_names(entries: Iterable[FileInfo]) -> list[str]:
+    """Return the paths of what can be opened as a file: regular files, and links that the store may follow."""
+    return [entry.path for entry in entries if entry.kind in ("file", "symlink")]
+
+
+def _matches(path: str, directory: str, patterns: tuple[str, ...]) -> bool:
+    name = path[len(directory) + 1 :] if directory else path
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

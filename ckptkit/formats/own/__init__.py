@@ -1,0 +1,1 @@
+"""Our own files: the commit record, the manifest, LOCAL shards."""

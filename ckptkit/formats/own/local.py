@@ -1,0 +1,153 @@
+"""LOCAL: one safetensors file a rank, each tensor the part that the rank holds; where it lies in the whole is recorded.
+
+    local_<rank, five digits>.safetensors
+
+The header's `__metadata__["ckptkit.local"]` is JSON: `{"version": 1, "rank", "world_size", "meshes", "tensors"}`.
+"meshes" are those of the manifest (`{"shape", "names", "ranks"}`). "tensors" has for each tensor of the file
+`[key, shape of the whole, offsets, [mesh, placements] or null]`. A part that is no single box (a strided shard)
+is one tensor a box; then the names are `<key>#<box>`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorSlice
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats.hf.header import SafetensorsHeader, read_header
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.json import parse
+from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
+from ckptkit.formats.own.slice_table import entries_of
+from ckptkit.storage.store import Store
+
+__all__ = ["METADATA_KEY", "LocalTensor", "file_metadata", "file_name", "is_local", "open_catalog"]
+
+METADATA_KEY = "ckptkit.local"
+_MAX_RANKS = 1 << 20
+_SHOWN = 8  # missing ranks in a message
+_FILE = re.compile(r"local_([0-9]{5,9})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """One tensor of a rank's file.
+
+    Attributes:
+        name: In the file.
+        key: In the checkpoint.
+        shape: Of the whole tensor.
+        box: What the file holds of it.
+        placement: (mesh index, one text a mesh dimension); None for a tensor that is not cut.
+    """
+
+    name: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    placement: tuple[int, tuple[str, ...]] | None
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"local_{rank:05d}.safetensors"
+
+
+def file_metadata(
+    rank: int, world_size: int, meshes: Sequence[Mapping[str, Any]], tensors: Sequence[LocalTensor]
+) -> dict[str, str]:
+    """Return what goes into `__metadata__` of a rank's file."""
+    table = {
+        t.name: [t.key, t.shape, t.box.offsets, None if t.placement is None else [t.placement[0], t.placement[1]]]
+        for t in tensors
+    }
+    body = {"version": 1, "rank": rank, "world_size": world_size, "meshes": list(meshes), "tensors": table}
+    return {METADATA_KEY: json.dumps(body, separators=(",", ":"))}
+
+
+def is_local(store: Store) -> bool:
+    """Tell whether rank files of this format lie at the store's root."""
+    return any(_FILE.fullmatch(item.path) for item in store.list())
+
+
+def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
+    """Read the headers of all rank files; for a directory without our manifest.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        IncompleteCheckpointError: A rank's file is missing.
+        CorruptCheckpointError: A header is not what this format says.
+    """
+    found = {int(m[1]): item for item in store.list() if (m := _FILE.fullmatch(item.path))}
+    if not found:
+        raise CheckpointNotFoundError(f"{store.url} has no file local_<rank>.safetensors.")
+    slices: dict[str, list[TensorSlice]] = {}
+    about: dict[str, tuple[str, tuple[int, ...]]] = {}
+    placements: dict[str, Any] = {}
+    meshes: list[Any] = []
+    world_size = len(found)
+    for rank, item in sorted(found.items()):
+        header = read_header(store, item.path)
+        body = _body(header, item.path, rank)
+        world_size = max(world_size, body["world_size"])
+        shift = len(meshes)
+        meshes += body["meshes"]
+        _add_rank(header, body, item.path, slices, about, placements, shift)
+    missing = list(itertools.islice((rank for rank in range(world_size) if rank not in found), _SHOWN))
+    if missing:
+        raise IncompleteCheckpointError(
+            f"{store.url}: {world_size} ranks saved, {world_size - len(found)} of their files are missing: those of "
+            f"ranks {', '.join(map(str, missing))}{', ...' if world_size - len(found) > _SHOWN else ''}."
+        )
+    entries = entries_of({key: (*about[key], slices[key]) for key in slices})
+    info = CatalogInfo(
+        "ckptkit-local",
+        producer="ckptkit",
+        world_size=world_size,
+        files={item.path: item.size for item in found.values()},
+        extra={MESHES: meshes, PLACEMENTS: placements},
+    )
+    return Catalog(entries, {}, info)
+
+
+def _body(header: SafetensorsHeader, path: str, rank: int) -> dict[str, Any]:
+    try:
+        body = parse(header.metadata[METADATA_KEY], file=f"{path}: its metadata")
+        mine = body["version"] == 1 and body["rank"] == rank and rank < body["world_size"] < _MAX_RANKS
+        if mine and isinstance(body["meshes"], list) and set(body["tensors"]) == set(header.tensors):
+            return dict(body)
+    except (KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path}: its metadata does not describe a rank's tensors ({error!r}).") from error
+    raise CorruptCheckpointError(f"{path}: its metadata is that of another rank, or of other tensors.")
+
+
+def _add_rank(
+    header: SafetensorsHeader,
+    body: Mapping[str, Any],
+    path: str,
+    slices: dict[str, list[TensorSlice]],
+    about: dict[str, tuple[str, tuple[int, ...]]],
+    placements: dict[str, Any],
+    shift: int,
+) -> None:
+    for name, stored in header.tensors.items():
+        try:
+            key, shape, offsets, placement = body["tensors"][name]
+            shape, offsets = tuple(map(int, shape)), tuple(map(int, offsets))
+            if placement is not None:
+                placements.setdefault(key, [int(placement[0]) + shift, [str(text) for text in placement[1]]])
+        except (TypeError, ValueError, IndexError) as error:
+            raise CorruptCheckpointError(f"{path}: tensor {name!r} is described wrongly ({error}).") from error
+        if about.setdefault(key, (stored.dtype, shape)) != (stored.dtype, shape):
+            raise CorruptCheckpointError(f"{path}: tensor {key!r} has another dtype or shape than on other ranks.")
+        box = Box(offsets, stored.shape)
+        if not box.within(shape):
+            raise CorruptCheckpointError(f"{path}: tensor {name!r} lies outside of the shape {list(shape)} of {key!r}.")
+        slices.setdefault(key, []).append(TensorSlice(box, path, stored.start, stored.nbytes, rank=int(body["rank"])))

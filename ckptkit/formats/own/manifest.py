@@ -1,0 +1,793 @@
+"""`manifest.safetensors`: what a checkpoint of ours holds, as columns: every slice, where it lies, its digest.
+
+There is no pickle in it, and nothing a row long in Python objects: a million slices are a few arrays, and the
+entries of its catalog are made when they are asked for. The columns (T tensors, N slices in the order of their
+tensors, E the sum of ndim over what precedes):
+
+    names, paths                 tables of texts (UTF-8, and `.ends`)
+    tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; dimensions
+    tensor.shape                 [E] i64
+    tensor.stop                  [T] i64   past the tensor's last slice
+    tensor.role, .state          [T] u8, i32   `Role` by its order; index into the header's "states"
+    tensor.fqn                   [2T] i32  start and stop of the FQN in the name
+    tensor.placement             [T] i32   index into the header's "placements", -1 for none
+    tensor.parts, .part          parts of the planner's path: how many; length, or -1 - index for a list index
+    slice.file, .rank            [N] i32
+    slice.start, .nbytes         [N] i64
+    slice.offset, .size          [E] i64
+    slice.xxh3_64                [N] u64   of the slice's bytes; absent where nothing was digested
+    stride.row, .value           the few slices that do not lie row-major
+    objects, object.*            the same for what is no tensor; small values stand in the header
+
+`info.extra["meshes"]` and `info.extra["placements"]` of the catalog (see `MESHES`, `PLACEMENTS`) carry how each
+tensor was placed: LOCAL checkpoints are resharded by it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.dtypes import DTYPES
+from ckptkit.catalog.entry import (
+    Catalog,
+    CatalogInfo,
+    Digest,
+    MeshInfo,
+    ObjectEntry,
+    Role,
+    SliceArray,
+    TensorEntry,
+)
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.formats.own.columns import Column, Columns, pack, pack_texts, unpack, unpack_texts
+from ckptkit.storage.store import checked_path
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = [
+    "DIGEST",
+    "MESHES",
+    "PLACEMENTS",
+    "Entries",
+    "Manifest",
+    "Objects",
+    "Slices",
+    "Tensors",
+    "read_manifest",
+    "encode",
+    "manifest_of",
+    "check_manifest",
+    "check_tables",
+]
+
+# What must hold for a manifest before anything is read by it. Whole columns at a time.
+
+
+_MAX_NDIM = 64  # torch's own limit
+_MAX_BYTES = 1 << 62
+_BLOCK = 1 << 16
+
+
+def check_tables(columns: Columns, version: int) -> None:
+    """Check everything that later steps index with, so that decoding can't go wrong half-way.
+
+    Raises:
+        CorruptCheckpointError: A table or a pointer is impossible.
+        UnsupportedFormatError: The manifest is of a newer format.
+    """
+    found = columns.field("format", int)
+    if found != version:
+        raise UnsupportedFormatError(f"{columns.file}: its format is {found}; this ckptkit reads {version}. Update it.")
+    for name in ("dtypes", "states"):
+        if not all(isinstance(item, str) for item in columns.field(name, list)):
+            _fail(columns, f"{name!r} in its header holds something that is no text")
+    unknown = [name for name in columns.field("dtypes", list) if name not in DTYPES]
+    if unknown:
+        raise UnsupportedFormatError(f"{columns.file}: dtype {unknown[0]!r} is unknown.")
+    _check_placements(columns)
+    _check_info(columns)
+    count = len(columns.get("names.ends", "int64"))
+    _in_range(columns, "tensor.dtype", "uint8", len(columns.header["dtypes"]), count)
+    _in_range(columns, "tensor.state", "int32", len(columns.header["states"]), count)
+    _in_range(columns, "tensor.role", "uint8", 4, count)
+    _in_range(columns, "tensor.ndim", "uint8", _MAX_NDIM + 1, count)
+    _in_range(columns, "tensor.placement", "int32", len(columns.header["placements"]), count, low=-1)
+    _non_negative(columns, "tensor.shape")
+    _non_negative(columns, "tensor.fqn", "int32")
+    stops = columns.get("tensor.stop", "int64", count)
+    if count and (stops[0] < 0 or (np.diff(stops) < 0).any() or stops[-1] > len(columns.get("slice.file", "int32"))):
+        _fail(columns, "the pointers to the slices of its tensors are damaged")
+    files = len(columns.get("paths.ends", "int64"))
+    _in_range(columns, "slice.file", "int32", files)
+    objects = len(columns.get("objects.ends", "int64"))
+    _in_range(columns, "object.file", "int32", files, objects, low=-1)
+    _in_range(columns, "object.role", "uint8", 4, objects)
+    _in_range(columns, "object.encoding", "uint8", 3, objects)
+    for name in ("object.start", "object.nbytes", "stride.row", "stride.value"):
+        _non_negative(columns, name)
+    total = int(stops[-1]) if count else 0
+    rows = columns.get("stride.row", "int64")
+    if len(rows) and (rows[-1] >= total or (np.diff(rows) <= 0).any()):
+        _fail(columns, "the list of strided slices is damaged")
+
+
+def check_manifest(manifest: Manifest, columns: Columns) -> None:
+    """Check paths, names, and that each slice lies in its tensor and has the bytes of its box.
+
+    Raises:
+        CorruptCheckpointError: A row is impossible.
+        UnsafePathError: A path points outside of the checkpoint.
+    """
+    for path in manifest.paths:
+        checked_path(path)
+    names = manifest.tensors.names
+    if len(set(names)) != len(names):
+        _fail(columns, "a tensor is listed twice")
+    if len(manifest.objects.entries) != len(columns.get("objects.ends", "int64")):
+        _fail(columns, "an object is listed twice")
+    slices, tensors = manifest.slices, manifest.tensors
+    itemsizes = [DTYPES[name].itemsize for name in tensors.dtypes]
+    for name, shape, itemsize in zip(names, tensors.shapes, itemsizes, strict=True):
+        if math.prod(shape) * itemsize > _MAX_BYTES:
+            _fail(columns, f"tensor {name!r} is larger than anything can be")
+    if len(slices.starts) and int(slices.starts.min()) < 0:
+        _fail(columns, "a slice lies before its file")
+    geometry = _Geometry(manifest, columns, np.array(itemsizes, np.int64))
+    for row in range(0, len(slices.starts), _BLOCK):
+        geometry.check(row, min(row + _BLOCK, len(slices.starts)))
+    geometry.check_strided()
+
+
+class _Geometry:
+    """Where the numbers of each tensor's slices stand in the ragged columns."""
+
+    def __init__(self, manifest: Manifest, columns: Columns, itemsizes: npt.NDArray[np.int64]) -> None:
+        self.manifest = manifest
+        self.columns = columns
+        self.itemsizes = itemsizes
+        self.stops = manifest.tensors.slice_stop
+        self.starts = self.stops - np.diff(self.stops, prepend=0)
+        self.ndims = np.array([len(shape) for shape in manifest.tensors.shapes], np.int64)
+        elements = (self.stops - self.starts) * self.ndims
+        self.first_element = np.cumsum(elements) - elements
+        self.shapes = np.array([n for shape in manifest.tensors.shapes for n in shape], np.int64)
+        self.first_shape = np.cumsum(self.ndims) - self.ndims
+
+    def check(self, start: int, stop: int) -> None:
+        """Check the slices [start, stop). A block at a time: what is compared is larger than what is stored."""
+        rows = np.arange(start, stop)
+        owner = np.searchsorted(self.stops, rows, side="right")
+        first = self.first_element[owner] + (rows - self.starts[owner]) * self.ndims[owner]
+        slices = self.manifest.slices
+        strided = np.array([row - start for row in slices.strides if start <= row < stop], np.int64)
+        for ndim in np.unique(self.ndims[owner]).tolist():
+            here = np.flatnonzero(self.ndims[owner] == ndim)
+            index = first[here][:, None] + np.arange(ndim)
+            shape = self.shapes[self.first_shape[owner[here]][:, None] + np.arange(ndim)]
+            offsets, sizes = slices.offsets[index], slices.sizes[index]
+            bad = (offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - np.minimum(sizes, shape))
+            self._refuse(bad.any(axis=1), owner[here], "lies outside of its shape")
+            found = slices.nbytes[rows[here]]
+            wrong = np.prod(sizes, axis=1) * self.itemsizes[owner[here]] != found
+            wrong &= ~np.isin(here, strided)
+            self._refuse(wrong | (found < 0) | (found > _MAX_BYTES), owner[here], "has other bytes than its box")
+            ends = slices.starts[rows[here]] > _MAX_BYTES
+            self._refuse(ends, owner[here], "lies past any file")
+
+    def _refuse(self, bad: npt.NDArray[np.bool_], owner: npt.NDArray[np.int64], what: str) -> None:
+        if bad.any():
+            _fail(self.columns, f"a slice of tensor {self._name(int(owner[np.argmax(bad)]))!r} {what}")
+
+    def _name(self, tensor: int) -> str:
+        return self.manifest.tensors.names[tensor]
+
+    def check_strided(self) -> None:
+        """Check that the bytes of slices with strides are what the strides span."""
+        slices = self.manifest.slices
+        for row, strides in slices.strides.items():
+            owner = int(np.searchsorted(self.stops, row, side="right"))
+            first = int(self.first_element[owner]) + (row - int(self.starts[owner])) * len(strides)
+            sizes = slices.sizes[first : first + len(strides)].tolist()
+            last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+            expected = 0 if 0 in sizes else (last + 1) * int(self.itemsizes[owner])
+            if expected != int(slices.nbytes[row]):
+                _fail(self.columns, f"a slice of tensor {self._name(owner)!r} has other bytes than its strides span")
+
+
+def _check_placements(columns: Columns) -> None:
+    for item in columns.field("placements", list):
+        sound = isinstance(item, list) and len(item) == 2 and type(item[0]) is int and isinstance(item[1], list)
+        if not sound or not all(isinstance(text, str) for text in item[1]):
+            _fail(columns, "a placement in its header is malformed")
+
+
+def _check_info(columns: Columns) -> None:
+    info = columns.field("info", dict)
+    columns.field("values", dict)
+    wanted = {"files": dict, "side_files": list, "notes": list, "extra": dict, "format": str, "producer": str}
+    for name, kind in wanted.items():
+        if name in info and not isinstance(info[name], kind):
+            _fail(columns, f"info.{name} in its header is no {kind.__name__}")
+    for name in ("step", "world_size"):
+        if info.get(name) is not None and type(info[name]) is not int:
+            _fail(columns, f"info.{name} in its header is no number")
+    mesh = info.get("mesh")
+    if mesh is not None and not (isinstance(mesh, dict) and _ints(mesh.get("shape")) and _texts(mesh.get("names"))):
+        _fail(columns, "info.mesh in its header is malformed")
+    if not all(type(n) is int for n in info.get("files", {}).values()):
+        _fail(columns, "info.files in its header is malformed")
+    if not _texts(info.get("notes", [])):
+        _fail(columns, "info.notes in its header is malformed")
+    opaque = info.get("extra", {}).get("opaque", {})
+    if not isinstance(opaque, dict) or not _texts(list(opaque.values())):
+        _fail(columns, "info.extra.opaque in its header is malformed")
+    for path in (*info.get("files", {}), *info.get("side_files", ())):
+        if not isinstance(path, str):
+            _fail(columns, "a path in its header is no text")
+        checked_path(path)
+
+
+def _ints(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _in_range(columns: Columns, name: str, dtype: str, high: int, count: int | None = None, *, low: int = 0) -> None:
+    column = columns.get(name, dtype, count)
+    if len(column) and (int(column.min()) < low or int(column.max()) >= high):
+        _fail(columns, f"column {name!r} points outside of its table")
+
+
+def _non_negative(columns: Columns, name: str, dtype: str = "int64") -> None:
+    column = columns.get(name, dtype)
+    if len(column) and int(column.min()) < 0:
+        _fail(columns, f"column {name!r} holds a negative number")
+
+
+def _fail(columns: Columns, what: str) -> None:
+    raise CorruptCheckpointError(f"{columns.file}: {what}. The file is damaged: run ckptkit verify.")
+
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+DIGEST = "xxh3_64"
+VERSION = 1
+MESHES = "meshes"
+"""Key of `info.extra`: [{"shape": [...], "names": [...], "ranks": [...]}, ...]; "ranks" row-major, absent where they
+count from 0."""
+PLACEMENTS = "placements"
+"""Key of `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}, one text a mesh dimension: Shard,
+Replicate, _StridedShard with its split factor."""
+_ROLES = tuple(Role)
+_ENCODINGS = ("torch_save", "json", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """One row a tensor. `slice_stop` is past its last row in `Slices`."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    slice_stop: Int64
+    roles: list[Role]
+    fqns: list[str]
+    states: list[str]
+    keys: list[tuple[str | int, ...]]
+    placements: Int32  # index into Manifest.placements, -1 for none
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """One row a slice, in the order of the tensors; `offsets` and `sizes` are ragged: ndim numbers a row."""
+
+    files: Int32
+    starts: Int64
+    nbytes: Int64
+    offsets: Int64
+    sizes: Int64
+    ranks: Int32
+    digests: npt.NDArray[np.uint64] | None
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What is no tensor, by name; an entry with `encoding` "value" or "json" carries its value."""
+
+    entries: Mapping[str, ObjectEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A catalog as columns.
+
+    Attributes:
+        placements: Distinct (mesh index, placements); `tensors.placements` points into it.
+    """
+
+    paths: list[str]
+    tensors: Tensors
+    slices: Slices
+    objects: Objects
+    info: CatalogInfo
+    placements: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+
+    # --- catalogs
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> Manifest:
+        """Return the columns of a catalog. Raises UnsupportedFormatError where a slice is compressed or digested
+        by anything but the xxh3_64 of its own bytes."""
+
+        return manifest_of(catalog)
+
+    def catalog(self) -> Catalog:
+        """Return the catalog; its tensors are made when asked for."""
+        extra = dict(self.info.extra)
+        if self.placements:
+            extra[PLACEMENTS] = _Placements(self)
+        info = CatalogInfo(
+            self.info.format,
+            self.info.producer,
+            self.info.step,
+            self.info.world_size,
+            self.info.mesh,
+            self.info.files,
+            self.info.side_files,
+            self.info.notes,
+            extra,
+        )
+        return Catalog(Entries(self), self.objects.entries, info)
+
+    # --- bytes
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of `manifest.safetensors`. Raises UsageError: something in `info.extra` is not JSON."""
+
+        arrays, header = encode(self)
+        return pack(arrays, {"format": VERSION, **header})
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview, *, file: str = "manifest.safetensors") -> Manifest:
+        """Return the manifest in `data`, which it keeps and refers to; every row is checked.
+
+        Raises:
+            CorruptCheckpointError: A column is missing, of a wrong length, or a row is impossible.
+            UnsafePathError: A path points outside of the checkpoint.
+            UnsupportedFormatError: A newer ckptkit wrote it.
+        """
+        columns = unpack(data, file=file)
+        check_tables(columns, VERSION)
+        manifest = _decode(columns)
+        check_manifest(manifest, columns)
+        return manifest
+
+
+def read_manifest(data: bytes | bytearray | memoryview, *, file: str = "manifest.safetensors") -> Catalog:
+    """Return the catalog that a manifest holds. Raises as `Manifest.from_bytes` does."""
+    return Manifest.from_bytes(data, file=file).catalog()
+
+
+def _decode(columns: Columns) -> Manifest:
+    names = unpack_texts(columns, "names")
+    count = len(names)
+    ndims = columns.get("tensor.ndim", "uint8", count).astype(np.int64)
+    shapes = split_rows(columns.get("tensor.shape", "int64", int(ndims.sum())), ndims)
+    stops = columns.get("tensor.stop", "int64", count)
+    dtypes, states = columns.field("dtypes", list), columns.field("states", list)
+    fqns = columns.get("tensor.fqn", "int32", 2 * count).tolist()
+    tensors = Tensors(
+        names,
+        [dtypes[i] for i in columns.get("tensor.dtype", "uint8", count).tolist()],
+        shapes,
+        stops,
+        [_ROLES[i] for i in columns.get("tensor.role", "uint8", count).tolist()],
+        [name[a:b] for name, a, b in zip(names, fqns[::2], fqns[1::2], strict=True)],
+        [states[i] for i in columns.get("tensor.state", "int32", count).tolist()],
+        _decode_keys(columns, "tensor", names),
+        columns.get("tensor.placement", "int32", count),
+    )
+    total = int(stops[-1]) if count else 0
+    elements = int((np.diff(stops, prepend=0) * ndims).sum())
+    paths = unpack_texts(columns, "paths")
+    slices = Slices(
+        columns.get("slice.file", "int32", total),
+        columns.get("slice.start", "int64", total),
+        columns.get("slice.nbytes", "int64", total),
+        columns.get("slice.offset", "int64", elements),
+        columns.get("slice.size", "int64", elements),
+        columns.get("slice.rank", "int32", total),
+        columns.get("slice.xxh3_64", "uint64", total) if "slice.xxh3_64" in columns.arrays else None,
+        _decode_strides(columns, ndims, stops),
+    )
+    placements = [(int(mesh), tuple(texts)) for mesh, texts in columns.field("placements", list)]
+    return Manifest(paths, tensors, slices, _decode_objects(columns, paths), _decode_info(columns), placements)
+
+
+def split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
+    """Return a ragged column as one tuple a row."""
+    values, at, rows = flat.tolist(), 0, []
+    for width in widths.tolist():
+        rows.append(tuple(values[at : at + width]))
+        at += width
+    return rows
+
+
+def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[str | int, ...]]:
+    """The planner's paths: the name cut into parts, a part of -1 - i being the list index i."""
+    counts = columns.get(f"{prefix}.parts", "uint8", len(names))
+    parts = columns.get(f"{prefix}.part", "int32", int(counts.sum(dtype=np.int64))).tolist()
+    keys: list[tuple[str | int, ...]] = []
+    at = 0
+    for name, count in zip(names, counts.tolist(), strict=True):
+        key: list[str | int] = []
+        begin = 0
+        for part in parts[at : at + count]:
+            if part < 0:
+                key.append(-1 - part)
+                begin += len(str(-1 - part)) + 1
+            else:
+                key.append(name[begin : begin + part])
+                begin += part + 1
+        keys.append(tuple(key))
+        at += count
+    return keys
+
+
+def _decode_strides(columns: Columns, ndims: Int64, stops: Int64) -> dict[int, tuple[int, ...]]:
+    rows = columns.get("stride.row", "int64")
+    tensors = np.searchsorted(stops, rows, side="right")
+    widths = ndims[np.minimum(tensors, max(0, len(ndims) - 1))] if len(ndims) else np.zeros(len(rows), np.int64)
+    values = columns.get("stride.value", "int64", int(widths.sum()))
+    return dict(zip(rows.tolist(), split_rows(values, widths), strict=True))
+
+
+def _decode_objects(columns: Columns, paths: list[str]) -> Objects:
+    names = unpack_texts(columns, "objects")
+    count = len(names)
+    files = columns.get("object.file", "int32", count).tolist()
+    starts = columns.get("object.start", "int64", count).tolist()
+    sizes = columns.get("object.nbytes", "int64", count).tolist()
+    digests = columns.get("object.xxh3_64", "uint64", count).tolist()
+    known = columns.get("object.digested", "uint8", count).tolist()
+    roles = columns.get("object.role", "uint8", count).tolist()
+    encodings = columns.get("object.encoding", "uint8", count).tolist()
+    keys = _decode_keys(columns, "object", names)
+    values: dict[str, Any] = columns.field("values", dict)
+    entries = {}
+    for i, name in enumerate(names):
+        digest = Digest(DIGEST, digests[i], starts[i], sizes[i]) if known[i] else None
+        path = "" if files[i] < 0 else paths[files[i]]
+        encoding, value = _ENCODINGS[encodings[i]], values.get(name)
+        entries[name] = ObjectEntry(
+            name, path, starts[i], sizes[i], None, encoding, value, digest, _ROLES[roles[i]], keys[i]
+        )
+    return Objects(entries)
+
+
+def _decode_info(columns: Columns) -> CatalogInfo:
+    info: dict[str, Any] = columns.field("info", dict)
+    mesh = info.get("mesh")
+    return CatalogInfo(
+        str(info.get("format", "ckptkit")),
+        str(info.get("producer", "")),
+        info.get("step"),
+        info.get("world_size"),
+        None if mesh is None else MeshInfo(tuple(mesh["shape"]), tuple(mesh["names"])),
+        dict(info.get("files", {})),
+        tuple(info.get("side_files", ())),
+        tuple(info.get("notes", ())),
+        dict(info.get("extra", {})),
+    )
+
+
+class Entries(Mapping[str, TensorEntry]):
+    """The tensors of a manifest, each made when it is asked for.
+
+    Attributes:
+        columns: Of each tensor, its first slice, past its last one, and where its boxes begin in the slices' elements.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._index = {name: i for i, name in enumerate(manifest.tensors.names)}
+        stops = manifest.tensors.slice_stop
+        starts = np.concatenate([[0], stops[:-1]]).astype(np.int64) if len(stops) else stops
+        widths = np.fromiter(map(len, manifest.tensors.shapes), np.int64, len(stops))
+        elements = np.cumsum((stops - starts) * widths) - (stops - starts) * widths
+        self.columns: tuple[Int64, Int64, Int64] = (starts, stops, elements)
+        self._starts: list[int] = starts.tolist()
+        self._stops: list[int] = stops.tolist()
+        self._elements: list[int] = elements.tolist()
+        self._strided = sorted(manifest.slices.strides)
+
+    def row(self, name: str) -> int | None:
+        """Return the tensor's row in the manifest, None where there is none of that name."""
+        return self._index.get(name)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        i = self._index[name]
+        tensors, slices = self.manifest.tensors, self.manifest.slices
+        shape, start, stop = tensors.shapes[i], self._starts[i], self._stops[i]
+        ndim, at = len(shape), self._elements[i]
+        rows = slice(start, stop)
+        boxes = slice(at, at + (stop - start) * ndim)
+        digests = slices.digests
+        array = SliceArray(
+            self.manifest.paths,
+            slices.files[rows],
+            slices.starts[rows],
+            slices.nbytes[rows],
+            slices.offsets[boxes].reshape(stop - start, ndim),
+            slices.sizes[boxes].reshape(stop - start, ndim),
+            ranks=slices.ranks[rows],
+            algorithm=None if digests is None else DIGEST,
+            digests=None if digests is None else digests[rows],
+            strides={row - start: slices.strides[row] for row in self._strided_rows(start, stop)},
+        )
+        return TensorEntry(
+            name, tensors.dtypes[i], shape, array, tensors.roles[i], tensors.fqns[i], tensors.states[i], tensors.keys[i]
+        )
+
+    def _strided_rows(self, start: int, stop: int) -> list[int]:
+        return self._strided[bisect.bisect_left(self._strided, start) : bisect.bisect_left(self._strided, stop)]
+
+
+class _Placements(Mapping[str, "list[Any]"]):
+    """`info.extra["placements"]` without a list for every tensor."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        chosen = manifest.tensors.placements.tolist()
+        self._index = {name: row for name, row in zip(manifest.tensors.names, chosen, strict=True) if row >= 0}
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        mesh, texts = self._manifest.placements[self._index[name]]
+        return [mesh, list(texts)]
+
+
+# From a catalog to the columns of a manifest, and from those to what is packed.
+
+
+_ROLE_CODES = {role: i for i, role in enumerate(Role)}
+_ENCODING_CODES = {"torch_save": 0, "json": 1, "value": 2}
+
+
+def manifest_of(catalog: Catalog) -> Manifest:
+    """Return the columns of a catalog; the order of its tensors is kept."""
+    entries = list(catalog.tensors.values())
+    paths: dict[str, int] = {}
+    slices = _slices(entries, paths)
+    placements, chosen = _placements(entries, catalog.info.extra.get(PLACEMENTS, {}))
+    tensors = Tensors(
+        [e.name for e in entries],
+        [e.dtype for e in entries],
+        [tuple(e.shape) for e in entries],
+        np.cumsum([len(e.slices) for e in entries], dtype=np.int64),
+        [e.role for e in entries],
+        [e.fqn for e in entries],
+        [e.state for e in entries],
+        [tuple(e.key) for e in entries],
+        chosen,
+    )
+    for entry in catalog.objects.values():
+        if entry.path:
+            paths.setdefault(entry.path, len(paths))
+    return Manifest(list(paths), tensors, slices, Objects(dict(catalog.objects)), catalog.info, placements)
+
+
+def _slices(entries: Sequence[TensorEntry], paths: dict[str, int]) -> Slices:
+    parts: dict[str, list[Column]] = {
+        k: [] for k in ("files", "starts", "nbytes", "offsets", "sizes", "ranks", "digests")
+    }
+    strides: dict[int, tuple[int, ...]] = {}
+    tables: dict[int, Column] = {}  # by identity of the table of paths: catalogs share one
+    row, digested, total = 0, 0, 0
+    for entry in entries:
+        array = entry.slices
+        _check_supported(entry)
+        table = tables.get(id(array.paths))
+        if table is None:
+            table = np.array([paths.setdefault(p, len(paths)) for p in array.paths], np.int32)
+            tables[id(array.paths)] = table
+        count = len(array)
+        parts["files"].append(table[array.files] if count else np.zeros(0, np.int32))
+        parts["starts"].append(array.starts)
+        parts["nbytes"].append(array.nbytes)
+        parts["offsets"].append(array.offsets.reshape(-1))
+        parts["sizes"].append(array.sizes.reshape(-1))
+        parts["ranks"].append(np.full(count, -1, np.int32) if array.ranks is None else array.ranks)
+        if array.digests is not None:
+            parts["digests"].append(array.digests)
+            digested += count
+        strides.update({row + i: tuple(s) for i, s in array.strides.items()})
+        row += count
+        total += count
+    if digested not in (0, total):
+        raise UnsupportedFormatError(
+            f"a manifest needs digests of all slices or of none; {digested} of {total} have one."
+        )
+    return Slices(
+        _join(parts["files"], np.int32),
+        _join(parts["starts"], np.int64),
+        _join(parts["nbytes"], np.int64),
+        _join(parts["offsets"], np.int64),
+        _join(parts["sizes"], np.int64),
+        _join(parts["ranks"], np.int32),
+        _join(parts["digests"], np.uint64) if digested else None,
+        strides,
+    )
+
+
+def _join(parts: list[Column], dtype: type[Any]) -> Any:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+
+
+def _check_supported(entry: TensorEntry) -> None:
+    array: SliceArray = entry.slices
+    if array.codecs:
+        raise UnsupportedFormatError(f"tensor {entry.name!r}: a manifest can't hold compressed slices.")
+    if array.digests is None:
+        return
+    own = array.digest_starts is None or (
+        np.array_equal(array.digest_starts, array.starts) and np.array_equal(array.digest_nbytes, array.nbytes)  # type: ignore[arg-type]
+    )
+    if array.algorithm != DIGEST or not own:
+        raise UnsupportedFormatError(
+            f"tensor {entry.name!r}: a manifest holds the {DIGEST} of each slice's own bytes, not {array.algorithm}."
+        )
+
+
+def _placements(
+    entries: Sequence[TensorEntry], given: Mapping[str, Any]
+) -> tuple[list[tuple[int, tuple[str, ...]]], Any]:
+    distinct: dict[tuple[int, tuple[str, ...]], int] = {}
+    chosen = np.full(len(entries), -1, np.int32)
+    for row, entry in enumerate(entries):
+        placed = given.get(entry.name)
+        if placed is not None:
+            mesh, texts = placed
+            chosen[row] = distinct.setdefault((int(mesh), tuple(texts)), len(distinct))
+    return list(distinct), chosen
+
+
+# --- packing
+
+
+def encode(manifest: Manifest) -> tuple[dict[str, Column], dict[str, Any]]:
+    """Return the columns by name, and the header."""
+    tensors, slices = manifest.tensors, manifest.slices
+    dtypes, dtype_rows = _distinct(tensors.dtypes)
+    states, state_rows = _distinct(tensors.states)
+    arrays: dict[str, Column] = {
+        **pack_texts(tensors.names, "names"),
+        **pack_texts(manifest.paths, "paths"),
+        "tensor.dtype": np.array(dtype_rows, np.uint8),
+        "tensor.ndim": np.array([len(s) for s in tensors.shapes], np.uint8),
+        "tensor.shape": np.array([n for s in tensors.shapes for n in s], np.int64),
+        "tensor.stop": tensors.slice_stop,
+        "tensor.role": np.array([_ROLE_CODES[r] for r in tensors.roles], np.uint8),
+        "tensor.state": np.array(state_rows, np.int32),
+        "tensor.fqn": _fqn_ranges(tensors.names, tensors.fqns),
+        "tensor.placement": tensors.placements,
+        **_pack_keys("tensor", tensors.names, tensors.keys),
+        "slice.file": slices.files,
+        "slice.start": slices.starts,
+        "slice.nbytes": slices.nbytes,
+        "slice.offset": slices.offsets,
+        "slice.size": slices.sizes,
+        "slice.rank": slices.ranks,
+        "stride.row": np.array(sorted(slices.strides), np.int64),
+        "stride.value": np.array([n for row in sorted(slices.strides) for n in slices.strides[row]], np.int64),
+    }
+    if slices.digests is not None:
+        arrays["slice.xxh3_64"] = slices.digests
+    objects, values = _pack_objects(manifest.objects.entries, manifest.paths)
+    arrays.update(objects)
+    header = {
+        "dtypes": dtypes,
+        "states": states,
+        "placements": [[mesh, list(texts)] for mesh, texts in manifest.placements],
+        "values": values,
+        "info": _pack_info(manifest.info),
+    }
+    return arrays, header
+
+
+def _distinct(values: Sequence[str]) -> tuple[list[str], list[int]]:
+    table: dict[str, int] = {}
+    rows = [table.setdefault(value, len(table)) for value in values]
+    return list(table), rows
+
+
+def _fqn_ranges(names: Sequence[str], fqns: Sequence[str]) -> Column:
+    ranges = []
+    for name, fqn in zip(names, fqns, strict=True):
+        start = len(name) - len(fqn) if name.endswith(fqn) else name.find(fqn)
+        if start < 0:
+            raise UnsupportedFormatError(f"tensor {name!r}: a manifest needs its FQN {fqn!r} to be a part of its name.")
+        ranges += [start, start + len(fqn)] if fqn else [0, 0]
+    return np.array(ranges, np.int32)
+
+
+def _pack_keys(prefix: str, names: Sequence[str], keys: Sequence[tuple[str | int, ...]]) -> dict[str, Column]:
+    counts, parts = [], []
+    for name, key in zip(names, keys, strict=True):
+        if key and (".".join(map(str, key)) != name or len(key) > 255):
+            raise UnsupportedFormatError(f"{name!r}: a manifest needs the path {key} to be the name cut at dots.")
+        counts.append(len(key))
+        parts += [-1 - part if isinstance(part, int) else len(part) for part in key]
+    return {f"{prefix}.parts": np.array(counts, np.uint8), f"{prefix}.part": np.array(parts, np.int32)}
+
+
+def _pack_objects(entries: Mapping[str, ObjectEntry], paths: list[str]) -> tuple[dict[str, Column], dict[str, Any]]:
+    index = {path: i for i, path in enumerate(paths)}
+    items = list(entries.values())
+    for entry in items:
+        if entry.codec is not None or (entry.digest is not None and entry.digest.algorithm != DIGEST):
+            raise UnsupportedFormatError(f"object {entry.name!r}: a manifest can't hold its codec or its digest.")
+    arrays = {
+        **pack_texts([e.name for e in items], "objects"),
+        "object.file": np.array([index[e.path] if e.path else -1 for e in items], np.int32),
+        "object.start": np.array([e.start for e in items], np.int64),
+        "object.nbytes": np.array([e.nbytes for e in items], np.int64),
+        "object.xxh3_64": np.array([e.digest.value if e.digest else 0 for e in items], np.uint64),
+        "object.digested": np.array([e.digest is not None for e in items], np.uint8),
+        "object.role": np.array([_ROLE_CODES[e.role] for e in items], np.uint8),
+        "object.encoding": np.array([_ENCODING_CODES[e.encoding] for e in items], np.uint8),
+        **_pack_keys("object", [e.name for e in items], [tuple(e.key) for e in items]),
+    }
+    # What lies in a file of its own stays there: only values that are nowhere else are copied in.
+    return arrays, {e.name: e.value for e in items if e.encoding != "torch_save" and not e.path}
+
+
+def _pack_info(info: CatalogInfo) -> dict[str, Any]:
+    fields: dict[str, Any] = {"format": info.format, "producer": info.producer}
+    fields["step"], fields["world_size"] = info.step, info.world_size
+    if info.mesh is not None:
+        fields["mesh"] = {"shape": list(info.mesh.shape), "names": list(info.mesh.names)}
+    fields["files"] = dict(info.files)
+    fields["side_files"], fields["notes"] = list(info.side_files), list(info.notes)
+    fields["extra"] = {key: value for key, value in info.extra.items() if key != PLACEMENTS}
+    _check_json(fields)
+    return fields
+
+
+def _check_json(value: Any, path: str = "info") -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise UsageError(f"{path}: the key {key!r} is no string; a manifest's header is JSON.")
+            _check_json(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            _check_json(item, f"{path}.{i}")
+    elif value is not None and not isinstance(value, (str, int, float, bool)):
+        raise UsageError(f"{path}: {type(value).__name__} is no JSON; a manifest's header is JSON.")

@@ -1,0 +1,283 @@
+"""Reads our own checkpoints: the commit record, the manifest, and the objects beside it, into a catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, UnsafePathError
+from ckptkit.formats.hf.side_files import is_side_file
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.json import parse
+from ckptkit.formats.own.manifest import Manifest
+from ckptkit.formats.own.outline import spare_fields, spares_of
+from ckptkit.formats.own.record import MANIFEST_NAME, CommitRecord, FileRecord, data_store, read_record, step_of_name
+from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.staging import leftover_of
+from ckptkit.storage.store import Store
+
+__all__ = ["OBJECTS_NAME", "open_catalog", "open_manifest", "role_of"]
+
+OBJECTS_NAME = "objects.json"
+_STORED_AS_OBJECT = "was stored as an object of its class"
+_OBJECTS_FORMAT = 1
+_METADATA_NAME = ".metadata"
+_DIGEST_PIECE = 8 << 20
+_FIRST_READ = 16 << 20  # of a file whose size would have to be asked for
+_MAX_INDEX_BYTES = 8 << 30
+_MAX_OBJECTS_BYTES = 256 << 20  # JSON costs up to twenty times its size in memory
+
+
+def open_catalog(
+    store: Store,
+    *,
+    options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
+    record: CommitRecord | None = None,
+) -> Catalog:
+    """Return what the committed checkpoint at the store's root holds, SHARDED, FULL or LOCAL.
+
+    Reads the record, the manifest and `objects.json`, each checked against its digest; no tensor bytes. Paths are
+    relative to `store`, wherever the record says that the files lie.
+
+    Args:
+        record: The commit record, where it was read just now.
+
+    Raises:
+        CheckpointNotFoundError: There is no commit record: nothing was completed here.
+        IncompleteCheckpointError: The manifest is missing.
+        IntegrityError: A file is not the one that was committed.
+        CorruptCheckpointError: A file is not what it must be.
+        UnsafePathError: The directory's name is that of a step, and its record says that it is another checkpoint.
+    """
+    record = record or read_record(store)
+    notes = _check_name(store, record)
+    place = data_store(store, record)
+    prefix = f"{record.data}/" if record.data else ""
+    if record.manifest is None:
+        raise IncompleteCheckpointError(f"{store.url}: its commit record names no manifest.")
+    data, objects_data = _index_files(place, record, record.manifest)
+    manifest = Manifest.from_bytes(data, file=f"{prefix}{record.manifest}")
+    _check_places(manifest, record, f"{store.url}/{prefix}{record.manifest}")
+    if prefix:
+        manifest = replace(manifest, paths=[prefix + path for path in manifest.paths])
+    catalog = manifest.catalog()
+    objects = {name: _moved(entry, prefix) for name, entry in catalog.objects.items()}
+    info = _info(catalog.info, record, prefix)
+    if objects_data is not None:
+        trees = _json_objects(objects_data, prefix + OBJECTS_NAME)
+        opaque = _opaque(objects, trees)
+        objects.update(trees)
+        info = replace(info, extra={**info.extra, "opaque": opaque}) if opaque else info
+    return Catalog(catalog.tensors, objects, replace(info, notes=(*info.notes, *notes)))
+
+
+def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
+    """Return the manifest and, where there is one, `objects.json`; at once, where each is a request."""
+
+    def objects() -> bytes | None:
+        found = record.files.get(OBJECTS_NAME)
+        return None if found is None else _checked(place, OBJECTS_NAME, found, most=_MAX_OBJECTS_BYTES)
+
+    if place.local_root is not None:
+        return _checked(place, manifest, record.files.get(manifest)), objects()
+    with WorkerPool(1, thread_name_prefix="ckptkit-open") as pool:
+        other = pool.submit(objects)
+        return _checked(place, manifest, record.files.get(manifest)), other.result()
+
+
+def open_manifest(store: Store) -> Catalog | None:
+    """Return the catalog of a DCP directory that `DCPWriter` wrote on its own; None where its manifest is not that
+    of its `.metadata` (another writer has overwritten it since), or there is none.
+
+    Raises:
+        CorruptCheckpointError: The manifest is damaged.
+    """
+    if store.local_root is None:
+        return _open_manifest_remote(store)
+    found = store.info(MANIFEST_NAME)
+    metadata = store.info(_METADATA_NAME)
+    if found is None or found.kind != "file" or metadata is None or found.size > _MAX_INDEX_BYTES:
+        return None
+    data = bytearray(found.size)
+    store.read_into(MANIFEST_NAME, 0, memoryview(data))
+    catalog = Manifest.from_bytes(data, file=MANIFEST_NAME).catalog()
+    return catalog if _is_of(catalog, metadata.size, lambda: _digest(store, _METADATA_NAME, metadata.size)) else None
+
+
+def _is_of(catalog: Catalog, nbytes: int, digest: Callable[[], str]) -> bool:
+    """Tell whether a manifest is that of the `.metadata` of so many bytes and this digest."""
+    digests = catalog.info.extra.get("digests")
+    expected = digests.get(_METADATA_NAME) if isinstance(digests, dict) else None
+    return expected is not None and catalog.info.files.get(_METADATA_NAME) == nbytes and digest() == expected
+
+
+def _open_manifest_remote(store: Store) -> Catalog | None:
+    """`open_manifest` in two requests, at once, where both files are as small as they nearly always are."""
+
+    def read(path: str) -> bytes:
+        data = store.read(path, 0, _FIRST_READ)
+        if len(data) < _FIRST_READ:
+            return data
+        found = store.info(path)
+        if found is None or found.size > _MAX_INDEX_BYTES:
+            raise FileNotFoundError
+        return data + store.read(path, len(data), found.size)
+
+    with WorkerPool(1, thread_name_prefix="ckptkit-open") as pool:
+        metadata = pool.submit(read, _METADATA_NAME)
+        try:
+            data = read(MANIFEST_NAME)
+            stated = metadata.result()
+        except FileNotFoundError:
+            return None
+    catalog = Manifest.from_bytes(data, file=MANIFEST_NAME).catalog()
+    return catalog if _is_of(catalog, len(stated), lambda: xxhash.xxh3_64_hexdigest(stated)) else None
+
+
+def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
+    """Return a note where a checkpoint lies under another name than its own, as a copy does."""
+    name = store.url.rstrip("/").rpartition("/")[2]
+    if name in (record.name, f"{record.name}@{record.save_id}") or leftover_of(name) is not None:
+        return ()
+    if step_of_name(name) is not None:
+        raise UnsafePathError(
+            f"{store.url}: its commit record says that it is {record.name}, not {name}: it was renamed, or put in the "
+            f"place of another. If you trust it, name the directory {record.name}, or anything that is no step."
+        )
+    return (f"a copy, or renamed: its commit record says that it is {record.name}",)
+
+
+def _digest(store: Store, path: str, size: int) -> str:
+    """Return the xxh3_64 of a file, with little of it in memory at a time."""
+    state = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(size, _DIGEST_PIECE)))
+    for start in range(0, size, _DIGEST_PIECE):
+        piece = buffer[: min(size - start, _DIGEST_PIECE)]
+        store.read_into(path, start, piece)
+        state.update(piece)
+    return state.hexdigest()
+
+
+def _check_places(manifest: Manifest, record: CommitRecord, place: str) -> None:
+    """Check that every slice lies in a committed file, before anybody asks for memory by its shape."""
+    sizes = []
+    for path in manifest.paths:
+        if path not in record.files:
+            raise IncompleteCheckpointError(f"{place}: it names {path!r}, which the commit record does not list.")
+        sizes.append(record.files[path].nbytes)
+    slices = manifest.slices
+    ends = np.array(sizes, np.int64)[slices.files] if len(slices.files) else slices.starts
+    if len(ends) and bool((slices.starts > ends - slices.nbytes).any()):
+        raise IncompleteCheckpointError(f"{place}: a slice lies past the end of the file that it is said to lie in.")
+
+
+def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int = _MAX_INDEX_BYTES) -> bytes:
+    if expected is None:
+        raise CorruptCheckpointError(f"{store.url}: the commit record does not list {path!r}.")
+    if expected.nbytes > most:
+        raise CorruptCheckpointError(
+            f"{store.url}/{path}: the commit record says {expected.nbytes} bytes; no such file has more than {most}."
+        )
+    try:
+        data = store.read(path, 0, expected.nbytes + 1)  # a sparse file can claim any size: read what was committed
+    except FileNotFoundError as error:
+        raise IncompleteCheckpointError(f"{store.url}/{path} is missing, though the commit record lists it.") from error
+    if len(data) != expected.nbytes:
+        raise IncompleteCheckpointError(
+            f"{store.url}/{path} has {'more' if len(data) > expected.nbytes else len(data)} bytes, {expected.nbytes} "
+            "were committed. It was replaced or truncated."
+        )
+    digest = xxhash.xxh3_64_hexdigest(data)
+    if digest != expected.digest:
+        raise IntegrityError(f"{store.url}/{path}: its xxh3_64 is {digest}, {expected.digest} was committed.")
+    return data
+
+
+def _moved(entry: ObjectEntry, prefix: str) -> ObjectEntry:
+    return replace(entry, path=prefix + entry.path) if prefix and entry.path else entry
+
+
+def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
+    found = parse(data, file=path)
+    if (
+        not isinstance(found, dict)
+        or found.get("format") != _OBJECTS_FORMAT
+        or not isinstance(found.get("objects"), dict)
+    ):
+        raise CorruptCheckpointError(f"{path}: expected an object with format {_OBJECTS_FORMAT} and objects.")
+    objects: Mapping[str, Any] = found["objects"]
+    return {
+        name: ObjectEntry(name, path, encoding="value", value=tree, role=_role(name)) for name, tree in objects.items()
+    }
+
+
+def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
+    """Return the tensors that were stored as objects of their classes: early versions did that, and nothing reads
+    them. What else is stored as an object is in the trees of `objects.json` as well."""
+    found = {}
+    for name in records:
+        role, fqn, state = role_of(name)
+        if role is Role.MODEL and not name.endswith("extra_state"):
+            found[name] = _STORED_AS_OBJECT
+        elif role is Role.OPTIMIZER and state:
+            tree = trees.get(name.partition(".")[0])
+            values = tree.value.get("values") if tree is not None and isinstance(tree.value, dict) else None
+            known = values if isinstance(values, dict) else {}
+            keys = [f"{key}.{item}" for key, items in known.items() if isinstance(items, dict) for item in items]
+            if not any(f"{fqn}.{state}.".startswith(f"{key}.") for key in keys):
+                found[name] = _STORED_AS_OBJECT
+    return found
+
+
+def _role(name: str) -> Role:
+    top = name.split(".", 1)[0].split("_", 1)[0]
+    return {"optimizer": Role.OPTIMIZER, "model": Role.MODEL}.get(top, Role.OTHER)
+
+
+def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
+    mesh = record.mesh
+    version = record.versions.get("ckptkit", "")
+    digests = {prefix + path: item.digest for path, item in record.files.items()}
+    carried = tuple(prefix + path for path in record.files if is_side_file(path))
+    return replace(
+        info,
+        side_files=carried,
+        format=f"ckptkit-{record.state_dict_type}",
+        producer=f"ckptkit {version}".strip(),
+        step=record.step,
+        world_size=record.world_size,
+        mesh=info.mesh if mesh is None else MeshInfo(tuple(mesh["shape"]), tuple(mesh["names"])),
+        files={prefix + path: item.nbytes for path, item in record.files.items()},
+        extra={**info.extra, "digests": digests, **spare_fields(spares_of(info.extra, prefix))},
+    )
+
+
+# What a key of our own SHARDED, FULL and LOCAL layouts is: a parameter, a master, a moment, or anything else.
+
+
+def role_of(name: str, path: tuple[str | int, ...] = ()) -> tuple[Role, str, str]:
+    """Return (role, FQN, state name) of a key.
+
+    `model.<fqn>`, `optimizer.state.<fqn>.<name>`, `optimizer.master.<fqn>`; with several by name, `model_<name>.<fqn>`
+    has the FQN `<name>.<fqn>`. `path` tells the parts of a nested state apart, as names have dots of their own.
+    """
+    top, _, rest = name.partition(".")
+    kind, _, label = top.partition("_")
+    if kind == "model" and rest:
+        return Role.MODEL, f"{label}.{rest}" if label else rest, ""
+    if kind != "optimizer":
+        return Role.OTHER, "", ""
+    group, _, rest = rest.partition(".")
+    if group == "master" and rest:
+        return Role.MASTER, rest, ""
+    if group == "state" and rest:
+        if len(path) == 4:
+            return Role.OPTIMIZER, str(path[2]), str(path[3])
+        fqn, _, state = rest.rpartition(".")
+        return Role.OPTIMIZER, fqn, state
+    return Role.OPTIMIZER, "", ""

@@ -1,0 +1,529 @@
+"""Names on disk, and the commit record: what makes a directory a checkpoint of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import xxhash
+
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    UnsafePathError,
+    UnsupportedFormatError,
+    UsageError,
+)
+from ckptkit.formats.own.json import parse
+from ckptkit.formats.own.outline import PREFIX
+from ckptkit.storage.store import Store, checked_path, is_safe_name
+
+__all__ = [
+    "FORMAT",
+    "LATEST_HINT",
+    "MANIFEST_NAME",
+    "RECORD_NAME",
+    "CommitRecord",
+    "FileRecord",
+    "checkpoint_name",
+    "check_given",
+    "check_tag",
+    "data_store",
+    "find_record",
+    "read_record",
+    "record_path",
+    "step_name",
+    "step_of_name",
+    "Fields",
+    "parse_json",
+]
+
+# Typed fields of a JSON object that nobody vouches for: a missing or wrong one is an error that says so.
+
+
+def parse_json(data: bytes, *, file: str) -> dict[str, Any]:
+    """Return the JSON object in `data`: UTF-8, no key twice, no NaN. Raises CorruptCheckpointError."""
+    if not data.strip(b" \t\r\n\0"):
+        raise CorruptCheckpointError(f"{file} is empty. It was cut off while it was written, or zeroed since.")
+    body = parse(data, file=file)
+    if not isinstance(body, dict):
+        raise CorruptCheckpointError(f"{file} holds a JSON {type(body).__name__}, expected an object.")
+    return body
+
+
+class Fields:
+    """The fields of one JSON object; `file` names it in errors."""
+
+    def __init__(self, body: Any, file: str) -> None:
+        if not isinstance(body, dict):
+            raise CorruptCheckpointError(f"{file} is a JSON {type(body).__name__}, expected an object.")
+        self.body: Mapping[str, Any] = body
+        self.file = file
+
+    def get(self, name: str) -> Any:
+        """Return a field of any type."""
+        if name not in self.body:
+            raise CorruptCheckpointError(f"{self.file}: the field {name!r} is missing.")
+        return self.body[name]
+
+    def _wrong(self, name: str, expected: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.file}: {name} is {self.body[name]!r:.120}, expected {expected}.")
+
+    def whole(self, name: str, most: int) -> int:
+        """Return a whole number from 0 to `most`."""
+        value = self.get(name)
+        if type(value) is not int or not 0 <= value <= most:
+            raise self._wrong(name, f"a whole number from 0 to {most}")
+        return value
+
+    def text(self, name: str, pattern: str | None = None) -> str:
+        """Return a string, which matches `pattern` as a whole."""
+        value = self.get(name)
+        if not isinstance(value, str) or (pattern is not None and re.fullmatch(pattern, value) is None):
+            raise self._wrong(name, "a string" if pattern is None else f"a string that matches {pattern}")
+        return value
+
+    def optional_text(self, name: str) -> str | None:
+        """Return a string or None."""
+        return None if self.get(name) is None else self.text(name)
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """Return an object."""
+        value = self.get(name)
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object")
+        return value
+
+
+FORMAT = "ckptkit/1"
+RECORD_NAME = "checkpoint.json"
+MANIFEST_NAME = "manifest.safetensors"
+LATEST_HINT = "latest"
+MAX_RECORD_BYTES = 256 << 20  # 4096 ranks with 8 files each need about 4 MB
+_FIRST_READ = 1 << 20
+
+_FORMAT = re.compile(r"ckptkit/([0-9]{1,6})")
+_STEP = re.compile(r"step_([0-9]{8,18})")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")  # "=": Lightning's "epoch=1-step=40.ckpt"
+_NONCE = re.compile(r"[0-9a-f]{16}")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+_MAX_STEP = 10**18 - 1
+_RESERVED = frozenset({"latest", "best", RECORD_NAME, MANIFEST_NAME})
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def step_name(step: int) -> str:
+    """Return the directory of `step`: 1200 -> "step_00001200". Raises UsageError."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
+        raise UsageError(f"step {step!r} is no step: it must be an int from 0 to {_MAX_STEP}.")
+    return f"step_{step:08d}"
+
+
+def step_of_name(name: str) -> int | None:
+    """Return the step that a directory name states, None where it is no step directory."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def check_tag(tag: str, step: int | None = None) -> str:
+    """Return `tag` if a directory can be called so on every system and nothing else is.
+
+    Raises:
+        UsageError: It has other characters than letters, digits, ".", "_", "-" and "=", is too long, starts with
+            "." or "-", is a device name, a word that `resolve` knows, or states another step than `step`.
+    """
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or not is_safe_name(tag):
+        raise UsageError(
+            f"tag {tag!r} is refused: a tag is 1 to 128 letters, digits, '.', '_', '-' or '=', starts with a letter, a "
+            "digit or '_', does not end in '.', and is no device name."
+        )
+    if tag.lower() in _RESERVED:
+        raise UsageError(f"tag {tag!r} is refused: the word has a meaning of its own here. Choose another.")
+    stated = int(tag) if tag.isdigit() else step_of_name(tag)
+    if stated is not None and stated != step:
+        raise UsageError(f"tag {tag!r} is refused: it states step {stated}, but the step is {step}.")
+    return tag
+
+
+def checkpoint_name(step: int, tag: str | None = None) -> str:
+    """Return the directory of a checkpoint: its tag, or the name of its step. Raises UsageError."""
+    name = step_name(step)
+    return name if tag is None else check_tag(tag, step)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a checkpoint: bytes, and the xxh3_64 of all of them, or of its outline, as 16 hex digits.
+
+    Attributes:
+        outlined: The digest is that of the file's outline: see `outline`.
+    """
+
+    nbytes: int
+    xxh3_64: str
+    outlined: bool = False
+
+    @property
+    def digest(self) -> str:
+        """The digest as one text, which says what it is of."""
+        return f"{PREFIX}{self.xxh3_64}" if self.outlined else self.xxh3_64
+
+    def to_json(self) -> dict[str, int | str]:
+        """Return what the commit record says of the file."""
+        return {"nbytes": self.nbytes, "outline" if self.outlined else "xxh3_64": self.xxh3_64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRecord:
+    """What `checkpoint.json` states. The checkpoint exists if, and only if, this record lies in its directory.
+
+    Attributes:
+        step: The training step.
+        tag: The directory's name where it is not that of the step.
+        save_id: 16 hex digits, another for every attempt to save.
+        sequence: Counts the saves of a root. It orders checkpoints (clocks do not): see `inventory`.
+        data: Where the files lie, relative to the record: "" beside it, or `save_id` on an object store.
+        created: Seconds since the epoch, by the clock of rank 0. For people; nothing is decided by it.
+        state_dict_type: "sharded", "full" or "local".
+        mesh: {"shape": [...], "names": [...]}, None where there was no mesh.
+        files: Every file below `data` but the record, by path. All of them are needed.
+        manifest: The path of the manifest in `files`; None where the format has none.
+        metrics: What the caller measured; `best` is found by them. May be NaN or infinite.
+        objective: (metric, "min" | "max") that the run's `best` means, None where it said nothing.
+        client_state: The caller's own JSON.
+        writer: Who saved: {"host": ..., "pid": ...}.
+        versions: Library versions, by name.
+        extra: Anything else that a writer adds, JSON.
+    """
+
+    step: int
+    save_id: str
+    state_dict_type: str
+    files: Mapping[str, FileRecord]
+    tag: str | None = None
+    sequence: int = 0
+    data: str = ""
+    created: float = 0.0
+    world_size: int = 1
+    mesh: Mapping[str, Any] | None = None
+    manifest: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    objective: tuple[str, str] | None = None
+    client_state: Any = None
+    writer: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    total_bytes: int = -1  # of all ranks, each file once; -1: the sum of `files`
+
+    def __post_init__(self) -> None:
+        if self.total_bytes < 0:
+            object.__setattr__(self, "total_bytes", sum(item.nbytes for item in self.files.values()))
+
+    @property
+    def name(self) -> str:
+        """The directory of the checkpoint below its root."""
+        return self.tag if self.tag is not None else step_name(self.step)
+
+    def without_files(self) -> CommitRecord:
+        """Return the record with an empty table of files: small, whatever the number of ranks."""
+        return dataclasses.replace(self, files={})
+
+    def to_json(self) -> bytes:
+        """Return the bytes of `checkpoint.json`. Raises UsageError: some field is not JSON."""
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "tag": self.tag,
+            "save_id": self.save_id,
+            "sequence": self.sequence,
+            "data": self.data,
+            "created": _time_text(self.created),
+            "state_dict_type": self.state_dict_type,
+            "world_size": self.world_size,
+            "mesh": None if self.mesh is None else dict(self.mesh),
+            "manifest": self.manifest,
+            "total_bytes": self.total_bytes,
+            "metrics": _metrics_json(self.metrics),
+            "objective": None if self.objective is None else list(self.objective),
+            "client_state": self.client_state,
+            "writer": dict(self.writer),
+            "versions": dict(self.versions),
+            "extra": dict(self.extra),
+            "files": {path: item.to_json() for path, item in sorted(self.files.items())},
+        }
+        _check_keys(self.client_state, "client_state")
+        _check_keys(self.extra, "extra")
+        try:
+            body["self"] = _self_digest(body)
+            text = json.dumps(body, indent=1, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(
+                f"the record of step {self.step} can't be written as JSON: {error}. Metrics must be numbers, and "
+                "client_state JSON: strings, finite numbers, lists, dicts with string keys, None."
+            ) from error
+        # What is written is read back: a field of a wrong type must fail the save, not the load.
+        data = (text + "\n").encode()
+        CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")
+        return data
+
+    @classmethod
+    def from_json(cls, data: bytes, *, file: str) -> CommitRecord:
+        """Return the record in `data`; `file` names it in errors.
+
+        Raises:
+            UnsupportedFormatError: A newer ckptkit wrote it.
+            IntegrityError: It was changed after it was written.
+            UnsafePathError: A name points out of the checkpoint.
+            CorruptCheckpointError: Anything else that a commit record can't be.
+        """
+        if len(data) > MAX_RECORD_BYTES:
+            raise CorruptCheckpointError(f"{file} has {len(data)} bytes; no commit record is larger than 256 MiB.")
+        body = parse_json(data, file=file)
+        fields = Fields(body, file)
+        _check_format(fields)
+        stated = fields.text("self", r"xxh3_64:[0-9a-f]{16}")
+        found = _self_digest({name: value for name, value in body.items() if name != "self"})
+        if stated != found:
+            raise IntegrityError(
+                f"{file}: the record's digest is {found}, but {stated} was written. The file was changed or damaged."
+            )
+        record = _record(cls, fields)
+        _check_record(record, file)
+        return record
+
+
+def _record(cls: type[CommitRecord], fields: Fields) -> CommitRecord:
+    mesh = fields.get("mesh")
+    return cls(
+        step=fields.whole("step", _MAX_STEP),
+        tag=fields.optional_text("tag"),
+        save_id=fields.text("save_id", _NONCE.pattern),
+        sequence=fields.whole("sequence", 2**62),
+        data=fields.text("data", f"({_NONCE.pattern})?"),
+        created=_time_value(fields),
+        state_dict_type=fields.text("state_dict_type", "[a-z][a-z0-9_]{0,31}"),
+        world_size=fields.whole("world_size", 2**31),
+        mesh=None if mesh is None else _mesh(fields.table("mesh"), fields),
+        manifest=fields.optional_text("manifest"),
+        total_bytes=fields.whole("total_bytes", 2**62),
+        metrics=_metrics(fields),
+        objective=_objective(fields),
+        client_state=fields.get("client_state"),
+        writer=fields.table("writer"),
+        versions=_versions(fields),
+        extra=fields.table("extra"),
+        files=_files(fields),
+    )
+
+
+def _check_format(fields: Fields) -> None:
+    match = _FORMAT.fullmatch(fields.text("format"))
+    if match is None:
+        raise CorruptCheckpointError(f"{fields.file}: format is {fields.text('format')!r}, expected {FORMAT!r}.")
+    if int(match[1]) > 1:
+        raise UnsupportedFormatError(
+            f"{fields.file} has format {match[0]!r}; this ckptkit reads {FORMAT!r}. A newer ckptkit wrote it: upgrade."
+        )
+    if int(match[1]) != 1:
+        raise CorruptCheckpointError(f"{fields.file}: format is {match[0]!r}; there is no such version.")
+
+
+def _check_record(record: CommitRecord, file: str) -> None:
+    try:
+        checkpoint_name(record.step, record.tag)
+    except UsageError as error:
+        raise UnsafePathError(f"{file}: {error}") from error
+    if record.data not in ("", record.save_id):
+        raise UnsafePathError(f"{file}: data is {record.data!r}, expected '' or the save id {record.save_id!r}.")
+    if record.world_size < 1:
+        raise CorruptCheckpointError(f"{file}: world_size is {record.world_size}, expected 1 or more.")
+    if record.manifest is not None and record.manifest not in record.files:
+        raise IncompleteCheckpointError(f"{file}: the manifest {record.manifest!r} is not in the table of files.")
+    total = sum(item.nbytes for item in record.files.values())
+    if record.total_bytes != total:
+        raise CorruptCheckpointError(f"{file}: total_bytes is {record.total_bytes}, but the files add up to {total}.")
+
+
+def _files(fields: Fields) -> Mapping[str, FileRecord]:
+    files = {}
+    for path, item in fields.table("files").items():
+        try:
+            checked_path(path)
+        except UnsafePathError as error:
+            raise UnsafePathError(f"{fields.file}: {error}") from error
+        entry = Fields(item, f"{fields.file}: files[{path!r}]")
+        outlined = "outline" in entry.body and "xxh3_64" not in entry.body
+        digest = entry.text("outline" if outlined else "xxh3_64", _DIGEST.pattern)
+        files[path] = FileRecord(entry.whole("nbytes", 2**62), digest, outlined)
+    return files
+
+
+def _metrics(fields: Fields) -> Mapping[str, float]:
+    metrics = {}
+    for name, value in fields.table("metrics").items():
+        if isinstance(value, str) and value in _NOT_FINITE:
+            metrics[name] = _NOT_FINITE[value]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**1023:
+            metrics[name] = float(value)
+        else:
+            raise CorruptCheckpointError(f"{fields.file}: metric {name!r} is {value!r:.80}, expected a number.")
+    return metrics
+
+
+def _objective(fields: Fields) -> tuple[str, str] | None:
+    value = fields.get("objective")
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and value[1] in ("min", "max"):
+        return value[0], value[1]
+    raise CorruptCheckpointError(f"{fields.file}: objective is {value!r:.80}, expected [metric, 'min' or 'max'].")
+
+
+def _mesh(mesh: Mapping[str, Any], fields: Fields) -> Mapping[str, Any]:
+    shape, names = mesh.get("shape"), mesh.get("names")
+    good = isinstance(shape, list) and all(type(size) is int and 0 < size < 2**31 for size in shape)
+    good = good and isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not good or len(mesh["shape"]) != len(mesh["names"]):
+        raise CorruptCheckpointError(
+            f"{fields.file}: mesh is {dict(mesh)!r:.120}, expected as many sizes as names: "
+            '{"shape": [2, 4], "names": ["replicate", "shard"]}.'
+        )
+    return mesh
+
+
+def _versions(fields: Fields) -> Mapping[str, str]:
+    versions = fields.table("versions")
+    for name, value in versions.items():
+        if not isinstance(value, str):
+            raise CorruptCheckpointError(f"{fields.file}: versions[{name!r}] is {value!r:.80}, expected a string.")
+    return versions
+
+
+def _self_digest(body: Mapping[str, Any]) -> str:
+    """Return the digest of `body` in its one canonical spelling: keys sorted, no spaces, ASCII."""
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f"xxh3_64:{xxhash.xxh3_64_hexdigest(canonical.encode())}"
+
+
+def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
+    """Check what the caller gives for a commit record, before anything is written.
+
+    Raises:
+        UsageError: Names the metric that is no number, or what in `client_state` is not JSON.
+    """
+    _metrics_json(metrics)
+    _check_keys(client_state, "client_state")
+    try:
+        json.dumps(client_state, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"client_state can't be written as JSON: {error}. It takes strings, finite numbers, lists, dicts with "
+            "string keys, None; other state belongs into TrainState.extra."
+        ) from error
+
+
+def _check_keys(value: Any, place: str) -> None:
+    """Raise where JSON would turn a key into a string without a word: {1: ...} would come back as {"1": ...}."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise UsageError(f"{place} has the key {key!r:.80}; keys of JSON are strings.")
+            _check_keys(inner, f"{place}[{key!r:.80}]")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _check_keys(inner, f"{place}[{index}]")
+
+
+def _metrics_json(metrics: Mapping[str, Any]) -> dict[str, float | str]:
+    _check_keys(metrics, "metrics")
+    return {name: _number_text(name, value) for name, value in metrics.items()}
+
+
+def _number_text(name: str, value: Any) -> float | str:
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        number = float(value)  # numpy scalars and 0-d tensors too
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise UsageError(
+            f"metric {name!r} is {value!r:.80} ({type(value).__name__}), expected a number. Leave it out of `metrics` "
+            "where there is none yet."
+        ) from error
+    return number if math.isfinite(number) else str(number)
+
+
+def _time_text(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _time_value(fields: Fields) -> float:
+    text = fields.text("created")
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{fields.file}: created is {text!r:.80}, expected a time such as 2026-01-31T12:00:00.000000Z."
+        ) from error
+
+
+# --- reading from a store
+
+
+def record_path(name: str) -> str:
+    """Return the path of the record of checkpoint `name`, relative to the root of its run."""
+    return f"{name}/{RECORD_NAME}"
+
+
+def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
+    """Return the commit record at `path`, None where there is none. Raises CorruptCheckpointError."""
+    place = f"{store.url}/{path}"
+    if store.local_root is None:
+        return _find_remote(store, path, place)
+    found = store.info(path)
+    if found is None:
+        return None
+    if found.kind != "file":
+        raise UnsafePathError(f"{place} is a {found.kind}, not a regular file; it is not read.")
+    _check_size(found.size, place)
+    return CommitRecord.from_json(store.read(path), file=place)
+
+
+def _find_remote(store: Store, path: str, place: str) -> CommitRecord | None:
+    try:
+        data = store.read(path, 0, _FIRST_READ)  # one request, where asking for the size first makes three
+    except FileNotFoundError:
+        return None
+    if len(data) == _FIRST_READ:
+        found = store.info(path)
+        _check_size(0 if found is None else found.size, place)
+        data = store.read(path)
+    return CommitRecord.from_json(data, file=place)
+
+
+def _check_size(nbytes: int, place: str) -> None:
+    if nbytes > MAX_RECORD_BYTES:
+        raise CorruptCheckpointError(f"{place} has {nbytes} bytes; no commit record is larger than 256 MiB.")
+
+
+def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
+    """Return the commit record at `path`. Raises CheckpointNotFoundError, CorruptCheckpointError."""
+    record = find_record(store, path)
+    if record is None:
+        raise CheckpointNotFoundError(
+            f"{store.url}/{path} does not exist: no save of a checkpoint was completed there. "
+            "Try: ckptkit ls, on the directory of the run."
+        )
+    return record
+
+
+def data_store(store: Store, record: CommitRecord) -> Store:
+    """Return the store of the files of the checkpoint whose record lies at the root of `store`."""
+    return store.child(record.data) if record.data else store

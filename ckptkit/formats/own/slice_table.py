@@ -1,0 +1,142 @@
+"""What ranks tell rank 0 about the tensors they wrote into plain files, and the manifest made of it (FULL, LOCAL)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Digest, MeshInfo, SliceArray, TensorEntry, TensorSlice
+from ckptkit.errors import CorruptCheckpointError, SaveError
+from ckptkit.formats.own.manifest import MESHES, PLACEMENTS, Manifest
+from ckptkit.formats.own.reader import role_of
+from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
+from ckptkit.storage.store import Store
+
+__all__ = ["SliceRow", "TablePart", "entries_of", "write_manifest"]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRow:
+    """One slice that a rank wrote: row-major bytes of `box`, and their xxh3_64."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    path: str
+    start: int
+    nbytes: int
+    digest: int
+    placement: tuple[int, tuple[str, ...]] | None = None
+
+
+@dataclass(slots=True)
+class TablePart:
+    """All that one rank wrote."""
+
+    rank: int
+    rows: list[SliceRow] = field(default_factory=list)
+    meshes: list[dict[str, Any]] = field(default_factory=list)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the part as JSON."""
+        rows = [
+            [r.key, r.dtype, r.shape, r.box.offsets, r.box.sizes, r.path, r.start, r.nbytes, r.digest, r.placement]
+            for r in self.rows
+        ]
+        files = {path: [item.nbytes, item.xxh3_64, item.outlined] for path, item in self.files.items()}
+        body = {"rank": self.rank, "rows": rows, "meshes": self.meshes, "files": files}
+        return json.dumps(body, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TablePart:
+        """Return the part that another rank of this save sent."""
+        body = json.loads(data)
+        rows = [
+            SliceRow(
+                key,
+                dtype,
+                tuple(shape),
+                Box(tuple(offsets), tuple(sizes)),
+                path,
+                start,
+                nbytes,
+                digest,
+                None if placement is None else (placement[0], tuple(placement[1])),
+            )
+            for key, dtype, shape, offsets, sizes, path, start, nbytes, digest, placement in body["rows"]
+        ]
+        files = {path: FileRecord(*item) for path, item in body["files"].items()}
+        return cls(body["rank"], rows, body["meshes"], files)
+
+
+def write_manifest(
+    parts: Sequence[TablePart],
+    store: Store,
+    *,
+    format: str,
+    save_id: str,
+    extra: Mapping[str, Any],
+    sync: bool = True,
+) -> dict[str, FileRecord]:
+    """Write `manifest.safetensors` of what all ranks wrote; return every file of all ranks, the manifest included.
+
+    Raises:
+        SaveError: Ranks disagree about a tensor, or its elements are not all there.
+    """
+    meshes: list[dict[str, Any]] = []
+    table: dict[str, tuple[str, tuple[int, ...], list[TensorSlice]]] = {}
+    placements: dict[str, Any] = {}
+    files: dict[str, FileRecord] = {}
+    for part in sorted(parts, key=lambda p: p.rank):
+        files.update(part.files)
+        chosen = [_mesh_index(mesh, meshes) for mesh in part.meshes]
+        for row in part.rows:
+            about = table.setdefault(row.key, (row.dtype, row.shape, []))
+            if about[:2] != (row.dtype, row.shape):
+                raise SaveError(
+                    f"tensor {row.key!r} is {row.dtype} {list(row.shape)} on rank {part.rank}, but {about[0]} "
+                    f"{list(about[1])} on another."
+                )
+            digest = Digest("xxh3_64", row.digest, row.start, row.nbytes)
+            about[2].append(TensorSlice(row.box, row.path, row.start, row.nbytes, digest=digest, rank=part.rank))
+            if row.placement is not None:
+                placements[row.key] = [chosen[row.placement[0]], row.placement[1]]
+    entries = entries_of(table)
+    for entry in entries.values():
+        try:
+            entry.check_coverage()
+        except CorruptCheckpointError as error:
+            raise SaveError(f"{error} Do all ranks hold the same model?") from error
+    info = CatalogInfo(
+        format,
+        producer="ckptkit",
+        world_size=len(parts),
+        mesh=MeshInfo(tuple(meshes[0]["shape"]), tuple(meshes[0]["names"])) if meshes else None,
+        files={path: item.nbytes for path, item in files.items()},
+        extra={**extra, "save_id": save_id, MESHES: meshes, PLACEMENTS: placements},
+    )
+    data = Manifest.of(Catalog(entries, {}, info)).to_bytes()
+    store.write(MANIFEST_NAME, data, sync=sync)
+    return {**files, MANIFEST_NAME: FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))}
+
+
+def _mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
+    if mesh not in meshes:
+        meshes.append(mesh)
+    return meshes.index(mesh)
+
+
+def entries_of(table: Mapping[str, tuple[str, tuple[int, ...], Sequence[TensorSlice]]]) -> dict[str, TensorEntry]:
+    """Return catalog entries of (dtype, shape, slices) by key, their roles told by our own names."""
+    entries = {}
+    for key, (dtype, shape, slices) in table.items():
+        role, fqn, state = role_of(key)
+        entries[key] = TensorEntry(key, dtype, shape, SliceArray.of(slices, len(shape)), role, fqn, state)
+    return entries

@@ -1,0 +1,270 @@
+"""The allow-list: which globals a pickle may name, and the inert thing each of them becomes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.catalog.dtypes import DTYPES
+from ckptkit.errors import UnsupportedFormatError
+from ckptkit.formats.pickles import inert as stubs
+from ckptkit.formats.pickles.inert import Function, Record, StateDict, StorageType, TorchDType, record_type
+
+__all__ = ["ALLOWED", "allowed_global", "checked_key"]
+
+_MAX_KEY_NODES = 64
+_INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash of an int: beyond it, colliding keys can be made at will
+_PLAIN_KEYS = (str, bytes, float, bool, type(None), complex, frozenset)
+
+
+def checked_key(key: Any) -> Any:
+    """Return `key` if hashing it is cheap: nested tuples take exponential time, and can exhaust the C stack."""
+    pending, nodes = [key], 0
+    while pending:
+        item = pending.pop()
+        nodes += 1
+        if nodes > _MAX_KEY_NODES:
+            raise ValueError("a key is a tuple nested too deeply")
+        if type(item) is tuple:
+            pending.extend(item[:_MAX_KEY_NODES])
+        elif type(item) is int:
+            if not -_INT_HASH_MODULUS < item < _INT_HASH_MODULUS:
+                raise ValueError("a key is too large an integer")
+        elif isinstance(item, type) and issubclass(item, stubs.Stub):
+            continue
+        elif not isinstance(item, _PLAIN_KEYS) and not (isinstance(item, stubs.Stub) and not isinstance(item, dict)):
+            raise ValueError(f"a {type(item).__name__} can't be a key")
+    return key
+
+
+def _dict(*args: Any) -> StateDict:
+    """OrderedDict() or OrderedDict([[key, value], ...]), as Python 2 and 3 pickle it."""
+    made = StateDict()
+    if args and args[0] is not None:
+        pairs = args[0].items() if isinstance(args[0], dict) else args[0]
+        for key, value in pairs:
+            made[checked_key(key)] = value
+    return made
+
+
+def _default_dict(*args: Any) -> StateDict:
+    return StateDict()
+
+
+def _set(*args: Any) -> set[Any]:
+    return {checked_key(item) for item in _sequence(args)}
+
+
+def _frozenset(*args: Any) -> frozenset[Any]:
+    return frozenset(_set(*args))
+
+
+def _list(*args: Any) -> list[Any]:
+    return list(_sequence(args))
+
+
+def _sequence(args: tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    if not args:
+        return ()
+    if len(args) > 1 or not isinstance(args[0], (list, tuple)):
+        raise ValueError("expected one list or tuple")
+    return args[0]
+
+
+def _deque(*args: Any) -> list[Any]:
+    return list(_sequence(args[:1]))
+
+
+def _bytearray(*args: Any) -> bytearray:
+    if not args:
+        return bytearray()
+    if isinstance(args[0], (bytes, bytearray)):
+        return bytearray(args[0])
+    return bytearray(_encode(*args))
+
+
+def _bytes(*args: Any) -> bytes:
+    if not args:
+        return b""
+    if len(args) == 1 and isinstance(args[0], (bytes, bytearray)):
+        return bytes(args[0])
+    if len(args) == 1 and isinstance(args[0], list) and all(type(i) is int and 0 <= i < 256 for i in args[0]):
+        return bytes(args[0])
+    return _encode(*args)
+
+
+def _encode(text: Any, encoding: Any = "latin1", *_: Any) -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8", "utf8", "ascii"):
+        raise ValueError("_codecs.encode is allowed for text in latin1, utf-8 and ascii only")
+    return text.encode(encoding)
+
+
+def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
+    if type(real) not in (int, float) or type(imaginary) not in (int, float):
+        raise ValueError("complex of what is no number")
+    return complex(real, imaginary)
+
+
+def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
+    """copyreg._reconstructor: an instance of a plain class, as protocols 0 and 1 pickle it."""
+    if not (isinstance(cls, type) and issubclass(cls, Record)):
+        raise ValueError("an object of a class that is no record")
+    return cls()
+
+
+def _layout(name: Any) -> str:
+    """torch.serialization._get_layout."""
+    if not isinstance(name, str):
+        raise ValueError("a layout's name is no text")
+    return name.removeprefix("torch.")
+
+
+def _numpy_array(*args: Any) -> stubs.NDArray:
+    return stubs.NDArray(*args)
+
+
+def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> stubs.NDArray:
+    """numpy._core.numeric._frombuffer, what protocol 5 writes."""
+    made = _numpy_array()
+    made.state = (1, shape, dtype, order == "F", data)
+    return made
+
+
+def _refused(what: str) -> Function:
+    def call(*_: Any) -> Any:
+        raise UnsupportedFormatError(f"holds a {what}, which can't be read without loss. Save dense tensors instead.")
+
+    return Function(what, call)
+
+
+_STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128", "QInt8Storage": "qint8", "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
+}  # fmt: skip
+_OTHER_DTYPES = (
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+)
+
+_LAYOUTS = (
+    "strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged",
+    "contiguous_format", "channels_last", "channels_last_3d", "preserve_format",
+)  # fmt: skip
+
+_DCP = "torch.distributed.checkpoint"
+_SHARD = "torch.distributed._shard"
+_METADATA: dict[str, Any] = {
+    "Metadata": record_type(f"{_DCP}.metadata.Metadata"),
+    "TensorStorageMetadata": stubs.TensorMetadata,
+    "BytesStorageMetadata": record_type(f"{_DCP}.metadata.BytesStorageMetadata"),
+    "TensorProperties": record_type(f"{_DCP}.metadata.TensorProperties"),
+    "ChunkStorageMetadata": stubs.ChunkMetadata,
+    "MetadataIndex": stubs.Index,
+    "StorageMeta": record_type(f"{_DCP}.metadata.StorageMeta"),
+    "_MEM_FORMAT_ENCODING": record_type(f"{_DCP}.metadata._MEM_FORMAT_ENCODING"),
+    "MEM_FORMAT_ENCODING": record_type(f"{_DCP}.metadata._MEM_FORMAT_ENCODING"),
+    "_StorageInfo": stubs.StorageInfo,
+    "_StoragePrefix": record_type(f"{_DCP}.filesystem._StoragePrefix"),
+}
+_METADATA_HOMES = (
+    f"{_DCP}.metadata", f"{_DCP}.filesystem", f"{_SHARD}.checkpoint.metadata", f"{_SHARD}.checkpoint.filesystem",
+    f"{_SHARD}.sharded_tensor.metadata",
+)  # fmt: skip
+
+# Families of plain data classes: whatever class one of them names becomes a record.
+_FAMILIES = re.compile(
+    r"torch\.distributed\.(?:_shard|_tensor|tensor|device_mesh|_mesh_layout|_pycute|remote_device|_remote_device)"
+    r"(?:\.[A-Za-z_][A-Za-z0-9_]*)*"
+)
+_CLASS_NAME = re.compile(r"_{0,2}[A-Z][A-Za-z0-9_]{0,63}|_remote_device")
+
+_RECORDS = (
+    "torch.device", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
+    "torch.nn.Parameter", "torch.Generator",
+    "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.PurePosixPath", "pathlib.PureWindowsPath", "pathlib.Path",
+    "pathlib._local.PosixPath", "pathlib._local.WindowsPath", "pathlib._local.PurePosixPath",
+    "pathlib._local.PureWindowsPath", "pathlib._local.Path",
+    "argparse.Namespace", "types.SimpleNamespace",
+    "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone",
+    "_io.BytesIO",
+    "uuid.UUID", "decimal.Decimal", "fractions.Fraction",
+    "builtins.slice", "__builtin__.slice", "builtins.range", "__builtin__.xrange",
+    "builtins.int", "builtins.float", "builtins.str", "builtins.bool", "__builtin__.int", "__builtin__.float",
+    "__builtin__.long", "__builtin__.str", "__builtin__.bool", "builtins.object", "__builtin__.object",
+    "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
+    "typing.Any", "omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig",
+    *(f"omegaconf.base.{name}" for name in ("Metadata", "ContainerMetadata")),
+    *(f"omegaconf.nodes.{kind}Node" for kind in ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path")),
+    "lightning.fabric.utilities.data.AttributeDict", "lightning_fabric.utilities.data.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict", "lightning.pytorch.utilities.parsing.AttributeDict",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address",
+)  # fmt: skip
+
+
+def _functions() -> dict[tuple[str, str], Any]:
+    table: dict[tuple[str, str], Any] = {
+        ("torch", "Size"): tuple,
+        ("torch.serialization", "_get_layout"): Function("_get_layout", _layout),
+        ("collections", "OrderedDict"): Function("OrderedDict", _dict),
+        ("collections", "Counter"): Function("Counter", _dict),
+        ("collections", "defaultdict"): Function("defaultdict", _default_dict),
+        ("collections", "deque"): Function("deque", _deque),
+        ("_codecs", "encode"): Function("encode", _encode),
+        ("torch._utils", "_rebuild_sparse_tensor"): _refused("sparse tensor"),
+        ("torch._utils", "_rebuild_qtensor"): _refused("quantized tensor"),
+        ("torch._utils", "_rebuild_nested_tensor"): _refused("nested tensor"),
+    }
+    for home in ("copyreg", "copy_reg"):
+        table[home, "_reconstructor"] = Function("_reconstructor", _reconstructor)
+    for core in ("numpy.core", "numpy._core"):
+        table[f"{core}.multiarray", "_reconstruct"] = Function("_reconstruct", _numpy_array)
+        table[f"{core}.numeric", "_frombuffer"] = Function("_frombuffer", _numpy_frombuffer)
+    for home in ("builtins", "__builtin__"):
+        for name, call in (
+            ("set", _set), ("frozenset", _frozenset), ("list", _list), ("dict", _dict), ("complex", _complex),
+            ("bytearray", _bytearray), ("bytes", _bytes), ("getattr", stubs.attribute_of),
+        ):  # fmt: skip
+            table[home, name] = Function(name, call)
+        table[home, "tuple"] = tuple
+    return table
+
+
+def _names() -> dict[tuple[str, str], Any]:
+    """Globals of torch that are values: dtypes, layouts, memory formats, storage classes."""
+    table: dict[tuple[str, str], Any] = {("torch", name): TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)}
+    table.update((("torch", name), name) for name in _LAYOUTS)
+    for name, dtype in _STORAGES.items():  # tensor classes of the tar format, torch < 0.2
+        table["torch", name.replace("Storage", "Tensor")] = StorageType(dtype)
+    for home in ("torch", "torch.cuda", "torch.storage"):
+        table.update(((home, name), StorageType(dtype)) for name, dtype in _STORAGES.items())
+        table[home, "UntypedStorage"] = StorageType(None)
+    return table
+
+
+def _classes() -> dict[tuple[str, str], Any]:
+    table = {(home, name): stub for home in _METADATA_HOMES for name, stub in _METADATA.items()}
+    for name in ("MCoreMetadata", "MCoreSavePlan"):
+        table["megatron.core.dist_checkpointing.strategies.torch", name] = _METADATA["Metadata"]
+    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
+        # megatron-core keeps the plans of all ranks in .metadata, so that a later save can reuse them.
+        table[f"{_DCP}.planner", name] = record_type(f"{_DCP}.planner.{name}")
+    for full in _RECORDS:
+        module, _, name = full.rpartition(".")
+        table[module, name] = record_type(full)
+    return table
+
+
+ALLOWED: Mapping[tuple[str, str], Any] = {**_functions(), **_names(), **_classes()}
+
+
+def allowed_global(module: str, name: str) -> Any | None:
+    """Return what the global `module.name` becomes; None where it is not on the allow-list."""
+    found = ALLOWED.get((module, name))
+    if found is None and _FAMILIES.fullmatch(module) and _CLASS_NAME.fullmatch(name):
+        return record_type(f"{module}.{name}")
+    return found

@@ -1,0 +1,437 @@
+"""The values of entries that are no tensors: decoded offline into plain Python, or by torch in a job."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from ckptkit.catalog.entry import Codec, ObjectEntry
+from ckptkit.errors import (
+    CorruptCheckpointError,
+    MissingExtraError,
+    UnsupportedFormatError,
+)
+from ckptkit.formats.dcp.host_bytes import flip, is_sign
+from ckptkit.formats.own.json import check_density
+from ckptkit.formats.pickles.inert import NDArray, Record, Stub, TorchDType, UnknownGlobal
+from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
+from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, Storage, StoredTensor
+from ckptkit.formats.pickles.walk import Unknown, guarded, loads
+from ckptkit.formats.pickles.zip import file_size, read_archive
+from ckptkit.storage.store import FileInfo, ReadInto, Store
+
+__all__ = [
+    "Inert",
+    "TensorValue",
+    "decode_record",
+    "decode_zstd",
+    "load_object_torch",
+    "memory_store",
+    "plain",
+    "read_object",
+    "read_tensor",
+    "zstd_chunks",
+]
+
+_MAX_OBJECT_BYTES = 4 << 30
+_MAX_JSON_BYTES = 256 << 20
+_MAX_DEPTH = 100
+_MAX_NODES = 4_000_000
+_NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[biufc](?:1|2|4|8|16)|\?|[SU]\d{1,6})")
+_NUMPY = frozenset(
+    ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
+     "bool", "complex64", "complex128")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorValue:
+    """A tensor inside an object whose dtype numpy does not have: `data` is row-major."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Inert:
+    """What a pickle holds of a class that is not rebuilt: its name, and what it was given.
+
+    Attributes:
+        kind: "module.Class".
+        known: False where the class is on no list and was kept only because the caller asked for records.
+    """
+
+    kind: str
+    args: tuple[Any, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    items: Sequence[Any] = ()
+    known: bool = True
+
+
+def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False) -> Any:
+    """Return the value of an entry as plain Python: tensors as numpy arrays, other classes as `Inert`.
+
+    Nothing of it is run, and torch is not imported.
+
+    Args:
+        allow_pickle: Keep classes that are not on the allow-list as `Inert` instead of refusing them.
+
+    Raises:
+        UnsafePickleError: It names a class that is not on the allow-list.
+        CorruptCheckpointError: It is damaged, or does not match its digest.
+    """
+    if entry.encoding == "value":
+        return entry.value
+    if entry.encoding == "json":
+        return _read_json(store, entry)
+    label = f"{entry.path} ({entry.name})" if entry.name else entry.path
+    if entry.codec is not None:
+        data = _decoded(store, entry, entry.codec)
+        store = memory_store(entry.path, data)
+        start, nbytes = entry.start, entry.nbytes or len(data) - entry.start
+    else:
+        start, nbytes = entry.start, entry.nbytes or file_size(store, entry.path) - entry.start
+    if nbytes > _MAX_OBJECT_BYTES:
+        raise CorruptCheckpointError(f"{label}: an object of {nbytes} bytes is larger than any checkpoint needs.")
+    unknown: Unknown = "record" if allow_pickle else "refuse"
+    head = store.read(entry.path, start, start + min(nbytes, 512))
+    if head[:2] == b"PK":
+        value = read_archive(store, entry.path, start, nbytes, unknown=unknown).value
+    elif start == 0 and is_legacy(head):
+        value = read_legacy(store, entry.path, unknown=unknown).value
+    elif start == 0 and is_tar(head):
+        value = read_tar(store, entry.path, unknown=unknown).value
+    else:
+        value = loads(store.read(entry.path, start, start + nbytes), file=label, unknown=unknown)
+    return plain(value, file=label, read=lambda tensor: read_tensor(store, tensor))
+
+
+def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
+    """Return the value of an entry as torch loads it into a job, with `weights_only=True`. Imports torch.
+
+    Raises:
+        UnsafePickleError: It names a class that torch's weights_only loader refuses.
+        CorruptCheckpointError: Its archive is compressed or damaged.
+    """
+    if entry.encoding != "torch_save":
+        return read_object(store, entry)
+    from ckptkit.formats.pickles.exact import parse_object
+
+    if entry.codec:
+        data = _decoded(store, entry, entry.codec)
+    else:
+        data = store.read(entry.path, entry.start, entry.start + entry.nbytes if entry.nbytes else None)
+    return parse_object(data, file=entry.path, name=entry.name)
+
+
+def _read_json(store: Store, entry: ObjectEntry) -> Any:
+    stop = entry.start + (entry.nbytes or _MAX_JSON_BYTES + 1)
+    raw = store.read(entry.path, entry.start, min(stop, entry.start + _MAX_JSON_BYTES + 1))
+    label = f"{entry.path} ({entry.name})"
+    if len(raw) > _MAX_JSON_BYTES:
+        raise CorruptCheckpointError(f"{label}: more than {_MAX_JSON_BYTES} bytes of JSON, which no checkpoint needs.")
+    check_density(raw, file=label)
+    try:
+        return json.loads(raw)  # anybody's own: trainer_state.json has NaN in it
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{label}: it is no JSON: {error}.") from None
+
+
+def _decoded(store: Store, entry: ObjectEntry, codec: Codec) -> bytes:
+    return decode_record(store, entry.path, codec, limit=entry.start + entry.nbytes if entry.nbytes else None)
+
+
+def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
+    """Return the decoded bytes; an error where they are more than `limit`, before they are held."""
+    return b"".join(zstd_chunks(packed, limit, file=file))
+
+
+def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = None) -> bytes:
+    """Return a compressed record decoded, all of it in memory.
+
+    Args:
+        limit: What it may be at most; by default 4 GiB, or 64 times what is stored where that is less.
+    """
+    if is_sign(codec.name):
+        data = bytearray(store.read(path, codec.start, codec.start + codec.nbytes))
+        flip(codec.name, 0, data)
+        return bytes(data)
+    if codec.name != "zstd":
+        raise UnsupportedFormatError(f"{path}: the codec {codec.name!r} is unknown.")
+    if limit is None:
+        limit = min(_MAX_OBJECT_BYTES, max(64 << 20, 64 * codec.nbytes))
+    packed = store.read(path, codec.start, codec.start + codec.nbytes)
+    return decode_zstd(packed, limit, file=f"{path} at byte {codec.start}")
+
+
+def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
+    """Yield the decoded bytes, a megabyte at a time; an error where they become more than `limit`."""
+    done = 0
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtraError(
+            f"{file} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
+        ) from None
+    try:
+        # The window bounds what a hostile frame makes the decoder allocate.
+        reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(packed, read_across_frames=True)
+        while chunk := reader.read(1 << 20):
+            done += len(chunk)
+            if done > limit:
+                raise CorruptCheckpointError(f"{file}: it decodes to more than the {limit} bytes it should have.")
+            yield chunk
+    except zstandard.ZstdError as error:
+        raise CorruptCheckpointError(f"{file}: its zstd data are damaged: {error}.") from None
+
+
+def memory_store(path: str, data: bytes) -> Store:
+    """Return bytes in memory as the one file of a store, for the readers of archives."""
+    return cast(Store, _Memory(path, data))
+
+
+class _Memory:
+    """The few methods of a store that the readers of archives use, over bytes in memory, under one path."""
+
+    url = "memory:"
+    local_root: str | None = None
+
+    def __init__(self, path: str, data: bytes) -> None:
+        self._path = path
+        self._data = data
+
+    def info(self, path: str) -> FileInfo | None:
+        return FileInfo(path, "file", len(self._data), 0.0)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._data[start:stop]
+
+    def read_into(self, path: str, start: int, view: memoryview) -> None:
+        data = self._data[start : start + len(view)]
+        if len(data) != len(view):
+            raise CorruptCheckpointError(f"{path}: a decoded record ends early.")
+        view[:] = data
+
+    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
+        for read in reads:
+            self.read_into(read.path, read.start, read.view)
+
+
+def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:
+    """Return the tensor's value: a numpy array, or a `TensorValue` where numpy lacks the dtype.
+
+    Its bytes are at most those of its storage: views that declare more were refused.
+    """
+    raw = bytearray(tensor.nbytes)
+    if raw:
+        store.read_into(tensor.path, tensor.start, memoryview(raw))
+    element = np.dtype(tensor.dtype) if tensor.dtype in _NUMPY else np.dtype(f"V{tensor.itemsize}")
+    if tensor.numel == 0:
+        array = np.empty(tensor.shape, element)
+    else:
+        flat = np.frombuffer(raw, element)
+        steps = [s * tensor.itemsize for s in tensor.strides]
+        array = np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, steps)).reshape(tensor.shape)
+    if tensor.dtype in _NUMPY:
+        return array
+    return TensorValue(tensor.dtype, tensor.shape, array.tobytes())
+
+
+def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None = None) -> Any:
+    """Return `value` with its stubs turned into plain Python values; what is shared stays shared.
+
+    Args:
+        read: Makes the value of a tensor; without it tensors stay records.
+
+    Raises:
+        CorruptCheckpointError: It is nested too deeply, contains itself, or unfolds to more than a few million
+            values.
+    """
+    return guarded(file, lambda: _Plain(read).of(value, 0)[0])
+
+
+class _Plain:
+    """One conversion. Every result comes with the number of values it unfolds to."""
+
+    def __init__(self, read: Callable[[StoredTensor], Any] | None) -> None:
+        self.read = read
+        self.done: dict[int, tuple[Any, int]] = {}
+        self.open: set[int] = set()
+        self.made: list[Any] = []  # containers made here, kept: another object at their address would be taken for them
+
+    def of(self, value: Any, depth: int) -> tuple[Any, int]:
+        if value is None or type(value) in (str, int, float, bool, bytes, complex):
+            return value, 1
+        known = self.done.get(id(value))
+        if known is not None:
+            return known
+        if depth > _MAX_DEPTH or id(value) in self.open:
+            raise ValueError("it is nested too deeply, or contains itself")
+        self.open.add(id(value))
+        made, size = self._convert(value, depth + 1)
+        self.open.discard(id(value))
+        if size > _MAX_NODES:
+            raise ValueError("it unfolds to more values than any checkpoint needs")
+        self.done[id(value)] = (made, size)
+        return made, size
+
+    def _of_made(self, value: Any, depth: int) -> tuple[Any, int]:
+        self.made.append(value)
+        return self.of(value, depth)
+
+    def _convert(self, value: Any, depth: int) -> tuple[Any, int]:
+        if isinstance(value, dict):
+            keys, n = self._all(list(value.keys()), depth)
+            values, m = self._all(list(value.values()), depth)
+            return dict(zip(keys, values, strict=True)), n + m
+        if isinstance(value, (list, tuple)):
+            items, n = self._all(value, depth)
+            return (tuple(items) if isinstance(value, tuple) else items), n
+        if isinstance(value, (set, frozenset)):
+            items, n = self._all(list(value), depth)
+            return type(value)(items), n
+        if isinstance(value, Stub):
+            return self._stub(value, depth)
+        return (bytes(value) if isinstance(value, bytearray) else _leaf(value)), 1
+
+    def _all(self, values: Sequence[Any], depth: int) -> tuple[list[Any], int]:
+        items, total = [], 1
+        for value in values:
+            item, size = self.of(value, depth)
+            items.append(item)
+            total += size
+        return items, total
+
+    def _stub(self, value: Stub, depth: int) -> tuple[Any, int]:
+        if isinstance(value, StoredTensor):
+            return (value if self.read is None else self.read(value)), 1
+        if isinstance(value, (DTensorRecord, ShardedTensorRecord)):
+            return value, 1
+        if isinstance(value, TorchDType):
+            return f"torch.{value.name}", 1
+        if isinstance(value, NDArray):
+            return _array(value), 1
+        if isinstance(value, Record):
+            return self._record(value, depth)
+        return Inert(type(value).__name__), 1
+
+    def _record(self, value: Record, depth: int) -> tuple[Any, int]:
+        made = _REBUILD[value.kind](value) if value.kind in _REBUILD else NotImplemented
+        if made is not NotImplemented:
+            return made, 1
+        args, a = self.of(value.args, depth)
+        if value.fields:
+            # A node of OmegaConf knows the one it hangs from, which would be a circle.
+            fields, b = self._of_made({k: v for k, v in value.fields.items() if k != "_parent"}, depth)
+        else:
+            state, b = self.of(value.state, depth)
+            fields = {} if state is None else {"state": state}
+        items, c = self._of_made(list(value.items.items()) or value.entries, depth)
+        if value.kind in ("argparse.Namespace", "types.SimpleNamespace"):
+            return fields, b
+        return Inert(value.kind, args, fields, items, not isinstance(value, UnknownGlobal)), a + b + c
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, type) and issubclass(value, Record):
+        return Inert(value.kind or "object", known=not issubclass(value, UnknownGlobal))
+    if isinstance(value, Storage):
+        return Inert("torch.Storage", (value.dtype, value.nbytes))
+    return Inert(type(value).__name__)
+
+
+# --- values that are safe to build, since every argument is checked first
+
+
+def _numpy_dtype(value: Any) -> np.dtype[Any]:
+    if not isinstance(value, Record) or value.kind != "numpy.dtype" or not value.args:
+        raise ValueError("a numpy dtype is no dtype")
+    name = value.args[0]
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not read.")
+    order = value.state[1] if isinstance(value.state, tuple) and len(value.state) > 1 else "="
+    found: np.dtype[Any] = np.dtype(name)
+    return np.dtype(found.newbyteorder(">")) if order == ">" else found
+
+
+def _array(value: NDArray) -> np.ndarray[Any, Any]:
+    if not isinstance(value.state, tuple) or len(value.state) != 5:
+        raise ValueError("a numpy array without its data")
+    _, shape, dtype, fortran, raw = value.state
+    made = _numpy_dtype(dtype)
+    if type(shape) is not tuple or len(shape) > 32 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+        raise ValueError("a numpy array's shape is no shape")
+    if not isinstance(raw, (bytes, bytearray)) or len(raw) != int(np.prod([*shape, made.itemsize], dtype=object)):
+        raise ValueError("a numpy array's data do not fit its shape")
+    return np.frombuffer(bytearray(raw), made).reshape(shape, order="F" if fortran else "C")  # one that can be written
+
+
+def _scalar(value: Record) -> Any:
+    dtype, raw = _numpy_dtype(value.args[0]), value.args[1]
+    if not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
+        raise ValueError("a numpy scalar's data do not fit its dtype")
+    return np.frombuffer(raw, dtype)[0]
+
+
+def _path(value: Record) -> Any:
+    parts = [part for part in value.args if isinstance(part, str)]
+    return posixpath.join(*parts) if parts else "."
+
+
+def _device(value: Record) -> Any:
+    return ":".join(str(arg)[:32] for arg in value.args) or "cpu"
+
+
+def _buffer(value: Record) -> Any:
+    """io.BytesIO, how Megatron keeps `_extra_state`: its state is (bytes, position, attributes)."""
+    state = value.state
+    return state[0] if isinstance(state, tuple) and state and isinstance(state[0], bytes) else NotImplemented
+
+
+def _datetime(kind: type[Any], nbytes: int) -> Callable[[Record], Any]:
+    def make(value: Record) -> Any:
+        raw = value.args[0] if value.args else b""
+        if isinstance(raw, bytes) and len(raw) == nbytes and len(value.args) == 1:
+            return kind(raw)
+        return NotImplemented
+
+    return make
+
+
+def _timedelta(value: Record) -> Any:
+    if len(value.args) <= 3 and all(type(arg) is int for arg in value.args):
+        return datetime.timedelta(*value.args)
+    return NotImplemented
+
+
+def _slice(value: Record) -> Any:
+    if 1 <= len(value.args) <= 3 and all(arg is None or type(arg) is int for arg in value.args):
+        return slice(*value.args)
+    return NotImplemented
+
+
+_REBUILD: dict[str, Callable[[Record], Any]] = {
+    **{
+        f"{home}.{name}": _path
+        for home in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    "torch.device": _device,
+    "_io.BytesIO": _buffer,
+    "datetime.datetime": _datetime(datetime.datetime, 10),
+    "datetime.date": _datetime(datetime.date, 4),
+    "datetime.time": _datetime(datetime.time, 6),
+    "datetime.timedelta": _timedelta,
+    "builtins.slice": _slice,
+    "__builtin__.slice": _slice,
+}

@@ -1,0 +1,507 @@
+"""Tensors as a torch pickle describes them: where their bytes lie, how DTensors and ShardedTensors are placed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import DType
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Digest, TensorSlice, contiguous_strides
+from ckptkit.errors import UnsupportedFormatError
+from ckptkit.formats.pickles.inert import Function, Record, StorageType, Stub, TorchDType
+
+__all__ = [
+    "DTensorRecord",
+    "MeshRecord",
+    "OpaqueTensorError",
+    "PlacementRecord",
+    "ShardRecord",
+    "ShardedTensorRecord",
+    "Storage",
+    "StoredTensor",
+    "TensorRebuilder",
+    "known_dtype",
+    "read_storage_type",
+    "stored",
+    "tensors_in",
+]
+
+_MAX_NDIM = 64
+_MAX_NUMEL = 1 << 62
+
+
+class OpaqueTensorError(UnsupportedFormatError):
+    """A record holds a tensor of a class that only the class itself can make again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"holds a tensor of class {kind}, which can't be read without loss.")
+        self.kind = kind
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """The bytes several tensors may share: [start, start + nbytes) of a file. Compared by identity.
+
+    Attributes:
+        key: Its key in the pickle; the same for all tensors that alias it.
+        dtype: The dtype its pickle gives, None where untyped.
+        location: The device it was saved from, such as "cuda:1"; it never matters.
+        crc32: Of all its bytes, from the zip directory; None where the format has none.
+    """
+
+    path: str
+    key: str
+    nbytes: int
+    dtype: str | None
+    location: str = "cpu"
+    start: int = -1
+    crc32: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor(Stub):
+    """A dense tensor whose bytes were not read: a strided view of a storage.
+
+    Attributes:
+        offset: Elements from the start of the storage to the tensor's first one.
+        strides: In elements.
+        marks: "conj" and "neg", where these are still to be done.
+    """
+
+    storage: Storage
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+    marks: frozenset[str] = frozenset()
+
+    @property
+    def path(self) -> str:
+        return self.storage.path
+
+    @property
+    def itemsize(self) -> int:
+        return dtype_of(self.dtype).itemsize
+
+    @property
+    def start(self) -> int:
+        """Byte offset of the first element in the file."""
+        return self.storage.start + self.offset * self.itemsize
+
+    @property
+    def storage_nbytes(self) -> int:
+        return self.storage.nbytes
+
+    @property
+    def crc32(self) -> int | None:
+        return self.storage.crc32
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        return contiguous_strides(self.shape, self.strides)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first element to past the last one."""
+        return _extent(self.shape, self.strides) * self.itemsize
+
+    def slice(self, box: Box | None = None, *, rank: int = -1) -> TensorSlice:
+        """Return the catalog's slice that holds this tensor as `box`; as a whole tensor by default."""
+        digest = None
+        if self.storage.crc32 is not None:
+            digest = Digest("crc32", self.storage.crc32, self.storage.start, self.storage.nbytes)
+        return TensorSlice(
+            box or Box.whole(self.shape),
+            self.path,
+            self.start,
+            self.nbytes,
+            None if self.contiguous else self.strides,
+            digest,
+            rank=rank,
+        )
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to past the last one of a strided view."""
+    if 0 in shape:
+        return 0
+    return 1 + sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRecord:
+    """How one mesh dimension holds a DTensor.
+
+    Attributes:
+        kind: "shard", "strided_shard", "replicate" or "partial".
+        dim: The tensor dimension that is cut; -1 for the last two.
+        split_factor: Of a strided shard: by how much later mesh dimensions cut it further.
+    """
+
+    kind: str
+    dim: int = -1
+    split_factor: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class MeshRecord:
+    """A device mesh: global ranks by coordinate, and the names of its dimensions where it has any.
+
+    Attributes:
+        ranks: Global ranks, one array dimension a mesh dimension.
+        rank: The global rank that pickled it; None where it was not recorded.
+        coordinate: Where that rank is in the mesh; None where it is not part of it.
+    """
+
+    ranks: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0,), np.int64))
+    names: tuple[str, ...] | None = None
+    rank: int | None = None
+    coordinate: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.ranks.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DTensorRecord(Stub):
+    """One rank's part of a DTensor. `shape` is of the whole tensor."""
+
+    local: StoredTensor
+    shape: tuple[int, ...]
+    placements: tuple[PlacementRecord, ...]
+    mesh: MeshRecord
+
+    @property
+    def dtype(self) -> str:
+        return self.local.dtype
+
+    @property
+    def rank(self) -> int | None:
+        return self.mesh.rank
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One box of a ShardedTensor that this rank holds."""
+
+    tensor: StoredTensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTensorRecord(Stub):
+    """One rank's part of a ShardedTensor. `boxes` are those of all ranks, in rank order."""
+
+    shards: tuple[ShardRecord, ...]
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    rank: int | None = None
+    world_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapper(Stub):
+    """What `_rebuild_wrapper_subclass` was given."""
+
+    shape: tuple[int, ...]
+
+
+_DTENSOR_KINDS = frozenset(
+    f"torch.distributed.{home}.DTensor" for home in ("tensor", "tensor._api", "_tensor", "_tensor.api")
+)
+_PLAIN_KINDS = frozenset(
+    ("torch.Tensor", "torch.nn.Parameter", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+)
+
+
+class TensorRebuilder:
+    """The functions a torch pickle calls to make tensors, as makers of records.
+
+    Meshes keep their ranks in a small tensor, whose place in the file is known only once the whole pickle
+    is read: `finish(read)` fills them in.
+
+    Views that are still to be conjugated or negated are refused, unless `lazy`.
+    """
+
+    def __init__(self, *, lazy: bool = False) -> None:
+        self._lazy = lazy
+        self._meshes: dict[int, tuple[MeshRecord, Record]] = {}
+        utils: dict[str, Callable[..., Any]] = {
+            "_rebuild_tensor": self._tensor,
+            "_rebuild_tensor_v2": self._tensor_v2,
+            "_rebuild_tensor_v3": self._tensor_v3,
+            "_rebuild_parameter": _parameter,
+            "_rebuild_parameter_with_state": _parameter,
+            "_rebuild_device_tensor_from_cpu_tensor": _parameter,
+            "_rebuild_wrapper_subclass": _wrapper,
+            "_rebuild_meta_tensor_no_storage": _meta,
+        }
+        self.functions: Mapping[tuple[str, str], Any] = {
+            **{("torch._utils", name): Function(name, call) for name, call in utils.items()},
+            ("torch._tensor", "_rebuild_from_type_v2"): Function("_rebuild_from_type_v2", self._from_type),
+        }
+
+    def finish(self, read: Callable[[StoredTensor], bytes]) -> None:
+        """Fill in the ranks of the meshes. `read` returns the bytes of a contiguous tensor."""
+        for mesh, record in self._meshes.values():
+            _fill_mesh(mesh, record, read)
+        self._meshes.clear()
+
+    # --- what the pickle calls
+
+    def _tensor(self, storage: Any, offset: Any, size: Any, strides: Any, *_: Any) -> StoredTensor:
+        return stored(storage, None, offset, size, strides)
+
+    def _tensor_v2(
+        self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any = False, hooks: Any = None, meta: Any = None
+    ) -> StoredTensor:
+        return self._marked(stored(storage, None, offset, size, strides), meta)
+
+    def _tensor_v3(
+        self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, meta: Any = None
+    ) -> StoredTensor:
+        if not isinstance(dtype, TorchDType):
+            raise ValueError("a tensor's dtype is no dtype")
+        return self._marked(stored(storage, dtype.name, offset, size, strides), meta)
+
+    def _marked(self, tensor: StoredTensor, meta: Any) -> StoredTensor:
+        marks = frozenset(mark for mark in ("conj", "neg") if isinstance(meta, dict) and meta.get(mark))
+        for mark in () if self._lazy else sorted(marks):
+            raise UnsupportedFormatError(f"holds a lazy {mark} view of a tensor. Save tensor.resolve_{mark}().")
+        return replace(tensor, marks=marks) if marks else tensor
+
+    def _from_type(self, function: Any, cls: Any, args: Any, state: Any) -> Any:
+        kind = cls.kind if isinstance(cls, type) and issubclass(cls, Record) else ""
+        if not isinstance(function, Function) or not isinstance(args, tuple):
+            raise ValueError("a tensor is rebuilt by what is no function")
+        if kind in _PLAIN_KINDS:
+            return function(*args)
+        if kind in _DTENSOR_KINDS:
+            return self._dtensor(function(*args), state)
+        if kind.endswith(".ShardedTensor"):
+            return _sharded_tensor(state)
+        raise OpaqueTensorError(kind or "?")
+
+    def _dtensor(self, wrapper: Any, state: Any) -> DTensorRecord:
+        if isinstance(state, tuple) and len(state) == 2:
+            state = {**(state[0] or {}), **(state[1] or {})}
+        local, spec = state["_local_tensor"], state["_spec"]
+        if not isinstance(wrapper, _Wrapper) or not isinstance(local, StoredTensor) or not isinstance(spec, Record):
+            raise ValueError("a DTensor without a local tensor")
+        placements = tuple(_placement(p) for p in spec.fields["placements"])
+        return DTensorRecord(local, wrapper.shape, placements, self._mesh(spec.fields["mesh"]))
+
+    def _mesh(self, record: Any) -> MeshRecord:
+        if not isinstance(record, Record):
+            raise ValueError("a DTensor without a mesh")
+        if id(record) not in self._meshes:
+            self._meshes[id(record)] = (MeshRecord(), record)
+        return self._meshes[id(record)][0]
+
+
+def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:
+    if not isinstance(values, (tuple, list)) or len(values) > _MAX_NDIM:
+        raise ValueError("a shape is no short tuple")
+    if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= limit):
+        raise ValueError("a shape or a stride is no list of counts")
+    return tuple(values)
+
+
+def known_dtype(name: str) -> DType:
+    """Return the dtype, or say that tensors of it can't be read."""
+    try:
+        return dtype_of(name)
+    except UnsupportedFormatError:
+        raise UnsupportedFormatError(f"holds a tensor of dtype {name}, which can't be read without loss.") from None
+
+
+def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any) -> StoredTensor:
+    if not isinstance(storage, Storage):
+        raise ValueError("a tensor's storage is no storage")
+    name = dtype or storage.dtype or "uint8"
+    itemsize = known_dtype(name).itemsize
+    shape, steps = _numbers(size), _numbers(strides)
+    if len(shape) != len(steps) or type(offset) is not int or offset < 0:
+        raise ValueError("a tensor's strides do not fit its shape")
+    numel = math.prod(shape)
+    if numel * itemsize > storage.nbytes:
+        raise ValueError(
+            f"a tensor of shape {list(shape)} declares {numel * itemsize} bytes, but its storage holds {storage.nbytes}"
+        )
+    if numel and (offset + _extent(shape, steps)) * itemsize > storage.nbytes:
+        raise ValueError(f"a tensor of shape {list(shape)} reaches past its storage of {storage.nbytes} bytes")
+    return StoredTensor(storage, name, shape, steps, offset)
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _wrapper(cls: Any, dtype: Any, size: Any, *_: Any) -> _Wrapper:
+    return _Wrapper(_numbers(size))
+
+
+def _meta(dtype: Any, size: Any, strides: Any, *_: Any) -> Any:
+    raise UnsupportedFormatError("holds a tensor on the meta device, which has no data. Was the model materialised?")
+
+
+def _placement(record: Any) -> PlacementRecord:
+    if not isinstance(record, Record):
+        raise ValueError("a placement is no placement")
+    name = record.kind.rpartition(".")[2]
+    fields = dict(record.fields)
+    if record.args:
+        fields.setdefault("dim", record.args[0])
+        if len(record.args) > 1:
+            fields.setdefault("split_factor", record.args[1])
+    fields = {**fields, **record.kwargs}
+    if name == "Replicate":
+        return PlacementRecord("replicate")
+    if name in ("Partial", "_Partial"):
+        return PlacementRecord("partial")
+    dim, factor = fields.get("dim"), fields.get("split_factor", 1)
+    if name not in ("Shard", "_StridedShard") or type(dim) is not int or type(factor) is not int or factor < 1:
+        raise UnsupportedFormatError(f"holds a DTensor with the placement {name}, which is unknown.")
+    return PlacementRecord("shard" if name == "Shard" else "strided_shard", dim, factor)
+
+
+def _sharded_tensor(state: Any) -> ShardedTensorRecord:
+    if not isinstance(state, tuple) or len(state) < 2 or not isinstance(state[1], Record):
+        raise ValueError("a ShardedTensor without metadata")
+    metadata = state[1].fields
+    shards = []
+    for shard in state[0]:
+        tensor, box = shard.fields["tensor"], _shard_box(shard.fields["metadata"])
+        if not isinstance(tensor, StoredTensor) or tensor.shape != box.sizes:
+            raise ValueError("a local shard has another shape than its metadata says")
+        shards.append(ShardRecord(tensor, box.offsets, box.sizes))
+    group = state[2].fields if len(state) > 2 and isinstance(state[2], Record) else {}
+    return ShardedTensorRecord(
+        tuple(shards),
+        _numbers(metadata["size"]),
+        tuple(_shard_box(m) for m in metadata["shards_metadata"]),
+        _count_or_none(group.get("global_rank")),
+        _count_or_none(group.get("global_world_size")),
+    )
+
+
+def _shard_box(metadata: Any) -> Box:
+    if not isinstance(metadata, Record):
+        raise ValueError("a shard without metadata")
+    return Box(_numbers(metadata.fields["shard_offsets"]), _numbers(metadata.fields["shard_sizes"]))
+
+
+def _count_or_none(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+# --- meshes: torch <= 2.8 pickles `mesh`; later versions pickle `_rank_map` and a layout of strides over it
+
+
+def _fill_mesh(mesh: MeshRecord, record: Record, read: Callable[[StoredTensor], bytes]) -> None:
+    fields = record.fields
+    names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
+    coordinate = fields.get("_coordinate_on_dim")
+    mesh.names = tuple(str(n)[:64] for n in names) if isinstance(names, (tuple, list)) and names else None
+    mesh.coordinate = _numbers(coordinate) if isinstance(coordinate, (tuple, list)) else None
+    mesh.rank = _count_or_none(fields.get("_rank"))
+    old = fields.get("mesh", fields.get("_mesh"))
+    if isinstance(old, StoredTensor):
+        mesh.ranks = _read_ranks(old, read)
+    else:
+        rank_map = fields.get("_rank_map")
+        if not isinstance(rank_map, StoredTensor):
+            raise ValueError("a device mesh without its ranks")
+        mesh.ranks = _laid_out(_read_ranks(rank_map, read).reshape(-1), fields.get("_layout"), mesh)
+    if mesh.rank is None and mesh.coordinate is not None:
+        if len(mesh.coordinate) != mesh.ranks.ndim:
+            raise ValueError("a rank's coordinate does not fit its mesh")
+        mesh.rank = int(mesh.ranks[mesh.coordinate])
+
+
+def _read_ranks(tensor: StoredTensor, read: Callable[[StoredTensor], bytes]) -> npt.NDArray[np.int64]:
+    if tensor.dtype not in ("int32", "int64") or not tensor.contiguous or tensor.numel > 1 << 20:
+        raise ValueError("a device mesh whose ranks are no plain integers")
+    return np.frombuffer(read(tensor), tensor.dtype).astype(np.int64).reshape(tensor.shape)
+
+
+def _laid_out(ranks: npt.NDArray[np.int64], layout: Any, mesh: MeshRecord) -> npt.NDArray[np.int64]:
+    if not isinstance(layout, Record):
+        raise ValueError("a device mesh without its layout")
+    offsets: npt.NDArray[np.int64] = np.zeros((), np.int64)
+    own = 0
+    for dim, (sizes, strides) in enumerate(_axes(layout)):
+        axis: npt.NDArray[np.int64] = np.zeros((), np.int64)
+        for size, stride in zip(sizes, strides, strict=True):
+            axis = axis[..., None] + np.arange(min(size, len(ranks) + 1)) * stride
+            if axis.size > len(ranks):  # before the next one: forty sizes of 2 would be a terabyte
+                raise ValueError("a device mesh is larger than its world")
+        axis = axis.reshape(-1)
+        offsets = offsets[..., None] + axis
+        if offsets.size > len(ranks):
+            raise ValueError("a device mesh is larger than its world")
+        if mesh.coordinate is not None:
+            own += int(axis[mesh.coordinate[dim]])
+    if offsets.size < len(ranks) and mesh.coordinate is not None and mesh.rank is not None:
+        # A sub-mesh, such as one dimension of a larger mesh: the one that this rank is part of.
+        offsets = offsets + (int(np.flatnonzero(ranks == mesh.rank)[0]) - own)
+    if offsets.size and offsets.min() < 0:
+        raise ValueError("a device mesh reaches before its ranks")
+    return ranks[offsets]
+
+
+def _axes(layout: Record) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    axes = layout.fields.get("axes")
+    if isinstance(axes, (tuple, list)):
+        for axis in axes:
+            yield _flat(axis.fields["shape"]), _flat(axis.fields["stride"])
+        return
+    shape, stride = layout.fields["shape"], layout.fields["stride"]
+    if type(shape) is int:
+        shape, stride = (shape,), (stride,)
+    for size, step in zip(shape, stride, strict=True):
+        yield _flat(size), _flat(step)
+
+
+def _flat(value: Any) -> tuple[int, ...]:
+    return _numbers((value,) if type(value) is int else value, 1 << 31)
+
+
+def tensors_in(value: Any) -> Iterator[StoredTensor | DTensorRecord | ShardedTensorRecord]:
+    """Yield the tensors inside nested dicts, lists, tuples and records, each object once."""
+    pending, seen = [value], set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, (StoredTensor, DTensorRecord, ShardedTensorRecord)):
+            yield item
+            continue
+        if id(item) in seen:
+            continue
+        if isinstance(item, (dict, list, tuple, Record)):
+            seen.add(id(item))
+        if isinstance(item, dict):
+            pending.extend(reversed(item.values()))
+        elif isinstance(item, (list, tuple)):
+            pending.extend(reversed(item))
+        elif isinstance(item, Record):
+            pending.extend((item.state, item.args, item.kwargs, item.items, item.entries))
+
+
+def read_storage_type(value: Any) -> str | None:
+    """Return the dtype of the storage class in a persistent id."""
+    if not isinstance(value, StorageType):
+        raise ValueError("a storage's type is no storage class")
+    return value.dtype

@@ -1,0 +1,407 @@
+"""Reads the zip archives of torch.save: what the pickle inside says, and where each storage lies in the file.
+
+Nothing of the archive is decompressed or copied: torch stores its members uncompressed, so a tensor is a byte
+range of the file. Anything else that a zip can be is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.formats.pickles.tensors import (
+    DTensorRecord,
+    ShardedTensorRecord,
+    Storage,
+    StoredTensor,
+    TensorRebuilder,
+    known_dtype,
+    read_storage_type,
+    tensors_in,
+)
+from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, load_archived
+from ckptkit.storage.store import ReadInto, Store
+
+__all__ = ["LOCAL_HEADER", "Member", "TorchArchive", "file_size", "parse_directory", "read_archive", "read_members"]
+
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # APPNOTE.TXT 4.3.7
+_CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # 4.3.12
+_END = struct.Struct("<4s4H2IH")  # 4.3.16
+_END64 = struct.Struct("<4sQ2H2I4Q")  # 4.3.14
+_LOCATOR64 = struct.Struct("<4sIQI")  # 4.3.15
+_END_BYTES = _END64.size + _LOCATOR64.size + _END.size
+_MAX_DIRECTORY_BYTES = 256 << 20
+_MAX_NAME_BYTES = 1024
+_NONE16, _NONE32 = 0xFFFF, 0xFFFFFFFF
+_DOS_DIRECTORY = 0x10
+_ENCRYPTED = 0x1 | 0x40
+_PLAIN_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")  # as nearly all are
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of an archive. `header` counts from the start of the archive."""
+
+    name: str
+    crc32: int
+    nbytes: int
+    header: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """A file of torch.save, parsed: `value` is what was saved, its tensors as records without their bytes."""
+
+    value: Any
+    path: str
+
+    def tensors(self) -> Iterator[StoredTensor | DTensorRecord | ShardedTensorRecord]:
+        """Yield every tensor in `value`, wherever it is nested."""
+        return tensors_in(self.value)
+
+
+def read_archive(
+    store: Store, path: str, start: int = 0, nbytes: int | None = None, *, unknown: Unknown = "refuse"
+) -> TorchArchive:
+    """Return what the torch.save zip at bytes [start, start + nbytes) of `path` holds, without reading tensors.
+
+    Reads the zip directory, the pickle and one small header a storage.
+
+    Args:
+        nbytes: To the end of the file by default.
+        unknown: As for `_restricted_pickle.loads`.
+
+    Raises:
+        CorruptCheckpointError: It is no such archive, or its parts contradict each other.
+        UnsafePickleError: Its pickle asks for a global that is not allowed.
+        UnsupportedFormatError: Big-endian, or holds tensors that are not dense.
+    """
+    if nbytes is None:
+        nbytes = file_size(store, path) - start
+    return _Reader(store, path, start, nbytes).archive(unknown)
+
+
+def read_members(store: Store, path: str, start: int, nbytes: int) -> list[tuple[int, int, int]]:
+    """Return (start in the file, nbytes, CRC-32) of all members of an archive. Its pickle is not looked at.
+
+    Raises:
+        CorruptCheckpointError: Its zip directory or a header is damaged.
+    """
+    return _Reader(store, path, start, nbytes).members()
+
+
+def file_size(store: Store, path: str) -> int:
+    """Return the bytes of a file, also behind a symlink of a hub cache: the store checks where it leads."""
+    info = store.info(path)
+    if info is None:
+        raise FileNotFoundError(f"{path} does not exist")
+    if info.kind not in ("file", "symlink"):
+        raise CorruptCheckpointError(f"{path}: it is no regular file.")
+    return _size_by_reading(store, path) if info.kind == "symlink" else info.size
+
+
+def _size_by_reading(store: Store, path: str) -> int:
+    low, step = 0, 1 << 20
+    while store.read(path, low + step - 1, low + step):
+        low += step
+        step *= 2
+    high = low + step
+    while low < high:  # the first offset at which nothing can be read
+        middle = (low + high) // 2
+        if store.read(path, middle, middle + 1):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def parse_directory(tail: bytes, nbytes: int, *, file: str) -> tuple[dict[str, Member], int]:
+    """Return the members of an archive of `nbytes` bytes whose last ones are `tail`, and where its directory begins.
+
+    Raises:
+        CorruptCheckpointError: The directory is damaged, has compressed, encrypted, duplicate or overlapping
+            members, or names that are no plain relative path.
+        ShortTailError: `tail` must be longer.
+    """
+    count, size, offset = _find_directory(tail, nbytes, file)
+    begin = offset - (nbytes - len(tail))
+    if begin < 0:
+        raise ShortTailError(nbytes - offset)
+    members: dict[str, Member] = {}
+    pos, stop = begin, begin + size
+    for _ in range(count):
+        member, pos = _member(tail, pos, stop, file)
+        if member.name in members:
+            raise CorruptCheckpointError(f"{file}: two members are called {member.name!r:.80}.")
+        members[member.name] = member
+    if pos != stop:
+        raise CorruptCheckpointError(f"{file}: its zip directory has {stop - pos} bytes too many.")
+    _check_layout(members, offset, file)
+    return members, offset
+
+
+class ShortTailError(Exception):
+    """The last `nbytes` bytes of the archive are needed."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
+def _find_directory(tail: bytes, nbytes: int, file: str) -> tuple[int, int, int]:
+    """Return (count, size, offset) of the central directory. torch writes no archive comment."""
+    base = len(tail) - _END.size
+    if base < 0 or tail[base : base + 4] != b"PK\x05\x06":
+        raise CorruptCheckpointError(
+            f"{file}: it does not end as a zip archive of torch.save does. It is truncated or overwritten."
+        )
+    _, disk, start_disk, here, count, size, offset, comment = _END.unpack_from(tail, base)
+    at64 = base - _LOCATOR64.size
+    if at64 >= 0 and tail[at64 : at64 + 4] == b"PK\x06\x07":
+        _, _, end64, disks = _LOCATOR64.unpack_from(tail, at64)
+        at = end64 - (nbytes - len(tail))
+        if not 0 <= at <= at64 - _END64.size or tail[at : at + 4] != b"PK\x06\x06" or disks > 1:
+            raise CorruptCheckpointError(f"{file}: its zip64 end record is not where its locator says.")
+        wide = _END64.unpack_from(tail, at)
+        for narrow, value, none in ((count, wide[7], _NONE16), (size, wide[8], _NONE32), (offset, wide[9], _NONE32)):
+            if narrow not in (none, value):
+                raise CorruptCheckpointError(f"{file}: its two zip end records contradict each other.")
+        here, count, size, offset = wide[6:10]
+        limit = end64
+    else:
+        limit = nbytes - _END.size
+    if disk or start_disk or comment or here != count or size > _MAX_DIRECTORY_BYTES or offset + size != limit:
+        raise CorruptCheckpointError(f"{file}: its zip end record is damaged.")
+    if count > size // _CENTRAL_HEADER.size:
+        raise CorruptCheckpointError(f"{file}: its zip directory declares {count} members in {size} bytes.")
+    return count, size, offset
+
+
+def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
+    if pos + _CENTRAL_HEADER.size > stop:
+        raise CorruptCheckpointError(f"{file}: its zip directory is cut short.")
+    (magic, _, _, flags, method, _, _, crc, packed, size, name_n, extra_n, comment_n, disk, _, attributes, header) = (
+        _CENTRAL_HEADER.unpack_from(tail, pos)
+    )
+    pos += _CENTRAL_HEADER.size
+    end = pos + name_n + extra_n + comment_n
+    # A member marked as a directory: torch's reader gives memory that nobody wrote.
+    if magic != b"PK\x01\x02" or disk or attributes & _DOS_DIRECTORY or end > stop or name_n > _MAX_NAME_BYTES:
+        raise CorruptCheckpointError(f"{file}: its zip directory is damaged.")
+    name = _checked_name(tail[pos : pos + name_n], file)
+    if _NONE32 in (packed, size, header):
+        packed, size, header = _zip64(tail[pos + name_n : pos + name_n + extra_n], packed, size, header, file)
+    if (method != 0 or packed != size) and "/code/" in name:
+        raise UnsupportedFormatError(
+            f"{file}: it is a program of TorchScript (torch.jit.save), no checkpoint. Save its state_dict() instead."
+        )
+    if method != 0 or packed != size:
+        raise CorruptCheckpointError(
+            f"{file}: member {name!r:.80} is compressed, which torch.save never does; it is not unpacked."
+        )
+    if flags & _ENCRYPTED:
+        raise CorruptCheckpointError(f"{file}: member {name!r:.80} is encrypted.")
+    return Member(name, crc, size, header), end
+
+
+def _zip64(extra: bytes, packed: int, size: int, header: int, file: str) -> tuple[int, int, int]:
+    """Take from the zip64 extra field (APPNOTE 4.5.3) the numbers that did not fit, in their fixed order."""
+    pos = 0
+    while pos + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, pos)
+        if kind == 1 and pos + 4 + length <= len(extra):
+            values = iter(struct.unpack_from(f"<{length // 8}Q", extra, pos + 4))
+            try:
+                size = next(values) if size == _NONE32 else size
+                packed = next(values) if packed == _NONE32 else packed
+                header = next(values) if header == _NONE32 else header
+            except StopIteration:
+                break
+            return packed, size, header
+        pos += 4 + length
+    raise CorruptCheckpointError(f"{file}: a zip64 field is missing.")
+
+
+def _checked_name(raw: bytes, file: str) -> str:
+    if _PLAIN_NAME.fullmatch(raw):
+        return raw.decode("ascii")
+    try:
+        name = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise CorruptCheckpointError(f"{file}: a member's name is no UTF-8.") from None
+    parts = name.split("/")
+    if name != name.strip() or not name.isprintable() or "\\" in name or ".." in parts or "" in parts or ":" in name:
+        raise CorruptCheckpointError(f"{file}: member {name!r:.80} has an unsafe name.")
+    return name
+
+
+def _check_layout(members: dict[str, Member], directory: int, file: str) -> None:
+    """Members lie one after the other before the directory, none over another."""
+    stop = 0
+    for member in sorted(members.values(), key=lambda m: m.header):
+        if member.header < stop:
+            raise CorruptCheckpointError(f"{file}: member {member.name!r:.80} overlaps another one.")
+        stop = member.header + LOCAL_HEADER.size + len(member.name.encode()) + member.nbytes
+    if stop > directory:
+        raise CorruptCheckpointError(f"{file}: its members reach past the zip directory.")
+
+
+def data_start(header: bytes, member: Member, *, file: str) -> int:
+    """Return where the member's bytes begin, from the start of the archive, given its local header."""
+    if len(header) < LOCAL_HEADER.size:
+        raise CorruptCheckpointError(f"{file}: member {member.name!r:.80} is cut short.")
+    fields = LOCAL_HEADER.unpack_from(header)
+    name = member.name.encode()
+    if fields[0] != b"PK\x03\x04" or fields[3] != 0 or fields[9] != len(name) or fields[2] & _ENCRYPTED:
+        raise CorruptCheckpointError(f"{file}: the header of member {member.name!r:.80} is damaged.")
+    if header[LOCAL_HEADER.size : LOCAL_HEADER.size + len(name)] != name:
+        raise CorruptCheckpointError(f"{file}: the header of member {member.name!r:.80} names another member.")
+    return member.header + LOCAL_HEADER.size + len(name) + int(fields[10])
+
+
+class Layout:
+    """The members of one archive by their name below its folder, and how torch wrote them.
+
+    `starts` has the first data byte of every member that `locate` was asked for.
+    """
+
+    def __init__(self, members: dict[str, Member], directory: int, file: str) -> None:
+        self.file = file
+        self.directory = directory
+        pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1:
+            raise CorruptCheckpointError(f"{file}: a zip without the data.pkl of torch.save. Is it a model archive?")
+        prefix = pickles[0].removesuffix("data.pkl")
+        self.members = {name.removeprefix(prefix): m for name, m in members.items() if name.startswith(prefix)}
+        ordered = sorted(members.values(), key=lambda m: m.header)
+        following = [m.header for m in ordered[1:]] + [directory]
+        self._next = {m.name: stop for m, stop in zip(ordered, following, strict=True)}
+        if self.members["data.pkl"].nbytes > MAX_PICKLE_BYTES:
+            raise CorruptCheckpointError(f"{file}: a pickle of {self.members['data.pkl'].nbytes} bytes is too large.")
+
+    def start(self, member: Member, header: bytes) -> int:
+        """Return the first byte of a member from its local header, checked against what follows it."""
+        begin = data_start(header, member, file=self.file)
+        if begin + member.nbytes > self._next[member.name]:
+            raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} overlaps what follows it.")
+        return begin
+
+
+def check_byteorder(text: bytes, *, file: str) -> None:
+    """Refuse an archive written on a big-endian machine."""
+    if text != b"little":
+        raise UnsupportedFormatError(f"{file}: its tensors are stored {text[:16]!r}-endian, only little is supported.")
+
+
+def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, path: str) -> Storage:
+    """Return the storage of a persistent id ("storage", class, key, location, numel).
+
+    Args:
+        find: Key -> (nbytes, crc32) of the member that holds it; raises ValueError where there is none. Without it
+            the storage is as long as the id declares.
+    """
+    if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
+        raise ValueError("a persistent id is no storage")
+    _, kind, key, location, numel = identity
+    if not isinstance(key, str) or not isinstance(location, str) or type(numel) is not int or numel < 0:
+        raise ValueError("a persistent id is no storage")
+    dtype = read_storage_type(kind)
+    wanted = numel * (1 if dtype is None else known_dtype(dtype).itemsize)
+    nbytes, crc = (wanted, None) if find is None else find(key)
+    if wanted > nbytes:
+        raise ValueError(f"storage {key!r:.40} declares {wanted} bytes, but {nbytes} are stored")
+    return Storage(path, key, nbytes, dtype, location[:32], crc32=crc)
+
+
+class _Reader:
+    def __init__(self, store: Store, path: str, start: int, nbytes: int) -> None:
+        self.store = store
+        self.path = path
+        self.start = start
+        self.nbytes = nbytes
+        self.file = path if start == 0 else f"{path} (item at byte {start})"
+        self.storages: dict[str, Storage] = {}
+
+    def members(self) -> list[tuple[int, int, int]]:
+        layout, found = self._layout(), []
+        for member in layout.members.values():
+            at = self.start + member.header
+            header = self.store.read(self.path, at, at + LOCAL_HEADER.size + len(member.name.encode()))
+            found.append((self.start + layout.start(member, header), member.nbytes, member.crc32))
+        return found
+
+    def archive(self, unknown: Unknown) -> TorchArchive:
+        self.layout = self._layout()
+        rebuilder = TensorRebuilder()
+        pickled = self._member("data.pkl")
+        if "byteorder" in self.layout.members:
+            check_byteorder(self._member("byteorder"), file=self.file)
+        value = load_archived(
+            pickled, file=self.file, functions=rebuilder.functions, persistent_load=self._storage, unknown=unknown
+        )
+        self._locate()
+        rebuilder.finish(lambda tensor: self._read(tensor.start, tensor.nbytes))
+        return TorchArchive(value, self.path)
+
+    def _layout(self) -> Layout:
+        want = 64 << 10
+        while True:
+            length = min(want, self.nbytes)
+            tail = self._read(self.start + self.nbytes - length, length)
+            try:
+                members, directory = parse_directory(tail, self.nbytes, file=self.file)
+            except ShortTailError as short:
+                want = short.nbytes
+                continue
+            return Layout(members, directory, self.file)
+
+    def _read(self, start: int, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        self.store.read_into(self.path, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def _header(self, member: Member) -> bytes:
+        return self._read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
+
+    def _member(self, name: str) -> bytes:
+        member = self.layout.members[name]
+        data = self._read(self.start + self.layout.start(member, self._header(member)), member.nbytes)
+        if zlib.crc32(data) != member.crc32:
+            raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} does not match its CRC-32.")
+        return data
+
+    def _storage(self, identity: Any) -> Storage:
+        key = identity[2] if isinstance(identity, tuple) and len(identity) == 5 else None
+        if not isinstance(key, str) or key not in self.storages:
+            made = storage_of(identity, self._stored, self.path)
+            self.storages[made.key] = made
+            return made
+        again = storage_of(identity, self._stored, self.path)
+        known = self.storages[key]
+        if again.dtype == known.dtype:
+            return known
+        # One storage under two dtypes: tensors that share bytes through a view of another dtype.
+        again.key = known.key
+        self.storages[f"{key}\n{again.dtype}"] = again
+        return again
+
+    def _stored(self, key: str) -> tuple[int, int]:
+        member = self.layout.members.get(f"data/{key}")
+        if member is None:
+            raise ValueError(f"storage {key!r:.40} is not in the archive")
+        return member.nbytes, member.crc32
+
+    def _locate(self) -> None:
+        storages = list(self.storages.values())
+        members = [self.layout.members[f"data/{s.key}"] for s in storages]
+        headers = [bytearray(LOCAL_HEADER.size + len(m.name.encode())) for m in members]
+        self.store.read_many(
+            [ReadInto(self.path, self.start + m.header, memoryview(h)) for m, h in zip(members, headers, strict=True)]
+        )
+        for storage, member, header in zip(storages, members, headers, strict=True):
+            storage.start = self.start + self.layout.start(member, bytes(header))

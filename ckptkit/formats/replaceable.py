@@ -1,0 +1,155 @@
+"""Says which files of a directory belong to no checkpoint and no export: `--overwrite` must not delete those."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator
+
+import xxhash
+
+from ckptkit.errors import CheckpointExistsError, CkptkitError
+from ckptkit.formats.hf.side_files import is_code, is_side_file, read_json
+from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, find_record
+from ckptkit.storage.store import FileInfo, Store
+
+__all__ = ["check_replaceable", "foreign_paths", "marked"]
+
+_SHOWN = 3
+_OURS = re.compile(
+    r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part|[0-9a-f]{16}\.owner", re.DOTALL
+)
+_VARIANT = (
+    r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may be a copy that somebody keeps
+)
+_WEIGHTS = re.compile(
+    rf"(?:model|adapter_model|diffusion_pytorch_model|consolidated){_VARIANT}\.safetensors|"
+    rf"(?:shard-\d+-)?(?:model|(?:diffusion_)?pytorch_model|consolidated|adapter_model){_VARIANT}-\d{{5,}}-of-\d{{5,}}"
+    rf"{_VARIANT}\.(?:safetensors|bin)|.+\.(?:safetensors|bin)\.index\.json|"
+    rf"(?:diffusion_)?pytorch_model(?:_fsdp)?(?:_\d+)?{_VARIANT}\.bin|adapter_model\.bin|"
+    r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|local_\d{5,9}\.safetensors"
+)
+_BESIDE = frozenset(
+    [MANIFEST_NAME, RECORD_NAME, "objects.json", ".metadata.tmp", "SHA256SUMS", "adapter_config.json",
+     "peft_config.json",
+     ".gitattributes", "training_args.bin", "vocab.bpe", "encoder.json", "normalizer.json"]
+)  # fmt: skip
+_FOLDERS = ("additional_chat_templates", ".cache/huggingface")  # below them all is of an export
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_OF_TORCH = re.compile(rb".+/(?:data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment)", re.DOTALL)
+_MARK = "<!-- ckptkit: xxh3_64 of the text above: "
+
+
+def check_replaceable(store: Store, path: str = "", known: Collection[str] = ()) -> None:
+    """Return where what is at `path` is one checkpoint or one export, and nothing else; also where there is nothing.
+
+    Args:
+        known: Names that an interrupted command of ours has stated that it writes: those belong to it.
+
+    Raises:
+        CheckpointExistsError: It is more, or neither; it names the first three files that are in the way.
+    """
+    found = store.info(path)
+    if found is None:
+        return
+    if found.kind == "directory":
+        _check_directory(store.child(path) if path else store, known)
+    elif not _is_weights_file(store, found):
+        raise CheckpointExistsError(
+            f"{store.url}/{path} is not overwritten: it is no file that torch.save or safetensors wrote. Nothing was "
+            "written. Choose another place."
+        )
+
+
+def _check_directory(store: Store, known: Collection[str]) -> None:
+    foreign = list(itertools.islice((path for path in foreign_paths(store) if path not in known), _SHOWN + 1))
+    if foreign:
+        names = ", ".join(foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
+        card = " README.md was edited, or ckptkit did not write it." * ("README.md" in foreign[:_SHOWN])
+        raise CheckpointExistsError(
+            f"{store.url} is not overwritten: it holds what is part of no checkpoint and no export: {names}.{card} "
+            "Nothing was written. Move it away, or choose another place."
+        )
+    if not known and not any(item.path == RECORD_NAME or _WEIGHTS.fullmatch(item.path) for item in store.list()):
+        raise CheckpointExistsError(
+            f"{store.url} is not overwritten: it holds neither a checkpoint nor an export. Nothing was written. Empty "
+            "it, or choose another place."
+        )
+
+
+def _is_weights_file(store: Store, found: FileInfo) -> bool:
+    if found.kind != "file" or not found.size:
+        return found.kind == "file"
+    head = store.read(found.path, 0, 1024)
+    is_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < found.size
+    from ckptkit.formats.pickles.legacy import is_legacy  # imports numpy
+
+    return is_safetensors or is_legacy(head) or _is_torch_zip(head)
+
+
+def _is_torch_zip(head: bytes) -> bool:
+    """Tell a zip archive of torch.save from a document or data of others, by its first member."""
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]  # APPNOTE.TXT 4.3.7
+    return head.startswith(b"PK\x03\x04") and _OF_TORCH.fullmatch(first) is not None
+
+
+def foreign_paths(store: Store) -> Iterator[str]:
+    """Yield what lies in a directory and belongs to no checkpoint and no export, as it is found: directories end in
+    "/". Where a commit record is there, that alone says what belongs to the checkpoint."""
+    try:
+        record = find_record(store)
+    except (CkptkitError, OSError):
+        record = None  # damaged: names tell
+    files = None if record is None else _files_of(record)
+    folders = _FOLDERS if files is None else ()
+    above = {folder[:at] for folder in (*folders, *(files or ())) for at, c in enumerate(folder) if c == "/"}
+    pending = [""]
+    # PEFT puts the adapters after the first into folders of their own.
+    adapters = files is None and all(store.info(name) is not None for name in _ADAPTER[:2])
+    for folder in pending:  # grows while we go
+        for item in store.list(folder):
+            if item.kind == "directory":
+                below = item.path in above or f"{item.path}/".startswith(tuple(f"{name}/" for name in folders))
+                if below or (adapters and not folder and store.info(f"{item.path}/{_ADAPTER[0]}") is not None):
+                    pending.append(item.path)
+                elif not _OURS.fullmatch(f"{item.path}/"):
+                    yield f"{item.path}/"
+            elif not _belongs(store, item, files):
+                yield item.path
+
+
+def marked(card: str) -> str:
+    """Return a model card with a digest of itself at its end, which tells whether somebody has edited it since."""
+    return f"{card}{_MARK}{_digest(card)} -->\n"
+
+
+def _is_unedited(card: bytes) -> bool:
+    text, mark, end = card.decode("utf-8", "replace").rpartition(_MARK)
+    return bool(mark) and end == f"{_digest(text)} -->\n"
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _files_of(record: CommitRecord) -> frozenset[str]:
+    below = f"{record.data}/" if record.data else ""
+    return frozenset([RECORD_NAME, *(f"{below}{path}" for path in record.files)])
+
+
+def _belongs(store: Store, item: FileInfo, files: Collection[str] | None) -> bool:
+    path = item.path
+    if _OURS.fullmatch(path):
+        return True
+    if files is not None:
+        return path in files and item.kind == "file"
+    if item.kind != "file":
+        return False
+    if "/" in path:
+        return path.startswith(tuple(f"{name}/" for name in _FOLDERS)) or path.rpartition("/")[2] in _ADAPTER
+    if path == "README.md":
+        return item.size < 1 << 20 and _is_unedited(store.read(path))
+    if is_code(path):
+        config = read_json(store, "config.json")
+        return isinstance(config, dict) and bool(config.get("auto_map"))
+    return path in _BESIDE or is_side_file(path) or bool(_WEIGHTS.fullmatch(path))

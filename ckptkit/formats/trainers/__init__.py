@@ -1,0 +1,1 @@
+"""What other training systems leave on disk."""

@@ -1,0 +1,158 @@
+"""What accelerate and the Hugging Face Trainer save under FSDP, in all their state dict types.
+
+SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP. Without DCP: `pytorch_model_fsdp_<i>_rank<r>.bin`
+and `optimizer_<i>_rank<r>.bin`. FULL: `pytorch_model_fsdp[_<i>].bin` and `optimizer[_<i>].bin`. LOCAL:
+`pytorch_model_fsdp[_<i>]_rank<r>.bin` beside an optimizer in DCP form. Before 0.25, without `_fsdp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
+from ckptkit.formats.dcp import catalog
+from ckptkit.formats.hf.side_files import find_side_files, read_json
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.trainers import fsdp1_local
+from ckptkit.formats.trainers.merge import as_optimizer, file_objects, merged, open_part, renamed
+from ckptkit.formats.trainers.optimizer_files import read_optimizer
+from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_archives, refuse_bare_parts
+from ckptkit.formats.trainers.verl import model_entries, parameters
+from ckptkit.storage import Store
+
+__all__ = ["is_accelerate", "open_catalog"]
+
+# `pytorch_model.bin` itself is anybody's.
+_MODEL = re.compile(
+    r"(?=pytorch_model_fsdp|pytorch_model_\d+\Z|pytorch_model(?:_\d+)?_rank)"
+    r"pytorch_model(?:_fsdp)?(?:_(\d+))?(?:_rank(\d+))?(\.bin)?"
+)
+_OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?(?:_rank(\d+))?(\.bin)?")
+_OBJECTS = re.compile(
+    r"scheduler(?:_\d+)?\.(?:bin|pt)|random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth|trainer_state\.json|"
+    r"sampler(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|dl_state_dict(?:_\d+)?\.bin"
+)
+
+
+def is_accelerate(names: Sequence[str]) -> bool:
+    """Tell whether these names at a checkpoint's root are accelerate's."""
+    return any(_MODEL.fullmatch(name) for name in names)
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read every model and optimizer of the checkpoint, with paths relative to its root.
+
+    Raises:
+        IncompleteCheckpointError: The file of a rank is missing; it names the file.
+        UnsupportedFormatError: FSDP1 LOCAL state whose layout is not known.
+    """
+    listing = {item.path: item for item in store.list()}
+    models = _by_index(listing, _MODEL)
+    if not models:
+        raise CheckpointNotFoundError(f"{store.url} has nothing named pytorch_model_fsdp* or pytorch_model_<i>.")
+    optimizers = _by_index(listing, _OPTIMIZER)
+    sizes = {path: item.size for path, item in listing.items() if item.kind == "file"}
+    parts = []
+    for index, names in models.items():
+        found = _open_one(store, names, optimizers.get(index, []), sizes, options)
+        parts += found if index == min(models) else [renamed(part, f"model_{index}") for part in found]
+    kept = {name.rpartition(".")[0]: name for name in sizes if _OBJECTS.fullmatch(name)}
+    state = read_json(store, "trainer_state.json")
+    step = state.get("global_step") if isinstance(state, dict) else None
+    side = find_side_files(store)
+    info = CatalogInfo(
+        "accelerate",
+        producer="transformers Trainer" if isinstance(state, dict) else "accelerate",
+        step=step if isinstance(step, int) else None,
+        files={name: sizes[name] for name in kept.values()},
+        side_files=side.carried,
+        notes=side.notes,
+        extra=side.extra,
+    )
+    return merged([*parts, Catalog({}, file_objects(sizes, kept), info)], info)
+
+
+def _by_index(listing: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, item in listing.items():
+        match = pattern.fullmatch(name)
+        if match and (item.kind == "directory") == (match[3] is None):
+            found.setdefault(int(match[1] or 0), []).append(name)
+    return dict(sorted(found.items()))
+
+
+def _open_one(
+    store: Store,
+    models: Sequence[str],
+    optimizers: Sequence[str],
+    sizes: Mapping[str, int],
+    options: ReadOptions | None,
+) -> list[Catalog]:
+    """The catalogs of one model and its optimizer."""
+    directory = next((name for name in models if not name.endswith(".bin")), None)
+    state = next((name for name in optimizers if not name.endswith(".bin")), None)
+    parts = [as_optimizer(open_part(catalog.open_catalog, store, state, options))] if state is not None else []
+    if directory is not None:
+        return [open_part(catalog.open_catalog, store, directory, options), *parts]
+    names, values = _read(store, models)
+    what = _template(names)
+    if fsdp1_local.is_flat(values):
+        return [fsdp1_local.read(store, names, values, sizes, parts[0] if parts else None, options), *parts]
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, dict) or not any(is_tensor(item) for item in value.values()):
+            raise CorruptCheckpointError(f"{name} holds no state dict of tensors.")
+    joined = join(values, what=what)
+    refuse_bare_parts(joined, what=what)
+    tensors = model_entries(joined)
+    notes = [note for tensor in joined.values() for note in tensor.notes]
+    info = CatalogInfo(
+        "accelerate",
+        world_size=len(names) if len(names) > 1 or "_rank" in names[0] else None,
+        mesh=next((tensor.mesh for tensor in joined.values() if tensor.mesh is not None), None),
+        files={name: sizes.get(name, -1) for name in names},
+        notes=tuple(notes),
+    )
+    found = [Catalog(tensors, {}, info), *parts]
+    if not parts and optimizers:
+        found.append(_optimizer(store, optimizers, parameters(values[0], tensors), sizes))
+    return found
+
+
+def _optimizer(store: Store, files: Sequence[str], params: Any, sizes: Mapping[str, int]) -> Catalog:
+    names, values = _read(store, files)
+    state = read_optimizer(values, params, what=_template(names))
+    info = CatalogInfo("accelerate", files={name: sizes.get(name, -1) for name in names}, notes=tuple(state.notes))
+    return Catalog(state.tensors, state.objects, info)
+
+
+def _read(store: Store, files: Sequence[str]) -> tuple[list[str], list[Any]]:
+    """Return the rank files in rank order, or the one full file, with their values."""
+    ranks = {int(match[1]): name for name in files if (match := re.search(r"_rank(\d+)\.bin$", name))}
+    full = [name for name in files if "_rank" not in name]
+    if ranks and full:
+        raise CorruptCheckpointError(f"{full[0]} and {ranks[min(ranks)]} lie together: two saves. Keep one.")
+    names = full[:1] or [ranks[rank] for rank in sorted(ranks)]
+    if ranks:
+        missing_ranks(ranks, max(ranks) + 1, _template(names))
+    values = read_archives(store, names)
+    if ranks:
+        missing_ranks(ranks, max(len(ranks), _world_size(values)), _template(names))
+    return names, values
+
+
+def _template(names: Sequence[str]) -> str:
+    return re.sub(r"_rank\d+\.bin$", "_rank{rank}.bin", names[0])
+
+
+def _world_size(values: Sequence[Any]) -> int:
+    """The world size that tensors of the first file tell."""
+    sizes = [1]
+    for tensor in values[0].values() if isinstance(values[0], dict) else ():
+        mesh = getattr(tensor, "mesh", None)
+        if mesh is not None and mesh.ranks.size:
+            sizes.append(int(mesh.ranks.max()) + 1)
+        sizes.append(getattr(tensor, "world_size", None) or 1)
+    return max(sizes)

@@ -1,0 +1,122 @@
+"""Checkpoints whose model and optimizer lie in directories of their own: Oumi, NeMo Automodel, NeMo, torchtitan's kind.
+
+Each is a table of places; what lies there is read by the reader of its own format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo
+from ckptkit.errors import CheckpointNotFoundError
+from ckptkit.formats.dcp import catalog
+from ckptkit.formats.hf import safetensors
+from ckptkit.formats.hf.side_files import find_side_files, read_json
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.trainers import megatron
+from ckptkit.formats.trainers.merge import Open, as_optimizer, file_objects, merged, open_part
+from ckptkit.storage import Store
+
+__all__ = ["LAYOUTS", "DirectoryLayout", "layout_of", "open_catalog"]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryLayout:
+    """Where a system puts things.
+
+    Attributes:
+        models: Directories that hold the weights; the first that is there is read.
+        optimizers: The same for the optimizer.
+        objects: Files that are carried as objects, by name.
+        steps: A JSON file and its key that hold the step.
+    """
+
+    format: str
+    producer: str
+    models: tuple[str, ...]
+    optimizers: tuple[str, ...] = ()
+    objects: tuple[tuple[str, str], ...] = ()
+    steps: tuple[str, str] | None = None
+
+
+LAYOUTS: tuple[DirectoryLayout, ...] = (
+    DirectoryLayout(
+        "oumi",
+        "oumi",
+        ("model",),
+        ("optimizer",),
+        (("dataloader", "dataloader.pt"), ("trainer_state", "trainer_state.json")),
+        ("trainer_state.json", "global_step"),
+    ),
+    DirectoryLayout(
+        "automodel",
+        "nemo_automodel",
+        ("model", "model/consolidated"),
+        ("optim",),
+        (("step_scheduler", "step_scheduler.pt"),),
+    ),
+    DirectoryLayout("nemo", "nemo", ("hf_weights", "hf_adapter"), (), (("trainer", "trainer.pt"),)),
+    DirectoryLayout("nemo", "nemo", ("weights",), (), (("trainer", "trainer.pt"),)),
+)
+
+
+def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | None:
+    """Return the layout that the directories at a checkpoint's root follow; None where it is none of them."""
+    for layout in LAYOUTS:
+        has_optimizer = not layout.optimizers or any(name in directories for name in layout.optimizers)
+        if has_optimizer and _first(store, layout.models, directories) is not None:
+            return layout
+    if "model" in directories and _first(store, ("model",), directories) is not None:
+        return LAYOUTS[0]
+    return None
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the parts and join them, with paths relative to the checkpoint's root."""
+    listing = {item.path: item for item in store.list()}
+    directories = [path for path, item in listing.items() if item.kind == "directory"]
+    layout = layout_of(store, directories)
+    found = _first(store, layout.models, directories) if layout is not None else None
+    if layout is None or found is None:
+        raise CheckpointNotFoundError(f"{store.url} has no model/, hf_weights/ or weights/ that holds a checkpoint.")
+    parts = [open_part(found[1], store, found[0], options)]
+    optimizer = _first(store, layout.optimizers, directories)
+    if optimizer is not None:
+        parts.append(as_optimizer(open_part(optimizer[1], store, optimizer[0], options)))
+    sizes = {path: item.size for path, item in listing.items() if item.kind == "file"}
+    side = find_side_files(store)
+    info = CatalogInfo(
+        layout.format,
+        producer=layout.producer,
+        step=_step(store, layout.steps),
+        files={path: sizes[path] for _, path in layout.objects if path in sizes},
+        side_files=side.carried,
+        notes=side.notes,
+        extra=side.extra,
+    )
+    return merged([*parts, Catalog({}, file_objects(sizes, dict(layout.objects)), info)], info)
+
+
+def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tuple[str, Open] | None:
+    """The first directory of these that holds something readable, with its reader."""
+    for name in names:
+        if name.partition("/")[0] in directories:
+            files = {item.path[len(name) + 1 :]: item.size for item in store.list(name)}
+            reader = _reader(store, name, files)
+            if reader is not None:
+                return name, reader
+    return None
+
+
+def _reader(store: Store, directory: str, files: Mapping[str, int]) -> Open | None:
+    if catalog.METADATA in files or any(name.endswith(".metadata") for name in files):
+        child = store.child(directory)
+        return megatron.open_catalog if megatron.is_megatron(child, list(files)) else catalog.open_catalog
+    return safetensors.open_catalog if any(name.endswith(".safetensors") for name in files) else None
+
+
+def _step(store: Store, place: tuple[str, str] | None) -> int | None:
+    content = read_json(store, place[0]) if place is not None else None
+    step = content.get(place[1]) if isinstance(content, dict) and place is not None else None
+    return step if type(step) is int else None

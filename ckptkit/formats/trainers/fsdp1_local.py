@@ -1,0 +1,354 @@
+"""FSDP1 LOCAL_STATE_DICT: each unit's flat parameter as a 1-D ShardedTensor, without the shapes of what is in it.
+
+With use_orig_params=True every parameter also has its rank's 1-D piece under its own name, so only shapes are
+missing. With use_orig_params=False names and order are missing too. They come, in this order, from a layout
+(`ReadOptions.layout`), a list of shapes in module order (`ReadOptions.shapes`), the optimizer that lies beside in
+DCP form, or, for use_orig_params=True, a Hugging Face directory (`ReadOptions.base`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.catalog.box import flat_range_boxes, row_major_strides
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorSlice
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.formats.hf import safetensors
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.json import parse
+from ckptkit.formats.pickles.tensors import ShardedTensorRecord, StoredTensor
+from ckptkit.formats.trainers.rank_files import Joined, join
+from ckptkit.storage import Store, open_store
+
+__all__ = ["FlatParam", "is_flat", "parse_layout", "read", "FlatVector", "Piece", "range_slices"]
+
+# Tensors that were flattened end to end: FSDP1's flat parameters, the partitions of ZeRO.
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, start + numel) of a flat vector: `tensor`, 1-D, as one rank stores it."""
+
+    start: int
+    tensor: StoredTensor
+    rank: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tensor.numel
+
+
+class FlatVector:
+    """A flat vector in pieces, in order of their start. Padding at the end is part of it."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.pieces = sorted(pieces, key=lambda piece: piece.start)
+
+    @classmethod
+    def of_ranks(cls, tensors: Iterable[tuple[int, StoredTensor]]) -> FlatVector:
+        """Return the vector of each rank's tensor, laid end to end."""
+        pieces, position = [], 0
+        for rank, tensor in tensors:
+            pieces.append(Piece(position, tensor, rank))
+            position += tensor.numel
+        return cls(pieces)
+
+    @property
+    def numel(self) -> int:
+        return max((piece.stop for piece in self.pieces), default=0)
+
+    @property
+    def dtype(self) -> str:
+        return self.pieces[0].tensor.dtype
+
+    def slices(self, shape: tuple[int, ...], start: int, numel: int) -> SliceArray:
+        """Return the slices of a tensor of `shape` that lies at [start, start + numel) of the vector."""
+        found: list[TensorSlice] = []
+        for piece in self.pieces:
+            a, b = max(start, piece.start), min(start + numel, piece.stop)
+            if a < b:
+                found += range_slices(shape, a - start, b - start, piece.tensor, a - piece.start, piece.rank)
+        return SliceArray.of(found, len(shape))
+
+
+def range_slices(
+    shape: tuple[int, ...], start: int, stop: int, tensor: StoredTensor, offset: int, rank: int
+) -> list[TensorSlice]:
+    """Return the row-major elements [start, stop) of a tensor of `shape` as slices of the 1-D `tensor`,
+    where they lie from element `offset` on."""
+    if len(tensor.shape) != 1 or not tensor.contiguous or offset + stop - start > tensor.numel:
+        raise CorruptCheckpointError(
+            f"{tensor.path}: a flat tensor of shape {list(tensor.shape)} can't hold {offset + stop - start} elements."
+        )
+    found = []
+    for box in flat_range_boxes(shape, start, stop):
+        view = replace(tensor, shape=box.sizes, strides=row_major_strides(box.sizes), offset=tensor.offset + offset)
+        found.append(view.slice(box, rank=rank))
+        offset += box.numel
+    return found
+
+
+_SUFFIX = "_flat_param"
+_MAX_JSON_BYTES = 64 << 20
+_ADVICE = (
+    "FSDP1 LOCAL state has no parameter shapes on disk{and_names}. Give --layout FILE, a JSON of the units (unit -> "
+    "fqns and shapes, in the order of the unit's parameters) or of all parameters in module order (name -> shape); "
+    "or keep accelerate's optimizer_0/ beside it, or save again with FULL or SHARDED state."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParam:
+    """What lies in one flat parameter: (name, shape, first element) of each parameter."""
+
+    params: tuple[tuple[str, tuple[int, ...], int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements up to the end of the last parameter."""
+        return max((start + math.prod(shape) for _, shape, start in self.params), default=0)
+
+
+def is_flat(values: Sequence[Any]) -> bool:
+    """Tell whether these rank files hold FSDP1 LOCAL state."""
+    first = values[0] if values else None
+    return isinstance(first, dict) and any(isinstance(name, str) and name.endswith(_SUFFIX) for name in first)
+
+
+def read(
+    store: Store,
+    names: Sequence[str],
+    values: Sequence[Mapping[str, Any]],
+    sizes: Mapping[str, int],
+    optimizer: Catalog | None,
+    options: ReadOptions | None,
+) -> Catalog:
+    """Return the catalog of FSDP1 LOCAL rank files.
+
+    Args:
+        names: The files, in rank order.
+        values: What they hold.
+        optimizer: The optimizer's DCP, which has the shapes of the trained parameters.
+
+    Raises:
+        UnsupportedFormatError: The shapes are nowhere; the message says what to give.
+        CorruptCheckpointError: The shapes do not fit the flat parameters.
+    """
+    units = {name for name in values[0] if name.endswith(_SUFFIX)}
+    originals = [name for name in values[0] if name not in units]
+    pieces = {unit: _vector(unit, values) for unit in units}
+    with_names = any(
+        name.startswith(tuple(_prefix(unit) for unit in units)) and _is_piece(name, values) for name in originals
+    )
+    notes: list[str] = []
+    if with_names:
+        joined = _from_pieces(originals, values, _shapes(optimizer, options))
+    else:
+        layout = _layout(units, pieces, optimizer, options)
+        joined = dict(_from_units(layout, pieces))
+        joined.update(join([{name: value[name] for name in originals} for value in values], what=names[0]))
+        notes.append("FSDP1 LOCAL: the order of equal-sized parameters in a unit can't be checked against the files.")
+    tensors = {name: tensor.entry(name, Role.MODEL, fqn=name) for name, tensor in joined.items()}
+    info = CatalogInfo(
+        "fsdp1-local",
+        producer="torch FSDP1",
+        world_size=len(values),
+        files={name: sizes.get(name, -1) for name in names},
+        notes=tuple(notes),
+    )
+    return Catalog(tensors, {}, info)
+
+
+def parse_layout(content: Any, where: str) -> dict[str, FlatParam]:
+    """Return the flat parameters that a layout describes: unit -> {"fqns", "shapes"[, "numels", "pad_mask"]}.
+
+    `fqns` count from the unit. `numels` with `pad_mask` place padding between parameters.
+    """
+    if not isinstance(content, dict):
+        raise UsageError(f"{where}: a layout is a JSON object of units.")
+    found = {}
+    for unit, body in content.items():
+        fqns, shapes = (body.get("fqns"), body.get("shapes")) if isinstance(body, dict) else (None, None)
+        if not isinstance(fqns, list) or not isinstance(shapes, list) or len(fqns) != len(shapes):
+            raise UsageError(f"{where}: unit {unit!r} must have 'fqns' and as many 'shapes'.")
+        if not all(isinstance(shape, list) and len(shape) <= 64 and _are_sizes(shape) for shape in shapes):
+            raise UsageError(f"{where}: unit {unit!r}: each of 'shapes' must be a list of sizes, such as [128, 64].")
+        if not all(isinstance(fqn, str) for fqn in fqns):
+            raise UsageError(f"{where}: unit {unit!r}: each of 'fqns' must be a name.")
+        starts = _starts(body, [math.prod(shape) for shape in shapes], where)
+        params = [
+            (_prefix(unit) + fqn, tuple(shape), start) for fqn, shape, start in zip(fqns, shapes, starts, strict=True)
+        ]
+        found[unit if unit.endswith(_SUFFIX) else f"{unit}.{_SUFFIX}".lstrip(".")] = FlatParam(tuple(params))
+    return found
+
+
+def _are_sizes(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 for value in values)
+
+
+def _starts(body: Mapping[str, Any], numels: Sequence[int], where: str) -> list[int]:
+    mask = body.get("pad_mask") or [False] * len(numels)
+    recorded = body.get("numels") or list(numels)
+    if not isinstance(mask, list) or not isinstance(recorded, list) or not _are_sizes(recorded):
+        raise UsageError(f"{where}: 'numels' must be a list of sizes, 'pad_mask' one of true and false.")
+    if len(mask) != len(recorded) or [n for n, pad in zip(recorded, mask, strict=True) if not pad] != list(numels):
+        raise UsageError(f"{where}: 'numels' and 'pad_mask' do not fit the shapes.")
+    starts, position = [], 0
+    for numel, pad in zip(recorded, mask, strict=True):
+        if not pad:
+            starts.append(position)
+        position += numel
+    return starts
+
+
+def _prefix(unit: str) -> str:
+    return unit.removesuffix(_SUFFIX)
+
+
+def _vector(unit: str, values: Sequence[Mapping[str, Any]]) -> FlatVector:
+    pieces = []
+    for rank, value in enumerate(values):
+        tensor = value.get(unit)
+        if not isinstance(tensor, ShardedTensorRecord) or len(tensor.shape) != 1:
+            raise CorruptCheckpointError(f"rank {rank} has no 1-D ShardedTensor {unit!r}.")
+        pieces += [Piece(shard.offsets[0], shard.tensor, rank) for shard in tensor.shards if shard.sizes[0]]
+    return FlatVector(pieces)
+
+
+# --- use_orig_params=True
+
+
+def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a tensor is a parameter's 1-D pieces rather than a buffer, as far as the files alone tell."""
+    tensors = [value.get(name) for value in values]
+    stored = [t for t in tensors if isinstance(t, StoredTensor)]
+    same = len({(t.shape, t.crc32) for t in stored}) == 1
+    return bool(stored) and all(len(t.shape) == 1 for t in stored) and (not same or len(values) == 1)
+
+
+def _from_pieces(
+    names: Sequence[str], values: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Joined]:
+    found: dict[str, Joined] = {}
+    for name in names:
+        shape = shapes.get(name)
+        if shape is None and _is_piece(name, values):
+            raise UnsupportedFormatError(f"the shape of {name!r} is not known. {_ADVICE.format(and_names='')}")
+        if shape is None:
+            found.update(join([{name: value[name]} for value in values if name in value], what="rank {rank}"))
+            continue
+        pieces = [(rank, value[name]) for rank, value in enumerate(values) if isinstance(value.get(name), StoredTensor)]
+        vector = FlatVector.of_ranks((rank, piece) for rank, piece in pieces if piece.numel)
+        if vector.numel != math.prod(shape):
+            raise CorruptCheckpointError(
+                f"{name!r}: the ranks hold {vector.numel} elements, its shape {list(shape)} has {math.prod(shape)}."
+            )
+        found[name] = Joined(pieces[0][1].dtype, shape, vector.slices(shape, 0, vector.numel))
+    return found
+
+
+def _shapes(optimizer: Catalog | None, options: ReadOptions | None) -> dict[str, tuple[int, ...]]:
+    if options is not None and options.layout is not None:
+        content = _read_json(options.layout)
+        if _is_shapes(content):
+            return _given_shapes(content, options.layout)
+        layout = parse_layout(content, options.layout)
+        return {name: shape for unit in layout.values() for name, shape, _ in unit.params}
+    if options is not None and options.shapes is not None:
+        return _given_shapes(_read_json(options.shapes), options.shapes)
+    found = _optimizer_shapes(optimizer)
+    if options is not None and options.base is not None:
+        base = safetensors.open_catalog(open_store(options.base))
+        found = {**{name: entry.shape for name, entry in base.tensors.items()}, **found}
+    return found
+
+
+# --- use_orig_params=False
+
+
+def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVector]) -> Iterator[tuple[str, Joined]]:
+    for unit, vector in vectors.items():
+        flat = layout.get(unit)
+        if flat is None:
+            raise UsageError(f"the layout does not describe {unit!r}; it has {', '.join(list(layout)[:6])}.")
+        # FSDP1 pads to a multiple of the ranks, and with use_orig_params to 16 bytes.
+        if flat.numel > vector.numel or vector.numel - flat.numel >= max(64, len(vector.pieces)):
+            raise CorruptCheckpointError(
+                f"{unit!r} has {vector.numel} elements on the ranks, its parameters have {flat.numel}: "
+                "the layout is of another model, or of another wrapping."
+            )
+        for name, shape, start in flat.params:
+            yield name, Joined(vector.dtype, shape, vector.slices(shape, start, math.prod(shape)))
+
+
+def _layout(
+    units: set[str], vectors: Mapping[str, FlatVector], optimizer: Catalog | None, options: ReadOptions | None
+) -> dict[str, FlatParam]:
+    shapes = _optimizer_shapes(optimizer)
+    given = (options.layout or options.shapes) if options is not None else None
+    if given is not None:
+        content = _read_json(given)
+        if not _is_shapes(content):
+            return parse_layout(content, given)
+        shapes = _given_shapes(content, given)
+    if not shapes:
+        names = " and no names" if units else ""
+        raise UnsupportedFormatError(_ADVICE.format(and_names=names))
+    found: dict[str, FlatParam] = {}
+    for unit in units:
+        members = [(name, shape) for name, shape in shapes.items() if _unit_of(name, units) == unit]
+        found[unit] = FlatParam(tuple(_end_to_end(members)))
+        if found[unit].numel != vectors[unit].numel:
+            raise CorruptCheckpointError(
+                f"{unit!r} has {vectors[unit].numel} elements on the ranks, the known shapes of its {len(members)} "
+                f"parameters have {found[unit].numel}. Frozen parameters have no optimizer state: give a layout."
+            )
+    return found
+
+
+def _unit_of(name: str, units: set[str]) -> str:
+    """The innermost unit that a parameter belongs to."""
+    return max((unit for unit in units if name.startswith(_prefix(unit))), key=len, default="")
+
+
+def _end_to_end(members: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    position = 0
+    for name, shape in members:
+        yield name, shape, position
+        position += math.prod(shape)
+
+
+def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of the trained parameters, in the order of the optimizer's state: that of the units."""
+    found: dict[str, tuple[int, ...]] = {}
+    for entry in optimizer.tensors.values() if optimizer is not None else ():
+        if entry.role is Role.OPTIMIZER and entry.fqn and entry.state != "step":
+            found.setdefault(entry.fqn, entry.shape)
+    return found
+
+
+def _is_shapes(content: Any) -> bool:
+    """Whether a layout is the plain one: parameter name -> list of sizes."""
+    return isinstance(content, dict) and bool(content) and all(isinstance(shape, list) for shape in content.values())
+
+
+def _given_shapes(content: Any, url: str) -> dict[str, tuple[int, ...]]:
+    if not _is_shapes(content) or not all(len(shape) <= 64 and _are_sizes(shape) for shape in content.values()):
+        raise UsageError(f"{url}: shapes are a JSON object: parameter name -> list of sizes, in module order.")
+    return {name: tuple(shape) for name, shape in content.items()}
+
+
+def _read_json(url: str) -> Any:
+    folder, _, name = url.rpartition("/")
+    try:
+        return parse(open_store(folder or ".").read(name, 0, _MAX_JSON_BYTES), file=url)
+    except FileNotFoundError as error:
+        raise UsageError(f"{url} does not exist.") from error
+    except CorruptCheckpointError as error:
+        raise UsageError(str(error)) from error

@@ -1,0 +1,121 @@
+"""Lightning's sharded checkpoints: a DCP with `meta.pt` beside it (FSDPStrategy, ModelParallelStrategy, Fabric).
+
+The planner's path says where the wrapper ends ("model" or "state_dict"); below it lie the names of the user's
+LightningModule, in which the network is an attribute: one more prefix, which is stripped where all names share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
+from ckptkit.errors import CkptkitError
+from ckptkit.formats.dcp import catalog as dcp
+from ckptkit.formats.dcp.roles import optimizer_role
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.trainers.merge import merged, open_part
+from ckptkit.storage import Store
+
+__all__ = ["META", "module_prefix", "open_catalog", "without_prefix"]
+
+META = "meta.pt"
+_PEFT = "base_model"
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the DCP and `meta.pt` at the store's root.
+
+    FQNs have the LightningModule's attribute stripped, unless the options name a prefix to strip; then it is left
+    to whoever asked.
+    """
+    catalog = _with_optimizers(open_part(dcp.open_catalog, store, "", options))
+    size = info.size if (info := store.info(META)) is not None else 0
+    meta, notes = _meta(store)
+    step = meta.get("global_step", meta.get("step"))
+    version = meta.get("pytorch-lightning_version")
+    whole = merged(
+        [catalog, Catalog({}, {"meta": ObjectEntry("meta", META, 0, size)}, CatalogInfo("lightning"))],
+        CatalogInfo(
+            "lightning",
+            producer=f"lightning {version}" if isinstance(version, str) else "lightning",
+            step=step if type(step) is int else None,
+            files={META: size},
+            notes=notes,
+        ),
+    )
+    if options is not None and options.strip_prefix is not None:
+        return whole
+    return without_prefix(whole, module_prefix(entry.fqn for entry in whole.by_role(Role.MODEL).values()))
+
+
+def _with_optimizers(catalog: Catalog) -> Catalog:
+    """Fabric's keys are the user's own: below one that has both "state" and "param_groups" lies an optimizer."""
+    entries: list[TensorEntry | ObjectEntry] = [*catalog.tensors.values(), *catalog.objects.values()]
+    tops = {"state": set[Any](), "param_groups": set[Any]()}
+    for entry in entries:
+        if len(entry.key) > 2 and entry.key[1] in tops:
+            tops[str(entry.key[1])].add(entry.key[0])
+    optimizers = tops["state"] & tops["param_groups"]
+
+    def tensor(entry: TensorEntry) -> TensorEntry:
+        if entry.role is not Role.OTHER or not entry.key or entry.key[0] not in optimizers:
+            return entry
+        found = optimizer_role(entry.key[1:])
+        return replace(entry, role=found.role, fqn=found.fqn, state=found.state)
+
+    def item(entry: ObjectEntry) -> ObjectEntry:
+        inside = bool(entry.key) and entry.key[0] in optimizers
+        return replace(entry, role=Role.OPTIMIZER) if inside else entry
+
+    return Catalog(
+        {name: tensor(entry) for name, entry in catalog.tensors.items()},
+        {name: item(entry) for name, entry in catalog.objects.items()},
+        catalog.info,
+    )
+
+
+def module_prefix(names: Iterable[str]) -> str:
+    """Return the attribute path that all names of a LightningModule share, with its dot; "" where there is none.
+
+    A last "model." is kept where the names would otherwise lose one that is the network's own: "model.model." in
+    front of every name is one attribute. PEFT's "base_model." is never an attribute.
+    """
+    split = [name.split(".")[:-1] for name in names]
+    if not split:
+        return ""
+    shared: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1 or parts[0] == _PEFT or parts[0].isdigit():
+            break
+        shared.append(parts[0])
+    while len(shared) > 1 and shared[-1] == shared[-2] == "model":
+        shared.pop()
+    return "".join(f"{part}." for part in shared)
+
+
+def without_prefix(catalog: Catalog, prefix: str) -> Catalog:
+    """Return the catalog with `prefix` taken from the FQNs that carry it, and a note that says so."""
+    if not prefix:
+        return catalog
+    tensors = {name: _strip(entry, prefix) for name, entry in catalog.tensors.items()}
+    note = f"{prefix!r}, the LightningModule's attribute, was stripped from the names."
+    info = replace(
+        catalog.info, notes=(*catalog.info.notes, note), extra={**catalog.info.extra, "module_prefix": prefix}
+    )
+    return Catalog(tensors, catalog.objects, info)
+
+
+def _strip(entry: TensorEntry, prefix: str) -> TensorEntry:
+    return replace(entry, fqn=entry.fqn.removeprefix(prefix)) if entry.fqn.startswith(prefix) else entry
+
+
+def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What meta.pt says. Classes of the user's own in it (hyper-parameters) stay inert records."""
+    try:
+        value = read_archive(store, META, unknown="record").value
+    except (CkptkitError, FileNotFoundError) as error:
+        return {}, (f"{META} was not read: {error}",)
+    return (value if isinstance(value, dict) else {}), ()

@@ -1,0 +1,174 @@
+"""LightRFT's FSDP2 checkpoints: a DCP of bare model names at the top, the optimizer below `optim_states/`.
+
+With a plain optimizer `optim_states/` is a second DCP. With FSDPadaptOptimizer it has one `_rank<R>` file a
+rank: fp32 masters and moments as DTensors, in the order of the model's parameters, without names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.formats.dcp import catalog
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.pickles.inert import Record
+from ckptkit.formats.pickles.tensors import DTensorRecord
+from ckptkit.formats.pickles.walk import load_metadata
+from ckptkit.formats.trainers.master_check import MasterSampler, check_masters
+from ckptkit.formats.trainers.merge import as_optimizer, file_objects, merged, open_part
+from ckptkit.formats.trainers.optimizer_files import OptimizerState, plain_value, read_optimizer
+from ckptkit.formats.trainers.param_order import Param, assign
+from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_archives
+from ckptkit.storage import Store
+
+__all__ = ["check_masters", "is_lightrft", "open_catalog"]
+
+OPTIMIZER_DIRECTORY = "optim_states"
+_RANK_FILE = re.compile(r"_rank(\d+)")
+_PATTERN = f"{OPTIMIZER_DIRECTORY}/_rank{{rank}}"
+_OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"}
+
+
+def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
+    """Tell whether these names at a checkpoint's root are LightRFT's."""
+    return catalog.METADATA in files and (OPTIMIZER_DIRECTORY in directories or "client_state.pt" in files)
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the model's DCP and, where there is one, the optimizer in either of its forms.
+
+    Raises:
+        IncompleteCheckpointError: A file is missing; it names the file.
+        CorruptCheckpointError: The files contradict each other.
+    """
+    listing = {item.path: item.size for item in store.list() if item.kind == "file"}
+    model = open_part(catalog.open_catalog, store, "", options)
+    below = {item.path: item.size for item in store.list(OPTIMIZER_DIRECTORY)}
+    parts = [model]
+    if f"{OPTIMIZER_DIRECTORY}/{catalog.METADATA}" in below:
+        parts.append(as_optimizer(open_part(catalog.open_catalog, store, OPTIMIZER_DIRECTORY, options)))
+    elif below:
+        parts.append(_rank_files(store, below, model))
+    parts.append(Catalog({}, file_objects(listing, _OBJECTS), CatalogInfo("lightrft")))
+    match = re.search(r"global_step_?(\d+)/?$", store.url)
+    info = CatalogInfo(
+        "lightrft",
+        producer="lightrft",
+        step=int(match[1]) if match else None,
+        files={path: listing[path] for path in _OBJECTS.values() if path in listing},
+    )
+    return merged(parts, info)
+
+
+# --- one file a rank
+
+
+def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catalog:
+    ranks = [int(m[1]) for path in below if (m := _RANK_FILE.fullmatch(path.rpartition("/")[2]))]
+    if not ranks:
+        raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/ has neither .metadata nor _rank<R> files.")
+    first = read_archives(store, [_PATTERN.format(rank=min(ranks))])[0]
+    world_size = max(_mesh_size(first), max(ranks) + 1)
+    missing_ranks(ranks, world_size, _PATTERN)
+    values = read_archives(store, [_PATTERN.format(rank=rank) for rank in range(world_size)])
+    for rank, value in enumerate(values):
+        keys = ("base_optim_states", "flat_fp32_weights")
+        if not isinstance(value, dict) or not all(isinstance(value.get(key), dict) for key in keys):
+            raise CorruptCheckpointError(
+                f"{_PATTERN.format(rank=rank)} has no base_optim_states and flat_fp32_weights."
+            )
+    optimizer = _optimizer(
+        values, _params(model, _state_dict_order(store)), MasterSampler(store, model.by_role(Role.MODEL))
+    )
+    info = CatalogInfo(
+        "lightrft",
+        world_size=world_size,
+        files={path: below[path] for path in (_PATTERN.format(rank=rank) for rank in range(world_size))},
+        notes=tuple(optimizer.notes),
+    )
+    return Catalog(optimizer.tensors, optimizer.objects, info)
+
+
+def _state_dict_order(store: Store) -> list[str]:
+    """The keys in the order of the state dict: that of the planner's paths. The tensors themselves are listed
+    by the rank that wrote them first."""
+    metadata = load_metadata(store.read(catalog.METADATA), file=catalog.METADATA)
+    paths = metadata.fields.get("planner_data") if isinstance(metadata, Record) else None
+    return [key for key in paths if isinstance(key, str)] if isinstance(paths, dict) else []
+
+
+def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
+    """The floating tensors in module order. DCP stores a tied one under each name: the same bytes count once."""
+    found, seen = [], set()
+    for name in dict.fromkeys([*order, *model.tensors]):
+        entry = model.tensors.get(name)
+        if entry is None or entry.role is not Role.MODEL or dtype_of(entry.dtype).kind != "float":
+            continue
+        parts = frozenset((part.box, part.digest.value) for part in entry.slices if part.digest is not None)
+        same = (entry.shape, entry.dtype, parts) if entry.numel > 1 and len(parts) == len(entry.slices) else None
+        if same is None or same not in seen:
+            seen.add(same)
+            found.append(Param(entry.fqn, entry.shape))
+    return found
+
+
+def _optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param], sampler: MasterSampler) -> OptimizerState:
+    masters = join([dict(_indexed(value["flat_fp32_weights"])) for value in values], what=_PATTERN)
+    base = [value["base_optim_states"] for value in values]
+    settings = base[0].get("param_groups") or []
+    shapes: list[list[tuple[int, ...] | None]] = [[] for _ in range(1 + max((g for g, _ in masters), default=-1))]
+    for (group, _), joined in masters.items():
+        shapes[group].append(joined.shape)
+    no_decay = [group.get("weight_decay") == 0 for group in settings]
+    assigned = assign(params, shapes, no_decay)
+    if assigned is None:
+        entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
+        assigned = assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
+    if assigned is None or [len(group.get("params", ())) for group in settings] != list(map(len, shapes)):
+        note = "the optimizer was skipped: names and shapes of the model do not prove whose the masters are."
+        return OptimizerState(notes=[f"{OPTIMIZER_DIRECTORY}/_rank*: {note}"])
+    names = {
+        key: fqn
+        for group, fqns in zip(settings, assigned, strict=True)
+        for key, fqn in zip(group["params"], fqns, strict=True)
+    }
+    found = read_optimizer(base, params, what=_PATTERN, names=names)
+    for (group, index), joined in masters.items():
+        fqn = assigned[group][index]
+        name = f"optimizer.master.{fqn}"
+        key = ("optimizer", "master", fqn)
+        found.tensors[name] = joined.entry(name, Role.MASTER, fqn=fqn, state="master", key=key)
+        found.notes += joined.notes
+    _add_scaler(found, values[0].get("grad_scaler"))
+    return found
+
+
+def _add_scaler(found: OptimizerState, scaler: Any) -> None:
+    if not isinstance(scaler, dict):
+        return
+    for key, joined in join([scaler], what=_PATTERN).items():
+        name = f"grad_scaler.{key}"
+        found.tensors[name] = joined.entry(name, Role.OTHER, key=("grad_scaler", str(key)))
+    for key, value in scaler.items():
+        if not is_tensor(value) and plain_value(value):
+            name = f"grad_scaler.{key}"
+            found.objects[name] = ObjectEntry(name, encoding="value", value=value, key=("grad_scaler", str(key)))
+
+
+def _indexed(groups: Mapping[Any, Any]) -> list[tuple[tuple[int, int], Any]]:
+    found = []
+    for group, tensors in groups.items():
+        if type(group) is not int or not isinstance(tensors, list) or not 0 <= group < 1 << 16:
+            raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/_rank*: flat_fp32_weights is no dict of lists.")
+        found += [((group, index), tensor) for index, tensor in enumerate(tensors)]
+    return found
+
+
+def _mesh_size(value: Any) -> int:
+    groups = value.get("flat_fp32_weights") if isinstance(value, dict) else None
+    tensors = [t for group in (groups or {}).values() for t in group if isinstance(t, DTensorRecord)]
+    return max((int(t.mesh.ranks.max()) + 1 for t in tensors if t.mesh.ranks.size), default=1)

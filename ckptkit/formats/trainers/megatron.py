@@ -1,0 +1,68 @@
+"""Megatron's torch_dist checkpoints: a DCP with `metadata.json`, layers stacked on dimension 0.
+
+Names stay Megatron's own; a key map turns them into another model's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry
+from ckptkit.errors import UnsupportedFormatError
+from ckptkit.formats.dcp import catalog
+from ckptkit.formats.hf.side_files import read_json
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.trainers.merge import file_objects, merged, open_part
+from ckptkit.storage import Store
+
+__all__ = ["METADATA", "is_megatron", "open_catalog"]
+
+METADATA = "metadata.json"
+_STATE = re.compile(r"(?:.*\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
+_MASTER_STATES = frozenset(("fp32_param", "param", "master_param"))
+_OBJECTS = {"common": "common.pt", "modelopt_state": "modelopt_state.pt"}
+
+
+def is_megatron(store: Store, files: list[str]) -> bool:
+    """Tell whether these files at a checkpoint's root are Megatron's."""
+    if METADATA not in files:
+        return False
+    content = read_json(store, METADATA)
+    return isinstance(content, dict) and "sharded_backend" in content
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the DCP at the store's root, and tell its optimizer state from Megatron's names.
+
+    Raises:
+        UnsupportedFormatError: It is not of the torch_dist backend.
+    """
+    content = read_json(store, METADATA)
+    backend = content.get("sharded_backend") if isinstance(content, dict) else None
+    if backend not in ("torch_dist", "torch_dcp", "fsdp_dtensor"):
+        raise UnsupportedFormatError(
+            f"{METADATA}: sharded_backend is {backend!r}; only 'torch_dist' is read. Save again with "
+            "--dist-ckpt-format torch_dist, or convert it with Megatron's own tools first."
+        )
+    part = open_part(catalog.open_catalog, store, "", options)
+    sizes = {item.path: item.size for item in store.list() if item.kind == "file"}
+    match = re.search(r"iter_(\d+)/?$", store.url)
+    info = CatalogInfo(
+        "megatron",
+        producer="megatron-core",
+        step=int(match[1]) if match else None,
+        files={name: sizes[name] for name in (METADATA, *_OBJECTS.values()) if name in sizes},
+        notes=("names are Megatron's, with the layers stacked on dimension 0; a key map renames them.",),
+    )
+    tensors = {name: _with_role(entry) for name, entry in part.tensors.items()}
+    return merged([replace(part, tensors=tensors), Catalog({}, file_objects(sizes, _OBJECTS), info)], info)
+
+
+def _with_role(entry: TensorEntry) -> TensorEntry:
+    """Megatron puts the state's name before the parameter's: optimizer.state.exp_avg.<parameter>."""
+    match = _STATE.fullmatch(entry.name)
+    if match is None:
+        return entry
+    role = Role.MASTER if match[1] in _MASTER_STATES else Role.OPTIMIZER
+    return replace(entry, role=role, fqn=match[2], state=match[1])

@@ -1,0 +1,273 @@
+"""Optimizer state as `Optimizer.state_dict()` lays it out, saved whole by each rank: keyed by index or by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.formats.pickles.tensors import StoredTensor
+from ckptkit.formats.trainers.fsdp1_local import FlatVector, Piece
+from ckptkit.formats.trainers.param_order import Param, assign
+from ckptkit.formats.trainers.rank_files import Joined, check_steps, is_tensor, join
+
+__all__ = [
+    "OptimizerState",
+    "group_objects",
+    "is_state_dicts",
+    "plain_value",
+    "read_optimizer",
+    "state_name",
+    "read_flat_optimizer",
+]
+
+PREFIX = "optimizer"
+
+
+@dataclass(slots=True)
+class OptimizerState:
+    """Entries of an optimizer, ready for a catalog."""
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, fqn: str, state: str, joined: Joined) -> None:
+        """Add the tensor `state` of the parameter `fqn`."""
+        name = state_name(fqn, state)
+        entry = joined.entry(name, Role.OPTIMIZER, fqn=fqn, state=state, key=(PREFIX, "state", fqn, state))
+        self.tensors[name] = entry
+        self.notes += joined.notes
+
+    def add_value(self, fqn: str, state: str, value: Any) -> None:
+        """Add a state that is no tensor, such as a step that is a number."""
+        name = state_name(fqn, state)
+        key = (PREFIX, "state", fqn, state)
+        self.objects[name] = ObjectEntry(name, encoding="value", value=value, role=Role.OPTIMIZER, key=key)
+
+
+def state_name(fqn: str, state: str) -> str:
+    """Return the key of a parameter's optimizer state, as DCP names it."""
+    return f"{PREFIX}.state.{fqn}.{state}"
+
+
+def read_optimizer(
+    values: Sequence[Any], params: Sequence[Param], *, what: str, names: Mapping[Any, str] | None = None
+) -> OptimizerState:
+    """Return the optimizer's entries from what each rank saved.
+
+    Args:
+        values: `Optimizer.state_dict()` of each rank, in rank order.
+        params: The model's parameters in module order, wrappers removed, tied ones once.
+        what: The name of the files, with "{rank}" where the rank goes.
+        names: The parameter of each index, where it is known.
+    """
+    found = OptimizerState()
+    if not is_state_dicts(values):
+        found.notes.append(f"{what.format(rank=0)} holds no Optimizer.state_dict(); the optimizer was skipped.")
+        return found
+    check_steps([list(value["state"].values()) for value in values], [what.format(rank=r) for r in range(len(values))])
+    names = _names(values, params) if names is None else names
+    if names is None:
+        found.notes.append(
+            f"the optimizer in {what.format(rank=0)} and its like was skipped: its state is keyed by index, and the "
+            "model's names and shapes do not prove which parameter each index means."
+        )
+        return found
+    tensors = join([dict(_flat(value["state"])) for value in values], what=what)
+    for (index, state), joined in tensors.items():
+        found.add(names[index], state, joined)
+    for (index, state), value in _flat(values[0]["state"]):
+        if not is_tensor(value) and plain_value(value):
+            found.add_value(names[index], state, value)
+    found.objects.update(group_objects(values[0]["param_groups"], names))
+    return found
+
+
+def group_objects(groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> dict[str, ObjectEntry]:
+    """Return the settings of the parameter groups as objects; `params` are names."""
+    found = {}
+    for index, group in enumerate(groups):
+        for setting, given in group.items():
+            value = [names.get(param, param) for param in given] if setting == "params" else given
+            if plain_value(value):
+                name = f"{PREFIX}.param_groups.{index}.{setting}"
+                key = (PREFIX, "param_groups", index, setting)
+                found[name] = ObjectEntry(name, encoding="value", value=value, role=Role.OPTIMIZER, key=key)
+    return found
+
+
+def plain_value(value: Any) -> bool:
+    """Tell whether a value is made of None, bool, numbers and text only."""
+    if isinstance(value, (list, tuple)):
+        return all(map(plain_value, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) and plain_value(item) for key, item in value.items())
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def is_state_dicts(values: Sequence[Any]) -> bool:
+    """Tell whether every rank saved an `Optimizer.state_dict()`."""
+    return bool(values) and all(_is_state_dict(value) for value in values)
+
+
+def _is_state_dict(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("state"), dict)
+        and isinstance(value.get("param_groups"), list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in value["param_groups"])
+        and all(isinstance(state, dict) for state in value["state"].values())
+    )
+
+
+def _flat(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[tuple[Any, str], Any]]:
+    for index, values in state.items():
+        for name, value in values.items():
+            yield (index, str(name)), value
+
+
+def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict[Any, str] | None:
+    """Return the parameter of each key of `state`; None where that is not proven."""
+    groups = values[0]["param_groups"]
+    keys = [key for group in groups for key in group["params"]]
+    if all(isinstance(key, str) for key in keys):
+        return {key: key for key in {*keys, *values[0]["state"]}}
+    if not all(set(value["state"]) <= set(keys) for value in values):
+        raise CorruptCheckpointError("an optimizer's state has indices that none of its groups has.")
+    by_name = {param.fqn: param for param in params}
+    shapes = [[_shape(values, key) for key in group["params"]] for group in groups]
+    assigned = assign(params, shapes, [group.get("weight_decay") == 0 for group in groups])
+    if assigned is None:
+        return None
+    names = {
+        key: fqn
+        for group, fqns in zip(groups, assigned, strict=True)
+        for key, fqn in zip(group["params"], fqns, strict=True)
+    }
+    return names if all(_fits(values, key, by_name[fqn]) for key, fqn in names.items()) else None
+
+
+def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | None:
+    """The whole shape of a parameter, from a state tensor that has one; None where there is no such state."""
+    for value in values:
+        for tensor in value["state"].get(key, {}).values():
+            if is_tensor(tensor) and len(tensor.shape) > 0:
+                return tuple(tensor.shape)
+    return None
+
+
+def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
+    """Tell whether the states are whole tensors or parts of them: a plain 1-D piece of each rank is neither."""
+    for value in values:
+        for tensor in value["state"].get(key, {}).values():
+            if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,), param.shape):
+                return False
+    return True
+
+
+# FSDP1's rank-local optimizer state: each rank's 1-D part of flat parameters, keyed by index.
+#
+# With use_orig_params=True an index is a parameter. With False it is a unit: the parameters of one wrapped module,
+# end to end, cut into ceil(numel / ranks) elements a rank. Which modules were wrapped is not recorded; it is taken
+# to be the blocks of module lists below the root, and accepted only where every size fits.
+
+
+_BLOCK = re.compile(r"(.*?\.\d+)\..+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """The parameters of one index, end to end."""
+
+    params: tuple[Param, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(param.shape) for param in self.params)
+
+
+def read_flat_optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
+    """Return the entries of rank-local flat optimizer state; None where sizes do not prove the layout.
+
+    Args:
+        values: `Optimizer.state_dict()` of each rank.
+        params: The model's parameters in module order.
+    """
+    indices = [index for group in values[0]["param_groups"] for index in group["params"]]
+    for units in (_each(params), _blocks(params), [_Unit(tuple(params))]):
+        if len(units) == len(indices) and all(_flat_fits(values, i, u) for i, u in zip(indices, units, strict=True)):
+            return _entries(values, dict(zip(indices, units, strict=True)))
+    return None
+
+
+def _each(params: Sequence[Param]) -> list[_Unit]:
+    """use_orig_params=True: a unit a parameter."""
+    return [_Unit((param,)) for param in params]
+
+
+def _blocks(params: Sequence[Param]) -> list[_Unit]:
+    """The root's own parameters first, then each block: the order of `parameters()` over nested units."""
+    units: dict[str, list[Param]] = {"": []}
+    for param in params:
+        match = _BLOCK.fullmatch(param.fqn)
+        units.setdefault(match[1] if match else "", []).append(param)
+    return [_Unit(tuple(members)) for members in units.values() if members]
+
+
+def _flat_parameters(values: Sequence[Mapping[str, Any]], index: Any) -> dict[str, list[StoredTensor | None]]:
+    """The 1-D states of an index by name, in rank order; None where a rank has none of the parameter."""
+    found: dict[str, list[StoredTensor | None]] = {}
+    for rank, value in enumerate(values):
+        for name, tensor in value["state"].get(index, {}).items():
+            if isinstance(tensor, StoredTensor) and len(tensor.shape) == 1:
+                found.setdefault(name, [None] * len(values))[rank] = tensor
+    return found
+
+
+def _flat_fits(values: Sequence[Mapping[str, Any]], index: Any, unit: _Unit) -> bool:
+    states = _flat_parameters(values, index)
+    part = -(-unit.numel // len(values))
+    for parts in states.values():
+        numels = [tensor.numel if tensor is not None else 0 for tensor in parts]
+        padded = len(unit.params) > 1 and all(numel == part for numel in numels)
+        if not padded and sum(numels) != unit.numel:
+            return False
+    return bool(states)
+
+
+def _entries(values: Sequence[Mapping[str, Any]], units: Mapping[Any, _Unit]) -> OptimizerState:
+    found = OptimizerState()
+    for index, unit in units.items():
+        for state, parts in _flat_parameters(values, index).items():
+            vector = FlatVector(_pieces(parts))
+            position = 0
+            for param in unit.params:
+                numel = math.prod(param.shape)
+                found.add(
+                    param.fqn, state, Joined(vector.dtype, param.shape, vector.slices(param.shape, position, numel))
+                )
+                position += numel
+        for state, value in values[0]["state"].get(index, {}).items():
+            if isinstance(value, StoredTensor) and not value.shape:
+                for param in unit.params:
+                    found.add(param.fqn, state, Joined(value.dtype, (), SliceArray.of([value.slice()], 0)))
+    settings = [
+        {**group, "params": [param.fqn for index in group["params"] for param in units[index].params]}
+        for group in values[0]["param_groups"]
+    ]
+    found.objects.update(group_objects(settings, {}))
+    found.notes.append("FSDP1 optimizer: the wrapped modules were inferred; every size fits them.")
+    return found
+
+
+def _pieces(parts: Sequence[StoredTensor | None]) -> Iterator[Piece]:
+    position = 0
+    for rank, tensor in enumerate(parts):
+        if tensor is not None and tensor.numel:
+            yield Piece(position, tensor, rank)
+            position += tensor.numel

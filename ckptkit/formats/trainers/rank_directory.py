@@ -1,0 +1,128 @@
+"""Any directory with one torch.save file a rank, named after no system that we know: `*rank_<R>.pt` and the like."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError
+from ckptkit.formats.hf.side_files import file_names, find_side_files
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord
+from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.trainers import fsdp1_local
+from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
+from ckptkit.formats.trainers.rank_files import is_tensor, join, missing_ranks, read_archives, refuse_bare_parts
+from ckptkit.formats.trainers.verl import model_entries, parameters
+from ckptkit.storage import Store
+
+__all__ = ["are_rank_files", "is_rank_directory", "open_catalog"]
+
+_RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
+_KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # where a metadata.pkl of torch_checkpointing lies beside
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app")
+_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
+
+
+def is_rank_directory(files: Sequence[str]) -> bool:
+    """Tell whether files that differ only in a rank lie there, from rank 0 on."""
+    return any(0 in ranks and len(ranks) > 1 for ranks in _groups(files).values())
+
+
+def are_rank_files(store: Store, files: Sequence[str]) -> bool:
+    """Tell whether the numbers in these files' names are ranks, though they could be steps: rank 0's has parts.
+
+    Reads the pickle of that file, where the numbers run from 0 on.
+    """
+    groups = _groups(files)
+    template = _model_group(groups)
+    if template is None or sorted(groups[template]) != list(range(len(groups[template]))):
+        return False
+    try:
+        value = _below(read_archive(store, groups[template][0]).value, _MODEL_KEYS)
+    except CkptkitError:
+        return False  # as the newest of steps, it is not opened
+    tensors = value.values() if isinstance(value, dict) else ()
+    return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
+
+
+def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+    """Read the rank files: a state dict each, or a dict with the model's (and the optimizer's) below a key.
+
+    Raises:
+        IncompleteCheckpointError: The file of a rank is missing; it names the file.
+    """
+    listing = store.list()
+    sizes = {item.path: item.size for item in listing}
+    groups = _groups(file_names(listing))
+    template = _model_group(groups)
+    if template is None:
+        raise CheckpointNotFoundError(f"{store.url} has no files that differ only in a rank.")
+    ranks = groups[template]
+    missing_ranks(ranks, max(ranks) + 1, template)
+    names = [ranks[rank] for rank in sorted(ranks)]
+    values = read_archives(store, names)
+    models = [_below(value, _MODEL_KEYS) for value in values]
+    if fsdp1_local.is_flat(models):
+        return fsdp1_local.read(store, names, models, sizes, None, options)
+    if not all(isinstance(model, dict) and any(is_tensor(t) for t in model.values()) for model in models):
+        raise CorruptCheckpointError(
+            f"{template.format(rank=0)} holds no state dict of tensors, at its top or below a key."
+        )
+    joined = join(models, what=template)
+    refuse_bare_parts(joined, what=template)
+    tensors = model_entries(joined)
+    optimizer = _optimizer(values, models[0], tensors, template)
+    side = find_side_files(store)
+    info = CatalogInfo(
+        "rank-files",
+        producer="torch.save",
+        world_size=max([len(names), *(int(t.mesh.ranks.max()) + 1 for t in models[0].values() if _has_mesh(t))]),
+        mesh=next((tensor.mesh for tensor in joined.values() if tensor.mesh is not None), None),
+        files={name: sizes[name] for name in names},
+        side_files=side.carried,
+        notes=(*(note for tensor in joined.values() for note in tensor.notes), *optimizer.notes, *side.notes),
+        extra=side.extra,
+    )
+    return Catalog({**tensors, **optimizer.tensors}, optimizer.objects, info)
+
+
+def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Template -> rank -> file."""
+    found: dict[str, dict[int, str]] = {}
+    for name in files:
+        match = _RANK.fullmatch(name) or ("metadata.pkl" in files and _KEYED.fullmatch(name)) or None
+        if match and len(match[2]) < 8:
+            head, tail = (text.replace("{", "{{").replace("}", "}}") for text in (match[1], match[3]))
+            found.setdefault(f"{head}{{rank}}{tail}", {})[int(match[2])] = name
+    return found
+
+
+def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
+    whole = [template for template, ranks in groups.items() if 0 in ranks and len(ranks) > 1]
+    named = [template for template in whole if "model" in template.lower()]
+    rest = [template for template in whole if not re.search(r"optim|rng|sched|extra|random", template.lower())]
+    return next(iter(named or rest or whole), None)
+
+
+def _below(value: Any, keys: Sequence[str]) -> Any:
+    """The value itself where it has tensors, else what lies below one of the keys."""
+    if isinstance(value, dict) and not any(is_tensor(item) for item in value.values()):
+        for key in keys:
+            if isinstance(value.get(key), dict):
+                return _below(value[key], keys)
+    return value
+
+
+def _optimizer(values: Sequence[Any], model: Mapping[str, Any], tensors: Any, template: str) -> OptimizerState:
+    for key in _OPTIMIZER_KEYS:
+        if all(isinstance(value, dict) and isinstance(value.get(key), dict) for value in values):
+            return read_optimizer([value[key] for value in values], parameters(model, tensors), what=template)
+    return OptimizerState()
+
+
+def _has_mesh(tensor: Any) -> bool:
+    mesh = getattr(tensor, "mesh", None)
+    return mesh is not None and mesh.ranks.size > 0

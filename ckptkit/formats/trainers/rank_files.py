@@ -1,0 +1,294 @@
+"""Checkpoints with one torch.save file a rank: the parts of each tensor, joined over the ranks.
+
+What a rank saved under a name is a DTensor, a ShardedTensor, or a plain tensor that every rank holds whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import MeshInfo, Role, SliceArray, TensorEntry, TensorSlice
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
+from ckptkit.formats.pickles.zip import TorchArchive, read_archive
+from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate, slices_of
+from ckptkit.storage import Store
+from ckptkit.storage.pool import WorkerPool
+
+__all__ = [
+    "Joined",
+    "RankTensor",
+    "is_tensor",
+    "join",
+    "missing_ranks",
+    "read_archives",
+    "refuse_bare_parts",
+    "check_copies",
+    "check_counters",
+    "check_steps",
+]
+
+RankTensor: TypeAlias = StoredTensor | DTensorRecord | ShardedTensorRecord
+Key = TypeVar("Key", bound=Hashable)
+_THREADS = 8
+_MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A tensor of several ranks. `notes` say where its replicas differ, `what` names the files its parts are in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: SliceArray
+    mesh: MeshInfo | None = None
+    notes: tuple[str, ...] = field(default=())
+    what: str = ""
+
+    def entry(
+        self, name: str, role: Role, *, fqn: str = "", state: str = "", key: Sequence[str | int] = ()
+    ) -> TensorEntry:
+        """Return the catalog's entry, with every element covered.
+
+        Raises:
+            IncompleteCheckpointError, CorruptCheckpointError: It is not.
+        """
+        entry = TensorEntry(name, self.dtype, self.shape, self.slices, role, fqn, state, tuple(key))
+        try:
+            entry.check_coverage()
+        except (IncompleteCheckpointError, CorruptCheckpointError) as error:
+            if not self.what:
+                raise
+            raise type(error)(f"{error} Its parts are in {self.what.format(rank='*')}.") from error
+        return entry
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell whether a value of an archive is one of the tensor records."""
+    return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
+
+
+def read_archives(
+    store: Store, paths: Iterable[str], read: Callable[[Store, str], TorchArchive] = read_archive
+) -> list[Any]:
+    """Return the values of these torch.save files, in their order; no tensor bytes are read."""
+    paths = list(paths)
+    if len(paths) < 3 or store.local_root is not None:  # parsing is Python: threads help only where one waits
+        return [read(store, path).value for path in paths]
+    with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
+        return [archive.value for archive in pool.map(lambda path: read(store, path), paths)]
+
+
+def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]:
+    """Return the tensors of all ranks by name, in the order in which rank 0 (then 1, ...) has them.
+
+    Args:
+        values: What each rank saved, in rank order; values that are no tensors are passed over.
+        what: Names the files in messages, with "{rank}" where the rank goes.
+    """
+    names = dict.fromkeys(name for value in values for name, tensor in value.items() if is_tensor(tensor))
+    return {
+        name: _join_one(str(name), {r: value[name] for r, value in enumerate(values) if name in value}, what)
+        for name in names
+    }
+
+
+def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
+    # A rank without a shard of a ShardedTensor does not say its dtype: the first one that does is the measure.
+    first_rank = min(parts, key=lambda rank: (is_tensor(parts[rank]) and not _dtype(parts[rank]), rank))
+    first = parts[first_rank]
+    for rank, part in parts.items():
+        if type(part) is not type(first) or not is_tensor(part):
+            raise CorruptCheckpointError(
+                f"tensor {name!r} is a {_kind(first)} in {what.format(rank=first_rank)} and a {_kind(part)} in "
+                f"{what.format(rank=rank)}."
+            )
+        if part.shape != first.shape or _dtype(part) not in (_dtype(first), ""):
+            raise CorruptCheckpointError(
+                f"tensor {name!r} is {_dtype(first)} {list(first.shape)} in {what.format(rank=first_rank)}, but "
+                f"{_dtype(part)} {list(part.shape)} in {what.format(rank=rank)}."
+            )
+    if isinstance(first, StoredTensor):
+        return _replicated(name, parts)
+    slices: list[TensorSlice] = []
+    if isinstance(first, DTensorRecord):
+        _refuse_copies(parts, what)
+    for rank, part in parts.items():
+        try:
+            slices += _dtensor_slices(part, rank) if isinstance(part, DTensorRecord) else _shard_slices(part, rank)
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            raise type(error)(f"{what.format(rank=rank)}: tensor {name!r}: {error}") from error
+    mesh = MeshInfo(first.mesh.shape, first.mesh.names or ()) if isinstance(first, DTensorRecord) else None
+    return Joined(_dtype(first), first.shape, SliceArray.of(slices, len(first.shape)), mesh, what=what)
+
+
+def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
+    """One rank's copy of a plain tensor. Copies are compared by the CRC-32 of their storages, for free."""
+    rank = min(parts)
+    first = parts[rank]
+    differing = [r for r, part in parts.items() if _stored_as(part) != _stored_as(first)]
+    notes: tuple[str, ...] = ()
+    if differing and first.crc32 is not None:
+        notes = (f"tensor {name!r} differs between rank {rank} and rank {differing[0]}; rank {rank}'s was taken.",)
+    return Joined(first.dtype, first.shape, SliceArray.of([first.slice(rank=rank)], len(first.shape)), None, notes)
+
+
+def _stored_as(tensor: StoredTensor) -> tuple[Any, ...]:
+    return (tensor.crc32, tensor.storage_nbytes, tensor.offset, tensor.strides)
+
+
+def _dtensor_slices(part: DTensorRecord, rank: int) -> list[TensorSlice]:
+    mesh = part.mesh
+    coordinate = mesh.coordinate
+    if coordinate is None:
+        coordinate = mesh_coordinate(rank, mesh.shape, mesh.ranks.reshape(-1).tolist())
+    if coordinate is None:
+        if part.local.numel:
+            raise CorruptCheckpointError(f"rank {rank} is no member of the tensor's mesh {mesh.ranks.tolist()!r:.80}.")
+        return []
+    parts = local_parts(part.shape, mesh.shape, coordinate, part.placements, local_shape=part.local.shape)
+    return slices_of(parts, part.local, rank)
+
+
+def _refuse_copies(parts: Mapping[int, DTensorRecord], what: str) -> None:
+    """Refuse two files that say they were written at one place of one mesh."""
+    places: dict[tuple[Any, ...], int] = {}
+    for rank, part in parts.items():
+        if part.mesh.coordinate is not None:
+            place = (part.mesh.coordinate, part.mesh.shape, part.mesh.ranks.tobytes())
+            other = places.setdefault(place, rank)
+            if other != rank:
+                raise CorruptCheckpointError(
+                    f"{what.format(rank=rank)} holds the same part of the model as {what.format(rank=other)}, that of "
+                    f"mesh position {list(part.mesh.coordinate)}: one of them is a copy, or of another job."
+                )
+
+
+def _shard_slices(part: ShardedTensorRecord, rank: int) -> list[TensorSlice]:
+    found = []
+    for shard in part.shards:
+        box = Box(shard.offsets, shard.sizes)
+        if not box.within(part.shape):
+            raise CorruptCheckpointError(f"a shard lies at {list(shard.offsets)}, outside of {list(part.shape)}.")
+        found.append(shard.tensor.slice(box, rank=rank))
+    return found
+
+
+def _dtype(part: RankTensor) -> str:
+    if isinstance(part, ShardedTensorRecord):
+        return part.shards[0].tensor.dtype if part.shards else ""
+    return part.dtype
+
+
+def _kind(part: Any) -> str:
+    names = {StoredTensor: "plain tensor", DTensorRecord: "DTensor", ShardedTensorRecord: "ShardedTensor"}
+    return names.get(type(part), type(part).__name__)
+
+
+def refuse_bare_parts(joined: Mapping[Any, Joined], *, what: str) -> None:
+    """Refuse a model whose tensors are plain in all ranks and different in each: parts that do not say of what.
+
+    Where some are the same, the model is a replica, and what differs are buffers of each rank.
+    """
+    large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
+    if large and all(tensor.notes for tensor in large):
+        raise UnsupportedFormatError(
+            f"{what.format(rank='*')}: every rank holds other plain tensors under the same names. They are parts, and "
+            "the files do not say how those fit together. Save DTensors, or torch DCP."
+        )
+
+
+def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
+    """Check that each rank's file is there.
+
+    Args:
+        pattern: The file's name, with "{rank}" where the rank goes.
+
+    Raises:
+        IncompleteCheckpointError: It names the files that are missing.
+    """
+    ranks = set(found)
+    if not 0 < world_size <= _MAX_RANKS or max(ranks, default=0) >= world_size:
+        raise CorruptCheckpointError(
+            f"there is a file of rank {max(ranks, default=0)}, and the checkpoint is said to be of {world_size} ranks."
+        )
+    gone = sorted(set(range(world_size)) - ranks)
+    if gone:
+        names = ", ".join(pattern.format(rank=rank) for rank in gone[:8]) + (", ..." if len(gone) > 8 else "")
+        are = "is" if len(gone) == 1 else "are"
+        raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks {are} missing: {names}.")
+
+
+# Whether the files of all ranks are of one save: what each says of how far the run was, and no copies.
+
+
+_TELLING = 16  # elements that are the same in two ranks by no accident
+
+
+def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
+    """Check that the optimizers of all ranks count the same steps.
+
+    Parameters may have been stepped more or less often than others; that no count at all is shared by two ranks
+    happens only where a file is of another save. Tensor bytes are not read: their CRC-32 are compared.
+
+    Args:
+        states: For each rank, the states of its parameters: {"step": ..., "exp_avg": ...}.
+        names: The file of each rank.
+
+    Raises:
+        CorruptCheckpointError: It names the two files.
+    """
+    counts = [frozenset(_counts(state)) for state in states]
+    first = next((rank for rank, found in enumerate(counts) if found), None)
+    for rank, found in enumerate(counts):
+        if first is not None and found and found.isdisjoint(counts[first]):
+            raise CorruptCheckpointError(
+                f"{names[rank]} is of another step than {names[first]}: their optimizers count different steps. "
+                "Files of two saves lie together."
+            )
+
+
+def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> None:
+    """Check that a number that every rank saved is the same in all; ranks that have None are passed over.
+
+    Raises:
+        CorruptCheckpointError: It names the two files.
+    """
+    known = [(count, name) for count, name in zip(counters, names, strict=True) if type(count) is int]
+    for count, name in known:
+        if count != known[0][0]:
+            raise CorruptCheckpointError(
+                f"{name} is of another step than {known[0][1]}: {what} is {count} in the one and {known[0][0]} in the "
+                "other. Files of two saves lie together."
+            )
+
+
+def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) -> None:
+    """Check that no two ranks hold the same flat weights and moments, by their CRC-32: nothing else says whose part a
+    file is.
+
+    Raises:
+        CorruptCheckpointError: It names the two files.
+    """
+    seen: dict[tuple[Any, ...], int] = {}
+    for rank, tensors in enumerate(flats):
+        if sum(tensor.numel for tensor in tensors) < _TELLING or any(tensor.crc32 is None for tensor in tensors):
+            continue
+        other = seen.setdefault(tuple((tensor.crc32, tensor.numel, tensor.offset) for tensor in tensors), rank)
+        if other != rank:
+            raise CorruptCheckpointError(
+                f"{names[rank]} holds the same weights and moments as {names[other]}: one is a copy."
+            )
+
+
+def _counts(states: Sequence[Any]) -> Iterator[tuple[str, int | float]]:
+    for state in states:
+        step = state.get("step") if isinstance(state, Mapping) else None
+        if isinstance(step, StoredTensor) and step.crc32 is not None and step.storage_nbytes == step.itemsize:
+            yield step.dtype, step.crc32
+        elif isinstance(step, (int, float)):
+            yield "", step

@@ -1,0 +1,212 @@
+"""Where the local part of a distributed tensor lies in the whole: DTensor placements as boxes. No torch.
+
+A placement list is replayed mesh dimension by mesh dimension. Each tensor dimension is a list of runs of
+rows; `Shard` takes one chunk of them (ceil(n / parts) rows, the last ones shorter or empty),
+`_StridedShard` cuts them into `split_factor` pieces first and takes one chunk of each. What is left are the
+rows that the rank holds, in the order in which they lie in its memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.entry import TensorSlice
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.formats.pickles.tensors import PlacementRecord, StoredTensor
+
+__all__ = ["LocalPart", "local_parts", "mesh_coordinate", "slices_of"]
+
+_MAX_SPLIT = 1 << 16
+_MAX_RUNS = 1 << 20  # looked at for one mesh dimension: a few for each rank of a real one
+Run = tuple[int, int]  # [start, stop) rows of the whole tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """One box of the whole tensor, and where it lies in the rank's local tensor."""
+
+    box: Box
+    local_offsets: tuple[int, ...]
+
+
+def local_parts(
+    shape: tuple[int, ...],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[PlacementRecord],
+    *,
+    local_shape: tuple[int, ...] | None = None,
+    order: Sequence[int] | None = None,
+) -> list[LocalPart]:
+    """Return the boxes that the rank at `coordinate` holds, in the order of its local tensor.
+
+    There is one box unless a strided shard left rows that are not next to each other; a rank that holds
+    nothing has one empty box.
+
+    Args:
+        shape: Of the whole tensor.
+        local_shape: Of the rank's tensor, checked where given. FSDP2 cuts what tensor parallelism left, which
+            the placements of an uneven tensor do not always say (7 rows over dp 3, tp 2); the local shape does.
+        order: Mesh dimensions in the order they cut, where it is not from left to right.
+
+    Raises:
+        UnsupportedFormatError: A placement is partial: the values still have to be summed over ranks.
+        CorruptCheckpointError: The placements do not fit the mesh, the tensor, or the local shape.
+    """
+    parts = _local_parts(
+        shape,
+        tuple(mesh_shape),
+        tuple(coordinate),
+        tuple(placements),
+        local_shape,
+        None if order is None else tuple(order),
+    )
+    return list(parts)
+
+
+@functools.lru_cache(maxsize=1024)  # of the same few shapes, cut alike, a model has thousands of tensors
+def _local_parts(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[PlacementRecord, ...],
+    local_shape: tuple[int, ...] | None,
+    order: tuple[int, ...] | None,
+) -> tuple[LocalPart, ...]:
+    _check_placements(shape, mesh_shape, coordinate, placements)
+    orders: list[tuple[Sequence[int], bool]] = [(order or range(len(placements)), False)]
+    if order is None and any(placement.kind == "strided_shard" for placement in placements):
+        orders.append((range(len(placements) - 1, -1, -1), True))
+    found: tuple[int, ...] = ()
+    for mesh_dims, plain in orders:
+        rows = _rows(shape, mesh_shape, coordinate, placements, mesh_dims, plain=plain)
+        found = tuple(sum(stop - start for start, stop in runs) for runs in rows)
+        if local_shape is None or found == local_shape:
+            return tuple(_boxes(shape, rows))
+    raise CorruptCheckpointError(
+        f"the local tensor has shape {list(local_shape or ())}, but {_describe(placements)} of shape {list(shape)} on "
+        f"a mesh of {list(mesh_shape)} at {list(coordinate)} is {list(found)}."
+    )
+
+
+def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> list[TensorSlice]:
+    """Return a slice for each part of a local tensor that lies in a file."""
+    found = []
+    for part in parts:
+        view = local
+        if part.box.sizes != local.shape:
+            skip = sum(o * s for o, s in zip(part.local_offsets, local.strides, strict=True))
+            view = replace(local, shape=part.box.sizes, offset=local.offset + skip)
+        found.append(view.slice(part.box, rank=rank))
+    return found
+
+
+def mesh_coordinate(rank: int, mesh_shape: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[int, ...] | None:
+    """Return where `rank` stands in the mesh; None where it is no member.
+
+    Args:
+        ranks: The mesh's ranks in row-major order; 0, 1, 2, ... by default.
+    """
+    position = rank if ranks is None else (list(ranks).index(rank) if rank in ranks else -1)
+    if not 0 <= position < math.prod(mesh_shape):
+        return None
+    coordinate = []
+    for stride, size in zip(row_major_strides(tuple(mesh_shape)), mesh_shape, strict=True):
+        coordinate.append(position // stride % size)
+    return tuple(coordinate)
+
+
+def _check_placements(
+    shape: tuple[int, ...], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[PlacementRecord]
+) -> None:
+    inside = len(coordinate) == len(mesh_shape) and all(0 <= c < n for c, n in zip(coordinate, mesh_shape, strict=True))
+    if len(placements) != len(mesh_shape) or not inside:
+        raise CorruptCheckpointError(
+            f"{len(placements)} placements and coordinate {list(coordinate)} do not fit a mesh of {list(mesh_shape)}."
+        )
+    for placement in placements:
+        if placement.kind == "partial":
+            raise UnsupportedFormatError(
+                "the tensor has a Partial placement: its values still have to be summed over the ranks. "
+                "Save it after redistributing it to Shard or Replicate."
+            )
+        if placement.kind == "replicate":
+            continue
+        if placement.kind not in ("shard", "strided_shard") or not 1 <= placement.split_factor <= _MAX_SPLIT:
+            raise UnsupportedFormatError(f"placement {placement} is unknown.")
+        if not 0 <= placement.dim < len(shape):
+            raise CorruptCheckpointError(f"{_describe([placement])} does not fit a tensor of shape {list(shape)}.")
+
+
+def _rows(
+    shape: tuple[int, ...],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[PlacementRecord],
+    mesh_dims: Sequence[int],
+    *,
+    plain: bool,
+) -> list[list[Run]]:
+    """The rows of each tensor dimension that are left; `plain` takes strided shards as ordinary ones."""
+    rows: list[list[Run]] = [[(0, n)] for n in shape]
+    for mesh_dim in mesh_dims:
+        placement = placements[mesh_dim]
+        if placement.kind not in ("shard", "strided_shard"):
+            continue
+        pieces = 1 if plain or placement.kind == "shard" else placement.split_factor
+        runs = rows[placement.dim]
+        if pieces * len(runs) > _MAX_RUNS:
+            raise CorruptCheckpointError(f"{_describe(placements)} cuts a dimension into more parts than any job has.")
+        rows[placement.dim] = [
+            run
+            for piece in range(pieces)
+            for run in _chunk(_chunk(runs, pieces, piece), mesh_shape[mesh_dim], coordinate[mesh_dim])
+        ]
+    return [_joined(runs) for runs in rows]
+
+
+def _chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
+    """Part `index` of `parts` of these rows, by the rule of torch.chunk."""
+    total = sum(stop - start for start, stop in runs)
+    length = -(-total // parts)
+    first, last = min(index * length, total), min((index + 1) * length, total)
+    found = []
+    position = 0
+    for start, stop in runs:
+        a, b = max(first - position, 0), min(last - position, stop - start)
+        if a < b:
+            found.append((start + a, start + b))
+        position += stop - start
+    return found
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    found: list[Run] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif stop > start:
+            found.append((start, stop))
+    return found
+
+
+def _boxes(shape: tuple[int, ...], rows: Sequence[Sequence[Run]]) -> Iterator[LocalPart]:
+    filled = [runs or [(n, n)] for runs, n in zip(rows, shape, strict=True)]  # an empty part starts at n
+    if math.prod(map(len, filled)) > _MAX_RUNS:
+        raise CorruptCheckpointError(f"a local tensor of shape {list(shape)} falls into more boxes than any job has.")
+    local = [[0, *itertools.accumulate(stop - start for start, stop in runs)] for runs in filled]
+    for index in itertools.product(*(range(len(runs)) for runs in filled)):
+        chosen = [runs[i] for runs, i in zip(filled, index, strict=True)]
+        box = Box(tuple(start for start, _ in chosen), tuple(stop - start for start, stop in chosen))
+        yield LocalPart(box, tuple(offsets[i] for offsets, i in zip(local, index, strict=True)))
+
+
+def _describe(placements: Sequence[PlacementRecord]) -> str:
+    texts = {"shard": "Shard({0})", "strided_shard": "_StridedShard({0}, {1})", "replicate": "Replicate()"}
+    names = [texts.get(p.kind, p.kind).format(p.dim, p.split_factor) for p in placements]
+    return f"({', '.join(names)})"

@@ -1,0 +1,204 @@
+"""Tells what an export of a live model must hold: a transformers model, or the adapters of a PEFT model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ckptkit.catalog.targets import Target
+from ckptkit.checkpoint.save.hf_config import adapter_folder, adapters_of, pretrained_class
+from ckptkit.checkpoint.state.train_state import TrainState, capture
+from ckptkit.errors import SaveError
+from ckptkit.fsdp.groups import clean_fqn
+from ckptkit.fsdp.wrap import unwrap_model
+
+__all__ = ["Exported", "adapter_tensors", "exported", "prove"]
+
+_log = logging.getLogger(__name__)
+_FSDP1 = "_fsdp_wrapped_module"
+_PEFT_ROOT = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What is exported of a model that may be wrapped.
+
+    Attributes:
+        model: The transformers or PEFT model inside of the wrappers; the model itself where it is neither.
+        tensors: Its tensors by name, tied ones once.
+    """
+
+    model: nn.Module
+    tensors: dict[str, torch.Tensor]
+
+
+def exported(model: nn.Module) -> Exported:
+    """Return the model inside of its wrappers, with its live tensors. Collective where FSDP1 gathers them.
+
+    Raises:
+        SaveError: Parameters lie beside a transformers model, as those of a value head do: no `from_pretrained` reads
+            them.
+    """
+    inner = unwrap_model(model)
+    root, prefix = inner, ""
+    while not _is_pretrained(inner):
+        children = dict(inner.named_children())
+        own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
+        if own or len(children) != 1:
+            break
+        (name, child), outer = next(iter(children.items())), inner
+        inner = unwrap_model(child)
+        if isinstance(root, FullyShardedDataParallel):
+            prefix += "" if name == _FSDP1 else f"{name}."
+        elif not isinstance(outer, FullyShardedDataParallel):
+            root = inner
+    if not _is_pretrained(inner):
+        _refuse_neighbours(inner)
+        inner = root = unwrap_model(model)
+        prefix = ""
+    captured = capture(TrainState(model=root, rng=False))
+    aliases = captured.aliases["model"]
+    tensors = {n.removeprefix(prefix): t for n, t in captured.models["model"].items() if n not in aliases}
+    return Exported(inner, tensors)
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return pretrained_class(module) is not None or bool(adapters_of(module))
+
+
+def _refuse_neighbours(model: nn.Module) -> None:
+    found = next(((name, child) for name, child in model.named_modules() if _is_pretrained(child)), None)
+    if found is None:
+        return  # no model of transformers at all
+    name, child = found
+    inside = {id(p) for p in child.parameters()}
+    beside = [n for n, p in model.named_parameters() if id(p) not in inside]
+    raise SaveError(
+        f"{type(model).__name__} holds a {type(child).__name__} in {name!r} and {_some(beside)} beside it, which "
+        f"from_pretrained doesn't read. Export the model alone: save_model(model.{name}, ...); a checkpoint holds all."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# --- adapters
+
+
+def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[str, dict[str, str]]:
+    """Return, for the folder of each adapter, the names in its file and the tensors that they are. On rank 0 alone.
+
+    Args:
+        extra: Gets what is computed for the file, by a name of its own: the embeddings of a prompt.
+
+    Raises:
+        SaveError: Something was trained that is part of no adapter, or that can't be told from the live tensors.
+    """
+    from peft import get_peft_model_state_dict
+
+    model = source.model
+    adapters = adapters_of(model)
+    # PEFT looks for the names of the modules as they are, wrappers among them.
+    raw = {
+        clean_fqn(f"{module}.{leaf}"): f"{module}.{leaf}"
+        for module, owner in model.named_modules()
+        for leaf in (*owner._parameters, *owner._buffers)
+    }
+    stand_ins = {
+        raw.get(name, name): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in source.tensors.items()
+    }
+    names = {id(stand_in): name for name, stand_in in zip(source.tensors, stand_ins.values(), strict=True)}
+    root = "" if hasattr(model, "get_base_model") else _PEFT_ROOT  # an adapter that a transformers model took itself
+    found: dict[str, dict[str, str]] = {}
+    prompts: set[str] = set()
+    for adapter, config in adapters.items():
+        if config.is_prompt_learning:
+            prompts.update(name for name in source.tensors if name.startswith("prompt_encoder."))
+            _require_whole(source, prompts)
+        made = get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter)
+        folder = adapter_folder(adapter, adapters)
+        files = found.setdefault(folder, {})
+        for key, value in made.items():
+            name = names.get(id(value))
+            if name is None and value.device.type == "meta":
+                raise SaveError(f"PEFT computes {key!r} of the adapter {adapter!r}: save it with its save_pretrained.")
+            if name is None:
+                name = f"{folder}{key} of {adapter}"
+                extra[name] = value
+            files[f"{root}{clean_fqn(key)}"] = name
+    taken = {name for files in found.values() for name in files.values()}
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    lost = [n for n, t in source.tensors.items() if id(t) in trained and n not in taken and n not in prompts]
+    if lost:
+        raise SaveError(
+            f"trained, and part of no adapter: {_some(lost)}. An export of the adapter would lose them. Name "
+            "their modules in modules_to_save of the PEFT config, or freeze them."
+        )
+    return found
+
+
+def _require_whole(source: Exported, names: set[str]) -> None:
+    sharded = [name for name in sorted(names) if isinstance(source.tensors[name], DTensor)]
+    if sharded:
+        raise SaveError(
+            f"{sharded[0]!r} is sharded, and PEFT computes the file of a prompt from the whole of it. Keep the prompt "
+            "encoder out of FSDP (exclude), or export on one rank."
+        )
+
+
+# --- the proof
+
+
+def prove(source: Exported, targets: Sequence[Target]) -> None:
+    """Let transformers load tensors of these names and shapes into a model on the meta device. On rank 0 alone.
+
+    Raises:
+        SaveError: `from_pretrained` would leave weights at random, or leave some unread.
+    """
+    kind = pretrained_class(source.model)
+    if kind is None:
+        return
+    config: Any = copy.deepcopy(source.model.config)
+    state = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in targets}
+    try:
+        with _quiet():
+            _, info = kind.from_pretrained(
+                None, config=config, state_dict=state, device_map="meta", ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # noqa: BLE001  a constructor of its own, a quantizer: it says nothing of the names
+        _log.warning("the export of %s was not tried with from_pretrained, which fails: %s", kind.__name__, error)
+        return
+    problems = [f"{what}: {_some(sorted(map(str, info[key])))}" for key, what in _PROBLEMS.items() if info.get(key)]
+    if problems:
+        raise SaveError(
+            f"{kind.__name__}.from_pretrained does not load this export. {'; '.join(problems)}. Was the model changed "
+            "after it was made? Nothing was written."
+        )
+
+
+_PROBLEMS = {"missing_keys": "missing", "unexpected_keys": "not known there", "mismatched_keys": "of another shape"}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from reporting on a load that is only a trial."""
+    logging_of: Any = sys.modules["transformers"].utils.logging
+    level = logging_of.get_verbosity()
+    logging_of.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging_of.set_verbosity(level)

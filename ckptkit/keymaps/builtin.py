@@ -1,0 +1,416 @@
+"""The key maps ckptkit knows by name, and which of them a checkpoint needs.
+
+Each leads from what a training run stores to what lies on the hub; "inverse:NAME" leads back. The expert
+layouts are those that transformers 5 saves (its conversion_mapping), told apart by `model_type`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.keymaps.keymap import Mapped, NameMap
+from ckptkit.keymaps.patterns import NamePattern
+from ckptkit.keymaps.rules import (
+    Concat,
+    Drop,
+    Rename,
+    RopePermute,
+    Rule,
+    Split,
+    Unstack,
+    inverse_rules,
+    written_templates,
+)
+
+__all__ = ["BUILTIN_MAPS", "Choice", "builtin_map", "choose_map", "map_for_model_type"]
+
+
+def _p(template: str) -> NamePattern:
+    return NamePattern(template)
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Stacked experts [E, 2I, H] and [E, H, I] to one tensor an expert."""
+    at = f"{{p:*}}.{block}.experts"
+    to = f"{{p}}.{block}.experts.{{i}}"
+    return (
+        Unstack(_p(f"{at}.gate_up_proj"), f"{to}.gate_up_proj"),
+        Split(_p(f"{{p:*}}.{block}.experts.{{i:d}}.gate_up_proj"), (f"{to}.{gate}.weight", f"{to}.{up}.weight")),
+        Unstack(_p(f"{at}.down_proj"), f"{to}.{down}.weight"),
+    )
+
+
+def _rename(*pairs: tuple[str, str]) -> tuple[Rule, ...]:
+    return tuple(Rename(_p(source), to) for source, to in pairs)
+
+
+_GATED = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_BLOCK = ("{p:*}.mlp.{rest:*}", "{p}.block_sparse_moe.{rest}")
+_MIXTRAL = (*_experts("mlp", "w1", "w3", "w2"), *_rename(_MIXTRAL_BLOCK))
+_PHIMOE = (
+    *_experts("mlp", "w1", "w3", "w2"),
+    *_rename(("{p:*}.mlp.router.weight", "{p}.mlp.gate.weight"), _MIXTRAL_BLOCK),
+)
+_GRANITE = _rename(
+    ("{p:*}.block_sparse_moe.experts.gate_up_proj", "{p}.block_sparse_moe.input_linear.weight"),
+    ("{p:*}.block_sparse_moe.experts.down_proj", "{p}.block_sparse_moe.output_linear.weight"),
+    ("{p:*}.block_sparse_moe.router.weight", "{p}.block_sparse_moe.router.layer.weight"),
+)
+_NEMOTRON_H: tuple[Rule, ...] = (
+    Unstack(_p("{p:*}.mixer.experts.up_proj"), "{p}.mixer.experts.{i}.up_proj.weight"),
+    Unstack(_p("{p:*}.mixer.experts.down_proj"), "{p}.mixer.experts.{i}.down_proj.weight"),
+    *_rename(("model.{rest:*}", "backbone.{rest}")),
+)
+_GPT_NEOX = _rename(("lm_head.{rest:*}", "embed_out.{rest}"))
+_LLAVA = _rename(
+    ("lm_head.{rest:*}", "language_model.lm_head.{rest}"),
+    ("model.language_model.{rest:*}", "language_model.model.{rest}"),
+    *(
+        (f"model.{part}.{{rest:*}}", f"{part}.{{rest}}")
+        for part in (
+            "vision_tower",
+            "image_tower",
+            "video_tower",
+            "audio_tower",
+            "vision_model",
+            "multi_modal_projector",
+            "vision_embed_tokens",
+        )
+    ),
+    ("model.image_newline", "image_newline"),
+)
+_ARIA = _rename(
+    ("{p:*}.experts.gate_up_proj", "{p}.experts.fc1.weight"),
+    ("{p:*}.experts.down_proj", "{p}.experts.fc2.weight"),
+)
+
+
+def _attention(at: str, to: str) -> tuple[tuple[str, str], ...]:
+    """The four layers of attention in vision models; with their names on the hub."""
+    hub = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "output.dense"}
+    return tuple((f"{at}.attention.{x}_proj.{{leaf}}", f"{to}.attention.{name}.{{leaf}}") for x, name in hub.items())
+
+
+_VIT = _rename(
+    *_attention("{p:*}layers.{n:d}", "{p}encoder.layer.{n}"),
+    ("{p:*}layers.{n:d}.mlp.fc1.{leaf}", "{p}encoder.layer.{n}.intermediate.dense.{leaf}"),
+    ("{p:*}layers.{n:d}.mlp.fc2.{leaf}", "{p}encoder.layer.{n}.output.dense.{leaf}"),
+    ("{p:*}layers.{n:d}.layernorm_{at}.{leaf}", "{p}encoder.layer.{n}.layernorm_{at}.{leaf}"),
+)
+_DINOV2: tuple[Rule, ...] = (
+    *_rename(*_attention("{p:*}encoder.layer.{n:d}", "{p}encoder.layer.{n}")),
+    Concat(
+        (_p("{p:*}.mlp.gate_proj.{leaf}"), _p("{p:*}.mlp.up_proj.{leaf}")),
+        "{p}.mlp.weights_in.{leaf}",
+        sizes="equal",
+    ),
+    *_rename(("{p:*}.mlp.down_proj.{leaf}", "{p}.mlp.weights_out.{leaf}")),
+)
+# Towers that the hub keeps one module deeper than transformers 5 has them (CLIP, SigLIP).
+_VISION_MODEL = _rename(("{p:*}vision_tower.{rest:*}", "{p}vision_tower.vision_model.{rest}"))
+_QWEN2_VL = _rename(
+    ("model.visual.{rest:*}", "visual.{rest}"),
+    ("model.language_model.{rest:*}", "model.{rest}"),
+)
+# A live PEFT model's names to those of an adapter file: the name of the adapter goes. The base weights lose
+# PEFT's wrapper, so that both can be told apart and found.
+_PEFT: tuple[Rule, ...] = (
+    *_rename(
+        *(
+            (f"base_model.model.{{m:*}}.{kind}.default.{leaf}", f"base_model.model.{{m}}.{kind}.{leaf}")
+            for kind in ("lora_A", "lora_B")
+            for leaf in ("weight", "bias")
+        ),
+        *(
+            (f"base_model.model.{{m:*}}.{kind}.default", f"base_model.model.{{m}}.{kind}")
+            for kind in ("lora_embedding_A", "lora_embedding_B")
+        ),
+        ("base_model.model.{m:*}.base_layer.{leaf}", "{m}.{leaf}"),
+    ),
+    Rename(NamePattern(regex=r"base_model\.model\.((?!.*\.lora_).+)"), "{1}"),
+)
+# torchtitan's names (its state_dict_adapter modules): those of today, written on the way back, and older ones.
+_TITAN_DENSE = _rename(
+    ("tok_embeddings.weight", "model.embed_tokens.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("lm_head.weight", "lm_head.weight"),
+    ("layers.{n:d}.attention.wo.weight", "model.layers.{n}.self_attn.o_proj.weight"),
+    ("layers.{n:d}.attention_norm.weight", "model.layers.{n}.input_layernorm.weight"),
+    ("layers.{n:d}.ffn_norm.weight", "model.layers.{n}.post_attention_layernorm.weight"),
+    ("layers.{n:d}.feed_forward.w1.weight", "model.layers.{n}.mlp.gate_proj.weight"),
+    ("layers.{n:d}.feed_forward.w2.weight", "model.layers.{n}.mlp.down_proj.weight"),
+    ("layers.{n:d}.feed_forward.w3.weight", "model.layers.{n}.mlp.up_proj.weight"),
+    *(
+        (f"layers.{{n:d}}.attention.qkv_linear.w{x}.weight", f"model.layers.{{n}}.self_attn.{x}_proj.weight")
+        for x in "qkv"
+    ),
+)
+_TITAN_OLD = _rename(
+    ("output.weight", "lm_head.weight"),
+    *((f"layers.{{n:d}}.attention.w{x}.weight", f"model.layers.{{n}}.self_attn.{x}_proj.weight") for x in "qkv"),
+)
+_TITAN_ROPE = (
+    RopePermute(_p("model.layers.{n:d}.self_attn.q_proj.weight"), "num_attention_heads"),
+    RopePermute(_p("model.layers.{n:d}.self_attn.k_proj.weight"), "num_key_value_heads"),
+)
+_TITAN_QWEN3 = (
+    *_TITAN_DENSE,
+    *_rename(
+        ("layers.{n:d}.attention.q_norm.weight", "model.layers.{n}.self_attn.q_norm.weight"),
+        ("layers.{n:d}.attention.k_norm.weight", "model.layers.{n}.self_attn.k_norm.weight"),
+        ("layers.{n:d}.moe.router.gate.weight", "model.layers.{n}.mlp.gate.weight"),
+    ),
+)
+_TITAN_EXPERTS = tuple(
+    Unstack(_p(f"layers.{{n:d}}.moe.experts.{w}"), f"model.layers.{{n}}.mlp.experts.{{i}}.{to}_proj.weight")
+    for w, to in (("w1_EFD", "gate"), ("w2_EDF", "down"), ("w3_EFD", "up"))
+)
+_TITAN_OLD_EXPERTS = tuple(
+    Unstack(_p(f"layers.{{n:d}}.moe.experts.{w}"), f"model.layers.{{n}}.mlp.experts.{{i}}.{to}_proj.weight")
+    for w, to in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+)
+_TITAN_DROPS = (
+    Drop(_p("{p:*}moe.expert_bias{rest:*}"), "load balancing state that qwen3 has no place for"),
+    Drop(_p("{p:*}moe.tokens_per_expert{rest:*}"), "a counter of the training run"),
+    Drop(_p("rope_cache"), "rotary frequencies are recomputed"),
+    Drop(_p("freqs_cis"), "rotary frequencies are recomputed"),
+)
+
+
+def _torchtitan_map(name: str, note: str, lasting: tuple[Rule, ...], old: tuple[Rule, ...]) -> NameMap:
+    """The old names come first, so that what the lasting rules do to HF's names reaches them too."""
+    return NameMap(name, (*old, *lasting, *_TITAN_DROPS), "refuse", note, inverse_rules(name, lasting))
+
+
+BUILTIN_MAPS: dict[str, NameMap] = {
+    m.name: m
+    for m in (
+        NameMap("hf", note="names as they are"),
+        NameMap("hf5-experts", _GATED, note="stacked experts to gate_proj/up_proj/down_proj (qwen2_moe and its kin)"),
+        NameMap("hf5-mixtral", _MIXTRAL, note="stacked experts to block_sparse_moe w1/w2/w3 (mixtral, minimax)"),
+        NameMap("hf5-phimoe", _PHIMOE, note="stacked experts to block_sparse_moe w1/w2/w3 with phimoe's router"),
+        NameMap(
+            "hf5-jamba", _experts("feed_forward", "gate_proj", "up_proj", "down_proj"), note="stacked experts of jamba"
+        ),
+        NameMap("hf5-lfm2-moe", _experts("feed_forward", "w1", "w3", "w2"), note="stacked experts of lfm2_moe"),
+        NameMap(
+            "hf5-ernie4.5-moe",
+            (*_GATED, *_rename(("{p:*}.mlp.gate.moe_statics.{x:*}", "{p}.mlp.moe_statics.{x}"))),
+            note="stacked experts of ernie4_5_moe",
+        ),
+        NameMap(
+            "hf5-exaone-moe",
+            (*_GATED, *_rename(("{p:*}.mlp.gate.e_score_correction_bias", "{p}.mlp.e_score_correction_bias"))),
+            note="stacked experts of exaone_moe",
+        ),
+        NameMap("hf5-granitemoe", _GRANITE, note="the hub's names for granitemoe's experts, which stay stacked"),
+        NameMap("hf5-nemotron-h", _NEMOTRON_H, note="stacked experts and prefix of nemotron_h"),
+        NameMap("hf5-gpt-neox", _GPT_NEOX, note="lm_head.* to embed_out.* (gpt_neox)"),
+        NameMap("hf5-aria", _ARIA, note="the hub's names for aria's experts, which stay stacked"),
+        NameMap("hf5-vit", _VIT, note="layers.N to encoder.layer.N, with the hub's names in it (vit, deit)"),
+        NameMap("hf5-dinov2", _DINOV2, note="the hub's names for the layers of dinov2"),
+        NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and its kin)"),
+        NameMap(
+            "vlm-vision-model", _VISION_MODEL, note="vision_tower.* to vision_tower.vision_model.* (CLIP and SigLIP)"
+        ),
+        NameMap("vlm-qwen2", _QWEN2_VL, note="model.language_model.* to model.*, model.visual.* to visual.*"),
+        NameMap("peft", _PEFT, note="PEFT's names: adapters as in an adapter file, base weights without the wrapper"),
+        _torchtitan_map(
+            "torchtitan-llama3",
+            "torchtitan llama3, with the rope permutation",
+            (*_TITAN_DENSE, *_TITAN_ROPE),
+            _TITAN_OLD,
+        ),
+        _torchtitan_map(
+            "torchtitan-qwen3",
+            "torchtitan qwen3, dense and MoE",
+            (*_TITAN_QWEN3, *_TITAN_EXPERTS),
+            (*_TITAN_OLD, *_TITAN_OLD_EXPERTS),
+        ),
+    )
+}
+_GATED_TYPES = (
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "longcat_flash", "solar_open", "mellum",
+    "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text", "hunyuan_v1_moe", "cohere2_moe", "afmoe",
+    "qwen3_5_moe", "qwen3_5_moe_text",
+)  # fmt: skip
+_LLAVA_TYPES = (
+    "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "aria", "paligemma",
+    "aya_vision", "got_ocr2", "gemma3", "internvl", "mistral3", "pp_chart2table", "mllama", "qwen2_audio", "voxtral",
+    "fuyu",
+)  # fmt: skip
+_VLM_BY_TYPE = {
+    **dict.fromkeys(_LLAVA_TYPES, "vlm-llava"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "vlm-qwen2"),
+}
+_BY_MODEL_TYPE: dict[str, str] = {
+    **dict.fromkeys(_GATED_TYPES, "hf5-experts"),
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), "hf5-mixtral"),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), "hf5-granitemoe"),
+    "phimoe": "hf5-phimoe",
+    "jamba": "hf5-jamba",
+    "lfm2_moe": "hf5-lfm2-moe",
+    "ernie4_5_moe": "hf5-ernie4.5-moe",
+    "exaone_moe": "hf5-exaone-moe",
+    "nemotron_h": "hf5-nemotron-h",
+}
+_TITAN_DOUBT = (
+    "the names are torchtitan's and were kept, for which model they are of is not recorded: no loader of Hugging Face "
+    "models knows them. Give --base MODEL (its config.json tells the model and its heads), or --key-map "
+    "torchtitan-llama3 or torchtitan-qwen3"
+)
+_EXPERTS_DOUBT = (
+    "stacked experts were kept: where the hub's layout of the model is one tensor an expert, loaders skip them. Give "
+    "--base MODEL, or --key-map hf5-experts (qwen, deepseek, olmoe) or hf5-mixtral"
+)
+_STACKED = (".experts.gate_up_proj", ".mixer.experts.up_proj")
+
+
+def builtin_map(name: str) -> NameMap:
+    """Return the map of this name, "inverse:NAME" included. Raises UsageError for an unknown one."""
+    if name.startswith("inverse:"):
+        return builtin_map(name.removeprefix("inverse:")).inverse()
+    if name not in BUILTIN_MAPS:
+        listed = "\n  ".join(f"{m.name}: {m.note}" for m in BUILTIN_MAPS.values())
+        raise UsageError(f"there is no key map {name!r}. Give a file, or one of:\n  {listed}")
+    return BUILTIN_MAPS[name]
+
+
+def map_for_model_type(model_type: str | None) -> NameMap | None:
+    """Return the map from a live transformers 5 model of this type to the hub's layout; None where they agree."""
+    name = _BY_MODEL_TYPE.get(model_type or "")
+    return BUILTIN_MAPS[name] if name else None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A map that was chosen without being asked for: its result, and why it is the right one.
+
+    Attributes:
+        doubt: What a person should decide, where names were kept though they look like another layout's.
+    """
+
+    key_map: NameMap
+    mapped: Mapped
+    why: str
+    doubt: str = ""
+
+
+def choose_map(
+    targets: Mapping[str, Target], *, wanted: Collection[str] = (), config: Mapping[str, Any] | None = None
+) -> Choice:
+    """Return the map these names need. It is chosen only where there is no doubt; else names stay.
+
+    With `wanted`, the names a base model has: the map after which the fewest are missing, names as they are
+    first. Without: by the model type, where there are stacked experts, a language model beside others, or
+    torchtitan's own names.
+
+    Raises:
+        CheckpointMismatchError: The names are those of a layout, but its map does not fit them.
+    """
+    settings = dict(config or {})
+    as_is = Choice(BUILTIN_MAPS["hf"], Mapped(dict(targets)), "names are kept")
+    if wanted:
+        return _nearest(targets, frozenset(wanted), settings, as_is)
+    by_type = _maps_by_type(targets, settings)
+    if by_type is not None:
+        mapped = by_type.apply(targets, config=settings)
+        return Choice(by_type, mapped, f"config.json says model_type {settings.get('model_type')!r}")
+    if "tok_embeddings.weight" in targets:
+        return _torchtitan(targets, settings, as_is)
+    if _stacked(targets):
+        return replace(as_is, doubt=_EXPERTS_DOUBT)
+    return as_is
+
+
+def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
+    """The map that the model type asks for where the names are those of a live model: experts, then prefixes."""
+    experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
+    if config.get("model_type") == "gpt_neox" and "lm_head.weight" in targets:
+        return BUILTIN_MAPS["hf5-gpt-neox"]
+    prefixes = BUILTIN_MAPS.get(_VLM_BY_TYPE.get(str(config.get("model_type")), ""))
+    if prefixes is None or not any(name.startswith("model.language_model.") for name in targets):
+        return experts
+    return prefixes if experts is None else experts.then(prefixes)
+
+
+def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
+    """The candidate with the fewest names missing, and another one after it where that helps (experts of a model
+    with images). A map must beat names as they are to be taken."""
+    first = _better(targets, wanted, config, as_is)
+    lost = wanted - set(first.mapped.targets)
+    if first is as_is or not lost:
+        return first
+    second = _better(first.mapped.targets, wanted, config, first)
+    if second is first:
+        return first
+    both = first.key_map.then(second.key_map)
+    return Choice(both, Mapped(second.mapped.targets, {**first.mapped.dropped, **second.mapped.dropped}), second.why)
+
+
+def _better(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], best: Choice) -> Choice:
+    lost = [name for name in wanted if name not in targets]
+    fewest = len(lost)
+    for key_map in _candidates(config) if lost else []:
+        if not _may_give(key_map, lost):
+            continue
+        try:
+            mapped = key_map.apply(targets, config=config)
+        except CkptkitError:
+            continue
+        missing = len(wanted - set(mapped.targets))
+        if missing < fewest:
+            fit, before = len(wanted) - missing, len(wanted) - len(lost)
+            why = f"{fit} of {len(wanted)} names are the base model's, {before} without it"
+            best, fewest = Choice(key_map, mapped, why), missing
+        if fewest == 0:
+            break
+    return best
+
+
+def _may_give(key_map: NameMap, lost: list[str]) -> bool:
+    """Whether some rule of the map writes names like some of those that are missing."""
+    written = {re.sub(r"\{(\w+)\}", r"{\1:*}", to) for rule in key_map.rules for to in written_templates(rule)}
+    looks = [NamePattern(template).matcher() for template in written]
+    return any(match(name) is not None for name in lost for match in looks)
+
+
+def _candidates(config: Mapping[str, Any]) -> list[NameMap]:
+    by_type = map_for_model_type(_model_type(config))
+    titan = ["torchtitan-llama3"] if config.get("model_type") != "qwen3" else []
+    names = ["hf5-experts", "hf5-mixtral", "hf5-phimoe", "hf5-jamba", "hf5-lfm2-moe", "hf5-ernie4.5-moe",
+             "hf5-exaone-moe", "hf5-granitemoe", "hf5-nemotron-h", "hf5-gpt-neox", "hf5-aria", "hf5-vit", "hf5-dinov2",
+             "vlm-llava", "vlm-qwen2",
+             "vlm-vision-model", *titan]  # fmt: skip
+    if str(config.get("model_type", "")).startswith("qwen3"):
+        names.append("torchtitan-qwen3")
+    maps = [BUILTIN_MAPS[name] for name in names]
+    return ([by_type] if by_type else []) + maps + [m.inverse() for m in maps if not m.name.startswith("torchtitan")]
+
+
+def _torchtitan(targets: Mapping[str, Target], config: Mapping[str, Any], as_is: Choice) -> Choice:
+    kind = str(config.get("model_type", ""))
+    name = {"llama": "torchtitan-llama3", "qwen3": "torchtitan-qwen3", "qwen3_moe": "torchtitan-qwen3"}.get(kind)
+    if name is None:
+        return replace(as_is, doubt=_TITAN_DOUBT)
+    key_map = BUILTIN_MAPS[name]
+    return Choice(key_map, key_map.apply(targets, config=config), f"torchtitan's names, model_type {kind!r}")
+
+
+def _model_type(config: Mapping[str, Any]) -> str | None:
+    text = config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    for found in (config.get("model_type"), inner):
+        if isinstance(found, str) and found in _BY_MODEL_TYPE:
+            return found
+    return None
+
+
+def _stacked(targets: Mapping[str, Target]) -> bool:
+    return any(name.endswith(_STACKED) and len(target.shape) == 3 for name, target in targets.items())

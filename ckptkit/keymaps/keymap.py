@@ -1,0 +1,144 @@
+"""Names of tensors from one world to another: key maps, applied, checked one to one, and turned round.
+
+    mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
+
+gives `Target`s, each a list of boxes of source tensors, so that an executor can stream them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, UsageError
+from ckptkit.keymaps.rules import Rule, Work, check_rule, inverse_rules, run
+from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
+
+__all__ = ["NameMap", "Mapped", "strip_infixes", "strip_prefix"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The result of a key map.
+
+    Attributes:
+        targets: By name, in the order of the sources.
+        dropped: Sources left out on purpose, with the reason.
+        unused: Rules that matched nothing, as text with their numbers.
+    """
+
+    targets: Mapping[str, Target]
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """Rules, applied in order, each to all that the rules before it left.
+
+    Attributes:
+        name: As --key-map takes it.
+        rules: See `ckptkit.keymaps.rules`.
+        rest: What happens to tensors no rule has matched: "keep" their name, "drop", or "refuse".
+        note: What it is for, in a sentence.
+        back: The rules of the way back, where they are not these rules turned round: a map that reads old
+            names and new ones writes the new ones.
+    """
+
+    name: str
+    rules: tuple[Rule, ...] = ()
+    rest: Literal["keep", "drop", "refuse"] = "keep"
+    note: str = ""
+    back: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for number, rule in enumerate(self.rules, start=1):
+            try:
+                check_rule(rule)
+            except UsageError as error:
+                raise UsageError(f"key map {self.name!r}, rule {number} ({_kind(rule)}): {error}") from error
+
+    def apply(self, targets: Mapping[str, Target], *, config: Mapping[str, Any] | None = None) -> Mapped:
+        """Return what the rules make of these tensors.
+
+        Args:
+            config: config.json of the model, where rules name its keys.
+
+        Raises:
+            CheckpointMismatchError: Names collide, parts are missing, shapes do not fit, or tensors are
+                left over that the map refuses: all of them are listed.
+            UsageError: A rule needs a config key that is not there.
+        """
+        work = Work(dict(targets), config or {})
+        unused: list[str] = []
+        for number, rule in enumerate(self.rules, start=1):
+            faults = len(work.faults)
+            if run(rule, work) == 0 and len(work.faults) == faults:
+                unused.append(f"rule {number} ({_kind(rule)} {_source(rule)})")
+            work.faults[faults:] = [f"rule {number} ({_kind(rule)}): {text}" for text in work.faults[faults:]]
+        self._settle_rest(work)
+        if work.faults:
+            raise CheckpointMismatchError(
+                f"key map {self.name!r} does not fit this checkpoint:\n  " + "\n  ".join(work.faults)
+            )
+        check_one_to_one(targets, work.targets, work.dropped)
+        return Mapped(work.targets, work.dropped, tuple(unused))
+
+    def inverse(self) -> NameMap:
+        """Return the map that undoes this one. Raises UsageError where a rule can't be turned round."""
+        rules = self.back or inverse_rules(self.name, self.rules)
+        return NameMap(f"inverse of {self.name}", rules, self.rest)
+
+    def then(self, other: NameMap) -> NameMap:
+        """Return the map that does this one and then `other`, whose `rest` counts for what remains."""
+        return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
+
+    def _settle_rest(self, work: Work) -> None:
+        rest = [name for name in work.targets if name not in work.touched]
+        if self.rest == "refuse":
+            work.faults += [f"no rule matches {name!r} {list(work.targets[name].shape)}" for name in rest]
+        elif self.rest == "drop":
+            for name in rest:
+                for source in work.targets[name].sources:
+                    work.dropped[source] = f"no rule of key map {self.name!r} matches it"
+            work.replaced(rest, [])
+
+
+def check_one_to_one(
+    before: Mapping[str, Target], after: Mapping[str, Target], dropped: Mapping[str, str] | None = None
+) -> None:
+    """Check that every source element goes to one target, or is dropped whole, and every target is filled.
+
+    Raises:
+        CheckpointMismatchError: Lists the sources and targets that are not.
+    """
+    wanted: dict[str, int] = {}
+    found: dict[str, int] = {}
+    faults: list[str] = []
+    for target in before.values():
+        for part in target.parts:
+            wanted[part.source] = wanted.get(part.source, 0) + part.source_box.numel
+    for target in after.values():
+        filled = 0
+        for part in target.parts:
+            found[part.source] = found.get(part.source, 0) + part.source_box.numel
+            filled += part.target_box.numel
+        if filled != target.numel:
+            faults.append(f"target {target.name!r}: {filled} of {target.numel} elements are filled")
+    for source, numel in wanted.items():
+        used = found.get(source, 0)
+        if used != numel and not (source in (dropped or {}) and used < numel):
+            faults.append(f"source {source!r}: {used} of {numel} elements are used")
+    if faults:
+        raise CheckpointMismatchError("names do not map one to one:\n  " + "\n  ".join(faults))
+
+
+def _kind(rule: Rule) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(rule).__name__).lower()
+
+
+def _source(rule: Rule) -> str:
+    return ", ".join(str(p) for p in rule.source) if isinstance(rule.source, tuple) else str(rule.source)

@@ -1,0 +1,157 @@
+"""Patterns over tensor names, and the templates that write new names from what they matched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import regex
+
+from ckptkit.errors import UsageError
+
+__all__ = ["NamePattern", "compile_regex", "fullmatch", "placeholders", "render"]
+
+_MAX_REGEX = 1000  # characters
+_TIMEOUT_S = 1.0
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*|[0-9]+)(?::([^{}]*))?\}")
+_KINDS = {"": r"[^.]+", "d": r"[0-9]+", "*": r".*"}
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """Which names a rule applies to; it must match the whole name.
+
+    Either `template`, plain text with placeholders: "layers.{i:d}.wq.weight", where {x} is one part
+    without dots, {x:d} is digits, {x:*} is anything, dots and nothing at all included. Such rules can be
+    turned round. Or `regex`, a Python regular expression, whose groups are {1}, {2}... or {name} in templates.
+    """
+
+    template: str = ""
+    regex: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.template) == bool(self.regex):
+            raise UsageError("a name pattern is either a template or a regex, and not empty.")
+        compiled(self)
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """Return what the placeholders stand for in `name`; None where it does not match."""
+        return self.matcher()(name)
+
+    def matcher(self) -> Callable[[str], dict[str, str] | None]:
+        """Return `match` as a function that is quick for many names."""
+        pattern = compiled(self)
+        head, tail = _literal_ends(self.template) if self.template else ("", "")
+        numbered = bool(self.regex)
+
+        def match(name: str) -> dict[str, str] | None:
+            if not name.endswith(tail) or not name.startswith(head):
+                return None
+            found = fullmatch(pattern, name)
+            if found is None:
+                return None
+            bound = {key: value or "" for key, value in found.groupdict().items()}
+            if numbered:
+                bound.update({str(i): value or "" for i, value in enumerate(found.groups(), start=1)})
+            return bound
+
+        return match
+
+    def names(self) -> frozenset[str]:
+        """Return the placeholders that a match gives a value to."""
+        if self.template:
+            return frozenset(placeholders(self.template))
+        pattern = compiled(self)
+        return frozenset(pattern.groupindex) | {str(i) for i in range(1, pattern.groups + 1)}
+
+    def __str__(self) -> str:
+        return self.template or f"/{self.regex}/"
+
+
+def compile_regex(text: str) -> regex.Pattern[str]:
+    """Return a compiled regular expression that somebody else wrote. Raises UsageError where it is malformed."""
+    if len(text) > _MAX_REGEX:
+        raise UsageError(f"a regex of {len(text)} characters is refused; at most {_MAX_REGEX} are allowed.")
+    try:
+        return regex.compile(text)
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise UsageError(f"regex {text!r} is malformed: {error}.") from error
+
+
+def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None:
+    """Match the whole name, and give up on an expression that backtracks without end.
+
+    `regex` and not `re`: only it can stop a match. Raises UsageError after a second.
+    """
+    try:
+        return pattern.fullmatch(name, timeout=_TIMEOUT_S)
+    except TimeoutError:
+        raise UsageError(
+            f"regex {pattern.pattern!r:.200} was given up after {_TIMEOUT_S:g} s on the name {name!r:.100}: it has "
+            "too many repetitions. Use a template such as 'layers.{i:d}.{rest:*}', or several rules."
+        ) from None
+
+
+def placeholders(template: str) -> dict[str, str]:
+    """Return the placeholders of a template with their kinds: "" (one part), "d" (digits), "*" (anything)."""
+    return {match[1]: match[2] or "" for match in _PLACEHOLDER.finditer(template)}
+
+
+_MAX_NAME = 1 << 16  # rules that double what they match reach any length in a few steps
+
+
+def render(template: str, bound: Mapping[str, str]) -> str:
+    """Return the template with its placeholders filled. Raises UsageError for one that has no value."""
+    text = ""
+    for literal, name in _parts(template):
+        text += literal
+        if name:
+            if name not in bound:
+                raise UsageError(f"{template!r} uses {{{name}}}, which its pattern does not bind.")
+            text += bound[name]
+    if len(text) > _MAX_NAME:
+        raise UsageError(f"{template!r:.80} makes a name of {len(text)} characters; {_MAX_NAME} are allowed.")
+    return text
+
+
+@lru_cache(maxsize=4096)
+def _parts(template: str) -> tuple[tuple[str, str], ...]:
+    """The template as (text, placeholder after it), the last without a placeholder."""
+    parts: list[tuple[str, str]] = []
+    end = 0
+    for match in _PLACEHOLDER.finditer(template):
+        parts.append((template[end : match.start()], match[1]))
+        end = match.end()
+    return (*parts, (template[end:], ""))
+
+
+def _literal_ends(template: str) -> tuple[str, str]:
+    """The text before the first and after the last placeholder; the whole text twice where there is none."""
+    found = list(_PLACEHOLDER.finditer(template))
+    return (template[: found[0].start()], template[found[-1].end() :]) if found else (template, template)
+
+
+@lru_cache(maxsize=4096)
+def compiled(pattern: NamePattern) -> regex.Pattern[str]:
+    """Return the regular expression of a pattern. Raises UsageError where it is malformed."""
+    if pattern.regex:
+        return compile_regex(pattern.regex)
+    text, end, seen = "", 0, set[str]()
+    template = pattern.template
+    for match in _PLACEHOLDER.finditer(template):
+        name, kind = match[1], match[2] or ""
+        if kind not in _KINDS:
+            raise UsageError(f"{template!r}: {{{name}:{kind}}} is none of {{x}}, {{x:d}} (digits), {{x:*}} (anything).")
+        if name.isdigit():
+            raise UsageError(f"{template!r}: {{{name}}} stands for a regex group; name a placeholder of a template.")
+        text += re.escape(template[end : match.start()])
+        text += f"(?P={name})" if name in seen else f"(?P<{name}>{_KINDS[kind]})"
+        seen.add(name)
+        end = match.end()
+    rest = template[end:]
+    if "{" in rest or "}" in rest or "{" in re.sub(_PLACEHOLDER, "", template):
+        raise UsageError(f"{template!r} has a brace that belongs to no placeholder such as {{i}}, {{i:d}} or {{i:*}}.")
+    return regex.compile(text + re.escape(rest))

@@ -1,0 +1,493 @@
+"""The closed set of rules a key map is made of. Each turns the tensors it matches into others, once each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.targets import Target, concatenated
+from ckptkit.errors import CheckpointMismatchError, UsageError
+from ckptkit.keymaps.patterns import NamePattern, placeholders, render
+
+__all__ = [
+    "Rename",
+    "Drop",
+    "Split",
+    "Concat",
+    "Stack",
+    "Unstack",
+    "Transpose",
+    "RopePermute",
+    "Cast",
+    "Rule",
+    "Size",
+    "run",
+    "check_rule",
+    "written_templates",
+    "inverse_rules",
+]
+
+# A number, or a product of numbers and keys of config.json: "num_key_value_heads", "2*head_dim".
+Size = int | str
+Sizes = tuple[Size, ...] | Literal["equal"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Give another name."""
+
+    source: NamePattern
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Leave out. `why` goes to the report."""
+
+    source: NamePattern
+    why: str = "dropped by the key map"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Cut along `dim` into one tensor for each of `to`: equal parts, or parts of these sizes."""
+
+    source: NamePattern
+    to: tuple[str, ...]
+    dim: int = 0
+    sizes: Sizes = "equal"
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """Lay tensors one after the other along `dim`. `sizes` is checked; without it any sizes do, and the
+    rule can't be turned round."""
+
+    source: tuple[NamePattern, ...]
+    to: str
+    dim: int = 0
+    sizes: Sizes = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Put the tensors ...0..., ...1... on a new dimension `dim`. `index` is the placeholder that counts."""
+
+    source: NamePattern
+    to: str
+    dim: int = 0
+    index: str = "i"
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """Give one tensor for each index of `dim`, named by `to` with {index} filled in."""
+
+    source: NamePattern
+    to: str
+    dim: int = 0
+    index: str = "i"
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Reorder the dimensions; without `dims` the last two change places."""
+
+    source: NamePattern
+    dims: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RopePermute:
+    """Reorder the rows of each head between pairs side by side ("interleaved") and two halves ("halves",
+    transformers)."""
+
+    source: NamePattern
+    heads: Size
+    to: Literal["halves", "interleaved"] = "halves"
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Store as another float dtype. Integers, bools and 8-bit floats are refused."""
+
+    source: NamePattern
+    dtype: str
+
+
+_MAX_PIECES = 1 << 16  # of one tensor: experts, layers; a tensor without elements may have any number of rows
+
+Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermute | Cast
+
+
+@dataclass(slots=True)
+class Work:
+    """What one rule finds and leaves: the tensors still there, those dropped, and what went wrong.
+
+    `touched`: the names that some rule has made, or left as they were on purpose.
+    """
+
+    targets: dict[str, Target]
+    config: Mapping[str, Any]
+    touched: set[str] = field(default_factory=set)
+    dropped: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
+        """Put new tensors in the place of those taken; a name that is there already is a fault."""
+        gone = set(taken)
+        if not gone:
+            return
+        self.touched -= gone
+        left: dict[str, Target] = {name: t for name, t in self.targets.items() if name not in gone}
+        for name, target in made:
+            if name in left:
+                both = f"{_origin(left[name])} and {_origin(target)}"
+                self.faults.append(f"two tensors would be called {name!r}: {both}")
+            elif not name:
+                self.faults.append(f"{_origin(target)} would have an empty name")
+            else:
+                left[name] = target.renamed(name)
+                self.touched.add(name)
+        self.targets = left
+
+
+def run(rule: Rule, work: Work) -> int:
+    """Apply one rule to all tensors it matches; returns how many there were. Faults are added to `work`."""
+    return _RUNNERS[type(rule)](rule, work)
+
+
+def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
+    """Return the number that `size` names. Raises UsageError where a config key is missing."""
+    if isinstance(size, int):
+        return size
+    product = 1
+    for factor in size.split("*"):
+        key = factor.strip()
+        value = int(key) if _is_number(key) else _config_value(config, key)
+        if value is None:
+            have = "there is no config.json" if not config else "config.json has no such integer"
+            raise UsageError(f"{rule}: size {key!r} is to be read from config.json, but {have}. Give --base.")
+        product *= value
+    return product
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 19
+
+
+def _config_value(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is None and isinstance(config.get("text_config"), Mapping):
+        value = config["text_config"].get(key)
+    if value is None and key == "num_key_value_heads":  # multi-head attention: one key head for each query head
+        return _config_value(config, "num_attention_heads")
+    if value is None and key == "head_dim":
+        hidden, heads = _config_value(config, "hidden_size"), _config_value(config, "num_attention_heads")
+        return hidden // heads if hidden and heads else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _one_by_one(
+    pattern: NamePattern, work: Work, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
+) -> int:
+    """Replace each match by what `make` gives for it; a mismatch it raises becomes a fault."""
+    taken: list[str] = []
+    made: list[tuple[str, Target]] = []
+    match = pattern.matcher()
+    for name, target in work.targets.items():
+        bound = match(name)
+        if bound is None:
+            continue
+        try:
+            made += make(target, bound)
+            taken.append(name)
+        except CheckpointMismatchError as error:
+            work.faults.append(str(error))
+    work.replaced(taken, made)
+    return len(taken)
+
+
+def _rename(rule: Rename, work: Work) -> int:
+    return _one_by_one(rule.source, work, lambda target, bound: [(render(rule.to, bound), target)])
+
+
+def _drop(rule: Drop, work: Work) -> int:
+    match = rule.source.matcher()
+    gone = [name for name in work.targets if match(name) is not None]
+    for name in gone:
+        for source in work.targets[name].sources:
+            work.dropped[source] = rule.why
+    work.replaced(gone, [])
+    return len(gone)
+
+
+def _split(rule: Split, work: Work) -> int:
+    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
+        dim = _dim(target, rule.dim, "split")
+        n = len(rule.to)
+        if rule.sizes is None or rule.sizes == "equal":
+            sizes = [target.shape[dim] // n] * n
+        else:
+            sizes = [size_of(size, work.config, f"split of {rule.source}") for size in rule.sizes]
+        if sum(sizes) != target.shape[dim] or min(sizes) < 0:
+            raise CheckpointMismatchError(
+                f"{target.name!r} of shape {list(target.shape)} can't be split along {dim} into {n} parts of {sizes}"
+            )
+        return [(render(to, bound), piece) for to, piece in zip(rule.to, target.split(dim, sizes), strict=True)]
+
+    return _one_by_one(rule.source, work, make)
+
+
+def _concat(rule: Concat, work: Work) -> int:
+    found: dict[str, list[Target | None]] = {}
+    for i, pattern in enumerate(rule.source):
+        match = pattern.matcher()
+        for name, target in work.targets.items():
+            bound = match(name)
+            if bound is not None:
+                found.setdefault(render(rule.to, bound), [None] * len(rule.source))[i] = target
+    made: list[tuple[str, Target]] = []
+    for to, pieces in found.items():
+        there = [p for p in pieces if p is not None]
+        missing = [str(rule.source[i]) for i, p in enumerate(pieces) if p is None]
+        if missing:
+            work.faults.append(f"{to!r} lacks {', '.join(missing)}; there is {', '.join(p.name for p in there)}")
+            continue
+        try:
+            made.append((to, _joined(to, there, rule, work)))
+        except CheckpointMismatchError as error:
+            work.faults.append(str(error))
+    taken = [p.name for pieces in found.values() for p in pieces if p is not None]
+    work.replaced(taken, made)
+    return len(taken)
+
+
+def _joined(to: str, pieces: list[Target], rule: Concat, work: Work) -> Target:
+    dim = _dim(pieces[0], rule.dim, "concat")
+    _same_but(to, pieces, dim)
+    found = [p.shape[dim] for p in pieces]
+    wanted = found
+    if rule.sizes == "equal":
+        wanted = [found[0]] * len(found)
+    elif rule.sizes is not None:
+        wanted = [size_of(size, work.config, f"concat to {rule.to}") for size in rule.sizes]
+    if wanted != found:
+        raise CheckpointMismatchError(f"{to!r}: its parts have sizes {found} along {dim}, the rule wants {wanted}")
+    return concatenated(to, pieces, dim)
+
+
+def _stack(rule: Stack, work: Work) -> int:
+    found: dict[str, dict[int, Target]] = {}
+    match = rule.source.matcher()
+    for name, target in work.targets.items():
+        bound = match(name)
+        if bound is not None and _is_number(bound[rule.index]):
+            found.setdefault(render(rule.to, bound), {})[int(bound[rule.index])] = target
+    made: list[tuple[str, Target]] = []
+    for to, pieces in found.items():
+        gaps = sorted(set(range(max(pieces) + 1)) - set(pieces)) if max(pieces) < 10**6 else [len(pieces)]
+        if gaps:
+            work.faults.append(f"{to!r} lacks {{{rule.index}}} = {gaps[:20]} of {rule.source}")
+            continue
+        ordered = [pieces[i] for i in range(len(pieces))]
+        try:
+            _same_but(to, ordered, None)
+            dim = rule.dim if rule.dim >= 0 else rule.dim + len(ordered[0].shape) + 1
+            if not 0 <= dim <= len(ordered[0].shape):
+                raise CheckpointMismatchError(f"{to!r}: no new dimension {rule.dim} in {list(ordered[0].shape)}")
+            made.append((to, concatenated(to, [t.unsqueezed(dim) for t in ordered], dim)))
+        except CheckpointMismatchError as error:
+            work.faults.append(str(error))
+    taken = [t.name for pieces in found.values() for t in pieces.values()]
+    work.replaced(taken, made)
+    return len(taken)
+
+
+def _unstack(rule: Unstack, work: Work) -> int:
+    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
+        dim = _dim(target, rule.dim, "unstack")
+        if target.shape[dim] == 0:
+            raise CheckpointMismatchError(f"{target.name!r} of shape {list(target.shape)} has nothing along {dim}")
+        if target.shape[dim] > _MAX_PIECES:
+            raise CheckpointMismatchError(
+                f"{target.name!r} of shape {list(target.shape)} would be cut into {target.shape[dim]} tensors; "
+                f"{_MAX_PIECES} are allowed"
+            )
+        pieces = target.split(dim, [1] * target.shape[dim])
+        return [(render(rule.to, {**bound, rule.index: str(i)}), piece.squeezed(dim)) for i, piece in enumerate(pieces)]
+
+    return _one_by_one(rule.source, work, make)
+
+
+def _transpose(rule: Transpose, work: Work) -> int:
+    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
+        n = len(target.shape)
+        dims = rule.dims or (*range(n - 2), *range(n - 1, max(n - 3, -1), -1))
+        if (n < 2 and not rule.dims) or sorted(dims) != list(range(n)):
+            raise CheckpointMismatchError(
+                f"{target.name!r} of shape {list(target.shape)} can't be transposed by {dims}"
+            )
+        return [(target.name, target.transposed(tuple(dims)))]
+
+    return _one_by_one(rule.source, work, make)
+
+
+def _rope_permute(rule: RopePermute, work: Work) -> int:
+    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
+        heads = size_of(rule.heads, work.config, f"rope permutation of {target.name!r}")
+        if not target.shape or heads < 1 or target.shape[0] % (2 * heads):
+            raise CheckpointMismatchError(
+                f"{target.name!r} of shape {list(target.shape)} does not fall into {heads} heads of even size"
+            )
+        return [(target.name, target.rope_permuted(heads, to_halves=rule.to == "halves"))]
+
+    return _one_by_one(rule.source, work, make)
+
+
+def _cast(rule: Cast, work: Work) -> int:
+    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
+        wanted = dtype_of(rule.dtype)
+        if wanted.kind != "float" or dtype_of(target.dtype).kind != "float":
+            raise CheckpointMismatchError(f"{target.name!r} is {target.dtype}: it is never cast to {wanted.name}")
+        return [(target.name, replace(target, dtype=wanted.name))]
+
+    return _one_by_one(rule.source, work, make)
+
+
+def _dim(target: Target, dim: int, verb: str) -> int:
+    found = dim + len(target.shape) if dim < 0 else dim
+    if not 0 <= found < len(target.shape):
+        raise CheckpointMismatchError(f"{target.name!r} of shape {list(target.shape)} has no dimension {dim} to {verb}")
+    return found
+
+
+def _same_but(to: str, pieces: list[Target], dim: int | None) -> None:
+    """Check that shapes agree but along `dim`, and dtypes agree."""
+    first = pieces[0]
+
+    def rest(target: Target) -> tuple[int, ...]:
+        return tuple(n for d, n in enumerate(target.shape) if d != dim)
+
+    for piece in pieces[1:]:
+        if rest(piece) != rest(first) or len(piece.shape) != len(first.shape):
+            raise CheckpointMismatchError(
+                f"{to!r}: {first.name!r} has shape {list(first.shape)}, {piece.name!r} has {list(piece.shape)}"
+            )
+        if (piece.dtype, piece.source_dtype) != (first.dtype, first.source_dtype):
+            raise CheckpointMismatchError(f"{to!r}: {first.name!r} is {first.dtype}, {piece.name!r} is {piece.dtype}")
+
+
+def _origin(target: Target) -> str:
+    sources = target.sources
+    return f"{sources[0]!r}" + (f" and {len(sources) - 1} more" if len(sources) > 1 else "") if sources else "nothing"
+
+
+def written_templates(rule: Rule) -> tuple[str, ...]:
+    """Return the templates of the names that a rule writes; none for rules that keep names."""
+    if isinstance(rule, Split):
+        return rule.to
+    return (rule.to,) if isinstance(rule, (Rename, Concat, Stack, Unstack)) else ()
+
+
+def check_rule(rule: Rule) -> None:
+    """Check that templates use only what the patterns bind. Raises UsageError."""
+    patterns = rule.source if isinstance(rule, Concat) else (rule.source,)
+    templates = written_templates(rule)
+    extra = {rule.index} if isinstance(rule, Unstack) else set[str]()
+    for template in templates:
+        used = set(placeholders(template))
+        for pattern in patterns:
+            if used - extra - pattern.names():
+                lost = ", ".join(f"{{{name}}}" for name in sorted(used - extra - pattern.names()))
+                raise UsageError(f"{template!r} uses {lost}, which {pattern} does not bind.")
+    if isinstance(rule, Stack) and (rule.index not in rule.source.names() or rule.index in placeholders(rule.to)):
+        raise UsageError(f"stack: {{{rule.index}}} must be in {rule.source} and must not be in {rule.to!r}.")
+    if isinstance(rule, Unstack) and rule.index not in placeholders(rule.to):
+        raise UsageError(f"unstack: {rule.to!r} lacks {{{rule.index}}}, the number of the piece.")
+
+
+_RUNNERS: dict[type, Callable[[Any, Work], int]] = {
+    Rename: _rename,
+    Drop: _drop,
+    Split: _split,
+    Concat: _concat,
+    Stack: _stack,
+    Unstack: _unstack,
+    Transpose: _transpose,
+    RopePermute: _rope_permute,
+    Cast: _cast,
+}
+
+
+# Key-map rules turned round, so that the inverse map undoes them.
+
+
+def inverse_rules(name: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Return the rules that undo `rules`: the inverse of each, last first.
+
+    Raises:
+        UsageError: A rule loses something: a drop, a cast, a regex, a concat of unknown sizes.
+    """
+    inverted: list[Rule] = []
+    for number, rule in enumerate(rules, start=1):
+        try:
+            inverted.append(_inverse(rule))
+        except UsageError as error:
+            raise UsageError(f"key map {name!r} can't be turned round: rule {number}: {error}") from error
+    return tuple(reversed(inverted))
+
+
+def _inverse(rule: Rule) -> Rule:
+    if isinstance(rule, Rename):
+        return Rename(_turned(rule.source, rule.to), _plain(rule.source.template))
+    if isinstance(rule, Split):
+        patterns = tuple(_turned(rule.source, to) for to in rule.to)
+        return Concat(patterns, _plain(rule.source.template), rule.dim, rule.sizes)
+    if isinstance(rule, Concat):
+        if rule.sizes is None:
+            raise UsageError("a concat without sizes does not say where to cut.")
+        sources = tuple(_plain(_template(pattern)) for pattern in rule.source)
+        return Split(_turned(rule.source[0], rule.to), sources, rule.dim, rule.sizes)
+    if isinstance(rule, Stack):
+        return Unstack(
+            _turned(rule.source, rule.to, lost=rule.index), _plain(_template(rule.source)), rule.dim, rule.index
+        )
+    if isinstance(rule, Unstack):
+        source = _turned(rule.source, rule.to, gained=rule.index)
+        return Stack(source, _plain(_template(rule.source)), rule.dim, rule.index)
+    if isinstance(rule, Transpose):
+        dims = tuple(rule.dims.index(d) for d in range(len(rule.dims)))
+        return Transpose(rule.source, dims)
+    if isinstance(rule, RopePermute):
+        return RopePermute(rule.source, rule.heads, "interleaved" if rule.to == "halves" else "halves")
+    raise UsageError(f"a {type(rule).__name__.lower()} loses what it changes.")
+
+
+def _turned(source: NamePattern, to: str, *, lost: str = "", gained: str = "") -> NamePattern:
+    """The pattern that matches what `to` wrote: the same placeholders, of the kinds that `source` gave them.
+
+    `lost` and `gained` name the counter that a stack takes away and an unstack puts in.
+    """
+    known = placeholders(_template(source))
+    gone = set(known) - set(placeholders(to)) - {lost}
+    if gone:
+        raise UsageError(f"{to!r} does not keep {', '.join(f'{{{x}}}' for x in sorted(gone))} of {source}.")
+    return NamePattern(_with_kinds(to, {**known, gained: "d"}))
+
+
+def _template(pattern: NamePattern) -> str:
+    if not pattern.template:
+        raise UsageError(f"the regex {pattern} has no inverse; write it as a template.")
+    return pattern.template
+
+
+def _plain(template: str) -> str:
+    return re.sub(r"\{(\w+):[^{}]*\}", r"{\1}", template)
+
+
+def _with_kinds(template: str, kinds: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda m: f"{{{m[1]}:{kinds[m[1]]}}}" if kinds.get(m[1]) else m[0], template)

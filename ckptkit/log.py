@@ -1,0 +1,37 @@
+"""What the library logger does by itself: nothing, but each record gets its rank and loses credentials."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from ckptkit.redact import without_secrets
+
+__all__ = ["RankHandler"]
+
+
+class RankHandler(logging.NullHandler):
+    """Prints nothing; gives each record of ckptkit a `rank`, which formats of handlers above it can name, and takes the
+    credentials out of its text.
+
+    A filter would not do: those of a logger see no record of its children, handlers do.
+    """
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        record.rank = _rank()
+        said = record.getMessage()
+        clean = without_secrets(said)
+        if clean != said:
+            record.msg, record.args = clean, None
+        if record.exc_info:  # formatters print this text where it is there
+            record.exc_text = without_secrets(record.exc_text or logging.Formatter().formatException(record.exc_info))
+        return True
+
+
+def _rank() -> int:
+    distributed = sys.modules.get("torch.distributed")  # never imported for this
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0

@@ -1,0 +1,218 @@
+"""What convert and reshard do with a plan once it is made: copy, look, prove, seal; what is published is whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.offline.copying.execute import CopyReport, Progress, execute
+from ckptkit.offline.copying.plan import Plan
+from ckptkit.offline.copying.streams import Digested
+from ckptkit.offline.prove import prove_masters
+from ckptkit.offline.publish import OutputPlace
+from ckptkit.offline.reading import check_read_as_seen
+from ckptkit.offline.serving import Serving
+from ckptkit.offline.verify import check_committed
+from ckptkit.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from ckptkit.formats.detect import Source
+    from ckptkit.formats.own.record import CommitRecord
+    from ckptkit.offline.resharding.seal import Seal
+    from ckptkit.storage.store import Store
+
+__all__ = ["How", "Outcome", "carry_out", "ConvertReport", "peak_memory"]
+
+# What a conversion did and proved, for people and for programs.
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """The result of `convert` and `reshard`.
+
+    Attributes:
+        src, dst: As they were given; `opened` is what `src` turned out to be.
+        format: Of the source.
+        to: What was written.
+        plan: What was, or would be, written.
+        tensors: How many.
+        nbytes, nbytes_read: Written and read.
+        checked: Source digests that were checked.
+        verified: Tensors of the result that were read again and found equal to the source; None if not asked.
+        proved: Sentences, each of which was checked and holds.
+        notes: Decisions a person should know.
+        seconds: Wall time; 0.0 for a dry run.
+        faults: What a real run would raise: a dry run lists it.
+        serving: How vLLM can serve an export; "" where it can't, or that is not known.
+        peak_memory: Of this process, resident, in bytes; 0 for a dry run.
+    """
+
+    src: str
+    dst: str
+    opened: str
+    format: str
+    to: str
+    plan: Plan = field(repr=False)
+    tensors: int
+    nbytes: int
+    nbytes_read: int = 0
+    checked: int = 0
+    verified: int | None = None
+    proved: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    peak_memory: int = 0
+    dry_run: bool = False
+    faults: tuple[str, ...] = ()
+    serving: Serving = ""
+
+    def lines(self) -> list[str]:
+        """Return what a terminal shows: the notes, what was done, and as the last line what was proved."""
+        rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
+        done = (
+            f"{self.opened} ({self.format}) -> {self.dst} ({self.to}) · {self.tensors} tensors · "
+            f"{format_size(self.nbytes)} · {format_duration(self.seconds)} · {rate}/s · "
+            f"peak memory {format_size(self.peak_memory)}"
+        )
+        return [*(f"note: {note}" for note in self.notes), done, self.proof()]
+
+    def proof(self) -> str:
+        """Return the line of what was proved."""
+        return "proved: " + ", ".join(self.proved)
+
+    def plan_lines(self) -> list[str]:
+        """Return what --dry-run prints: every source and its target, what is left over, what is missing."""
+        return list(self._plan_lines())
+
+    def _plan_lines(self) -> Iterator[str]:
+        yield f"{self.opened} ({self.format}) -> {self.dst} ({self.to})"
+        yield from self.plan.lines()
+        yield from (f"does not fit: {fault}" for fault in self.faults)
+        yield f"{self.tensors} tensors, {len(self.plan.files)} files, {format_size(self.nbytes)}; nothing was written"
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in (
+                "src", "dst", "opened", "format", "to", "tensors", "nbytes", "nbytes_read", "checked", "verified",
+                "seconds", "peak_memory", "dry_run",
+            )
+        }  # fmt: skip
+        document["proved"] = list(self.proved)
+        document["notes"] = list(self.notes)
+        document["faults"] = list(self.faults)
+        document["left_over"] = len(self.plan.leftovers)
+        if self.dry_run:
+            document["plan"] = self.plan.to_json()
+        else:
+            document["files"] = {file.path: file.nbytes for file in self.plan.files}
+        return document
+
+
+def peak_memory() -> int:
+    """Return the peak resident memory of this process in bytes; 0 where the system doesn't tell."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) * (1 if sys.platform == "darwin" else 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a plan is carried out: see `convert`."""
+
+    workers: int
+    max_memory: int
+    check: bool
+    verify: bool
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was done.
+
+    Attributes:
+        masters: Weights that were found equal to their fp32 masters, cast.
+        verified: Tensors of the result that were found equal to the source; None if not asked.
+        record: Of the checkpoint of ours that was committed; None for another format.
+    """
+
+    copied: CopyReport
+    masters: int
+    verified: int | None
+    record: CommitRecord | None
+
+    def told(self, planned: ConvertReport, *, proved: Sequence[str], started: float) -> ConvertReport:
+        """Return the report of the plan with what became of it. `started`: of time.perf_counter."""
+        return replace(
+            planned,
+            nbytes_read=self.copied.nbytes_read,
+            notes=(*self.copied.notes(), *planned.notes),
+            checked=self.copied.records,
+            verified=self.verified,
+            proved=tuple(proved),
+            seconds=time.perf_counter() - started,
+            peak_memory=peak_memory(),
+        )
+
+
+def carry_out(
+    plan: Plan,
+    source: Source,
+    place: OutputPlace,
+    how: How,
+    *,
+    masters_of: Collection[str] | None = None,
+    look: Callable[[Store], None] | None = None,
+    sealing: Seal | None = None,
+) -> Outcome:
+    """Write a plan and publish it, whole or not at all. Every rank of several calls it.
+
+    Args:
+        masters_of: Source tensors among which masters are proved; None for all.
+        look: Called once with what was written; raises where it is wrong.
+        sealing: What makes the result a committed checkpoint of ours.
+    """
+    verified = record = None
+    with place.stage(plan) as session:
+
+        def copied() -> CopyReport:
+            report = execute(
+                plan, source.store, session.store, workers=how.workers, max_memory=how.max_memory, check=how.check,
+                progress=how.progress, only=session.only, journal=session.journal, ledger=session.ledger,
+                digests=sealing is not None,
+            )  # fmt: skip
+            check_read_as_seen(source)
+            return report
+
+        def proved() -> int:
+            from ckptkit.offline.prove import prove_equal
+
+            return prove_equal(
+                plan, source.store, session.store, max_memory=how.max_memory, workers=how.workers, progress=how.progress
+            )
+
+        if how.check:
+            session.one(partial(check_committed, source))
+        masters = session.one(lambda: prove_masters(source, masters_of)) if how.check else 0
+        copies = session.everyone(copied)
+        done = CopyReport.joined(copies)
+        if look is not None:
+            session.one(partial(look, session.store))
+        if how.verify:
+            verified = session.one(proved)
+        if sealing is not None:
+            from ckptkit.offline.resharding.seal import seal
+
+            digested = Digested.joined(copy.digested for copy in copies)
+            sealed = partial(seal, plan, session.store, sealing, digested=digested, workers=how.workers)
+            record = session.one(sealed)
+    return Outcome(done, masters, verified, record)

@@ -1,0 +1,1 @@
+"""The copying engine: plans, runs of bytes and boxes, checks."""

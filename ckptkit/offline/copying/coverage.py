@@ -1,0 +1,119 @@
+"""Proof, before anything is written, that every byte of the result is written exactly once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
+from ckptkit.catalog.targets import Target
+from ckptkit.catalog.tiles import check_coverage
+from ckptkit.errors import CheckpointMismatchError, CkptkitError
+from ckptkit.gc_pause import collector_paused
+from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, OutputTensor, Placement, Plan
+
+__all__ = ["check_plan", "used_sources"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+def used_sources(plan: Plan) -> list[str]:
+    """Return the keys of the source tensors that the plan reads, each once."""
+    return list(dict.fromkeys(key for placement in plan.placements for key in placement.tensor.sources))
+
+
+@collector_paused()
+def check_plan(plan: Plan) -> None:
+    """Check that sources are complete, targets covered once, and files filled exactly.
+
+    Raises:
+        CorruptCheckpointError, IncompleteCheckpointError: A source tensor has gaps or overlaps.
+        CheckpointMismatchError: The plan itself does not add up; nothing was written.
+    """
+    sources = used_sources(plan)
+    for key in sources:
+        if key not in plan.catalog.tensors:
+            raise CheckpointMismatchError(f"the plan reads {key!r}, which the source does not have.")
+    check_coverage([plan.catalog.tensors[key] for key in sources])
+    for placement in plan.placements:
+        tensor = placement.tensor
+        _check_parts(plan.catalog, tensor)
+        if placement.sizes.tolist() != [list(tensor.shape)] or any(placement.offsets[0].tolist()):  # else the whole
+            _check_boxes(tensor, placement.offsets, placement.sizes, "the boxes that are written")
+    _check_files(plan)
+
+
+def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
+    if isinstance(tensor, ComputedTensor):
+        for target in tensor.inputs:
+            _check_parts(catalog, target)
+        return
+    _check_sources(catalog, tensor)
+    if len(tensor.parts) == 1 and tensor.parts[0].target_box == Box.whole(tensor.shape):
+        return
+    ndim = len(tensor.shape)
+    offsets = np.array([part.target_box.offsets for part in tensor.parts], np.int64).reshape(len(tensor.parts), ndim)
+    sizes = np.array([part.target_box.sizes for part in tensor.parts], np.int64).reshape(len(tensor.parts), ndim)
+    _check_boxes(tensor, offsets, sizes, "its parts")
+
+
+def _check_sources(catalog: Catalog, tensor: Target) -> None:
+    for part in tensor.parts:
+        shape = catalog.tensors[part.source].shape
+        if not part.source_box.within(shape) or part.source_box.numel != part.target_box.numel:
+            raise CheckpointMismatchError(
+                f"tensor {tensor.name!r}: its part {part.target_box} does not fit {part.source_box} of "
+                f"{part.source!r}, whose shape is {list(shape)}."
+            )
+
+
+def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) -> None:
+    zeros = np.zeros(len(offsets), np.int64)
+    slices = SliceArray([""], zeros.astype(np.int32), zeros, zeros, offsets, sizes)
+    try:
+        TensorEntry(tensor.name, tensor.dtype, tensor.shape, slices).check_coverage()
+    except CkptkitError as error:
+        raise CheckpointMismatchError(f"tensor {tensor.name!r}: {what} do not cover it once: {error}") from error
+
+
+def _check_files(plan: Plan) -> None:
+    files, starts, lengths = _placed(plan.placements)
+    order = np.lexsort((starts, files))
+    files, starts, lengths = files[order], starts[order], lengths[order]
+    bounds = np.searchsorted(files, np.arange(len(plan.files) + 1))
+    for index, file in enumerate(plan.files):
+        a, b = int(bounds[index]), int(bounds[index + 1])
+        _check_file(file, starts[a:b], lengths[a:b])
+
+
+def _placed(placements: tuple[Placement, ...]) -> tuple[Int64, Int64, Int64]:
+    if not placements:
+        empty = np.zeros(0, np.int64)
+        return empty, empty, empty
+    return (
+        np.concatenate([p.files.astype(np.int64) for p in placements]),
+        np.concatenate([p.starts for p in placements]),
+        np.concatenate([p.nbytes() for p in placements]),
+    )
+
+
+def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:
+    extents = getattr(file.literals, "extents", None)
+    if extents is not None:  # a record a box, in the order of their starts: no need to make a million literals
+        own, sizes = extents(lengths)
+    else:
+        table = np.array([(item.start, len(item.data)) for item in file.literals], np.int64).reshape(-1, 2)
+        own, sizes = table.T
+    starts, lengths = np.concatenate([starts, own]), np.concatenate([lengths, sizes])
+    filled = lengths > 0
+    starts, lengths = starts[filled], lengths[filled]
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], (starts + lengths)[order]
+    expected = np.concatenate([[0], ends])
+    wrong = np.flatnonzero(np.append(starts, file.nbytes) != expected)
+    if len(wrong):
+        at = int(expected[wrong[0]])
+        raise CheckpointMismatchError(
+            f"{file.path}: the plan leaves a gap or writes twice at byte {at} of {file.nbytes}. This is a bug."
+        )

@@ -1,0 +1,204 @@
+"""Any box of a source tensor, or of one to be made, assembled in memory from the slices that hold it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.columns import is_dense, row_major
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.targets import Part, Target
+from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.errors import UsageError
+from ckptkit.offline.copying.casts import cast_into
+from ckptkit.offline.copying.checks import Verifier
+from ckptkit.offline.copying.jobs import EntryMap
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+from ckptkit.offline.copying.sources import Range, SourceReader
+from ckptkit.units import format_size
+
+__all__ = ["Gatherer", "strided"]
+
+Bytes = npt.NDArray[np.uint8]
+Array = npt.NDArray[Any]
+
+_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_BLOCK = 64  # rows
+_SMALL_SPAN = 1 << 20  # bytes that are read at once whatever part of them is wanted
+
+
+def strided(buffer: Bytes, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Array:
+    """Return a view of elements in `buffer`: from byte `first`, strides in elements."""
+    view: Array = np.ndarray(
+        sizes, _UNITS[itemsize], buffer=buffer, offset=first, strides=tuple(stride * itemsize for stride in strides)
+    )
+    return view
+
+
+class Gatherer:
+    """Assembles boxes of tensors. Safe for several threads.
+
+    Attributes:
+        max_bytes: The most that one computed tensor and its inputs may take.
+    """
+
+    def __init__(
+        self, reader: SourceReader, maps: dict[str, EntryMap], verifier: Verifier | None, *, max_bytes: int
+    ) -> None:
+        self._reader = reader
+        self._maps = maps
+        self._verifier = verifier
+        self._max_bytes = max_bytes
+        self._computing = threading.Lock()
+        self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # small inputs, which tile after tile wants
+
+    def read_box(self, key: str, box: Box, out: Bytes) -> None:
+        """Fill `out` with a box of a source tensor, row-major, in the source's dtype."""
+        where = self._maps[key]
+        itemsize = dtype_of(where.entry.dtype).itemsize
+        ndim = box.ndim
+        found = pieces(where.entry, np.array([box.offsets], np.int64).reshape(1, ndim), _row(box.sizes))
+        starts, strides = source_layout(where.entry, found)
+        steps = np.broadcast_to(row_major(_row(box.sizes)), strides.shape)
+        firsts = ((found.offsets - np.array(box.offsets, np.int64)) * steps).sum(axis=1) * itemsize
+        dense, fits = is_dense(found.sizes, strides), is_dense(found.sizes, steps)
+        lengths = found.numel() * itemsize
+        ranges: list[Range] = []
+        scattered: list[tuple[Bytes, int]] = []
+        for i in range(len(found)):
+            row, start, length = int(found.rows[i]), int(starts[i]), int(lengths[i])
+            sizes = tuple(found.sizes[i].tolist())
+            target = strided(out, int(firsts[i]), sizes, tuple(steps[i].tolist()), itemsize)
+            if not dense[i]:
+                self._read_strided(int(where.origins[row]), start, target, tuple(strides[i].tolist()), itemsize)
+                continue
+            if fits[i]:
+                data = out[int(firsts[i]) : int(firsts[i]) + length]
+            else:
+                data = np.empty(length, np.uint8)
+                scattered.append((data, i))
+            ranges.append(Range(int(where.origins[row]), start, data.data, int(where.records[row])))
+        self._read(ranges)
+        for data, i in scattered:
+            sizes = tuple(found.sizes[i].tolist())
+            source = strided(data, 0, sizes, row_major_strides(sizes), itemsize)
+            strided(out, int(firsts[i]), sizes, tuple(steps[i].tolist()), itemsize)[...] = source
+
+    def _read(self, ranges: list[Range]) -> None:
+        self._reader.read_many(ranges)
+        if self._verifier is not None:
+            for item in ranges:
+                if item.record >= 0:
+                    self._verifier.feed(item.record, item.start, item.view)
+
+    def _read_strided(self, origin: int, start: int, target: Array, strides: tuple[int, ...], itemsize: int) -> None:
+        span = (1 + sum((n - 1) * s for n, s in zip(target.shape, strides, strict=True))) * itemsize
+        if span <= max(_SMALL_SPAN, 4 * target.size * itemsize) or span <= self._max_bytes // 4:
+            data = np.empty(span, np.uint8)
+            self._reader.read_many([Range(origin, start, data.data)])
+            target[...] = strided(data, 0, target.shape, strides, itemsize)
+            return
+        outer = max(range(target.ndim), key=lambda dim: strides[dim] if target.shape[dim] > 1 else -1)
+        moved = np.moveaxis(target, outer, 0)
+        rest = strides[:outer] + strides[outer + 1 :]
+        for i in range(target.shape[outer]):
+            self._read_strided(origin, start + i * strides[outer] * itemsize, moved[i], rest, itemsize)
+
+    def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> None:
+        """Fill `out` with a box of a tensor to be made, row-major, in its dtype."""
+        if isinstance(tensor, ComputedTensor):
+            out[:] = self._computed(tensor, box)
+            return
+        for part in tensor.parts:
+            for piece in part.cut(box):
+                self._make_part(tensor, piece, box, out)
+
+    def _make_part(self, tensor: Target, part: Part, box: Box, out: Bytes) -> None:
+        source_dtype = self._maps[part.source].entry.dtype
+        itemsize = dtype_of(tensor.dtype).itemsize
+        inside = part.target_box.relative_to(box)
+        first = inside.flat_start(box.sizes) * itemsize
+        nbytes = inside.numel * itemsize
+        fits = part.is_plain and inside.is_contiguous_in(box.sizes)
+        if fits and source_dtype == tensor.dtype:
+            self.read_box(part.source, part.source_box, out[first : first + nbytes])
+            return
+        data = np.empty(inside.numel * dtype_of(source_dtype).itemsize, np.uint8)
+        self.read_box(part.source, part.source_box, data)
+        if source_dtype != tensor.dtype:
+            changed = out[first : first + nbytes] if fits else np.empty(nbytes, np.uint8)
+            cast_into(data, changed, source_dtype, tensor.dtype)
+            if fits:
+                return
+            data = changed
+        view: Array = data.view(_UNITS[itemsize]).reshape(part.unfold or part.source_box.sizes)
+        view = view.transpose(part.axes or tuple(range(view.ndim)))
+        strides = row_major_strides(box.sizes)
+        target = strided(out, first, inside.sizes, strides, itemsize)
+        target[...] = view.reshape(inside.sizes)
+
+    def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
+        """Return how many rows of a tensor can be computed in half of the memory, their bytes being at most `most`."""
+        rows = tensor.shape[0] if tensor.shape else 1
+        if tensor.cut is None:
+            return rows
+        step = rows
+        while step > 1 and (
+            _taken(tensor.cut(0, step)) > self._max_bytes // 2 or _nbytes(tensor) // rows * step > most
+        ):
+            step = (step + 1) // 2
+        # Kernels treat the edges of a matrix apart, and round there in another way: whole blocks have none.
+        return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
+
+    def _computed(self, tensor: ComputedTensor, box: Box) -> Bytes:
+        """Return a box, row-major: its rows, or everything, are computed for it."""
+        first = 0
+        if tensor.cut is not None and box.sizes and box.sizes[0] < tensor.shape[0]:
+            first = box.offsets[0]
+            tensor = tensor.cut(first, first + box.sizes[0])
+        if _taken(tensor) > self._max_bytes:
+            raise UsageError(
+                f"tensor {tensor.name!r} ({tensor.label}) takes {format_size(_taken(tensor))} at once, and the memory "
+                f"limit is {format_size(self._max_bytes)}. Give a larger --max-memory."
+            )
+        with self._computing:  # one at a time: together they could take more than the limit
+            made = tensor.compute([self._input(target) for target in tensor.inputs])
+        itemsize = dtype_of(tensor.dtype).itemsize
+        whole: Array = np.frombuffer(made, np.uint8).view(_UNITS[itemsize]).reshape(tensor.shape)
+        offsets = (box.offsets[0] - first, *box.offsets[1:]) if box.offsets else ()
+        part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.sizes, strict=True))]
+        data: Bytes = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        return data
+
+    def _input(self, target: Target) -> Bytes:
+        """Return a whole tensor that something is computed from; of what is kept for later, a copy."""
+        kept = self._kept.get(target)
+        if kept is not None:
+            self._kept.move_to_end(target)
+            copied: Bytes = kept.copy()
+            return copied
+        data = np.empty(_nbytes(target), np.uint8)
+        self.make_box(target, Box.whole(target.shape), data)
+        if len(data) <= self._max_bytes // 32:
+            self._kept[target] = data.copy()
+            while sum(map(len, self._kept.values())) > self._max_bytes // 8:
+                self._kept.popitem(last=False)
+        return data
+
+
+def _nbytes(tensor: OutputTensor) -> int:
+    return tensor.numel * dtype_of(tensor.dtype).itemsize
+
+
+def _taken(tensor: ComputedTensor) -> int:
+    """Bytes that computing a tensor takes, inputs and result included."""
+    return _nbytes(tensor) + sum(_nbytes(item) for item in tensor.inputs) + tensor.scratch
+
+
+def _row(values: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.array([values], np.int64).reshape(1, len(values))

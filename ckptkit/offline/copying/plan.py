@@ -1,0 +1,285 @@
+"""What a conversion will write: files made of literal bytes and of boxes of tensors. A value, printed by --dry-run.
+
+Nothing here reads or writes. Boxes are columns of numbers: a checkpoint for 1,024 ranks has a million.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.columns import distinct
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import NoSpaceError
+from ckptkit.storage.store import Store
+from ckptkit.units import format_size
+
+__all__ = ["ComputedTensor", "CrcField", "Literal", "OutputFile", "OutputTensor", "Placement", "Plan", "check_room"]
+
+Bytes = npt.NDArray[np.uint8]
+_NAMED = 8  # more that are left over for one reason are counted
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTensor:
+    """A tensor that arithmetic makes out of others, held in memory whole, or by its rows: a merged adapter.
+
+    Attributes:
+        inputs: What `compute` gets, in this order: each whole, row-major, as bytes of the input's dtype.
+        compute: Returns the tensor's bytes, row-major, of `dtype`. May be called from any thread.
+        label: What it does, for the plan: "W + 2.0 * B @ A".
+        scratch: Bytes that `compute` takes besides the inputs and what it returns.
+        cut: Returns the tensor of just the rows [start, stop); None where rows can't be made apart.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    inputs: tuple[Target, ...]
+    compute: Callable[[Sequence[Bytes]], Bytes]
+    label: str
+    scratch: int = 0
+    cut: Callable[[int, int], ComputedTensor] | None = None
+
+    @property
+    def numel(self) -> int:
+        return Box.whole(self.shape).numel
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The catalog keys it is made from, each once."""
+        return tuple(dict.fromkeys(key for target in self.inputs for key in target.sources))
+
+
+OutputTensor: TypeAlias = Target | ComputedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes that are known before the data: headers, framing, a whole small file."""
+
+    start: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CrcField:
+    """Four bytes that are written last: the CRC-32, little endian, of the file's bytes [start, start + nbytes).
+
+    Attributes:
+        at: Where they go; one place or several (local header, data descriptor, central directory). Whatever
+            literal lies there is overwritten. `at` must not lie in a range that a CRC covers.
+    """
+
+    at: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file of the result. Its literals and the boxes placed in it must cover it exactly, once.
+
+    Attributes:
+        literals, crcs: May be lazy; they are iterated as often as they are needed.
+    """
+
+    path: str
+    nbytes: int
+    literals: Iterable[Literal] = ()
+    crcs: Iterable[CrcField] = ()
+
+    @classmethod
+    def of_bytes(cls, path: str, data: bytes) -> OutputFile:
+        """Return the file that holds just `data`: a config, an index."""
+        return cls(path, len(data), (Literal(0, data),))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where boxes of one tensor are written, each row-major and without gaps. One row a box.
+
+    Attributes:
+        files: [n] index into `Plan.files`.
+        starts: [n] byte offset in the file.
+        offsets, sizes: [n, ndim] elements. Boxes may repeat (replicas) but must cover the tensor.
+    """
+
+    tensor: OutputTensor
+    files: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+    @classmethod
+    def whole(cls, tensor: OutputTensor, file: int, start: int) -> Placement:
+        """Return the placement of the whole tensor at one place."""
+        return cls(
+            tensor,
+            np.array([file], np.int32),
+            np.array([start], np.int64),
+            np.zeros((1, len(tensor.shape)), np.int64),
+            np.array([tensor.shape], np.int64).reshape(1, len(tensor.shape)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def box(self, row: int) -> Box:
+        return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
+
+    def nbytes(self) -> npt.NDArray[np.int64]:
+        """Return the bytes of each box, [n]."""
+        numel: npt.NDArray[np.int64] = np.prod(self.sizes, axis=1, dtype=np.int64)
+        return numel * dtype_of(self.tensor.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that will be written and what it is made of.
+
+    Attributes:
+        catalog: The source; the parts of the tensors name its entries.
+        last: Paths that are published last: what makes a reader believe the rest is there.
+        leftovers: Source tensors that go nowhere, with the reason: [("optimizer.state...", "not the model's"), ...].
+        missing: Names that the target should have and that no source gives.
+        notes: What a person should know about the choices made.
+    """
+
+    catalog: Catalog
+    files: tuple[OutputFile, ...]
+    placements: tuple[Placement, ...]
+    last: tuple[str, ...] = ()
+    leftovers: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def lines(self) -> Iterator[str]:
+        """Yield one line a tensor: source -> target with dtype, shape, bytes and files; then what is left over."""
+        for placement in self.placements:
+            tensor = placement.tensor
+            yield (
+                f"{_renamed(tensor)}  {_dtypes(self.catalog, tensor)} {list(tensor.shape)} "
+                f"{format_size(int(placement.nbytes().sum()))}  {_places(self, placement)}"
+                f"  from {_listed(_source_files(self.catalog, tensor.sources))}"
+            )
+        for file in self.files:
+            yield f"{file.path}  {format_size(file.nbytes)}"
+        yield from _left_over(self.leftovers)
+        yield from (f"missing: {name}" for name in self.missing)
+        yield from (f"note: {note}" for note in self.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON-able values. Made row by row: for plans that a person can read."""
+        return {
+            "files": [{"path": file.path, "nbytes": file.nbytes} for file in self.files],
+            "tensors": [_placement_json(self, placement) for placement in self.placements],
+            "left_over": [{"name": name, "reason": reason} for name, reason in self.leftovers],
+            "missing": list(self.missing),
+            "notes": list(self.notes),
+        }
+
+
+def _left_over(leftovers: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield a line for each tensor that is left over; one for all of a reason that many have, such as the optimizer."""
+    of: dict[str, list[str]] = {}
+    for name, reason in leftovers:
+        of.setdefault(reason, []).append(name)
+    for reason, names in of.items():
+        if len(names) <= _NAMED:
+            yield from (f"left over: {name} ({reason})" for name in names)
+        else:
+            yield f"left over: {len(names)} tensors, {names[0]}, ... ({reason}); --json names each"
+
+
+def _renamed(tensor: OutputTensor) -> str:
+    """What it is made of and its name; just that where it keeps its name."""
+    sources = _sources(tensor)
+    return sources if sources == tensor.name else f"{sources} -> {tensor.name}"
+
+
+def _sources(tensor: OutputTensor) -> str:
+    names = tensor.sources
+    if isinstance(tensor, ComputedTensor):
+        return f"{tensor.label} of ({', '.join(names)})"
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown}, ... ({len(names)} sources)"
+
+
+def _dtypes(catalog: Catalog, tensor: OutputTensor) -> str:
+    found = dict.fromkeys(catalog.tensors[key].dtype for key in tensor.sources)
+    origin = "+".join(found)
+    return tensor.dtype if origin == tensor.dtype else f"{origin} -> {tensor.dtype}"
+
+
+def _places(plan: Plan, placement: Placement) -> str:
+    files = [plan.files[i].path for i in distinct(placement.files).tolist()]
+    if len(placement) == 1:
+        return f"{files[0]} @ {int(placement.starts[0])}"
+    return f"{len(placement)} boxes in {_listed(files)}"
+
+
+def _listed(files: Sequence[str]) -> str:
+    return ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
+
+
+def _source_files(catalog: Catalog, names: Iterable[str]) -> list[str]:
+    """Return the files that hold the slices of these tensors, in order."""
+    slices = [catalog.tensors[name].slices for name in dict.fromkeys(names)]
+    return sorted({item.paths[i] for item in slices for i in distinct(item.files).tolist()})
+
+
+def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:
+    tensor = placement.tensor
+    result: dict[str, Any] = {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "nbytes": int(placement.nbytes().sum()),
+        "sources": [_source_json(plan.catalog, key) for key in tensor.sources],
+        "boxes": [
+            {
+                "file": plan.files[int(placement.files[row])].path,
+                "start": int(placement.starts[row]),
+                "offsets": placement.offsets[row].tolist(),
+                "sizes": placement.sizes[row].tolist(),
+            }
+            for row in range(len(placement))
+        ],
+    }
+    if isinstance(tensor, ComputedTensor):
+        result["computed"] = tensor.label
+    return result
+
+
+def _source_json(catalog: Catalog, key: str) -> dict[str, Any]:
+    entry = catalog.tensors[key]
+    return {
+        "name": key,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "slices": len(entry.slices),
+        "files": _source_files(catalog, [key]),
+    }
+
+
+def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
+    """Raise where there is no room for the files of a plan, of which `held` bytes are there already."""
+    free, wanted = destination.free_bytes(), max(0, plan.nbytes - held)
+    if free is not None and free < wanted:
+        raise NoSpaceError(
+            f"{destination.url} has {format_size(free)} free, and {format_size(wanted)} are to be written. "
+            "Free some space or write elsewhere."
+        )

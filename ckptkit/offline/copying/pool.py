@@ -1,0 +1,94 @@
+"""Threads that do jobs in order; the first failure stops them all."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.storage.retry import hurry, patient
+
+__all__ = ["Job", "Pool", "Stopped", "Worker"]
+
+
+class Stopped(Exception):
+    """Another worker failed or the user interrupted: whatever is being done is given up."""
+
+
+class Worker:
+    """What one thread keeps between jobs."""
+
+    def __init__(self, chunk: int) -> None:
+        self.buffer = np.empty(chunk, np.uint8)
+        self._room = np.empty(0, np.uint8)
+
+    def room(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return a second buffer of `nbytes`, the same memory each time."""
+        if len(self._room) < nbytes:
+            self._room = np.empty(nbytes, np.uint8)
+        return self._room[:nbytes]
+
+
+Job: TypeAlias = Callable[[Worker], None]
+
+
+class Pool:
+    """Threads that take jobs in order; the first failure stops all and is raised."""
+
+    def __init__(self, workers: int, chunk: int) -> None:
+        self._workers = workers
+        self._chunk = chunk
+        self.stopped = threading.Event()
+        self._running = 0
+        self._change = threading.Condition()
+
+    @patient()
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Do all jobs. Raises what the first failed job raised, once every thread has stopped."""
+        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
+        failures: list[BaseException] = []
+        # Not Thread.join: up to Python 3.12, one that a signal interrupts takes the thread for ended ever after; what
+        # cleans up would then delete files, or end the process, under threads that still write.
+        try:
+            for i in range(min(self._workers, len(jobs))):
+                name = f"ckptkit-copy-{i}"
+                work = (copy_context().run, self._work, waiting, failures)  # of the same operation
+                threading.Thread(target=work[0], args=work[1:], name=name, daemon=True).start()
+            with self._change:
+                self._change.wait_for(lambda: not self._running and (waiting.empty() or self.stopped.is_set()))
+        except BaseException:
+            hurry()  # a worker must not wait for a storage that is out of reach
+            with self._change:
+                self.stopped.set()  # who has not begun yet never will
+                self._change.wait_for(lambda: not self._running)
+            raise
+        if failures:
+            raise failures[0]
+
+    def _work(self, waiting: queue.SimpleQueue[Job], failures: list[BaseException]) -> None:
+        with self._change:
+            if self.stopped.is_set():
+                return
+            self._running += 1
+        try:
+            worker = Worker(self._chunk)
+            while not self.stopped.is_set():
+                try:
+                    job = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                job(worker)
+        except BaseException as error:  # noqa: BLE001 - a thread's boundary: raised by `run`
+            failures.append(error)
+            self.stopped.set()
+        finally:
+            with self._change:
+                self._running -= 1
+                self._change.notify_all()

@@ -1,0 +1,216 @@
+"""Reading byte ranges of a checkpoint: local files, remote ones in batches, compressed records decoded."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.entry import Codec
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, MissingExtraError, UnsupportedFormatError
+from ckptkit.formats.dcp.host_bytes import flip, is_sign
+from ckptkit.storage.coalesce import BlockReader
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.store import ReadInto, Store
+
+__all__ = ["Descriptors", "Origin", "Range", "SourceReader"]
+
+_PIECE = 1 << 20  # compressed bytes read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where offsets of a source count: a file, or the decoded bytes of a compressed record in it."""
+
+    path: str
+    codec: Codec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """len(view) bytes from `start` of an origin, to be read into `view`; they lie in `record`, where it is known."""
+
+    origin: int
+    start: int
+    view: memoryview
+    record: int = -1
+
+
+class Descriptors:
+    """Open descriptors by path; of those that nobody uses at the moment, few stay open."""
+
+    def __init__(self, opener: Callable[[str], int], limit: int = 256) -> None:
+        self._opener = opener
+        self._limit = limit
+        self._open: dict[str, list[int]] = {}  # [descriptor, users], least recently used first
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def using(self, path: str) -> Iterator[int]:
+        """Give a descriptor of the file at `path`."""
+        with self._lock:
+            held = self._open.pop(path, None) or [self._opener(path), 0]
+            held[1] += 1
+            self._open[path] = held
+            if len(self._open) > self._limit:
+                self._shrink()
+        try:
+            yield held[0]
+        finally:
+            with self._lock:
+                held[1] -= 1
+
+    def _shrink(self) -> None:
+        for path, (descriptor, users) in list(self._open.items()):
+            if not users:
+                os.close(descriptor)
+                del self._open[path]
+            if len(self._open) <= self._limit:
+                return
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor, _ in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+
+class SourceReader:
+    """Reads ranges of the origins of one checkpoint. Safe for several threads."""
+
+    def __init__(self, store: Store, origins: Sequence[Origin]) -> None:
+        self._store = store
+        self._origins = origins
+        self._local = store if isinstance(store, LocalStore) else None
+        self.descriptors = Descriptors(self._local.open_file) if self._local is not None else None
+        self._blocks = BlockReader(store, len({origin.path for origin in origins}))
+        self._decoders: dict[int, _Decoder] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_local(self) -> bool:
+        return self._local is not None
+
+    def origin(self, index: int) -> Origin:
+        return self._origins[index]
+
+    def read(self, origin: int, start: int, view: memoryview) -> None:
+        """Fill `view` from `start` of an origin. Raises IncompleteCheckpointError where the file ends early."""
+        where = self._origins[origin]
+        if where.codec is not None:
+            self._decode(origin, where.codec, start, view)
+        elif self.descriptors is None:
+            self._blocks.read_into(where.path, start, view)
+        else:
+            with self.descriptors.using(where.path) as descriptor:
+                _pread(descriptor, where.path, start, view)
+
+    def read_many(self, ranges: Sequence[Range]) -> None:
+        """Fill many views: of a remote store in one batch."""
+        batch: list[ReadInto] = []
+        for item in ranges:
+            where = self._origins[item.origin]
+            if self._local is None and where.codec is None:
+                batch.append(ReadInto(where.path, item.start, item.view))
+            else:
+                self.read(item.origin, item.start, item.view)
+        if batch:
+            self._blocks.read_many(batch)
+
+    def _decode(self, origin: int, codec: Codec, start: int, view: memoryview) -> None:
+        if is_sign(codec.name):
+            self._store.read_into(self._origins[origin].path, codec.start + start, view)
+            flip(codec.name, start, view)
+            return
+        # Readers walk a record forwards, mostly: one decoder a record, which starts again only to go back.
+        with self._lock:
+            decoder = self._decoders.pop(origin, None)
+        if decoder is None or decoder.at > start:
+            decoder = _Decoder(self._store, self._origins[origin].path, codec)
+        decoder.read(start, view)
+        with self._lock:
+            self._decoders[origin] = decoder
+
+    def forget(self, origin: int) -> None:
+        """Drop what is held for reading on in a compressed record."""
+        with self._lock:
+            self._decoders.pop(origin, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._decoders.clear()
+        if self.descriptors is not None:
+            self.descriptors.close()
+
+
+def _pread(descriptor: int, path: str, start: int, view: memoryview) -> None:
+    done = os.preadv(descriptor, [view], start)
+    while done < len(view):
+        got = os.preadv(descriptor, [view[done:]], start + done)
+        if got == 0:
+            raise IncompleteCheckpointError(
+                f"{path}: the file ends at byte {start + done}, but bytes up to {start + len(view)} are needed. "
+                "It is truncated."
+            )
+        done += got
+
+
+_MAX_WINDOW = 128 << 20  # what zstd itself takes for granted; a frame may ask for gigabytes
+
+
+class _Compressed:
+    """The bytes [start, stop) of a file as a stream, for the decompressor."""
+
+    def __init__(self, store: Store, path: str, start: int, stop: int) -> None:
+        self._store = store
+        self._path = path
+        self._start = start
+        self._stop = stop
+
+    def read(self, nbytes: int) -> bytes:
+        stop = min(self._start + nbytes, self._stop)
+        data = self._store.read(self._path, self._start, stop)
+        self._start += len(data)
+        return data
+
+
+class _Decoder:
+    """The decoded bytes of one compressed record, forwards."""
+
+    def __init__(self, store: Store, path: str, codec: Codec) -> None:
+        if codec.name != "zstd":
+            raise UnsupportedFormatError(f"{path}: codec {codec.name!r} is not supported; only zstd is.")
+        try:
+            import zstandard
+        except ImportError as error:
+            raise MissingExtraError(
+                f"{path} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
+            ) from error
+        self._path = path
+        self._error = zstandard.ZstdError
+        source: Any = _Compressed(store, path, codec.start, codec.start + codec.nbytes)
+        self._stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
+            source, read_size=_PIECE, read_across_frames=True
+        )
+        self.at = 0  # bytes of the record that were given out
+
+    def read(self, start: int, view: memoryview) -> None:
+        while self.at < start:  # what nobody asked for
+            self._fill(memoryview(bytearray(min(_PIECE, start - self.at))))
+        self._fill(view)
+
+    def _fill(self, view: memoryview) -> None:
+        while len(view):
+            try:
+                got = self._stream.readinto(view)
+            except self._error as error:
+                raise CorruptCheckpointError(f"{self._path}: its zstd data is damaged: {error}.") from error
+            if not got:
+                raise IncompleteCheckpointError(
+                    f"{self._path}: a zstd record ends at byte {self.at}, but {len(view)} more are needed."
+                )
+            self.at += got
+            view = view[got:]

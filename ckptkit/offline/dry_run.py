@@ -1,0 +1,65 @@
+"""Finds what a real run of convert or reshard would refuse, without writing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from ckptkit.catalog.columns import distinct
+from ckptkit.catalog.entry import TensorEntry
+from ckptkit.errors import CkptkitError, IncompleteCheckpointError
+from ckptkit.formats.detect import Source
+from ckptkit.offline.copying.coverage import used_sources
+from ckptkit.offline.copying.plan import Plan
+from ckptkit.offline.publish import OutputPlace
+from ckptkit.offline.verify import check_committed
+from ckptkit.storage.store import Store
+
+__all__ = ["check_source_files", "refusals"]
+
+
+def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> Iterator[str]:
+    """Yield why a real run would fail: the place is taken, can't be written to or is too small, or files of the source
+    are missing, too short or not those that were committed (`check`). Whether a store in the network takes writes is
+    only known by writing."""
+    used = [plan.catalog.tensors[key] for key in used_sources(plan)]
+    checks: list[Callable[[], None]] = [partial(check_source_files, source.store, used), partial(place.check, plan)]
+    if check:
+        checks.insert(1, partial(check_committed, source))
+    for refuse in checks:
+        try:
+            refuse()
+        except (CkptkitError, OSError) as error:
+            yield str(error)
+
+
+def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
+    """Raise where a file that slices lie in is missing or too short, before anything is written.
+
+    Raises:
+        IncompleteCheckpointError: Names the file, and the ranks that wrote it.
+    """
+    ranks: dict[str, set[int]] = {}
+    ends: dict[str, int] = {}
+    for entry in entries:
+        slices = entry.slices
+        if slices.opaque:  # was compared with its file when the metadata were read
+            continue
+        for index in distinct(slices.files).tolist():
+            path, rows = slices.paths[index], slices.files == index
+            plain = not slices.codecs
+            ends[path] = max(ends.get(path, 0), int((slices.starts[rows] + slices.nbytes[rows]).max()) if plain else 0)
+            if slices.ranks is not None:
+                ranks.setdefault(path, set()).update(distinct(slices.ranks[rows]).tolist())
+    folders = {path.rpartition("/")[0] for path in ends}
+    there = {item.path: item.size for folder in folders for item in store.list(folder)}
+    for path, end in ends.items():
+        size = there.get(path, -1)
+        if size < 0:  # a link, or a listing that leaves it out
+            info = store.info(path)
+            size = -1 if info is None else info.size
+        if size < end:
+            whose = sorted(rank for rank in ranks.get(path, ()) if rank >= 0)
+            owner = f", which rank {', '.join(map(str, whose))} wrote," if whose else ""
+            what = "is missing" if size < 0 else f"has {size} bytes, {end} are needed"
+            raise IncompleteCheckpointError(f"{store.url}/{path}{owner} {what}. Nothing was written.")

@@ -1,0 +1,1 @@
+"""Hugging Face exports: which tensors, under which names, with which files."""

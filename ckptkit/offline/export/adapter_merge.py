@@ -1,0 +1,577 @@
+"""Merging a LoRA adapter: which base tensors it changes, by which formula, and the tensors that come out of it."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.targets import Part, Target
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
+from ckptkit.offline.copying.plan import ComputedTensor
+from ckptkit.offline.export import merge_formulas
+from ckptkit.offline.export.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling, target_parameters
+from ckptkit.offline.export.merge_formulas import Formula
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["merge_adapter", "Change", "changed"]
+
+# Tensors made of sources that arithmetic changes first: cut, joined or permuted, whole or by their rows.
+
+
+Bytes = npt.NDArray[np.uint8]
+
+_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an adapter does to one tensor of the base.
+
+    Attributes:
+        inputs: What the formula takes besides the weight.
+        by_rows: Whether rows of the weight may be changed apart.
+        scratch: Bytes for each element of the weight that the formula takes in between.
+    """
+
+    inputs: tuple[Target, ...]
+    formula: Formula
+    label: str
+    by_rows: bool = True
+    scratch: int = 0
+
+    def then(self, other: Change) -> Change:
+        """Return both changes, one after the other."""
+        own = len(self.inputs)
+
+        def both(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+            return other.formula(self.formula(w, inputs[:own], first), inputs[own:], first)
+
+        return Change(
+            (*self.inputs, *other.inputs),
+            both,
+            f"{self.label}, then {other.label}",
+            self.by_rows and other.by_rows,
+            max(self.scratch, other.scratch),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One source of a tensor: its rows from `first` on are read as `rows`, and changed."""
+
+    source: str
+    first: int
+    rows: Target
+    change: Change | None
+
+    @property
+    def inputs(self) -> tuple[Target, ...]:
+        return (self.rows, *(self.change.inputs if self.change is not None else ()))
+
+    @property
+    def scratch(self) -> int:
+        return self.rows.numel * self.change.scratch if self.change is not None else 0
+
+    def carry_out(self, data: Sequence[Bytes], dtype: str) -> npt.NDArray[Any]:
+        """Return the rows, changed, in a dtype, as bits."""
+        tensors = [_tensor(raw, target) for raw, target in zip(data, self.inputs, strict=True)]
+        made = tensors[0]
+        if self.change is not None:
+            made = self.change.formula(made, tensors[1:], self.first)
+        return _bits(made, dtype).reshape(self.rows.shape)
+
+
+def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> ComputedTensor:
+    """Return a target whose sources are changed before its parts are taken from them.
+
+    Sources are changed in their own dtype; the cast to the target's comes after. Of a source just the rows that the
+    parts lie in are read, where its change allows that.
+
+    Args:
+        whole: Each source as a target of its own.
+    """
+    steps = [
+        _Step(source, first, _rows_of(whole[source], first, stop), changes.get(source))
+        for source, (first, stop) in _ranges(target, changes, whole).items()
+    ]
+    inputs = [item for step in steps for item in step.inputs]
+    plain = len(steps) == 1 and _is_plain(target, steps[0])
+
+    def compute(data: Sequence[Bytes]) -> Bytes:
+        made: dict[str, tuple[npt.NDArray[Any], int]] = {}
+        at = 0
+        for step in steps:
+            made[step.source] = step.carry_out(data[at : at + len(step.inputs)], target.dtype), step.first
+            at += len(step.inputs)
+        if plain:
+            return made[steps[0].source][0].reshape(-1).view(np.uint8)
+        out: npt.NDArray[Any] = np.empty(target.shape, _UNITS[dtype_of(target.dtype).itemsize])
+        for part in target.parts:
+            out[_slices(part.target_box)] = _part(part, *made[part.source])
+        return out.reshape(-1).view(np.uint8)
+
+    def cut(start: int, stop: int) -> ComputedTensor:
+        box = Box((start, *(0,) * (len(target.shape) - 1)), (stop - start, *target.shape[1:]))
+        parts = tuple(p.moved(p.target_box.relative_to(box)) for part in target.parts for p in part.cut(box))
+        return changed(replace(target, shape=box.sizes, parts=parts), changes, whole)
+
+    by_rows = bool(target.shape) and all(step.change is None or step.change.by_rows for step in steps)
+    label = "; ".join(dict.fromkeys(step.change.label for step in steps if step.change is not None))
+    if not plain:  # what is made of the same sources in another way has another label
+        label += f", cut up [{zlib.crc32(repr(target.parts).encode()):08x}]"
+    # The result is there twice for a while: in the dtype of the source, or in pieces.
+    scratch = sum(step.scratch + step.rows.numel * dtype_of(target.dtype).itemsize for step in steps)
+    return ComputedTensor(
+        target.name, target.dtype, target.shape, tuple(inputs), compute, label, scratch, cut if by_rows else None
+    )
+
+
+def _ranges(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> dict[str, tuple[int, int]]:
+    """The rows of each source that are wanted, [first, stop)."""
+    found: dict[str, tuple[int, int]] = {}
+    for part in target.parts:
+        change = changes.get(part.source)
+        shape = whole[part.source].shape
+        first, stop = 0, shape[0] if shape else 1
+        if shape and (change is None or change.by_rows):
+            first, stop = part.source_box.offsets[0], part.source_box.stops[0]
+        before = found.get(part.source, (first, stop))
+        found[part.source] = min(first, before[0]), max(stop, before[1])
+    return found
+
+
+def _rows_of(source: Target, first: int, stop: int) -> Target:
+    """A source, or some of its rows, in its own dtype."""
+    if not source.shape:
+        return replace(source, dtype=source.source_dtype)
+    shape = (stop - first, *source.shape[1:])
+    part = Part(Box.whole(shape), source.parts[0].source, Box((first, *(0,) * (len(shape) - 1)), shape))
+    return Target(source.name, source.source_dtype, shape, (part,), source.source_dtype)
+
+
+def _is_plain(target: Target, step: _Step) -> bool:
+    """Whether a target is just the rows of its one source."""
+    part = target.parts[0]
+    same = len(target.parts) == 1 and part.is_plain and part.source_box.numel == step.rows.numel
+    return same and part.target_box == Box.whole(target.shape)
+
+
+def _part(part: Part, made: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:
+    offsets = part.source_box.offsets
+    box = Box((offsets[0] - first, *offsets[1:]) if offsets else (), part.source_box.sizes)
+    view = made[_slices(box)].reshape(part.unfold or part.source_box.sizes)
+    turned: npt.NDArray[Any] = view.transpose(part.axes or tuple(range(view.ndim))).reshape(part.target_box.sizes)
+    return turned
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(box.offsets, box.stops, strict=True))
+
+
+def _tensor(raw: Bytes, target: Target) -> torch.Tensor:
+    import torch
+
+    if not raw.flags.writeable or raw.size == 0:
+        raw = raw.copy()
+    flat: torch.Tensor = torch.from_numpy(raw).view(getattr(torch, dtype_of(target.dtype).name))
+    return flat.reshape(target.shape)
+
+
+def _bits(tensor: torch.Tensor, dtype: str) -> npt.NDArray[Any]:
+    import torch
+
+    flat = tensor.to(getattr(torch, dtype)).contiguous().reshape(-1).view(torch.uint8).numpy()
+    bits: npt.NDArray[Any] = flat.view(_UNITS[dtype_of(dtype).itemsize])
+    return bits
+
+
+Put: TypeAlias = Callable[
+    [Mapping[str, Target], Mapping[str, str], MutableSequence[str]], "dict[str, Target | ComputedTensor]"
+]
+
+_ADVICE = "Export the adapter without --merge-adapter."
+# What PEFT does not merge either: the result depends on the input, or on layers that the base does not have.
+_UNMERGEABLE = {
+    "alora_invocation_tokens": "it acts only after its invocation tokens",
+    "arrow_config": "its router chooses for each token",
+    "layer_replication": "its base layers are replicated",
+    "megatron_config": "its factors are those of one rank of Megatron's tensor parallelism",
+}
+# Models of transformers whose experts lie as [experts, in, out].
+_IN_FIRST = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
+_MOST_PARAMETERS = 6  # of one module
+
+
+def merge_adapter(split: AdapterSplit, config: Mapping[str, Any], *, model_type: str | None = None) -> Put:
+    """Return the function that puts the merged tensors in the place of the base's.
+
+    It is applied after names were mapped: whatever a key map made of a base tensor is made of the merged one. The
+    arithmetic is that of PEFT's `merge_and_unload` on a CPU. It takes (targets, by source of a second name that was
+    left out the one that is kept, notes to add to).
+
+    Args:
+        model_type: Of the base's config, where it is known.
+
+    Raises:
+        UnsupportedFormatError: PEFT can't merge the adapter either, or its names do not say how.
+        CheckpointMismatchError: A module has no base weight, or shapes do not fit.
+    """
+    changes = _Changes(split, config, model_type).made
+    whole = {target.parts[0].source: target for target in split.base.values() if target.parts}
+
+    def put(
+        targets: Mapping[str, Target], tied: Mapping[str, str], notes: MutableSequence[str]
+    ) -> dict[str, Target | ComputedTensor]:
+        made = _of_tied(changes, tied, notes, {source: target.name for source, target in whole.items()})
+        return {
+            name: changed(target, made, whole) if any(key in made for key in target.sources) else target
+            for name, target in targets.items()
+        }
+
+    return put
+
+
+def _of_tied(
+    changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
+) -> dict[str, Change]:
+    """Return the changes of the tensors that are kept: PEFT changes a tied tensor in place, by whatever name."""
+    made = dict(changes)
+    for source, kept in tied.items():
+        if source not in changes:
+            continue
+        before = made.get(kept)
+        made[kept] = changes[source] if before is None else before.then(changes[source])
+        if before is None:
+            notes.append(
+                f"the adapter of {names[source]} changes {names[kept]} as well, for they are tied: PEFT's merge does "
+                "so. With --untie they are kept apart, as they were trained"
+            )
+    return made
+
+
+# --- what is changed
+
+
+@dataclass(slots=True)
+class _Changes:
+    """Finds what each part of an adapter changes: `made`, by source."""
+
+    split: AdapterSplit
+    config: Mapping[str, Any]
+    model_type: str | None
+    made: dict[str, Change] = field(default_factory=dict)
+    left: dict[str, Target] = field(default_factory=dict)  # of `split.others`, what no formula took yet
+
+    def __post_init__(self) -> None:
+        for key, why in _UNMERGEABLE.items():
+            if self.config.get(key):
+                raise UnsupportedFormatError(f"an adapter with {key} can't be merged, by PEFT either: {why}. {_ADVICE}")
+        self.left = dict(self.split.others)
+        by_parameter: dict[str, list[LoraPair]] = {}
+        for pair in self.split.pairs.values():
+            plain = pair.key.replace(".base_layer", "")
+            if is_of_parameter(self.config, plain) and self._parameters(plain):
+                by_parameter.setdefault(plain, []).append(pair)
+            else:
+                self._add_module(pair)
+        for module, pairs in by_parameter.items():
+            self._add_parameters(module, pairs)
+        for name in list(self.left):
+            if name.endswith(".trainable_tokens_delta"):
+                self._add_tokens(name)
+        odd = [name for name in self.left if not _is_for_training(name)]
+        if odd:
+            raise UnsupportedFormatError(f"merging adapters with {', '.join(odd[:3])} is not supported. {_ADVICE}")
+
+    def _add(self, name: str, change: Change) -> None:
+        source = self.split.base[name].parts[0].source
+        if source in self.made:
+            raise UnsupportedFormatError(f"two parts of the adapter change {name!r}; PEFT has no such case. {_ADVICE}")
+        self.made[source] = change
+
+    def _base(self, name: str) -> Target:
+        found = self.split.base.get(name)
+        if found is None:
+            module = name.rpartition(".")[0]
+            raise CheckpointMismatchError(
+                f"the adapter changes {module!r}, but the checkpoint lacks its base weight: --merge-adapter merges "
+                "what lies in one checkpoint. Export the adapter without it, and merge it into its base with PEFT."
+            )
+        return found
+
+    # --- modules: linear, embedding, convolution, attention
+
+    def _add_module(self, pair: LoraPair) -> None:
+        assert pair.a is not None and pair.b is not None
+        module = pair.module
+        inside_attention = pair.key.endswith(".base_layer.out_proj")  # of MultiheadAttention
+        scale = scaling(self.config, pair.patterned)
+        magnitude = self.left.pop(f"{pair.key}.lora_magnitude_vector", None)
+        if (magnitude is not None) != bool(self.config.get("use_dora")):
+            said = "has a magnitude of DoRA" if magnitude is not None else "lacks the magnitude of DoRA"
+            raise CheckpointMismatchError(
+                f"{module!r} {said}, but the adapter config says use_dora={bool(self.config.get('use_dora'))}. "
+                "Give the config of the training."
+            )
+        name = f"{module}.weight"
+        if name not in self.split.base and f"{module}.in_proj_weight" in self.split.base:
+            name = f"{module}.in_proj_weight"
+        weight = self._base(name)
+        _check_dtypes(pair, weight)
+        if inside_attention or name.endswith("in_proj_weight"):
+            _check_shapes(pair, weight, (False,))
+            times = 2 if inside_attention else 1
+            twice = f"W + {times} * ({_product(scale)})" if times > 1 else f"W + {_product(scale)}"
+            change = Change(
+                (pair.a, pair.b), merge_formulas.rounded(scale, times=times), twice, True, _scratch(pair, 3)
+            )
+        elif len(weight.shape) > 2:
+            change = self._convolution(pair, weight, scale, magnitude)
+        else:
+            change = self._matrix(pair, weight, scale, magnitude)
+        self._add(name, change)
+        self._add_bias(pair, scale)
+
+    def _matrix(self, pair: LoraPair, weight: Target, scale: float, magnitude: Target | None) -> Change:
+        assert pair.a is not None and pair.b is not None
+        kinds = (True,) if pair.embedding else (False, True)
+        blocks = self._blocks(pair, weight)
+        fitting = _check_shapes(pair, weight, kinds, blocks)
+        transposed = fitting[0] if len(fitting) == 1 else self._is_transposed()
+        label = f"W + {_product(scale)}" + (", transposed" if transposed else "")
+        inputs, scratch = (pair.a, pair.b), _scratch(pair, 3)
+        diag = self.left.pop(f"{pair.key}.lora_diag", None)
+        if magnitude is not None:
+            formula = merge_formulas.dora(scale, transposed=transposed)
+            return Change((*inputs, magnitude), formula, f"DoRA of {label}", not transposed, 2 * scratch)
+        if diag is not None and not transposed:
+            return Change((*inputs, diag), merge_formulas.diagonal(scale), f"{label} (KaSA)", True, scratch)
+        if self.config.get("use_bdlora") and not transposed and not pair.embedding:
+            return Change(inputs, merge_formulas.block_diagonal(scale, blocks), f"{label} (blocks)", True, scratch)
+        twice = pair.embedding or self.config.get("init_lora_weights") == "mica"
+        made = merge_formulas.rounded if twice else merge_formulas.linear
+        return Change(inputs, made(scale, transposed=transposed), label, True, scratch)
+
+    def _blocks(self, pair: LoraPair, weight: Target) -> tuple[int, int]:
+        """Return how many diagonal blocks A and B are stored as."""
+        assert pair.a is not None and pair.b is not None
+        if not self.config.get("use_bdlora") or any(
+            len(t.shape) != 2 or 0 in t.shape for t in (weight, pair.a, pair.b)
+        ):
+            return 1, 1
+        rank = pair.a.shape[0]
+        return max(1, weight.shape[1] // pair.a.shape[1]), max(1, rank // pair.b.shape[1])
+
+    def _is_transposed(self) -> bool:
+        """Whether weights that are square are stored as [in, out]: as their neighbours are, else as the config says.
+
+        PEFT knows it from the class of the module, and corrects `fan_in_fan_out` by it.
+        """
+        proved = set()
+        for pair in self.split.pairs.values():
+            weight = self.split.base.get(f"{pair.module}.weight")
+            if weight is None or pair.embedding or len(weight.shape) != 2 or weight.shape[0] == weight.shape[1]:
+                continue
+            assert pair.a is not None and pair.b is not None
+            proved.add((pair.b.shape[0], pair.a.shape[-1]) != weight.shape)
+        return proved.pop() if len(proved) == 1 else bool(self.config.get("fan_in_fan_out"))
+
+    def _convolution(self, pair: LoraPair, weight: Target, scale: float, magnitude: Target | None) -> Change:
+        assert pair.a is not None and pair.b is not None
+        shapes = _shapes(pair, weight)
+        ndim = len(weight.shape)
+        if ndim > 5 or len(pair.a.shape) != ndim or len(pair.b.shape) != ndim:
+            raise CheckpointMismatchError(f"{pair.module!r}: the factors do not fit the weight ({shapes}).")
+        if pair.a.shape[1] != weight.shape[1] or pair.b.shape[1] != pair.a.shape[0]:
+            raise UnsupportedFormatError(
+                f"{pair.module!r} is a convolution in groups ({shapes}): PEFT can't merge these either. {_ADVICE}"
+            )
+        if pair.a.shape[2:] != weight.shape[2:] or pair.b.shape[0] != weight.shape[0]:
+            raise CheckpointMismatchError(f"{pair.module!r}: the factors do not fit the weight ({shapes}).")
+        if ndim == 5 and weight.shape[2:4] == (1, 1):
+            raise UnsupportedFormatError(
+                f"{pair.module!r} is a convolution in three dimensions with a flat kernel ({shapes}): PEFT fails to "
+                f"merge these. {_ADVICE}"
+            )
+        inputs = (pair.a, pair.b) if magnitude is None else (pair.a, pair.b, magnitude)
+        label = f"W + {scale:g} * A convolved with B"
+        return Change(
+            inputs,
+            merge_formulas.conv(scale, is_dora=magnitude is not None),
+            label if magnitude is None else f"DoRA of {label}",
+            False,
+            _scratch(pair, 6),
+        )
+
+    def _add_bias(self, pair: LoraPair, scale: float) -> None:
+        added = self.left.pop(f"{pair.key}.lora_B.bias", None)
+        if added is None:
+            return
+        name = f"{pair.module}.bias"
+        if name not in self.split.base:
+            raise UnsupportedFormatError(
+                f"the adapter has a bias for {pair.module!r}, whose base layer has none: PEFT can't merge it either. "
+                f"{_ADVICE}"
+            )
+        if self.split.base[name].shape != added.shape:
+            raise CheckpointMismatchError(
+                f"{name!r} has shape {list(self.split.base[name].shape)}, the adapter's {list(added.shape)}."
+            )
+        self._add(name, Change((added,), merge_formulas.bias(scale), f"bias + {scale:g} * bias of B", True, 8))
+
+    # --- parameters: experts
+
+    def _parameters(self, module: str) -> list[str]:
+        wanted = target_parameters(self.config)
+        names = [name for name in self.split.base if name.rpartition(".")[0] == module]
+        return [name for name in names if any(name == key or name.endswith(f".{key}") for key in wanted)]
+
+    def _add_parameters(self, module: str, pairs: Sequence[LoraPair]) -> None:
+        in_first, names = self._assigned(module, pairs)
+        for pair, name in zip(pairs, names, strict=True):
+            assert pair.a is not None and pair.b is not None
+            weight = self.split.base[name]
+            _check_dtypes(pair, weight)
+            scale = scaling(self.config, name)
+            label = f"W + {_product(scale)}"
+            formula = merge_formulas.rounded(scale)
+            if len(weight.shape) == 3:
+                formula = merge_formulas.experts(scale, weight.shape[0], in_first=in_first)
+                label += " of each expert" + (", transposed" if in_first else "")
+            self._add(name, Change((pair.a, pair.b), formula, label, True, _scratch(pair, 5)))
+
+    def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
+        """Return whether experts lie as [experts, in, out], and the parameter of each pair.
+
+        PEFT's names do not say it: wrappers of one module are nested in the order of its parameters. Shapes tell, or
+        nothing does.
+        """
+        names = self._parameters(module)
+        shapes = {name: self.split.base[name].shape for name in names}
+        if len(names) != len(pairs) or len(names) > _MOST_PARAMETERS:
+            raise CheckpointMismatchError(
+                f"{module!r} has {len(pairs)} adapters of parameters, and {len(names)} parameters that the adapter "
+                f"config targets: {', '.join(names)}."
+            )
+        found = [
+            (in_first, order)
+            for in_first in ((False, True) if any(len(shape) == 3 for shape in shapes.values()) else (False,))
+            for order in itertools.permutations(names)
+            if all(_fits(pair, shapes[name], in_first) for pair, name in zip(pairs, order, strict=True))
+        ]
+        if self.model_type is not None and len(found) > 1:
+            usual = self.model_type in _IN_FIRST
+            found = [item for item in found if item[0] is usual] or found
+        if not found:
+            factors = "; ".join(_shapes(pair) for pair in pairs)
+            raise CheckpointMismatchError(
+                f"{module!r}: the factors ({factors}) fit none of its parameters "
+                f"({', '.join(f'{name} {list(shape)}' for name, shape in shapes.items())})."
+            )
+        if len(found) > 1:
+            hint = " Its config.json may tell: give --base." if self.model_type is None else ""
+            raise UnsupportedFormatError(
+                f"{module!r}: neither PEFT's names nor the shapes say which factors are of which parameter, of "
+                f"{', '.join(names)}, or which way round.{hint} {_ADVICE}"
+            )
+        return found[0]
+
+    # --- rows of an embedding
+
+    def _add_tokens(self, name: str) -> None:
+        rows = self.left.pop(name)
+        module = name.removesuffix(".token_adapter.trainable_tokens_delta")
+        weight = self._base(f"{module}.weight")
+        indices = _token_indices(self.config, module)
+        if rows.shape != (len(indices), *weight.shape[1:]) or any(not 0 <= i < weight.shape[0] for i in indices):
+            raise CheckpointMismatchError(
+                f"the adapter config's trainable_token_indices are {len(indices)} rows of {module!r} "
+                f"{list(weight.shape)}, the checkpoint's are {list(rows.shape)}."
+            )
+        label = f"W with rows {', '.join(map(str, indices[:4]))}{', ...' if len(indices) > 4 else ''} of the adapter"
+        self._add(f"{module}.weight", Change((rows,), merge_formulas.tokens(indices), label, True, 8))
+
+
+def _is_for_training(name: str) -> bool:
+    """Whether a tensor has no part in what an adapter adds: PEFT's merge leaves it out."""
+    return ".lora_monteclora_sampler." in name or name.endswith(".lora_velora_embed")
+
+
+def _token_indices(config: Mapping[str, Any], module: str) -> list[int]:
+    given = config.get("trainable_token_indices")
+    if isinstance(given, Mapping):
+        given = next((rows for key, rows in given.items() if module.endswith(str(key))), None)  # PEFT's rule
+    if not isinstance(given, (list, tuple)) or not all(isinstance(i, int) and not isinstance(i, bool) for i in given):
+        raise CheckpointMismatchError(
+            f"the adapter config's trainable_token_indices do not say which rows of {module!r} were trained."
+        )
+    return list(given)
+
+
+# --- shapes and dtypes
+
+
+def _product(scale: float) -> str:
+    return f"{scale:g} * B @ A"
+
+
+def _scratch(pair: LoraPair, times: int) -> int:
+    """Bytes for each element: 16-bit factors are multiplied in float32."""
+    assert pair.b is not None
+    return times * max(4, dtype_of(pair.b.dtype).itemsize)
+
+
+def _shapes(pair: LoraPair, weight: Target | None = None) -> str:
+    assert pair.a is not None and pair.b is not None
+    of_weight = f"W {list(weight.shape)}, " if weight is not None else ""
+    return f"{of_weight}A {list(pair.a.shape)}, B {list(pair.b.shape)}"
+
+
+def _check_dtypes(pair: LoraPair, weight: Target) -> None:
+    assert pair.a is not None and pair.b is not None
+    kinds = {dtype_of(target.dtype).kind for target in (weight, pair.a, pair.b)}
+    if kinds != {"float"} or pair.a.dtype != pair.b.dtype:
+        raise UnsupportedFormatError(
+            f"{pair.module!r}: {weight.dtype} and {pair.a.dtype}, {pair.b.dtype} can't be merged. {_ADVICE}"
+        )
+
+
+def _check_shapes(
+    pair: LoraPair, weight: Target, kinds: Sequence[bool], blocks: tuple[int, int] = (1, 1)
+) -> list[bool]:
+    """Return which of (plain, transposed) the factors of a matrix fit."""
+    assert pair.a is not None and pair.b is not None
+    a, b = pair.a.shape, pair.b.shape
+    fits: list[bool] = []
+    if len(weight.shape) == len(a) == len(b) == 2 and a[0] == b[1] * blocks[1]:
+        product = (b[0], a[1] * blocks[0])
+        fits = [transposed for transposed in kinds if product == (weight.shape[::-1] if transposed else weight.shape)]
+    if not fits:
+        raise CheckpointMismatchError(
+            f"{pair.module!r}: the factors do not fit the weight ({_shapes(pair, weight)}). Was it quantized, or is "
+            "this the adapter of another model?"
+        )
+    return fits
+
+
+def _fits(pair: LoraPair, shape: tuple[int, ...], in_first: bool) -> bool:
+    """Whether factors are those of a parameter."""
+    assert pair.a is not None and pair.b is not None
+    a, b = pair.a.shape, pair.b.shape
+    if len(a) != 2 or len(b) != 2 or b[1] != a[0] or len(shape) not in (2, 3):
+        return False
+    if len(shape) == 2:
+        return shape == (b[0], a[1])
+    if a[0] % max(1, shape[0]) or (in_first and shape[0] == 1):
+        return False
+    return shape[1:] == ((a[1], b[0]) if in_first else (b[0], a[1]))

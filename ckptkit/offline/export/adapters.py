@@ -1,0 +1,322 @@
+"""LoRA adapters in a checkpoint: told apart from the base weights, and exported as PEFT stores them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.keymaps.patterns import compile_regex, fullmatch
+
+__all__ = [
+    "AdapterSplit",
+    "LoraPair",
+    "adapter_config",
+    "export_adapter",
+    "is_of_parameter",
+    "refuse_other_kinds",
+    "scaling",
+    "split_adapter",
+    "target_parameters",
+]
+
+_ROOT = "base_model.model."
+_WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # a trainer's own attribute may come before it
+# base_model.model.<module>.lora_A.<adapter>.weight; in an adapter file without <adapter>.
+_LORA = re.compile(
+    r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<leaf>weight|bias))?"
+)
+_BASE_LAYER = re.compile(r"(?:\.token_adapter)?(?:\.base_layer)+\.")
+_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
+# Rows of an embedding that were trained (trainable_token_indices), and what KaSA, MonteCLoRA and VeLoRA have besides.
+_OTHER = re.compile(
+    r"(?P<module>.+)\.(?P<kind>trainable_tokens_delta|lora_diag|lora_velora_embed|lora_monteclora_sampler)"
+    r"(?:\.(?P<adapter>(?!std_prior$|expert_weights(?:_prior)?$|gaussian_var_prior$)[^.]+))?(?:\.(?P<rest>[^.]+))?"
+)
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "orthogonal")
+
+
+@dataclass(slots=True)
+class LoraPair:
+    """The two factors of one module.
+
+    Attributes:
+        key: Its name below PEFT's root, as it is stored; with `base_layer` where adapters wrap each other.
+        module: Its name in the base model.
+    """
+
+    key: str
+    module: str
+    a: Target | None = None
+    b: Target | None = None
+    embedding: bool = False
+
+    @property
+    def patterned(self) -> str:
+        """The name that patterns of ranks and alphas are matched with: out_proj of attention has its parent's."""
+        return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSplit:
+    """The tensors of a checkpoint that PEFT trained.
+
+    Attributes:
+        base: The base model's, under its own names.
+        pairs: By module.
+        others: Adapter tensors that are no pair: magnitudes of DoRA, biases of LoRA, trained tokens; by name in an
+            adapter file.
+        saved: Modules trained whole (modules_to_save), by name in an adapter file.
+        biases: Of the base model, by name in an adapter file: some adapters were trained with them.
+        names: The adapters that are there: "default".
+        dropped: Sources that go nowhere, with the reason.
+    """
+
+    base: dict[str, Target]
+    pairs: dict[str, LoraPair]
+    others: dict[str, Target] = field(default_factory=dict)
+    saved: dict[str, Target] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    dropped: dict[str, str] = field(default_factory=dict)
+    biases: dict[str, Target] = field(default_factory=dict)
+
+
+def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
+    """Tell adapter tensors from those of the base model; None where there is no adapter.
+
+    Raises:
+        CheckpointMismatchError: A factor lacks the other one, or names collide.
+        UnsupportedFormatError: There are several adapters.
+    """
+    if not any(".lora_" in name and _LORA.fullmatch(name) for name in targets):
+        return None
+    split = AdapterSplit({}, {})
+    adapters: dict[str, None] = {}
+    plains = {name: _WRAPPED.sub("", name, count=1) if _WRAPPED.match(name) else name for name in targets}
+    saved = {m["module"] for plain in plains.values() if (m := _SAVED.fullmatch(plain))}
+    for name, target in targets.items():
+        plain = plains[name]
+        if match := _LORA.fullmatch(plain):
+            adapters.setdefault(match["adapter"] or "default")
+            _add_factor(split, match, target)
+        elif match := _SAVED.fullmatch(plain):
+            adapters.setdefault(match["adapter"])
+            split.saved[f"{match['module']}.{match['rest']}"] = target
+        elif match := _OTHER.fullmatch(plain):
+            adapters.setdefault(match["adapter"] or "default")
+            rest = f".{match['rest']}" if match["rest"] else ""
+            split.others[f"{match['module']}.{match['kind']}{rest}"] = target
+        elif (match := _ORIGINAL.fullmatch(plain)) and match["module"] in saved:
+            split.dropped.update(dict.fromkeys(target.sources, "the original of a module that was trained whole"))
+        else:
+            _add_base(split, _BASE_LAYER.sub(".", plain), target)
+            if plain.endswith(".bias"):
+                split.biases[plain] = target
+    _name_modules(split)
+    if len(adapters) > 1:
+        raise UnsupportedFormatError(
+            f"the checkpoint holds several adapters: {', '.join(adapters)}. Choose one with --exclude '*.NAME.*' for "
+            "the others."
+        )
+    alone = [pair.module for pair in split.pairs.values() if pair.a is None or pair.b is None]
+    if alone:
+        raise CheckpointMismatchError(f"lora_A or lora_B is missing for: {', '.join(alone)}.")
+    return replace(split, names=tuple(adapters))
+
+
+def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
+    """Refuse a PEFT model that has an adapter, and none of LoRA: as a model it would load nowhere.
+
+    Raises:
+        UnsupportedFormatError: Names the module that has it.
+    """
+    wrapped = [name for name in targets if _WRAPPED.match(name)]
+    for name in wrapped:
+        module, found, _ = name.partition(".base_layer.")
+        if found:
+            own = [other.removeprefix(module + ".") for other in wrapped if other.startswith(module + ".")]
+            kind = next((part for part in own if not part.startswith("base_layer.")), "base_layer")
+            raise UnsupportedFormatError(
+                f"PEFT's names, and an adapter that is none of LoRA: {module!r} has {kind!r}. Save it with PEFT's "
+                "save_pretrained, which knows its kind; for the base model alone give --key-map peft, and --exclude "
+                f"'*.{kind.partition('.')[0]}*'."
+            )
+
+
+def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base: str | None) -> dict[str, Any]:
+    """Return adapter_config.json: what was given, checked against the tensors, never completed by guesses.
+
+    Raises:
+        UsageError: There is none, or it does not say lora_alpha.
+        CheckpointMismatchError: Its rank is not that of the tensors.
+    """
+    ranks = sorted({_rank(pair) for pair in split.pairs.values()})
+    modules = sorted({pair.module.rpartition(".")[2] for pair in split.pairs.values()})
+    if not given:
+        raise UsageError(
+            f"the checkpoint holds a LoRA adapter (rank {', '.join(map(str, ranks))}, on {', '.join(modules)}), but "
+            "its alpha is not recorded in it. Give PEFT's adapter_config.json with --adapter-config FILE, or in the "
+            "directory of --base."
+        )
+    if not isinstance(given.get("lora_alpha"), (int, float)) or isinstance(given.get("lora_alpha"), bool):
+        raise UsageError(
+            "the adapter config does not say lora_alpha; it is not made up. Add the value of the training."
+        )
+    if given["lora_alpha"] <= 0:
+        raise UsageError(
+            f"the adapter config says lora_alpha {given['lora_alpha']}: some tools write 0 where they do not know it. "
+            "Put in the value of the training."
+        )
+    if given.get("peft_type", "LORA") != "LORA":
+        raise UnsupportedFormatError(f"the adapter is of type {given['peft_type']!r}; only LORA is supported.")
+    made = {"peft_type": "LORA", **given}
+    if len(ranks) == 1 and "r" not in made:
+        made["r"] = ranks[0]  # read off the tensors, not guessed
+    for pair in split.pairs.values():
+        said = _by_pattern(made.get("rank_pattern"), pair.patterned, made.get("r"))
+        if said != _rank(pair) and not _is_stacked(made, pair):
+            raise CheckpointMismatchError(
+                f"the adapter config says rank {said} for {pair.module!r}, its tensors have rank {_rank(pair)}."
+            )
+    made.setdefault("target_modules", modules)
+    if isinstance(made["target_modules"], (set, tuple)):
+        made["target_modules"] = sorted(made["target_modules"])
+    if base and not made.get("base_model_name_or_path"):
+        made["base_model_name_or_path"] = base
+    made["inference_mode"] = True
+    return made
+
+
+def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict[str, Target], tuple[str, ...]]:
+    """Return the tensors of adapter_model.safetensors under PEFT's names, and notes."""
+    made: dict[str, Target] = {}
+    for pair in split.pairs.values():
+        module = pair.key
+        names = ("lora_embedding_A", "lora_embedding_B") if pair.embedding else ("lora_A.weight", "lora_B.weight")
+        for name, target in zip(names, (pair.a, pair.b), strict=True):
+            if target is not None:
+                made[f"{_ROOT}{module}.{name}"] = target
+    others = {name: target for name, target in split.others.items() if not _is_tied_token_adapter(name, split, config)}
+    made.update({_ROOT + name: target for name, target in (*others.items(), *split.saved.items())})
+    made.update({_ROOT + name: target for name, target in _trained_biases(split, config).items()})
+    start = config.get("init_lora_weights")
+    notes: tuple[str, ...] = ()
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        notes = (f"init_lora_weights={start!r} changed the base weights at the start: the adapter fits only that base",)
+    return {name: replace(target, name=name) for name, target in made.items()}, notes
+
+
+def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
+    """Whether rows of a head are those of the embedding, which a list of indices means: PEFT stores them once."""
+    indices = config.get("trainable_token_indices")
+    head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
+    return (
+        head
+        and isinstance(indices, list)
+        and sum(other.endswith(".trainable_tokens_delta") for other in split.others) > 1
+    )
+
+
+def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str, Target]:
+    """The base model's biases that belong to the adapter: all, or those of the modules that have one.
+
+    Raises:
+        UnsupportedFormatError: The config's `bias` is none that PEFT knows.
+    """
+    kind = config.get("bias", "none")
+    if kind not in ("none", "all", "lora_only"):
+        raise UnsupportedFormatError(
+            f"adapters with bias={kind!r} can't be exported; PEFT has none, all and lora_only."
+        )
+    if kind == "none":
+        return {}
+    modules = tuple(f"{pair.key}.base_layer.bias" for pair in split.pairs.values())
+    return {name: target for name, target in split.biases.items() if kind == "all" or name in modules}
+
+
+def target_parameters(config: Mapping[str, Any]) -> list[str]:
+    """Return what the config says of parameters that are adapted. Raises CorruptCheckpointError if it is no list."""
+    given = config.get("target_parameters") or []
+    if not isinstance(given, (list, tuple, set)) or not all(isinstance(key, str) for key in given):
+        raise CorruptCheckpointError(
+            f"adapter_config.json: target_parameters is {given!r:.80}, expected a list of names."
+        )
+    return sorted(given)
+
+
+def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
+    """Tell whether the config targets parameters (target_parameters) of a module."""
+    owners = [key.rpartition(".")[0] for key in target_parameters(config)]
+    return any(not owner or module == owner or module.endswith(f".{owner}") for owner in owners)
+
+
+def scaling(config: Mapping[str, Any], module: str) -> float:
+    """Return what B @ A is multiplied by: alpha / r, or alpha / sqrt(r) with rslora; patterns by module included."""
+    rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
+    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in (rank, alpha)) or rank <= 0:
+        raise CorruptCheckpointError(
+            f"adapter_config.json: {module!r} has rank {rank!r:.40} and lora_alpha {alpha!r:.40}, expected numbers."
+        )
+    return float(alpha / math.sqrt(rank)) if config.get("use_rslora") else float(alpha / rank)
+
+
+def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> None:
+    module, kind = match["module"], match["kind"]
+    if kind == "lora_magnitude_vector":
+        split.others[f"{module}.lora_magnitude_vector"] = target
+    elif match["leaf"] == "bias":
+        split.others[f"{module}.{kind}.bias"] = target
+    else:
+        pair = split.pairs.setdefault(module, LoraPair(module, module))
+        pair.embedding = kind.startswith("lora_embedding")
+        if kind.endswith("A"):
+            pair.a = target
+        else:
+            pair.b = target
+
+
+def _name_modules(split: AdapterSplit) -> None:
+    """Give pairs the names of their modules in the base model. Adapters of several parameters of one module
+    (target_parameters) wrap each other: those keep the names that tell them apart."""
+    plain = [module.replace(".base_layer", "") for module in split.pairs]
+    for module, name in zip(list(split.pairs), plain, strict=True):
+        pair = split.pairs.pop(module)
+        pair.module = name if plain.count(name) == 1 else module
+        split.pairs[pair.module] = pair
+
+
+def _add_base(split: AdapterSplit, name: str, target: Target) -> None:
+    if name in split.base:
+        raise CheckpointMismatchError(f"two tensors are the base model's {name!r}: {target.sources[0]!r} is one.")
+    split.base[name] = replace(target, name=name)
+
+
+def _rank(pair: LoraPair) -> int:
+    assert pair.a is not None
+    return pair.a.shape[0] if pair.a.shape else 0
+
+
+def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
+    """Whether the factors may be those of a parameter: with a rank for each expert, or a pattern of its name."""
+    if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
+        return False
+    patterns = config.get("rank_pattern")
+    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, Mapping) else ())]
+    return any(isinstance(rank, int) and rank > 0 and not _rank(pair) % rank for rank in ranks)
+
+
+def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
+    """PEFT's rule: the first key that matches the module's name, or an end of it after a dot."""
+    if isinstance(patterns, Mapping):
+        for key, value in patterns.items():
+            compile_regex(str(key))  # alone first: what is unbalanced must not close our own group
+            if fullmatch(compile_regex(rf"(.*\.)?({key})"), module):
+                return value
+    return default

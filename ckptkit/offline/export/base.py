@@ -1,0 +1,320 @@
+"""The model an export belongs to: config, tokenizer and other small files, and the names, shapes and dtypes it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.formats.hf import safetensors
+from ckptkit.formats.hf.side_files import find_side_files
+from ckptkit.storage.open import open_store
+from ckptkit.storage.store import Store, split_url
+
+__all__ = ["BaseModel", "WantedTensor", "beside_source", "export_config", "open_base"]
+
+_MAX_FILE = 256 << 20
+# What may never come along, whatever it is called: weights in any format, and what runs when it is loaded.
+_WEIGHTS = re.compile(
+    r"\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|onnx|h5|msgpack|pkl|pickle|npz|distcp|metadata)$|\.index\.json$", re.I
+)
+_REPO = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
+_REPO_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*", "*.py")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTensor:
+    """What the base model has under a name; dtype and shape are None where only its index could be read."""
+
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What surrounds the weights of an export.
+
+    Attributes:
+        where: For people: a path or a repo.
+        config: config.json; None where there is none.
+        files: What each small file holds, by its name in the export. config.json is not among them.
+        wanted: The tensors the base model has; {} where it has no weights.
+        adapter_config: adapter_config.json or peft_config.json; None where there is none.
+        repo: The repo id, where --base named one.
+        notes: What was left out.
+    """
+
+    where: str
+    config: Mapping[str, Any] | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    wanted: Mapping[str, WantedTensor] = field(default_factory=dict)
+    adapter_config: Mapping[str, Any] | None = None
+    repo: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def over(self, other: BaseModel) -> BaseModel:
+        """Return this base, completed by what only `other` has: a checkpoint's own config and tokenizer."""
+        return BaseModel(
+            self.where if self.config is not None or not other.config else other.where,
+            self.config if self.config is not None else other.config,
+            {**other.files, **self.files} if self.config is None else (self.files or other.files),
+            self.wanted or other.wanted,
+            self.adapter_config if self.adapter_config is not None else other.adapter_config,
+            self.repo,
+            (*self.notes, *other.notes),
+        )
+
+    def contents(self) -> dict[str, bytes]:
+        """Return the small files by name, config.json among them."""
+        config = {} if self.config is None else {"config.json": f"{json.dumps(dict(self.config), indent=2)}\n".encode()}
+        return {**self.files, **config}
+
+
+def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) -> BaseModel:
+    """Read `--base`: a directory, a URL of one, or a repo of the Hugging Face hub, "org/name[@revision]".
+
+    A directory that exists comes first. Small files and safetensors headers are read, no tensor bytes.
+
+    Raises:
+        CheckpointNotFoundError: It is none of these, or the hub can't be reached and has nothing cached.
+        CorruptCheckpointError: config.json is no JSON object.
+    """
+    protocol, path = split_url(base)
+    if protocol == "file" and not os.path.isdir(path):
+        if "://" in base or base.startswith((".", "/", "~")) or not _REPO.fullmatch(base):
+            raise CheckpointNotFoundError(f"--base {base!r} is no directory.")
+        return _from_hub(base)
+    return _read_directory(open_store(base, storage_options=storage_options), base)
+
+
+def beside_source(store: Store, catalog: Catalog) -> BaseModel:
+    """Return what a checkpoint carries along itself, as its reader lists it: verl's `huggingface/`, and ours.
+
+    In a plain DCP directory it is what somebody put beside `.metadata`.
+    """
+    notes: list[str] = []
+    contents: dict[str, bytes] = {}
+    paths = catalog.info.side_files
+    if not paths and catalog.info.format == "dcp":
+        paths = find_side_files(store).carried
+    for path in paths:
+        data = _read_small(store, path, notes)
+        if data is not None:
+            contents.setdefault(_export_name(path), data)
+    config = _json_object(contents.pop("config.json", None), "config.json")
+    adapter = next(
+        (_json_object(contents.pop(n), n) for n in ("adapter_config.json", "peft_config.json") if n in contents), None
+    )
+    if adapter is None:
+        adapter = _adapter_config(store, notes)
+    return BaseModel("the checkpoint itself", config, contents, {}, adapter, None, tuple(notes))
+
+
+def export_config(
+    config: Mapping[str, Any], *, dtype: str | None, untied: bool, quantized: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return config.json as it must be for these weights, and notes on what was corrected.
+
+    Args:
+        dtype: Of most of the float weights; None where there are none.
+        untied: The head has values of its own.
+        quantized: The export holds quantized weights or their scales.
+    """
+    made = dict(config)
+    notes: list[str] = []
+    if dtype is not None:
+        _set_dtype(made, dtype, notes)
+    if untied and made.get("tie_word_embeddings") is not False:
+        made["tie_word_embeddings"] = False
+        text = made.get("text_config")
+        if isinstance(text, Mapping) and text.get("tie_word_embeddings"):
+            made["text_config"] = {**text, "tie_word_embeddings": False}
+        notes.append("config.json: tie_word_embeddings is now false")
+    names = made.get("architectures")
+    if isinstance(names, list) and any(isinstance(name, str) and name.startswith("FSDP") for name in names):
+        # fully_shard renames the class of the module it wraps.
+        made["architectures"] = [n.removeprefix("FSDP") if isinstance(n, str) else n for n in names]
+        notes.append("config.json: the FSDP prefix of the architecture is gone")
+    if "quantization_config" in made and not quantized:
+        del made["quantization_config"]
+        notes.append("config.json: quantization_config is gone, for the weights are not quantized")
+    return made, tuple(notes)
+
+
+def _set_dtype(config: dict[str, Any], dtype: str, notes: list[str]) -> None:
+    keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
+    for key in keys:
+        if config.get(key) != dtype:
+            if config.get(key) is not None:
+                notes.append(f"config.json: {key} {config[key]} is now {dtype}, as the weights are")
+            config[key] = dtype
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, Mapping):
+            inner = {k: dtype for k in _DTYPE_KEYS if value.get(k) is not None}
+            if inner:
+                config[key] = {**value, **inner}
+
+
+def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseModel:
+    side = find_side_files(store)
+    notes: list[str] = list(side.notes)
+    names = list(side.carried)
+    config = _json_object(_read_small(store, "config.json", notes), f"{where}/config.json")
+    if config is not None and config.get("auto_map"):
+        names += side.code
+        notes.append("the author's Python files are copied, for config.json names them in auto_map; they were not run")
+    files: dict[str, bytes] = {}
+    for name in names:
+        if name != "config.json":
+            data = _read_small(store, name, notes)
+            if data is not None:
+                files[name] = data
+    adapter = None
+    for name in ("adapter_config.json", "peft_config.json"):
+        if adapter is None and store.info(name) is not None:
+            adapter = _json_object(_read_small(store, name, notes), f"{where}/{name}")
+    files.pop("adapter_config.json", None)
+    return BaseModel(where, config, files, _wanted(store, notes), adapter, repo, tuple(notes))
+
+
+def _wanted(store: Store, notes: list[str]) -> dict[str, WantedTensor]:
+    """Names, shapes and dtypes of the base's tensors, from headers; from the index alone where that is all."""
+    try:
+        catalog = safetensors.open_catalog(store)
+    except (CheckpointNotFoundError, UnsupportedFormatError):
+        return {}
+    except CorruptCheckpointError as error:
+        index = _index_names(store)
+        if not index:
+            notes.append(f"the base model's weights could not be read, names are not checked: {error}")
+        return {name: WantedTensor() for name in index}
+    if all(name == "adapter_model.safetensors" for name in catalog.info.files):
+        return {}
+    return {name: WantedTensor(entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
+
+
+def _index_names(store: Store) -> list[str]:
+    data = _read_regular(store, "model.safetensors.index.json", [])
+    index = _json_object(data, "model.safetensors.index.json") if data is not None else None
+    found = index.get("weight_map") if index else None
+    return [name for name in found if isinstance(name, str)] if isinstance(found, Mapping) else []
+
+
+def _from_hub(base: str) -> BaseModel:
+    from huggingface_hub import get_safetensors_metadata, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    # The base class of the hub's HTTP error is that of the HTTP library it came with (requests, httpx): its
+    # failures to connect are no OSErrors.
+    unreachable: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, *HfHubHTTPError.__bases__)
+    repo, _, revision = base.partition("@")
+    try:
+        folder = snapshot_download(repo, revision=revision or None, allow_patterns=list(_REPO_FILES))
+    except unreachable as error:
+        raise CheckpointNotFoundError(
+            f"--base {base!r} is no directory here, and as a repo of the hub it can't be read: {_first_line(error)}"
+        ) from error
+    found = _read_directory(open_store(folder), base, repo)
+    if found.wanted and all(tensor.shape is not None for tensor in found.wanted.values()):
+        return found
+    try:
+        metadata = get_safetensors_metadata(repo, revision=revision or None)
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        note = f"the tensors of {repo} are not known: {_first_line(error)}"
+    except unreachable:
+        note = f"shapes of {repo} could not be read from the hub; only names are checked" if found.wanted else ""
+    else:
+        from ckptkit.catalog.dtypes import from_safetensors
+
+        wanted = {
+            name: WantedTensor(from_safetensors(str(info.dtype)).name, tuple(info.shape))
+            for file in metadata.files_metadata.values()
+            for name, info in file.tensors.items()
+        }
+        return BaseModel(base, found.config, found.files, wanted, found.adapter_config, repo, found.notes)
+    notes = (*found.notes, note) if note else found.notes
+    return BaseModel(base, found.config, found.files, found.wanted, found.adapter_config, repo, notes)
+
+
+def _read_small(store: Store, path: str, notes: list[str]) -> bytes | None:
+    """The file's bytes; None, with a note, for what is not to be carried along."""
+    if _WEIGHTS.search(path):
+        notes.append(f"{path} was not copied: it looks like weights")
+        return None
+    return _read_regular(store, path, notes)
+
+
+def _read_regular(store: Store, path: str, notes: list[str]) -> bytes | None:
+    info = store.info(path)
+    if info is None:
+        return None
+    if info.kind == "symlink" and _in_hub_cache(store, path):
+        return _read_link(store, path)
+    if info.kind != "file":
+        notes.append(f"{path} was not copied: it is a {info.kind}")
+        return None
+    if info.size > _MAX_FILE:
+        notes.append(f"{path} was not copied: {info.size} bytes are too many for a side file")
+        return None
+    return store.read(path)
+
+
+def _in_hub_cache(store: Store, path: str) -> bool:
+    """Whether a link is one of the hub's cache: .../models--x/snapshots/<revision>/file -> ../../blobs/<hash>."""
+    root = store.local_root
+    if root is None:
+        return False
+    blobs = os.path.join(os.path.realpath(os.path.join(root, "..", "..")), "blobs")
+    target = os.path.realpath(os.path.join(root, path))
+    return os.path.dirname(target) == blobs
+
+
+def _read_link(store: Store, path: str) -> bytes | None:
+    if store.local_root is None:
+        return None
+    with open(os.path.realpath(os.path.join(store.local_root, path)), "rb") as file:  # noqa: PTH123
+        return file.read(_MAX_FILE) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+
+
+def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
+    """PEFT's config that lies in the checkpoint, in verl's lora_adapter/, or in the folder above it; else what
+    verl records of it (rank, alpha, task)."""
+    places = [(store, ""), (store, "lora_adapter/")]
+    if store.local_root is not None:
+        places.append((open_store(os.path.dirname(os.path.abspath(store.local_root))), ""))
+    for place, folder in places:
+        for name in ("adapter_config.json", "peft_config.json", "lora_train_meta.json"):
+            data = _read_regular(place, folder + name, [])
+            if data is not None:
+                notes.append(f"adapter config: {place.url.rstrip('/').rpartition('/')[2]}/{folder}{name}")
+                return _json_object(data, folder + name)
+    return None
+
+
+def _export_name(path: str) -> str:
+    """The name in the export: the last part, but folders of extra chat templates are kept."""
+    marker = "additional_chat_templates/"
+    return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]
+
+
+def _json_object(data: bytes | None, where: str) -> dict[str, Any] | None:
+    if data is None:
+        return None
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{where} is no JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CorruptCheckpointError(f"{where} is no JSON object.")
+    return value
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

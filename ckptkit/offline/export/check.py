@@ -1,0 +1,248 @@
+"""A written export checked from its own files: the index, and names and shapes against a model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.targets import Part, Target
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, MissingExtraError
+from ckptkit.formats.hf import safetensors
+from ckptkit.keymaps.builtin import map_for_model_type
+from ckptkit.offline.export.base import BaseModel, WantedTensor
+from ckptkit.offline.export.tied import config_ties, tied_pairs
+from ckptkit.storage.store import Store
+
+__all__ = [
+    "ExportProof",
+    "check_export",
+    "names_of_config",
+    "Comparison",
+    "absent_layers",
+    "compare_with_base",
+    "unexpected_buffers",
+]
+
+# An export held against the model it should be: names, shapes, dtypes.
+
+
+# Buffers that old versions of transformers stored and that every version computes.
+_LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
+_COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
+# Of one family: positions that are sines, which its save_pretrained leaves out (_keys_to_ignore_on_save).
+_COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positions\.weight")}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs; dtypes that differ are notes, for an export keeps the checkpoint's."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    shapes: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied: bool) -> Comparison:
+    """Return all names and shapes in which the targets differ from the base model.
+
+    A head that is tied may be in one and not in the other. `untied`: a head of its own was found.
+    """
+    wanted = base.wanted
+    shapes = {name: target.shape for name, target in targets.items()}
+    missing = [name for name in wanted if name not in targets]
+    unexpected = [name for name in targets if name not in wanted]
+    if missing and config_ties(base.config):
+        known = {**shapes, **{name: wanted[name].shape or () for name in missing}}
+        tied = {head for head, embedding in tied_pairs(known) if embedding in targets}
+        missing = [name for name in missing if name not in tied]
+    if unexpected:
+        heads = {head for head, _ in tied_pairs(shapes)}
+        free = untied or config_ties(base.config) is not False
+        unexpected = [name for name in unexpected if not (free and name in heads)]
+    faults = [
+        f"shape: {name} is {list(shapes[name])}, the base has {list(want.shape)}{_vocabulary(name)}"
+        for name, want in wanted.items()
+        if name in shapes and want.shape is not None and want.shape != shapes[name]
+    ]
+    return Comparison(tuple(missing), tuple(unexpected), tuple(faults), _dtype_note(targets, wanted))
+
+
+def unexpected_buffers(
+    targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor], model_type: str | None
+) -> dict[str, str]:
+    """Return the buffers that every transformers computes itself and that the base does not store."""
+    if not wanted:
+        return {}
+    kinds = [_COMPUTED, *([_COMPUTED_BY[model_type]] if model_type in _COMPUTED_BY else [])]
+    return {
+        name: "a buffer that is computed on load, and that the base does not store"
+        for name in targets
+        if name not in wanted and any(kind.fullmatch(name) for kind in kinds)
+    }
+
+
+def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what is missing where all that there is to compare with is a config: the layers that it counts.
+
+    transformers would fill them with random numbers. Names that don't number layers tell nothing.
+    """
+    inner = config.get("text_config")
+    count = config.get("num_hidden_layers", inner.get("num_hidden_layers") if isinstance(inner, Mapping) else None)
+    found = {int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}
+    if type(count) is not int or not found or count > 100_000:
+        return ()
+    absent = [number for number in range(count) if number not in found]
+    shown = ", ".join(map(str, absent[:4])) + (", ..." if len(absent) > 4 else "")
+    return (f"missing: layers {shown}: the config has num_hidden_layers {count}",) if absent else ()
+
+
+def _vocabulary(name: str) -> str:
+    if not name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
+        return ""
+    return ". Was the vocabulary resized? Then give --base a copy of the model with the new config"
+
+
+def _dtype_note(targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor]) -> tuple[str, ...]:
+    changed: dict[tuple[str, str], int] = {}
+    for name, want in wanted.items():
+        if name in targets and want.dtype is not None and want.dtype != targets[name].dtype:
+            pair = (want.dtype, targets[name].dtype)
+            changed[pair] = changed.get(pair, 0) + 1
+    return tuple(
+        f"{count} tensors are {found} in the checkpoint and {base} in the base model: the checkpoint's dtype is kept "
+        "unless --dtype says otherwise"
+        for (base, found), count in changed.items()
+    )
+
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportProof:
+    """What was proved of a written export.
+
+    Attributes:
+        tensors: How many there are.
+        matches: What names and shapes are equal to: "the config", a base model; "" for not compared.
+        indexed: There is an index, and it says exactly what the files hold.
+    """
+
+    tensors: int
+    matches: str
+    indexed: bool
+
+    def phrases(self) -> tuple[str, ...]:
+        """Return the parts of the closing line."""
+        said = [f"names and shapes match {self.matches}"] if self.matches else ["names were compared with no model"]
+        return (*said, "index exact" if self.indexed else "one file, no index needed")
+
+
+def check_export(store: Store, *, base: BaseModel | None = None, use_config: bool = False) -> ExportProof:
+    """Check the export at the store's root. Reads headers, the index and config.json.
+
+    Args:
+        base: Compare names and shapes with what it wants.
+        use_config: Compare with the model that transformers builds of config.json, on the meta device
+            (imports torch and transformers). Without transformers, `base` is what is left.
+
+    Raises:
+        CorruptCheckpointError: The index and the files differ, or a file lies there that no index names.
+        CheckpointMismatchError: Names or shapes differ, all listed.
+        MissingExtraError: `use_config` without transformers and without a base.
+    """
+    catalog = safetensors.open_catalog(store)
+    indexed = _check_index(store, catalog)
+    matches = ""
+    if use_config:
+        wanted, config = names_of_config(store) if _has_transformers() else ({}, {})
+        if not wanted and (base is None or not base.wanted):
+            raise MissingExtraError(
+                "comparing with the config needs transformers. "
+                "Install it from the checkout with: pip install -e '.[hf]'"
+            )
+        if wanted:
+            _check_names(catalog, BaseModel("the config", config, {}, wanted))
+            matches = "the config"
+    if not matches and base is not None and base.wanted:
+        _check_names(catalog, base)
+        matches = base.where
+    return ExportProof(len(catalog.tensors), matches, indexed)
+
+
+def names_of_config(store: Store) -> tuple[dict[str, WantedTensor], dict[str, Any]]:
+    """Return the names and shapes that transformers' model of config.json stores on the hub, and the config.
+
+    Nothing of the export is executed: classes come from transformers alone. ({}, config) for a model that
+    this transformers does not know.
+    """
+    import torch
+    import transformers
+
+    config = json.loads(store.read("config.json"))
+    names = config.get("architectures") or []
+    kind = getattr(transformers, str(names[0]), None) if names else None
+    # Names in a config are anybody's: only classes of models are called.
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)) or "model_type" not in config:
+        return {}, config
+    settings = {key: value for key, value in config.items() if key != "quantization_config"}
+    parsed = transformers.AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        model = kind(parsed)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    key_map = map_for_model_type(config.get("model_type"))
+    if key_map is not None:
+        targets = {name: _target(name, shape) for name, shape in shapes.items()}
+        mapped = key_map.apply(targets, config=config).targets
+        shapes = {name: target.shape for name, target in mapped.items()}
+    return {name: WantedTensor(None, shape) for name, shape in shapes.items()}, config
+
+
+def _check_names(catalog: Catalog, base: BaseModel) -> None:
+    targets = {name: Target.of(entry, name) for name, entry in catalog.tensors.items()}
+    found = compare_with_base(targets, base, untied=False)
+    faults = [f"missing: {name}" for name in found.missing]
+    faults += [f"unexpected: {name}" for name in found.unexpected]
+    faults += found.shapes
+    if faults:
+        raise CheckpointMismatchError(f"the export does not fit {base.where}:\n  " + "\n  ".join(faults))
+
+
+def _check_index(store: Store, catalog: Catalog) -> bool:
+    """Check that the index says what the headers say, and that no other file would be loaded beside it."""
+    on_disk = {item.path for item in store.list() if item.path.endswith(".safetensors")}
+    stray = sorted(on_disk - set(catalog.info.files))
+    if stray:
+        raise CorruptCheckpointError(
+            f"{', '.join(stray)}: loaders that take every .safetensors file would load it too."
+        )
+    if store.info(_INDEX) is None:
+        return False
+    index = json.loads(store.read(_INDEX))
+    held = {name: entry.slices[0].path for name, entry in catalog.tensors.items()}
+    said = index.get("metadata") or {}
+    wanted = {"total_size": sum(e.nbytes for e in catalog.tensors.values()),
+              "total_parameters": sum(e.numel for e in catalog.tensors.values())}  # fmt: skip
+    if index.get("weight_map") != held:
+        raise CorruptCheckpointError(f"{_INDEX}: its weight_map is not what the files hold.")
+    wrong = [f"{key} is {said.get(key)}, {value} expected" for key, value in wanted.items() if said.get(key) != value]
+    if wrong:
+        raise CorruptCheckpointError(f"{_INDEX}: {'; '.join(wrong)}.")
+    return True
+
+
+def _target(name: str, shape: tuple[int, ...]) -> Target:
+    box = Box.whole(shape)
+    return Target(name, "float32", shape, (Part(box, name, box),), "float32")
+
+
+def _has_transformers() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None

@@ -1,0 +1,67 @@
+"""SHA256SUMS of an export: a sha256 a file, in the lines that `sha256sum --check` reads."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from functools import partial
+
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.store import Store, checked_path
+
+__all__ = ["SUMS_NAME", "read_checksums", "write_checksums"]
+
+SUMS_NAME = "SHA256SUMS"
+_CHUNK = 16 << 20
+_MAX_BYTES = 1 << 20  # some 10,000 files
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+
+def write_checksums(store: Store, paths: Iterable[str], *, workers: int = 0) -> None:
+    """Read the files again and write their sha256 beside them. The Hub's LFS ids are the same numbers."""
+    names = sorted(paths)
+    with WorkerPool(workers or 4, thread_name_prefix="ckptkit-sha256") as pool:
+        lines = [
+            f"{digest}  {name}\n" for name, digest in zip(names, pool.map(partial(_sha256, store), names), strict=True)
+        ]
+    store.write(SUMS_NAME, "".join(lines).encode(), overwrite=True)
+
+
+def read_checksums(store: Store) -> dict[str, str]:
+    """Return the sha256 of each file that the directory's SHA256SUMS names, in hex; nothing where it has none.
+
+    Raises:
+        CorruptCheckpointError: It is no such file.
+        UnsafePathError: It names a file outside of the directory.
+    """
+    info = store.info(SUMS_NAME)
+    if info is None:
+        return {}
+    if info.kind not in ("file", "symlink"):
+        raise CorruptCheckpointError(f"{SUMS_NAME} is no list of sha256: it is no regular file.")
+    data = store.read(SUMS_NAME, 0, _MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise CorruptCheckpointError(f"{SUMS_NAME} is no list of sha256 of an export: more than {_MAX_BYTES} bytes.")
+    try:
+        lines = data.decode("utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpointError(f"{SUMS_NAME} is no list of sha256: {error}.") from error
+    sums: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        found = _LINE.fullmatch(line)
+        if found is None:
+            raise CorruptCheckpointError(f"{SUMS_NAME}: line {number} is no sha256 and name: {line!r:.120}.")
+        path = checked_path(found[2].removeprefix("./"))
+        if sums.setdefault(path, found[1]) != found[1]:
+            raise CorruptCheckpointError(f"{SUMS_NAME} gives two sha256 for {path!r:.200}.")
+    return sums
+
+
+def _sha256(store: Store, path: str) -> str:
+    info, state = store.info(path), hashlib.sha256()
+    size = info.size if info is not None else 0
+    for start in range(0, size, _CHUNK):
+        state.update(store.read(path, start, min(size, start + _CHUNK)))
+    return state.hexdigest()

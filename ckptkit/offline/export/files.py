@@ -1,0 +1,101 @@
+"""The files of a Hugging Face model: safetensors shards, and the index where there are several."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog
+from ckptkit.errors import IntegrityError
+from ckptkit.formats.hf.header import (
+    INDEX,
+    TensorToWrite,
+    encode_index,
+    lay_out,
+    read_header,
+    shard_names,
+    split_into_shards,
+)
+from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
+from ckptkit.storage.store import Store
+
+__all__ = ["adapter_files", "check_headers", "hf_files", "in_disk_order"]
+
+Placed: TypeAlias = tuple[str, tuple[int, ...], int]  # dtype, shape, byte offset in the file
+
+METADATA = {"format": "pt"}
+ADAPTER = "adapter_model.safetensors"
+
+
+def hf_files(
+    catalog: Catalog, tensors: Sequence[OutputTensor], *, max_shard_size: int
+) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
+    """Lay tensors out as `model*.safetensors`; returns (files, placements, what is published last)."""
+    ordered = in_disk_order(catalog, tensors)
+    headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]
+    shards = split_into_shards([header.nbytes for header in headers], max_shard_size)
+    names = shard_names(len(shards))
+    files: list[OutputFile] = []
+    placements: list[Placement] = []
+    weight_map: dict[str, str] = {}
+    for index, (name, members) in enumerate(zip(names, shards, strict=True)):
+        layout = lay_out([headers[i] for i in members], METADATA)
+        files.append(OutputFile(name, layout.nbytes, (Literal(0, layout.header),)))
+        for i, start in zip(members, layout.starts, strict=True):
+            placements.append(Placement.whole(ordered[i], index, start))
+            weight_map[ordered[i].name] = name
+    if len(shards) == 1:
+        return files, placements, (names[0],)
+    total = sum(header.nbytes for header in headers)
+    numel = sum(header.nbytes // dtype_of(header.dtype).itemsize for header in headers)
+    files.append(OutputFile.of_bytes(INDEX, encode_index(weight_map, total_size=total, total_parameters=numel)))
+    return files, placements, (INDEX,)
+
+
+def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
+    """Return tensors by where their first source lies on the disk, so that writing them reads forwards."""
+
+    def place(tensor: OutputTensor) -> tuple[str, int]:
+        for key in tensor.sources:
+            slices = catalog.tensors[key].slices
+            if len(slices):
+                return slices.paths[int(slices.files[0])], int(slices.starts[0])
+        return "", 0
+
+    return sorted(tensors, key=place)
+
+
+def adapter_files(
+    catalog: Catalog, tensors: Sequence[OutputTensor]
+) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
+    """Lay tensors out as `adapter_model.safetensors`, the one file PEFT reads."""
+    ordered = in_disk_order(catalog, tensors)
+    layout = lay_out([TensorToWrite(t.name, t.dtype, t.shape) for t in ordered], METADATA)
+    file = OutputFile(ADAPTER, layout.nbytes, (Literal(0, layout.header),))
+    placements = [Placement.whole(tensor, 0, start) for tensor, start in zip(ordered, layout.starts, strict=True)]
+    return [file], placements, (ADAPTER,)
+
+
+def check_headers(plan: Plan, store: Store) -> None:
+    """Read the headers and the index of a result again, and compare them with the plan, name by name.
+
+    Raises:
+        IntegrityError: A reader would see another tensor, or another place of it, than was planned.
+    """
+    planned: dict[str, dict[str, Placed]] = {file.path: {} for file in plan.files if file.path.endswith(".safetensors")}
+    for item in plan.placements:
+        path = plan.files[int(item.files[0])].path
+        planned[path][item.tensor.name] = (item.tensor.dtype, tuple(item.tensor.shape), int(item.starts[0]))
+    for path, tensors in planned.items():
+        header = read_header(store, path)
+        found = {name: (t.dtype, tuple(t.shape), t.start) for name, t in header.tensors.items()}
+        if found != tensors or dict(header.metadata) != METADATA:
+            raise IntegrityError(f"{path}: its header does not say what was planned. This is a bug, or a faulty disk.")
+    if INDEX in plan.last:
+        weight_map = json.loads(store.read(INDEX))["weight_map"]
+        if weight_map != {name: path for path, tensors in planned.items() for name in tensors}:
+            raise IntegrityError(
+                f"{INDEX}: it does not name the tensors of the files. This is a bug, or a faulty disk."
+            )

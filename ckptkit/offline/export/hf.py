@@ -1,0 +1,498 @@
+"""What a Hugging Face export consists of: tensors under the hub's names, config, tokenizer, card. Writes nothing.
+
+    export = plan_export(store, catalog, base=open_base(...), options=ExportOptions(...))
+
+Order: the wanted role (model or masters) -> wrappers and prefix off the names -> include, exclude -> adapter ->
+key map -> tied weights -> check against the base -> dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.dtypes import export_dtype
+from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.offline.copying.plan import OutputFile, OutputTensor
+from ckptkit.offline.export.base import BaseModel, beside_source, export_config
+from ckptkit.offline.export.weights import ExportOptions, matches, select_targets
+from ckptkit.storage.store import Store
+
+if TYPE_CHECKING:
+    from ckptkit.keymaps.builtin import Choice
+    from ckptkit.offline.export.adapters import AdapterSplit
+
+__all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
+
+
+# A name without any of these is that of no adapter, and of no layout that a built-in map is chosen for: the modules
+# that know more need not be imported, which is a tenth of the time of a short run.
+_ADAPTER = ".lora_"
+_PEFT = "base_model.model."
+_MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.", "gpt_neox.")
+
+
+@dataclass(frozen=True, slots=True)
+class HFExport:
+    """An export, ready to be laid out in files.
+
+    Attributes:
+        tensors: By name, in the order of the source.
+        files: config.json, tokenizer and the like, README.md.
+        kind: "model" (model*.safetensors) or "adapter" (adapter_model.safetensors, one file).
+        config: As it is written; None where there is none.
+        key_map: Name of the map that was applied.
+        leftovers: Source tensors that go nowhere, with the reason.
+        missing: Names the base has and no source gives.
+        faults: Everything that does not fit the base; empty unless `strict` was off.
+        notes: Decisions a person should know.
+        checked: What names and shapes were compared with: a path or repo, or "" for nothing.
+    """
+
+    tensors: tuple[OutputTensor, ...]
+    files: tuple[OutputFile, ...]
+    kind: Literal["model", "adapter"]
+    config: Mapping[str, Any] | None
+    key_map: str
+    leftovers: tuple[tuple[str, str], ...]
+    missing: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    checked: str = ""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An export in the making."""
+
+    catalog: Catalog
+    base: BaseModel
+    options: ExportOptions
+    targets: dict[str, Target] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    key_map: str = "hf"
+    weights: str = "model"
+    untied: bool = False
+    extra: list[str] = field(default_factory=list)
+    live: dict[str, str] = field(default_factory=dict)  # by source: its name before the key map
+    tied: dict[str, str] = field(default_factory=dict)  # by source of a second name: that of the one that is kept
+
+
+def plan_export(
+    store: Store, catalog: Catalog, *, base: BaseModel | None = None, options: ExportOptions | None = None
+) -> HFExport:
+    """Return the export of a checkpoint. Reads side files, and tied tensors where their bytes must be compared.
+
+    Args:
+        base: What --base gave; what the checkpoint itself carries completes it.
+
+    Raises:
+        CheckpointMismatchError: Names collide; names or shapes differ from the base; a tied head differs.
+        UnsupportedFormatError: A dtype has no name in safetensors, or an adapter is of an unknown kind.
+        UsageError: Options contradict the checkpoint.
+    """
+    own = beside_source(store, catalog)
+    draft = _draft(catalog, base.over(own) if base is not None else own, options or ExportOptions())
+    draft.notes += draft.base.notes
+    split = _split_adapter(draft.targets, mapped=draft.options.key_map is not None)
+    if split is None and draft.options.merge_adapter:
+        raise UsageError("--merge-adapter: the checkpoint holds no adapter (no lora_A or lora_B).")
+    if split is not None:
+        draft.dropped.update(split.dropped)
+        draft.notes += [f"adapter {name!r}" for name in split.names if name != "default"]
+    if split is not None and not draft.options.merge_adapter:
+        tensors, kind = _adapter_tensors(draft, split), "adapter"
+    else:
+        tensors, kind = _model_tensors(draft, split, store), "model"
+    return _finish(draft, tensors, "adapter" if kind == "adapter" else "model", store.url)
+
+
+def export_tensors(
+    catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Target], dict[str, str], tuple[str, ...]]:
+    """Return the tensors that another target than `hf` gets: (by name, left out with the reason, notes).
+
+    Roles, prefixes, globs, the key map that was asked for and casts apply; nothing is chosen, dropped as
+    tied or compared. Without `config`, rules read what the checkpoint records of its own.
+    """
+    own = catalog.info.extra.get("config")
+    draft = _draft(catalog, BaseModel("", config or (own if isinstance(own, Mapping) else None)), options)
+    if options.key_map is not None:
+        _map_names(draft)
+    return {n: _cast(t, options.dtype) for n, t in draft.targets.items()}, draft.dropped, tuple(draft.notes)
+
+
+def _draft(catalog: Catalog, base: BaseModel, options: ExportOptions) -> _Draft:
+    chosen = select_targets(catalog, options, wanted=base.wanted)
+    return _Draft(catalog, base, options, chosen.targets, chosen.dropped, list(chosen.notes), weights=chosen.weights)
+
+
+def _has_name(targets: Mapping[str, Target], *marks: str) -> bool:
+    return any(mark in name for name in targets for mark in marks)
+
+
+def _split_adapter(targets: Mapping[str, Target], *, mapped: bool) -> AdapterSplit | None:
+    if _has_name(targets, _ADAPTER):
+        from ckptkit.offline.export.adapters import split_adapter
+
+        return split_adapter(targets)
+    if not mapped and _has_name(targets, _PEFT):
+        from ckptkit.offline.export.adapters import refuse_other_kinds
+
+        refuse_other_kinds(targets)
+    return None
+
+
+def _map_names(draft: _Draft) -> None:
+    options, config = draft.options, draft.base.config
+    draft.live = {target.sources[0]: name for name, target in draft.targets.items() if target.sources}
+    if options.key_map is None and not draft.base.wanted and not _has_name(draft.targets, *_MAPPED):
+        return
+    if options.key_map is None:
+        from ckptkit.keymaps.builtin import choose_map
+
+        chosen = choose_map(draft.targets, wanted=draft.base.wanted, config=config)
+        chosen = _by_transformers(draft, chosen)
+        mapped, key_map = chosen.mapped, chosen.key_map
+        if key_map.name != "hf":
+            draft.notes.append(f"key map {key_map.name}: {chosen.why}")
+        if chosen.doubt:
+            draft.notes.append(chosen.doubt)
+    else:
+        key_map = options.key_map
+        mapped = key_map.apply(draft.targets, config=config)
+    draft.targets = dict(mapped.targets)
+    draft.dropped.update(mapped.dropped)
+    draft.key_map = key_map.name
+    if options.key_map is not None:
+        draft.notes += [f"key map {key_map.name}: {text} matched nothing" for text in mapped.unused]
+
+
+def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
+    """Where names of the base are still missing: what the installed transformers knows of the model."""
+    wanted = draft.base.wanted
+    if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
+        return chosen  # nothing is missing, or only that
+    from ckptkit.offline.export.transformers_names import live_model
+
+    model = live_model(draft.base.config, wanted)
+    return model.choose(draft.targets, wanted, chosen) if model is not None else chosen
+
+
+# --- the two kinds of export
+
+
+def _model_tensors(draft: _Draft, split: AdapterSplit | None, store: Store) -> dict[str, OutputTensor]:
+    options = draft.options
+    merge = None
+    if split is not None:
+        from ckptkit.offline.export.adapter_merge import merge_adapter
+        from ckptkit.offline.export.adapters import adapter_config
+
+        config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
+        merge = merge_adapter(split, config, model_type=_model_type(draft.base.config))
+        draft.targets = {**split.base, **{name: replace(t, name=name) for name, t in split.saved.items()}}
+        for pair in split.pairs.values():
+            for factor in (pair.a, pair.b):
+                draft.dropped.update(dict.fromkeys(factor.sources if factor else (), "merged into the base weight"))
+        for other in split.others.values():
+            draft.dropped.update(dict.fromkeys(other.sources, "of the adapter that was merged"))
+        draft.notes.append(f"adapter merged into {len(split.pairs)} weights")
+    _map_names(draft)
+    _settle_tied(draft, store)
+    _drop_buffers(draft)
+    _compare(draft)
+    targets = {name: _cast(target, options.dtype) for name, target in draft.targets.items()}
+    tensors: dict[str, OutputTensor] = dict(targets) if merge is None else dict(merge(targets, draft.tied, draft.notes))
+    if merge is not None:
+        for tensor in tensors.values():
+            for source in tensor.sources:
+                draft.dropped.pop(source, None)
+    return tensors
+
+
+def _model_type(config: Mapping[str, Any] | None) -> str | None:
+    """The type of the model that generates text, which may be a part."""
+    config = config or {}
+    text = config.get("text_config")
+    found = (text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type")
+    return found if isinstance(found, str) else None
+
+
+def _adapter_tensors(draft: _Draft, split: AdapterSplit) -> dict[str, OutputTensor]:
+    from ckptkit.offline.export.adapters import adapter_config, export_adapter
+
+    config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
+    made, notes = export_adapter(split, config)
+    draft.notes += notes
+    for target in split.base.values():
+        draft.dropped.update(dict.fromkeys(target.sources, "a base weight: an adapter was exported"))
+    draft.key_map = "peft"
+    tensors = {name: _cast(target, draft.options.dtype) for name, target in made.items()}
+    draft.base = replace(draft.base, config=None, adapter_config=config, wanted={})
+    return dict(tensors)
+
+
+def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["model", "adapter"], url: str) -> HFExport:
+    _check_dtypes(tensors)
+    if draft.faults and draft.options.strict:
+        raise CheckpointMismatchError(
+            f"the checkpoint does not fit {draft.base.where}:\n  " + "\n  ".join(draft.faults) + _advice(draft)
+        )
+    counts = _elements_by_dtype(tensors)
+    config = _config(draft, tensors, counts) if kind == "model" else None
+    files = _small_files(draft, config, kind)
+    used = {source for tensor in tensors.values() for source in tensor.sources}
+    leftovers = [
+        (name, draft.dropped.get(name) or _why_unused(draft, name))
+        for name in draft.catalog.tensors
+        if name not in used
+    ]
+    if draft.options.card:
+        from ckptkit.offline.export.model_card import CardFacts, model_card
+
+        facts = CardFacts(
+            url, kind, sum(counts.values()),
+            sum(n * dtype_of(name).itemsize for name, n in counts.items()), counts, draft.weights, draft.key_map,
+            draft.base.repo, tuple(draft.notes),
+        )  # fmt: skip
+        files["README.md"] = model_card(draft.catalog, facts).encode()
+    return HFExport(
+        tuple(tensors.values()),
+        tuple(OutputFile.of_bytes(name, data) for name, data in files.items()),
+        kind,
+        config,
+        draft.key_map,
+        tuple(leftovers),
+        tuple(draft.missing),
+        tuple(draft.faults),
+        tuple(dict.fromkeys(draft.notes)),
+        _compared_with(draft),
+    )
+
+
+def _compared_with(draft: _Draft) -> str:
+    if not draft.base.wanted:
+        return ""
+    return draft.base.where + (f" (but for {len(draft.extra)} tensors of its own)" if draft.extra else "")
+
+
+# --- rules
+
+
+def _settle_tied(draft: _Draft, store: Store) -> None:
+    if not draft.base.config:
+        return
+    from ckptkit.offline.export.tied import restore_embedding, same_values, settle_tied
+
+    tensors = draft.catalog.tensors
+
+    def same(first: Target, second: Target) -> bool:
+        a, b = (_whole_source(target) for target in (first, second))
+        if a is None or b is None or (first.dtype, second.dtype) != (second.dtype, first.dtype):
+            return False
+        return a == b or same_values(store, tensors[a], tensors[b])
+
+    wanted = draft.base.wanted or None
+    outcome = settle_tied(draft.targets, draft.base.config, same=same, wanted=wanted, untie=draft.options.untie)
+    for name, other in outcome.names.items():
+        _note_tied(draft, draft.targets[name], draft.targets[other])
+    draft.targets = dict(outcome.targets)
+    draft.dropped.update(outcome.dropped)
+    draft.notes += outcome.notes
+    draft.untied = outcome.untied
+    if wanted and (draft.base.config or {}).get("tie_word_embeddings"):
+        draft.targets = restore_embedding(draft.targets, wanted)
+    if wanted and not draft.options.untie:
+        _drop_aliases(draft, same)
+
+
+def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None:
+    """Leave out second names that the base does not store, where transformers says that they are tied, and the bytes
+    are equal. Where all that the base has is there, and more."""
+    wanted, names = draft.base.wanted, draft.targets
+    if not wanted.keys() <= names.keys() or len(names) == len(wanted):
+        return
+    kinds = {_kind(names[name]) for name in wanted}
+    extra = [name for name in names if name not in wanted and _kind(names[name]) in kinds]
+    if not extra:
+        return
+    from ckptkit.offline.export.transformers_names import live_model
+
+    model = live_model(draft.base.config, wanted)
+    if model is None or not model.tied:
+        return
+    kept: dict[str, str] = {}
+    for name in wanted:
+        live = draft.live.get(_whole_source(names[name]) or "", "")
+        kept.setdefault(model.tied.get(live, live), name)
+    for name in extra:
+        live = draft.live.get(_whole_source(names[name]) or "", "")
+        other = kept.get(model.tied.get(live, live)) if live else None
+        if other is not None and same(names[name], names[other]):
+            draft.dropped.update(dict.fromkeys(names[name].sources, f"tied: the same bytes as {other!r}"))
+            draft.notes.append(f"{name} is tied to {other}: equal bytes, written once")
+            _note_tied(draft, names[name], names[other])
+            del names[name]
+
+
+def _note_tied(draft: _Draft, target: Target, other: Target) -> None:
+    first, second = _whole_source(target), _whole_source(other)
+    if first is not None and second is not None and first != second:
+        draft.tied[first] = second
+
+
+def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
+    """What a second name has in common with the first."""
+    return target.dtype, target.shape, target.name.rpartition(".")[2]
+
+
+def _whole_source(target: Target) -> str | None:
+    """The one source that the target is a copy of."""
+    part = target.parts[0] if len(target.parts) == 1 else None
+    return part.source if part is not None and part.is_plain else None
+
+
+def _drop_buffers(draft: _Draft) -> None:
+    if not draft.base.wanted:
+        return
+    from ckptkit.offline.export.check import unexpected_buffers
+
+    for name, reason in unexpected_buffers(draft.targets, draft.base.wanted, _model_type(draft.base.config)).items():
+        for source in draft.targets.pop(name).sources:
+            draft.dropped[source] = reason
+
+
+def _compare(draft: _Draft) -> None:
+    if not draft.base.wanted:
+        if draft.base.config and not (draft.options.include or draft.options.exclude):
+            from ckptkit.offline.export.check import absent_layers
+
+            draft.faults += absent_layers(draft.targets, draft.base.config)
+        return
+    from ckptkit.offline.export.check import compare_with_base
+
+    result = compare_with_base(draft.targets, draft.base, untied=draft.untied)
+    draft.notes += result.notes
+    draft.missing = list(result.missing)
+    left_out = {name for name in result.missing if _left_out(draft, name)}
+    if left_out:
+        draft.notes.append(f"{len(left_out)} tensors of the base were left out by --include and --exclude")
+    draft.faults += [f"missing: {name}" for name in result.missing if name not in left_out]
+    if draft.faults or result.shapes:
+        draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]
+    elif result.unexpected:
+        # All that the base has is there: this is state that somebody added, and to leave it out would lose it.
+        draft.extra = list(result.unexpected)
+        draft.notes.append(
+            f"kept, though the base has no such tensors: {', '.join(draft.extra)}. Some loaders refuse them: --exclude "
+            "leaves them out"
+        )
+    draft.faults += result.shapes
+
+
+def _left_out(draft: _Draft, name: str) -> bool:
+    """Whether the globs explain that a name is missing. They are over names before the key map: where one was
+    applied, any choice explains it."""
+    options = draft.options
+    if draft.key_map != "hf":
+        return bool(options.include or options.exclude)
+    return matches(options.exclude, name) or (bool(options.include) and not matches(options.include, name))
+
+
+def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
+    # C64 has a name since safetensors 0.8; older readers reject a whole file for it, so it is refused as well.
+    bad = [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in tensors.items()
+        if dtype_of(tensor.dtype).safetensors is None or dtype_of(tensor.dtype).kind == "complex"
+    ]
+    if bad:
+        raise UnsupportedFormatError(
+            f"safetensors, or most of its readers, have no dtype for: {', '.join(bad)}. Leave them out with --exclude "
+            "NAME, or write another format with --to."
+        )
+
+
+def _cast(target: Target, wanted: str) -> Target:
+    """The target in the wanted dtype; a cast that a key map asked for stays."""
+    if wanted == "keep":
+        return target
+    return replace(target, dtype=export_dtype(target.dtype, wanted))
+
+
+# --- small files
+
+
+def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[str, int]) -> dict[str, Any] | None:
+    if draft.base.config is None:
+        draft.notes.append("there is no config.json: transformers and vLLM can't load the export. Give --base MODEL")
+        return None
+    floats = {name: n for name, n in counts.items() if dtype_of(name).kind == "float"}
+    quantized = any(dtype_of(t.dtype).kind == "float8" or _is_scale(name) for name, t in tensors.items())
+    dtype = max(floats, key=lambda name: floats[name]) if floats and not quantized else None
+    config, notes = export_config(draft.base.config, dtype=dtype, untied=draft.untied, quantized=quantized)
+    draft.notes += notes
+    if "_diffusers_version" in config and "model_type" not in config:
+        draft.notes.append("config.json is of diffusers, whose files are diffusion_pytorch_model*.safetensors: rename")
+    return config
+
+
+def _small_files(draft: _Draft, config: Mapping[str, Any] | None, kind: str) -> dict[str, bytes]:
+    files = dict(draft.base.files)
+    for taken in ("README.md", "config.json", "adapter_config.json"):
+        files.pop(taken, None)
+    if config is not None:
+        files["config.json"] = _json(config)
+    if kind == "adapter":
+        files.pop("generation_config.json", None)
+        files["adapter_config.json"] = _json(draft.base.adapter_config or {})
+    return files
+
+
+def _adapter_source(draft: _Draft) -> Mapping[str, Any] | None:
+    given = draft.options.adapter_config
+    return given if given is not None else draft.base.adapter_config
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half characters, which JSON can only spell out
+        return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _elements_by_dtype(tensors: Mapping[str, OutputTensor]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for tensor in tensors.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    return counts
+
+
+def _is_scale(name: str) -> bool:
+    return name.endswith((".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".scales", ".absmax"))
+
+
+def _why_unused(draft: _Draft, name: str) -> str:
+    role = draft.catalog.tensors[name].role.value
+    return f"{role} state, not among the {draft.weights} weights"
+
+
+def _advice(draft: _Draft) -> str:
+    if any(fault.startswith("unexpected") for fault in draft.faults):
+        from importlib.util import find_spec
+
+        advice = "\n  Try --key-map, --strip-prefix, or --exclude NAME for what the model has no place for."
+        if draft.missing and find_spec("transformers") is None:
+            advice += " With transformers 5 installed, the names it gives to models in memory are known too."
+        return advice
+    return "\n  Is --base the model that was trained? See: ckptkit inspect URL"

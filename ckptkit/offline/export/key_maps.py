@@ -1,0 +1,54 @@
+"""Which key map the user means: a built-in name, a file, an installed package's entry point, or a map itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptkit.errors import UsageError
+from ckptkit.keymaps.builtin import BUILTIN_MAPS, builtin_map
+from ckptkit.keymaps.file import parse_key_map
+from ckptkit.keymaps.keymap import NameMap
+
+__all__ = ["ENTRY_POINTS", "resolve_key_map"]
+
+_MAX_FILE = 4 << 20
+ENTRY_POINTS = "ckptkit.key_maps"  # each gives a NameMap, or a function without arguments that returns one
+
+
+def resolve_key_map(key_map: NameMap | str | None) -> NameMap | None:
+    """Return the key map that `--key-map` names; None for None.
+
+    Files are read where the text looks like a path (it exists, or ends in .toml or .json). Installed
+    packages are asked last, since that runs their code.
+
+    Raises:
+        UsageError: There is no such map, or its file is malformed.
+    """
+    if key_map is None or isinstance(key_map, NameMap):
+        return key_map
+    if key_map.removeprefix("inverse:") in BUILTIN_MAPS:
+        return builtin_map(key_map)
+    if os.path.isfile(key_map) or key_map.endswith((".toml", ".json")):
+        try:
+            with Path(key_map).open(encoding="utf-8") as file:
+                text = file.read(_MAX_FILE + 1)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--key-map {key_map}: it can't be read: {error}.") from error
+        if len(text) > _MAX_FILE:
+            raise UsageError(f"--key-map {key_map}: more than {_MAX_FILE} characters, which no key map needs.")
+        return parse_key_map(text, file=key_map)
+    return _installed(key_map) or builtin_map(key_map)
+
+
+def _installed(name: str) -> NameMap | None:
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == name:
+            found = point.load()
+            made = found if isinstance(found, NameMap) else found()
+            if not isinstance(made, NameMap):
+                raise UsageError(f"the entry point {name!r} of {ENTRY_POINTS} gives {type(made).__name__}, no NameMap.")
+            return made
+    return None

@@ -1,0 +1,107 @@
+"""README.md of an export: where its weights come from. Nothing secret, nothing that markdown or HTML would obey."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.entry import Catalog
+from ckptkit.formats.replaceable import marked
+from ckptkit.units import format_count, format_size
+
+__all__ = ["CardFacts", "model_card", "source_fingerprint"]
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~])")
+_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """What a card tells.
+
+    Attributes:
+        source: URL of the checkpoint; only its last part is shown, for a URL may hold names of buckets and keys.
+        kind: "model" or "adapter".
+        dtypes: Elements by dtype.
+        notes: Decisions: maps, casts, tied weights.
+    """
+
+    source: str
+    kind: str
+    parameters: int
+    nbytes: int
+    dtypes: Mapping[str, int]
+    weights: str
+    key_map: str
+    base_repo: str | None
+    notes: Sequence[str]
+
+
+def model_card(catalog: Catalog, facts: CardFacts) -> str:
+    """Return the text of README.md."""
+    from ckptkit.version import __version__
+
+    info = catalog.info
+    library = "peft" if facts.kind == "adapter" else "transformers"
+    front = [f"library_name: {library}"]
+    if facts.base_repo and _REPO.fullmatch(facts.base_repo):
+        front += ["base_model:", f"- {json.dumps(facts.base_repo)}"]
+    front += ["tags:", "- ckptkit"]
+    rows: list[tuple[str, Any]] = [
+        ("Source", _last_part(facts.source)),
+        ("Format", info.format),
+        ("Written by", info.producer),
+        ("Training step", info.step),
+        ("Ranks that wrote it", info.world_size),
+        (
+            "Mesh",
+            ", ".join(f"{n}={s}" for n, s in zip(info.mesh.names, info.mesh.shape, strict=False))
+            if info.mesh
+            else None,
+        ),
+        ("Weights", facts.weights),
+        ("Parameters", f"{format_count(facts.parameters)} ({facts.parameters}), {format_size(facts.nbytes)}"),
+        ("Dtypes", ", ".join(f"{name}: {format_count(n)}" for name, n in sorted(facts.dtypes.items()))),
+        ("Names", facts.key_map),
+        ("Source fingerprint", source_fingerprint(catalog)),
+        ("Converted by", f"ckptkit {__version__}"),
+    ]
+    lines = ["---", *front, "---", "", f"# {_safe(_last_part(facts.source))}", ""]
+    lines += ["| | |", "|---|---|", *(f"| {k} | {_safe(str(v))} |" for k, v in rows if v not in (None, ""))]
+    if facts.notes:
+        lines += ["", *(f"- {_safe(note)}" for note in facts.notes)]
+    return marked("\n".join(lines) + "\n\n")
+
+
+def source_fingerprint(catalog: Catalog) -> str | None:
+    """Return a sha256 over names, dtypes, shapes and recorded digests of the source; None where it records none.
+
+    Two checkpoints of one save have the same; the weights themselves are not read.
+    """
+    total = sum(len(entry.slices) for entry in catalog.tensors.values())
+    digest = hashlib.sha256()
+    algorithms: set[str] = set()
+    for name in sorted(catalog.tensors):
+        entry = catalog.tensors[name]
+        if entry.slices.opaque or entry.slices.digests is None or entry.slices.algorithm is None:
+            return None
+        algorithms.add(entry.slices.algorithm)
+        digest.update(json.dumps([name, entry.dtype, list(entry.shape)]).encode())
+        digest.update(entry.slices.offsets.tobytes() + entry.slices.digests.tobytes())
+    return f"sha256:{digest.hexdigest()} over {total} {'/'.join(sorted(algorithms))} digests" if algorithms else None
+
+
+def _last_part(url: str) -> str:
+    path = url.split("?", 1)[0].split("#", 1)[0].partition("://")[2] or url.split("?", 1)[0]
+    return path.rstrip("/").rpartition("/")[2].rpartition("@")[2] or "checkpoint"
+
+
+def _safe(text: str) -> str:
+    """Text that shows as it is: one line, no markdown, no HTML."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return _SPECIAL.sub(r"\\\1", html.escape(line, quote=False))[:2000]

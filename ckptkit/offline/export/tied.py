@@ -1,0 +1,224 @@
+"""Tied weights: which tensors are one, by their bytes, and what an export does with the second name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import TensorEntry, TensorSlice, same_by_record
+from ckptkit.catalog.targets import Target
+from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.errors import CheckpointMismatchError
+from ckptkit.offline.copying.sources import Origin, SourceReader
+from ckptkit.storage.store import Store
+
+__all__ = ["TiedOutcome", "config_ties", "same_values", "settle_tied", "tied_pairs"]
+
+# The heads and embeddings of `_tied_weights_keys` in transformers' models.
+_HEADS = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "predictions.decoder.weight",
+    "lm_head.decoder.weight",
+    "lm_head.out_proj.weight",
+    "lm_loss.weight",
+    "head.decoder.weight",
+    "generator_lm_head.weight",
+    "vocab_projector.weight",
+    "output_projection.weight",
+    "proj_out.weight",
+    "output.weight",
+    "pred_layer.proj.weight",
+)
+_WHOLE_HEADS = ("decoder.weight",)  # of ModernBERT; below another module it may be anything
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "word_embedding.weight",
+    "transformer.w.weight",
+    "tok_embeddings.weight",
+    "embeddings.weight",
+    "shared.weight",
+    "tokens_embed.weight",
+)
+# Of an encoder-decoder: the embeddings of its halves, beside the shared one.
+_HALVES = tuple(f"{half}.embed_tokens.weight" for half in ("encoder", "decoder", "text_encoder", "text_decoder"))
+# A head with a bias has it twice: that of its decoder is the head's.
+_BIASES = ("predictions.decoder.bias", "lm_head.decoder.bias")
+# Models whose head is one of its own, whatever their config says of tied embeddings.
+_OWN_HEADS = frozenset({"pop2piano"})
+_TILE = 4 << 20  # bytes of each tensor that are compared at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TiedOutcome:
+    """What became of tied tensors.
+
+    Attributes:
+        targets: What is left to write.
+        dropped: Sources that are written under their other name, with the reason.
+        untied: The config must say `tie_word_embeddings: false`.
+        notes: What was decided.
+        names: By each name that was left out: the one that is kept.
+    """
+
+    targets: dict[str, Target]
+    dropped: dict[str, str]
+    untied: bool = False
+    notes: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def config_ties(config: Mapping[str, Any] | None) -> bool | None:
+    """Tell what config.json says about tied word embeddings; None where it does not say."""
+    found = (config or {}).get("tie_word_embeddings")
+    if found is None:
+        text = (config or {}).get("text_config")
+        found = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
+    return bool(found) if isinstance(found, (bool, int)) else None
+
+
+def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
+    """Return the pairs (head, embedding) that a config may tie: known names, equal shapes; and the embeddings of
+    an encoder-decoder's halves with its shared one, and the bias of a head's decoder with the head's."""
+    embeddings = [name for name in shapes if _is(name, _EMBEDDINGS)]
+    pairs: list[tuple[str, str]] = []
+    for head in (name for name in shapes if _is(name, _HEADS) or name in _WHOLE_HEADS):
+        fitting = [name for name in embeddings if shapes[name] == shapes[head] and name != head]
+        # Of several (towers of text and audio) the one nearest in the tree of modules; of two halves the decoder's.
+        fitting.sort(key=lambda name: (-_common(head, name), "decoder" not in name, len(name)))
+        pairs += [(head, fitting[0])] if fitting else []
+    for shared in (name for name in shapes if _is(name, ("shared.weight",))):
+        halves = [shared.removesuffix("shared.weight") + half for half in _HALVES]
+        pairs += [(name, shared) for name in halves if shapes.get(name) == shapes[shared]]
+    for bias in (name for name in shapes if _is(name, _BIASES)):
+        own = bias.removesuffix("decoder.bias") + "bias"
+        pairs += [(bias, own)] if shapes.get(own) == shapes[bias] else []
+    return pairs
+
+
+def settle_tied(
+    targets: Mapping[str, Target],
+    config: Mapping[str, Any] | None,
+    *,
+    same: Callable[[Target, Target], bool],
+    wanted: Mapping[str, Any] | None = None,
+    untie: bool = False,
+) -> TiedOutcome:
+    """Return the targets without the second names of tied tensors.
+
+    A head is left out only where the config says tied and its bytes are those of the embedding. A head
+    that the base model stores beside its embedding stays.
+
+    Args:
+        same: Tells whether two targets hold the same bytes; asked only where it matters.
+        wanted: The names the base model stores, where they are known.
+        untie: Keep a head that differs, and have the config say so.
+
+    Raises:
+        CheckpointMismatchError: The config says tied, but the head has values of its own.
+    """
+    if not config or config_ties(config) is False:
+        return TiedOutcome(dict(targets), {})
+    names = dict(targets)
+    dropped: dict[str, str] = {}
+    notes: list[str] = []
+    kept: dict[str, str] = {}
+    untied = False
+    own = str(config.get("model_type")) in _OWN_HEADS
+    for head, embedding in tied_pairs({name: target.shape for name, target in targets.items()}):
+        if own and _is(head, _HEADS):
+            continue
+        # Where the config is silent, only a base model that stores no head of its own proves that it is tied.
+        tied = config_ties(config) or (wanted is not None and embedding in wanted and head not in wanted)
+        equal = same(targets[head], targets[embedding])
+        if equal and tied and not untie:
+            for source in set(names.pop(head).sources) - set(targets[embedding].sources):
+                dropped[source] = f"tied: the same bytes as {embedding!r}"
+            kept[head] = embedding
+            notes.append(f"{head} is tied to {embedding}: equal bytes, written once")
+        elif not equal and config_ties(config) and not untie:
+            raise CheckpointMismatchError(
+                f"config.json says tie_word_embeddings, but {head!r} differs from {embedding!r}: loading the export "
+                "would lose the head. Was it trained apart? Use --untie to keep both and correct the config."
+            )
+        elif not equal or untie:
+            untied = True
+            notes.append(f"{head} and {embedding} are both kept; config.json says tie_word_embeddings: false")
+    if untie and not untied:
+        notes.append("--untie had nothing to do: the checkpoint has no head of its own")
+    return TiedOutcome(names, dropped, untied, tuple(notes), kept)
+
+
+def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
+    """Return the targets with an embedding that was stored only under its head's name, renamed to what the
+    base wants. Only for tied configs."""
+    names = dict(targets)
+    for embedding in (name for name in wanted if _is(name, _EMBEDDINGS) and name not in targets):
+        for head in (name for name in targets if _is(name, _HEADS) and name not in wanted):
+            names[embedding] = replace(names.pop(head), name=embedding)
+            break
+    return names
+
+
+def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
+    """Tell whether two tensors of a checkpoint hold the same bytes.
+
+    Recorded digests decide where both record the same pieces; else both are read, a few MB at a time.
+    """
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    known = same_by_record(first, second)
+    if known is not None:
+        return known
+    most = max(1, _TILE // dtype_of(first.dtype).itemsize)
+    tiles = Box.whole(first.shape).tiles(most)
+    return all(np.array_equal(_read_box(store, first, tile), _read_box(store, second, tile)) for tile in tiles)
+
+
+def _read_box(store: Store, entry: TensorEntry, box: Box) -> Any:
+    """The bytes of a box of a tensor, row-major: [*sizes, itemsize]."""
+    itemsize = dtype_of(entry.dtype).itemsize
+    out = np.empty((*box.sizes, itemsize), np.uint8)
+    offsets, sizes = (np.array([values], np.int64).reshape(1, box.ndim) for values in (box.offsets, box.sizes))
+    found = pieces(entry, offsets, sizes)
+    starts, strides = source_layout(entry, found)
+    for i in range(len(found)):
+        shape, steps = found.sizes[i].tolist(), strides[i].tolist()
+        raw = np.empty((1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))) * itemsize, np.uint8)
+        _read(store, entry.slices[int(found.rows[i])], int(starts[i]), raw)
+        view = np.ndarray((*shape, itemsize), np.uint8, raw.data, strides=(*(s * itemsize for s in steps), 1))
+        begin = (found.offsets[i] - offsets[0]).tolist()
+        out[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))] = view
+    return out
+
+
+def _read(store: Store, row: TensorSlice, start: int, out: Any) -> None:
+    if row.codec is None:
+        store.read_into(row.path, start, memoryview(out))
+        return
+    reader = SourceReader(store, [Origin(row.path, row.codec)])
+    try:
+        reader.read(0, start, memoryview(out))
+    finally:
+        reader.close()
+
+
+def _is(name: str, endings: tuple[str, ...]) -> bool:
+    return any(name == ending or name.endswith("." + ending) for ending in endings)
+
+
+def _common(first: str, second: str) -> int:
+    count = 0
+    for a, b in zip(first.split("."), second.split("."), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,335 @@
+"""The hub's names by transformers' own table (its conversion_mapping), where it is installed and ours do not suffice.
+
+transformers 5 keeps models in memory under other names, and in other pieces, than they lie on the hub, and turns them
+back when it saves. The model is built of config.json on the meta device: it knows which entries of the table apply
+where. Names come from the table's own functions; what happens to the elements is done here, on targets.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.catalog.targets import Target, concatenated
+from ckptkit.errors import CkptkitError
+from ckptkit.keymaps.builtin import Choice
+from ckptkit.keymaps.keymap import Mapped, NameMap, check_one_to_one
+
+__all__ = ["LiveModel", "live_model"]
+
+logger = logging.getLogger(__name__)
+
+_COUNTS = re.compile(r".*(layers?|depths?|blocks?)$")
+
+
+class _Unknown(Exception):
+    """The table asks for something that is not done here."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """What transformers says of a model in memory.
+
+    Attributes:
+        tied: Name -> the name whose tensor it is too.
+        transforms: The entries of the table, in the order of loading.
+        config: The parsed config.
+        prefix_change: The class of entries that add or remove a whole prefix.
+    """
+
+    tied: Mapping[str, str]
+    transforms: tuple[Any, ...] = ()
+    config: Any = None
+    prefix_change: type | None = None
+
+    def choose(self, targets: Mapping[str, Target], wanted: Collection[str], best: Choice) -> Choice:
+        """Return the hub's names for these live ones, where fewer wanted names are missing than in `best`."""
+        fewest = len(set(wanted) - set(best.mapped.targets))
+        for transforms in self._variants():
+            try:
+                made = _reverted(targets, transforms, self.config)
+                check_one_to_one(targets, made)
+            except (_Unknown, CkptkitError):
+                continue
+            missing = len(set(wanted) - set(made))
+            if missing < fewest:
+                fit, before = len(wanted) - missing, len(wanted) - fewest
+                why = f"{fit} of {len(wanted)} names are the base model's, {before} without it"
+                best, fewest = Choice(NameMap("transformers"), Mapped(made), why), missing
+        return best
+
+    def _is_prefix(self, transform: Any) -> bool:
+        return self.prefix_change is not None and isinstance(transform, self.prefix_change)
+
+    def _variants(self) -> Iterable[tuple[Any, ...]]:
+        """Entries that add or remove a whole prefix hold for some files of a model and not for others."""
+        if not self.transforms:
+            return
+        plain = tuple(t for t in self.transforms if not self._is_prefix(t))
+        if plain:
+            yield plain
+        if len(plain) < len(self.transforms):
+            yield self.transforms
+
+
+def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> LiveModel | None:
+    """Return what the installed transformers says of the model of this config.json.
+
+    None where it is not installed, is older than 5, or does not know the model. Only classes of transformers are
+    called, never code of the model's author.
+    """
+    if not config or not _bounded(config, len(wanted)):
+        return None
+    try:
+        import torch
+        import transformers
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+
+        names = config.get("architectures")
+        kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            return None
+        settings = {key: value for key, value in config.items() if key != "quantization_config"}
+        with torch.device("meta"):
+            model = kind(transformers.AutoConfig.for_model(**settings))
+        transforms = tuple(get_model_conversion_mapping(model, add_legacy=False))
+        return LiveModel(_tied(model), transforms, model.config, PrefixChange)
+    except ImportError:
+        return None
+    except Exception as error:  # noqa: BLE001 - a library's insides, in any version: without it names stay as they are
+        logger.warning("transformers can't say how it names the tensors of %s: %s", config.get("architectures"), error)
+        return None
+
+
+def _bounded(config: Mapping[str, Any], most: int) -> bool:
+    """Whether no count of layers is beyond what the wanted tensors can be of: building a model takes as long."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and not _bounded(value, most):
+            return False
+        if isinstance(value, int) and _COUNTS.fullmatch(str(key)) and value > most:
+            return False
+    return True
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """Every name of a tensor that has several -> one of them."""
+    roots: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while roots.get(name, name) != name:
+            name = roots[name]
+        return name
+
+    first: dict[int, str] = {}
+    pairs = [(name, first.setdefault(id(t), name)) for name, t in model.state_dict(keep_vars=True).items()]
+    said = getattr(model, "all_tied_weights_keys", None)
+    for name, other in (*pairs, *(said.items() if isinstance(said, dict) else ())):
+        roots[root(name)] = root(other)
+    return {name: root(name) for name in roots if root(name) != name}
+
+
+# --- the way back of transformers' saving, with targets for tensors
+
+
+def _reverted(targets: Mapping[str, Target], transforms: Iterable[Any], config: Any) -> dict[str, Target]:
+    back = [copy.deepcopy(t).reverse_transform() for t in reversed(tuple(transforms))]
+    converters = [t for t in back if hasattr(t, "operations")]
+    renamings = [t for t in back if not hasattr(t, "operations")]
+    made: dict[str, Target] = {}
+    groups: dict[str, tuple[Any, dict[str, list[Target]]]] = {}
+    for name in sorted(targets, key=_natural):
+        renamed, pattern, converter = _converted_name(name, converters)
+        if converter is None:
+            _put(made, _renamed(name, renamings), targets[name])
+        else:
+            groups.setdefault(renamed, (converter, {}))[1].setdefault(pattern, []).append(targets[name])
+    for renamed, (converter, collected) in groups.items():
+        for name, target in _run(converter, renamed, collected, config).items():
+            _put(made, _renamed(name, renamings), target)
+    return made
+
+
+def _put(made: dict[str, Target], name: str, target: Target) -> None:
+    if name in made:
+        raise _Unknown(name)
+    made[name] = target.renamed(name)
+
+
+def _converted_name(name: str, converters: Iterable[Any]) -> tuple[str, str, Any]:
+    for converter in converters:
+        renamed, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return renamed, pattern, converter
+    return name, "", None
+
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    for renaming in renamings:
+        name = renaming.rename_source_key(name)[0]
+    return name
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Numbers in names count as numbers: expert 10 comes after expert 9."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
+
+
+_Tensors = dict[str, list[Target]]
+
+
+def _run(converter: Any, renamed: str, collected: _Tensors, config: Any) -> dict[str, Target]:
+    """What the converter's operations make of the tensors of one place, by full name."""
+    sources, to = list(converter.source_patterns), list(converter.target_patterns)
+    for operation in converter.operations:
+        step = _STEPS.get(type(operation).__name__)
+        if step is None or not collected:
+            raise _Unknown(type(operation).__name__)
+        collected = step(operation, collected, sources, to, config)
+    whole = renamed.replace("*.", "0.")
+    at = next((key for key in collected if key in whole), None)
+    if at is None or any(len(pieces) != 1 for pieces in collected.values()):
+        raise _Unknown(renamed)
+    head, _, tail = whole.partition(at)
+    return {f"{head}{key}{tail}": pieces[0] for key, pieces in collected.items()}
+
+
+def _only(collected: _Tensors) -> Target:
+    if len(collected) != 1 or len(pieces := next(iter(collected.values()))) != 1:
+        raise _Unknown("several tensors")
+    return pieces[0]
+
+
+def _chunk(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+    target, names = _only(collected), to
+    if getattr(op, "num_shards_attribute", None) is not None:
+        count = getattr(config.get_text_config(), op.num_shards_attribute)
+        names = [to[0].replace("*", str(i)) for i in range(count)]
+    dim = _dim(target, op.dim)
+    if target.shape[dim] % len(names):
+        raise _Unknown("unequal parts")
+    pieces = target.split(dim, [target.shape[dim] // len(names)] * len(names))
+    return {name: [piece] for name, piece in zip(names, pieces, strict=True)}
+
+
+def _concatenate(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+    pieces = [piece for source in sources for piece in collected.get(source, ())]
+    if len(to) != 1 or len(pieces) < 2 or len({piece.dtype for piece in pieces}) > 1:
+        raise _Unknown("concatenation")
+    if set(collected) != set(sources):
+        raise _Unknown("parts are missing")
+    dim = _dim(pieces[0], op.dim)
+    _alike(pieces, dim)
+    return {to[0]: [concatenated(to[0], pieces, dim)]}
+
+
+def _stack(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+    made: _Tensors = {}
+    for source, pieces in collected.items():
+        _alike(pieces, None)
+        name = to[0] if len(collected) == 1 else source
+        made[name] = [concatenated(name, [piece.unsqueezed(op.dim) for piece in pieces], op.dim)]
+    return made
+
+
+def _unstack(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+    made: _Tensors = {}
+    for source, pieces in collected.items():
+        if len(pieces) != 1 or (len(collected) == 1 and len(to) != 1):
+            raise _Unknown("several tensors")
+        name = to[0] if len(collected) == 1 else source
+        made.update({name.replace("*", str(i)): [piece] for i, piece in enumerate(_unbound(pieces[0], op.dim))})
+    return made
+
+
+def _transpose(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+    target = _only(collected)
+    if op.check_dims:
+        raise _Unknown("a transposition that depends on shapes")
+    order = list(range(len(target.shape)))
+    first, second = _dim(target, op.dim0), _dim(target, op.dim1)
+    order[first], order[second] = second, first
+    return {_kept(sources, to): [target.transposed(tuple(order))]}
+
+
+def _interleave(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+    target = _only(collected)
+    return {to[0]: [_shuffled(target, _dim(target, op.dim), to_halves=not op.inverse)]}
+
+
+def _shuffled(target: Target, dim: int, *, to_halves: bool) -> Target:
+    """Elements of `dim` that lie side by side go to its two halves, or back."""
+    if dim == 0:
+        if target.shape[0] % 2:
+            raise _Unknown("an odd size")
+        return target.rope_permuted(1, to_halves=to_halves)
+    inner = [_shuffled(piece, dim - 1, to_halves=to_halves) for piece in _unbound(target, 0)]
+    return concatenated(target.name, [piece.unsqueezed(0) for piece in inner], 0)
+
+
+def _rope(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+    if op.subconfig_key is not None:
+        config = getattr(config, op.subconfig_key, config)
+    heads = getattr(config, "num_attention_heads", 1)
+    made: _Tensors = {}
+    for source, pieces in collected.items():
+        name = source if (len(to) > 1) != (len(sources) > 1) else to[0]
+        permutes = op.permute_layer_names is None or any(part in source for part in op.permute_layer_names)
+        if permutes and (len(pieces) != 1 or pieces[0].shape[0] % (2 * heads)):
+            raise _Unknown("heads of odd size")
+        made[name] = [pieces[0].rope_permuted(heads, to_halves=not op.inverse)] if permutes else pieces
+    return made
+
+
+def _ernie_experts(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+    """Stacked experts of several kinds, gate and up fused: one list of experts through all kinds."""
+    if set(collected) != set(sources):
+        raise _Unknown("parts are missing")
+    made: _Tensors = {}
+    halves = []
+    for source in sources:
+        target = collected[source][0]
+        dim = _dim(target, op.concat_dim)
+        halves.append(target.split(dim, [target.shape[dim] // len(to)] * len(to)))
+    for i, name in enumerate(to):
+        experts = [piece for parts in halves for piece in _unbound(parts[i], op.stack_dim)]
+        made.update({name.replace("*", str(k)): [piece] for k, piece in enumerate(experts)})
+    return made
+
+
+def _unbound(target: Target, dim: int) -> list[Target]:
+    return [piece.squeezed(dim) for piece in target.split(dim, [1] * target.shape[dim])]
+
+
+def _kept(sources: list[str], to: list[str]) -> str:
+    """In front of a cut a tensor keeps the name it was found by."""
+    return to[0] if len(to) == 1 else sources[0]
+
+
+def _dim(target: Target, dim: int) -> int:
+    found = dim + len(target.shape) if dim < 0 else dim
+    if not 0 <= found < len(target.shape):
+        raise _Unknown("no such dimension")
+    return found
+
+
+def _alike(pieces: list[Target], dim: int | None) -> None:
+    rests = {tuple(n for d, n in enumerate(p.shape) if d != dim) for p in pieces}
+    if len(rests) > 1 or len({(p.dtype, p.source_dtype) for p in pieces}) > 1:
+        raise _Unknown("shapes or dtypes differ")
+
+
+_STEPS: dict[str, Callable[[Any, _Tensors, list[str], list[str], Any], _Tensors]] = {
+    "Chunk": _chunk,
+    "Concatenate": _concatenate,
+    "MergeModulelist": _stack,
+    "SplitModulelist": _unstack,
+    "Transpose": _transpose,
+    "Interleave": _interleave,
+    "PermuteForRope": _rope,
+    "ErnieSplitAndDecoupleTextVisionExperts": _ernie_experts,
+}

@@ -1,0 +1,213 @@
+"""Which tensors an export takes, model weights or fp32 masters, and their names without wrappers."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptkit.catalog.dtypes import export_dtype
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
+from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
+
+if TYPE_CHECKING:
+    from ckptkit.keymaps.keymap import NameMap
+
+__all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets", "ExportOptions"]
+
+# What the user asked of an export.
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What the user asked for.
+
+    Attributes:
+        dtype: "keep" or a float dtype; floats only are cast.
+        weights: "model", "master" (fp32 copies), or "auto": the model's, or masters where `dtype` casts.
+        key_map: None chooses one where there is no doubt.
+        strip_prefix: Removed from every name; names without it are left out.
+        include, exclude: Globs over names before the key map, or over keys of the catalog.
+        untie: Keep a head that a tied config would lose.
+        adapter_config: PEFT's config of an adapter, where the checkpoint and the base have none.
+        merge_adapter: Merge the adapter into the base weights.
+        card: Write README.md.
+        strict: Raise on all that does not fit the base. Without, it is listed in `HFExport.faults`.
+    """
+
+    dtype: str = "keep"
+    weights: Literal["auto", "model", "master"] = "auto"
+    key_map: NameMap | None = None
+    strip_prefix: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    untie: bool = False
+    adapter_config: Mapping[str, Any] | None = None
+    merge_adapter: bool = False
+    card: bool = True
+    strict: bool = True
+
+
+@dataclass(slots=True)
+class Selection:
+    """The tensors to export by name, the weights they are of, and the sources left out with the reason."""
+
+    weights: str
+    targets: dict[str, Target] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The entries to export by FQN, whether they are the "model" or "master" weights, and notes."""
+
+    entries: dict[str, TensorEntry]
+    weights: Literal["model", "master"]
+    notes: tuple[str, ...] = ()
+
+
+def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = ()) -> Selection:
+    """Return the tensors of the role that was asked for, names without wrappers and prefix, chosen by globs.
+
+    Args:
+        wanted: The base model's names, by which a wrapper's prefix is told from one of the model's own.
+
+    Raises:
+        UsageError: Nothing is left.
+    """
+    chosen = choose_weights(catalog, options.weights, dtype=options.dtype)
+    found = Selection(chosen.weights, notes=list(chosen.notes))
+    names = strip_infixes(chosen.entries)
+    if options.strip_prefix:
+        kept = strip_prefix(names.values(), options.strip_prefix)
+        for name, short in names.items():
+            if short not in kept:
+                found.dropped[chosen.entries[name].name] = f"lacks the prefix {options.strip_prefix!r}"
+        names = {name: kept[short] for name, short in names.items() if short in kept}
+    elif wanted and not set(wanted) <= set(names.values()):
+        names = _without_wrapper(names, frozenset(wanted), found)
+    for name, short in names.items():
+        entry = chosen.entries[name]
+        if options.include and not matches(options.include, short, entry.name):
+            found.dropped[entry.name] = "not included"
+        elif matches(options.exclude, short, entry.name):
+            found.dropped[entry.name] = "excluded"
+        else:
+            found.targets[short] = Target.of(entry, short)
+    _refuse_opaque(catalog, found, options)
+    if not found.targets:
+        raise UsageError(
+            f"nothing to export: none of {len(chosen.entries)} {chosen.weights} tensors is left after --include, "
+            "--exclude and --strip-prefix."
+        )
+    return found
+
+
+def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -> None:
+    """Raise where tensors that were chosen can't be read without their classes: an export would lack them."""
+    opaque = {}
+    for name, why in catalog.info.extra.get("opaque", {}).items():
+        item, names = catalog.objects.get(name), (name, name.partition(".")[2])
+        wanted = not options.include or matches(options.include, *names)
+        if item is not None and item.role is Role.MODEL and wanted and not matches(options.exclude, *names):
+            opaque[name] = why
+    for target in found.targets.values():
+        for source in target.sources:
+            if why := catalog.tensors[source].slices.opaque:
+                opaque[source] = why
+    if opaque:
+        listed = "\n  ".join(f"{name} {why}" for name, why in opaque.items())
+        raise UnsupportedFormatError(
+            f"{len(opaque)} tensors can't be read without their classes, so the result would lack them:\n  {listed}\n"
+            "Leave them out with --exclude NAME, or export what they were made from in a job that has these classes."
+        )
+
+
+def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selection) -> dict[str, str]:
+    """Strip a prefix that the base model's names prove to be none of the model's own."""
+    probe = max(wanted, key=len)
+    before = len(wanted - set(names.values()))
+    for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
+        inside = {name: short.removeprefix(prefix) for name, short in names.items()}
+        missing = len(wanted - set(inside.values()))
+        if missing <= len(wanted) // 20 and missing < before and len(set(inside.values())) == len(inside):
+            found.notes.append(f"the prefix {prefix!r} was stripped: {len(wanted) - missing} names are the base's")
+            return inside
+    return names
+
+
+def matches(patterns: tuple[str, ...], *names: str) -> bool:
+    """Tell whether one of the names matches one of the globs."""
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def choose_weights(catalog: Catalog, weights: Literal["auto", "model", "master"], *, dtype: str = "keep") -> Weights:
+    """Return the weights that were asked for. "auto" takes the model's, and masters where there is nothing else or
+    where `dtype` would cast a weight that was rounded from its master: the master is cast, once.
+
+    Masters are taken for every parameter that has one; buffers and frozen parameters come from the model.
+    """
+    model = catalog.by_role(Role.MODEL)
+    if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):
+        if not model:
+            raise CheckpointNotFoundError(f"the checkpoint holds no model weights: {_roles(catalog)}.")
+        return Weights(model, "model")
+    masters = catalog.by_role(Role.MASTER)
+    if not masters:
+        what = "no fp32 masters" if weights == "master" else "neither model weights nor fp32 masters"
+        why = "".join(f"\n  {note}" for note in catalog.info.notes)
+        raise CheckpointNotFoundError(f"the checkpoint holds {what}: {_roles(catalog)}.{why}")
+    if not model:
+        return Weights(masters, "master", ("the checkpoint holds only fp32 masters: they are exported",))
+    strange = [name for name in masters if name not in model]
+    shapes = [n for n, e in masters.items() if n in model and model[n].shape != e.shape]
+    if strange or shapes:
+        raise CheckpointMismatchError(
+            "the fp32 masters do not belong to the model weights:\n  "
+            + "\n  ".join([f"no model weight: {n}" for n in strange] + [f"another shape: {n}" for n in shapes])
+        )
+    chosen = {name: masters.get(name, entry) for name, entry in model.items()}
+    chosen.update(_tied_masters(model, masters))
+    alone = [name for name, entry in chosen.items() if entry.role is Role.MODEL]
+    notes = [f"{len(alone)} tensors have no fp32 master (buffers, frozen): the model's are taken"] if alone else []
+    return Weights(chosen, "master", tuple(notes))
+
+
+def _rounded(catalog: Catalog, dtype: str) -> bool:
+    """Tell whether a cast to `dtype` can start from fp32 masters instead of weights that were rounded from them."""
+    model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)
+    pairs = [(model[name], master) for name, master in masters.items() if name in model]
+    if dtype == "keep" or len(pairs) < len(masters) or any(a.shape != b.shape for a, b in pairs):
+        return False
+    return any(a.dtype != b.dtype and export_dtype(a.dtype, dtype) != a.dtype for a, b in pairs)
+
+
+def _tied_masters(model: dict[str, TensorEntry], masters: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """An optimizer knows a tied parameter under one name: the other name gets the same master.
+
+    Tied are names whose model weights lie at the same bytes of the same files.
+    """
+    owners = {_place(model[name]): name for name in masters if len(model[name].slices)}
+    found: dict[str, TensorEntry] = {}
+    for name, entry in model.items():
+        if name not in masters and len(entry.slices) and _place(entry) in owners:
+            found[name] = replace(masters[owners[_place(entry)]], fqn=name)
+    return found
+
+
+def _place(entry: TensorEntry) -> tuple[tuple[str, int, int], ...]:
+    slices = entry.slices
+    if len(slices) > 4096:
+        return ((entry.name, -1, len(slices)),)
+    return tuple((row.path, row.start, row.nbytes) for row in slices)
+
+
+def _roles(catalog: Catalog) -> str:
+    counts: dict[str, int] = {}
+    for entry in catalog.tensors.values():
+        counts[entry.role.value] = counts.get(entry.role.value, 0) + 1
+    return ", ".join(f"{n} {role} tensors" for role, n in counts.items()) or "it holds no tensors"

@@ -1,0 +1,123 @@
+"""Finds what a checkpoint of another system lacks beside whole tensors: files of ranks, readable side files."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ckptkit.catalog.entry import Catalog, ObjectEntry
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError, UnsafePickleError
+from ckptkit.formats.hf.side_files import is_side_file
+from ckptkit.formats.pickles.objects import read_object
+
+if TYPE_CHECKING:
+    from ckptkit.storage.store import Store
+
+__all__ = ["find_gaps", "refuse_partial"]
+
+# accelerate, transformers, verl and its relatives: every rank writes one.
+_RANK_FILE = re.compile(
+    r"(random_states_|rng_state_|(?:extra_state|optim|model)_world_size_(\d+)_rank_)(\d{1,7})(\.(?:pkl|pth|pt))"
+)
+_DATA_FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
+_MARKERS = ("metadata.json", "fsdp_config.json")  # what tells a format, and so what else has to be there
+_MAX_OBJECT_BYTES = 64 << 20  # larger ones (a dataloader's state) are not parsed
+
+
+def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield (path, message) for each file that is missing, empty or unreadable beside whole tensors.
+
+    A committed checkpoint of ours has none: its record names all that belongs to it.
+
+    Args:
+        quick: Do not parse the files of schedulers, random states and the like.
+    """
+    if catalog.info.format.startswith("ckptkit-"):
+        return
+    for message in _stated(catalog):
+        yield "", message
+    if not catalog.tensors:
+        yield "", "it holds no tensors: there is nothing to verify. A save that was cut off leaves this."
+    files = _files(store, catalog)
+    for path in _missing_ranks(files, catalog.info.world_size or 0):
+        yield path, f"{path} is missing: every rank of this save wrote one."
+    if ".metadata" in files and "common.pt" in files and "metadata.json" not in files:
+        yield "metadata.json", "metadata.json is missing beside common.pt: Megatron writes it last."
+    objects = {entry.path: entry for entry in catalog.objects.values() if _is_file(entry, files)}
+    for path, size in files.items():
+        name = path.rpartition("/")[2]
+        if size == 0 and (path in objects or is_side_file(path) or name in _MARKERS or _RANK_FILE.fullmatch(name)):
+            yield path, f"{path} is empty: the save, or a copy of it, was cut off."
+    for path, entry in () if quick else objects.items():
+        if 0 < files[path] <= _MAX_OBJECT_BYTES and (fault := _fault(store, entry)):
+            yield path, fault
+
+
+def refuse_partial(store: Store, catalog: Catalog) -> None:
+    """Raise where the whole training state is wanted and a part of it was never written.
+
+    Raises:
+        IncompleteCheckpointError: There are no tensors, or the optimizer's file of a rank is missing.
+    """
+    if catalog.info.format.startswith("ckptkit-"):
+        return
+    if not catalog.tensors:
+        raise IncompleteCheckpointError(f"{store.url} holds no tensors. A save that was cut off leaves this.")
+    found = [*_stated(catalog)]
+    for path in _missing_ranks(_files(store, catalog), catalog.info.world_size or 0):
+        if path.rpartition("/")[2].startswith("optim"):
+            found.append(f"{path} is missing: every rank of this save wrote one.")
+    if found:
+        raise IncompleteCheckpointError(
+            f"{store.url}: {found[0]} To export the weights alone: ckptkit convert. Nothing was written."
+        )
+
+
+def _stated(catalog: Catalog) -> tuple[str, ...]:
+    """What the reader of the format found missing, and could do without."""
+    stated = catalog.info.extra.get("missing", ())
+    return tuple(map(str, stated)) if isinstance(stated, (list, tuple)) else ()
+
+
+def _files(store: Store, catalog: Catalog) -> dict[str, int]:
+    """The sizes of all files in the checkpoint's directories."""
+    info = catalog.info
+    folders = {""} | {path.rpartition("/")[0] for path in (*info.files, *info.side_files)}
+    return {item.path: item.size for folder in sorted(folders) for item in store.list(folder) if item.kind == "file"}
+
+
+def _missing_ranks(files: Mapping[str, int], world_size: int) -> list[str]:
+    ranks: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for path in files:
+        folder, _, name = path.rpartition("/")
+        data, match = _DATA_FILE.fullmatch(name), _RANK_FILE.fullmatch(name)
+        if data is not None:
+            world_size = max(world_size, int(data[1]) + 1)
+        if match is not None:
+            world_size = max(world_size, int(match[3]) + 1, min(int(match[2] or 0), 1 << 20))
+            ranks[f"{folder}/{match[1]}".lstrip("/"), match[4]].add(int(match[3]))
+    return [
+        f"{head}{rank}{ending}"
+        for (head, ending), have in ranks.items()
+        for rank in range(world_size)
+        if rank not in have
+    ]
+
+
+def _is_file(entry: ObjectEntry, files: Mapping[str, int]) -> bool:
+    """Whether an object is a file of its own, not a record of a data file."""
+    return entry.encoding != "value" and entry.start == 0 and files.get(entry.path) == entry.nbytes
+
+
+def _fault(store: Store, entry: ObjectEntry) -> str:
+    try:
+        read_object(store, entry, allow_pickle=True)
+    except UnsafePickleError:
+        return ""  # a load says so; the file may be whole
+    except CorruptCheckpointError as error:
+        return f"{entry.path} can't be read: {error}"
+    except CkptkitError:
+        return ""
+    return ""

@@ -1,0 +1,1 @@
+"""Reshards: the same tensors, cut for other ranks."""

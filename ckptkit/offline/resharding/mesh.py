@@ -1,0 +1,420 @@
+"""Which box of a tensor each rank of another mesh will hold: FSDP2's rule, over tensor parallelism, with replicas."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.errors import UsageError
+from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
+from ckptkit.offline.resharding.rank_files import RankBoxes
+
+__all__ = ["Cut", "TargetMesh", "cut_of_placements", "TPPlan", "Cuts"]
+
+Int64 = npt.NDArray[np.int64]
+
+_NAMES = ("replicate", "shard", "tp")
+_ALIASES = {
+    **dict.fromkeys(("replicate", "dp_replicate", "ddp", "hsdp_replicate", "inter", "replica"), "replicate"),
+    **dict.fromkeys(("shard", "dp_shard", "fsdp", "dp", "dp_shard_cp", "hsdp_shard", "intra", "data"), "shard"),
+    **dict.fromkeys(("tp", "tensor", "tensor_parallel", "model", "mp"), "tp"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor is cut: along which dimension by FSDP, and by tensor parallelism; None where it is not.
+
+    Attributes:
+        also: "shard" or "tp": where it is no cut, but the job holds a DTensor that is replicated there. It decides
+            nothing about bytes; a LOCAL checkpoint loads only where the same is recorded.
+    """
+
+    fsdp: int | None = 0
+    tp: int | None = None
+    also: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self.fsdp is None and self.tp is None
+
+    def on(self, kind: str) -> bool:
+        """Whether the tensor is a DTensor over this kind of mesh dimension; FSDP's replicas go with its shards."""
+        kind = "tp" if kind == "tp" else "shard"
+        return (self.tp if kind == "tp" else self.fsdp) is not None or kind in self.also
+
+
+@dataclass(frozen=True, slots=True)
+class TargetMesh:
+    """The mesh of the new job: replicate x shard x tp, the last innermost, as DeviceMesh numbers its ranks.
+
+    Attributes:
+        labels: (kind, the name it was given) of the dimensions that were named; they count even with a size of 1.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    labels: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str | Mapping[str, int] | None, *, world_size: int) -> TargetMesh:
+        """Return the mesh that `text` names ("replicate=2,shard=4,tp=2"); all ranks shard where it is None.
+
+        A size that is left out is 1, "shard" is what the others leave. Whatever the order in `text`, replicas are
+        outermost and tensor parallelism innermost, as FSDP2 wants them.
+
+        Raises:
+            UsageError: A name is unknown, a size is no positive number, or the product is not `world_size`.
+        """
+        if world_size < 1:
+            raise UsageError(f"world size {world_size}: there must be a rank at least.")
+        sizes, labels = _sizes(text)
+        if "shard" not in sizes:
+            rest = sizes.get("replicate", 1) * sizes.get("tp", 1)
+            if world_size % rest:
+                raise UsageError(f"mesh {text}: {rest} ranks a shard do not divide the world size {world_size}.")
+            sizes["shard"] = world_size // rest
+        mesh = cls(**sizes, labels=labels)
+        if mesh.size != world_size:
+            shown = " x ".join(f"{name}={getattr(mesh, name)}" for name in _NAMES)
+            raise UsageError(f"mesh {shown} has {mesh.size} ranks, but the world size is {world_size}.")
+        return mesh
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.shard * self.tp
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The dimensions as the new job's DeviceMesh has them: those of size 1 are left out, unless they were named
+        or there is no other."""
+        named = dict(self.labels)
+        return tuple(name for name in _NAMES if getattr(self, name) > 1 or name in named) or ("shard",)
+
+    def describe(self, kinds: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return {"shape", "names", "ranks"} of the mesh, or of its part with these dimensions that has rank 0."""
+        kinds = self.kinds if kinds is None else kinds
+        named = dict(self.labels)
+        grid = np.arange(self.size).reshape(self.replicate, self.shard, self.tp)
+        index = tuple(slice(None) if name in kinds else 0 for name in _NAMES)
+        return {
+            "shape": [getattr(self, kind) for kind in kinds],
+            "names": [named.get(kind, kind) for kind in kinds],
+            "ranks": grid[index].reshape(-1).tolist(),
+        }
+
+    def boxes(self, shape: tuple[int, ...], cut: Cut, *, turn: int = 0) -> RankBoxes:
+        """Return which rank stores which box: each once, empty ones left out.
+
+        FSDP2 cuts what tensor parallelism left to a rank, both by the rule of torch.chunk. Cut by both along one
+        dimension, a rank's part is the shard-th chunk of the tp-th chunk. A tensor with no elements has one empty
+        box, so that it is there.
+
+        Args:
+            turn: Which of the replicas stores it, counted round: 0 is the first, so that the ranks of the first
+                replica find all they ask for in their own files.
+        """
+        return _boxes(self, tuple(shape), cut.fsdp, cut.tp, turn % self.replicas(cut))
+
+    def replicas(self, cut: Cut) -> int:
+        """Return how many ranks hold each element."""
+        return self.replicate * (self.shard if cut.fsdp is None else 1) * (self.tp if cut.tp is None else 1)
+
+    def placement(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """Return (mesh dimensions, the placement on each in the texts of the manifest) of a DTensor that is cut so;
+        None for a plain tensor. Parameters that tensor parallelism leaves alone lie on the other dimensions only."""
+        kinds = tuple(kind for kind in self.kinds if cut.on(kind))
+        if not kinds:
+            return None
+        texts = []
+        for kind in kinds:
+            dim = {"replicate": None, "shard": cut.fsdp, "tp": cut.tp}[kind]
+            strided = kind == "shard" and dim is not None and dim == cut.tp and "tp" in kinds
+            texts.append("R" if dim is None else f"SS({dim},{self.tp})" if strided else f"S({dim})")
+        return kinds, tuple(texts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes(mesh: TargetMesh, shape: tuple[int, ...], fsdp: int | None, tp: int | None, turn: int) -> RankBoxes:
+    ndim = len(shape)
+    free = [mesh.replicate, mesh.shard if fsdp is None else 1, mesh.tp if tp is None else 1]
+    replica = np.unravel_index(turn, free)
+    shards = np.arange(mesh.shard) if fsdp is not None else np.zeros(1, np.int64)
+    tps = np.arange(mesh.tp) if tp is not None else np.zeros(1, np.int64)
+    shard, part = (grid.reshape(-1) for grid in np.meshgrid(shards, tps, indexing="ij"))
+    offsets = np.zeros((len(shard), ndim), np.int64)
+    sizes = np.tile(np.array(shape, np.int64), (len(shard), 1))
+    if tp is not None:
+        _take_chunk(offsets, sizes, tp, mesh.tp, part)
+    if fsdp is not None:
+        _take_chunk(offsets, sizes, fsdp, mesh.shard, shard)
+    ranks = ((replica[0] * mesh.shard + shard + replica[1]) * mesh.tp + part + replica[2]).astype(np.int64)
+    kept = np.flatnonzero((sizes > 0).all(axis=1))
+    if not len(kept):
+        zeros = np.zeros((1, ndim), np.int64)
+        return RankBoxes(np.zeros(1, np.int64), zeros, np.array([shape], np.int64).reshape(1, ndim))
+    return RankBoxes(ranks[kept], offsets[kept], sizes[kept])
+
+
+def _take_chunk(offsets: Int64, sizes: Int64, dim: int, parts: int, index: Int64) -> None:
+    """Narrow each row to its chunk along `dim`: ceil(n / parts) long, the last ones shorter or empty."""
+    total = sizes[:, dim].copy()
+    length = -(-total // parts)
+    first = np.minimum(index * length, total)
+    offsets[:, dim] += first
+    sizes[:, dim] = np.minimum(length, total - first)
+
+
+def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[tuple[str, str], ...]]:
+    if text is None:
+        return {}, ()
+    if isinstance(text, str):
+        pairs = [item.partition("=")[::2] for item in text.split(",") if item]
+    else:
+        pairs = [(name, str(size)) for name, size in text.items()]
+    sizes: dict[str, int] = {}
+    labels: dict[str, str] = {}
+    for given, size in pairs:
+        label = given.strip()
+        name = _ALIASES.get(label, "")
+        if not name or name in sizes:
+            raise UsageError(
+                f"mesh {text!r}: {given!r} is no dimension, or is there twice. Known: {', '.join(_NAMES)}."
+            )
+        if not size.strip().isdecimal() or int(size) < 1:
+            raise UsageError(f"mesh {text!r}: the size of {given!r} is {size!r}, expected a number from 1 on.")
+        sizes[name] = int(size)
+        labels[name] = label
+    return sizes, tuple(labels.items())
+
+
+def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
+    """Return how a tensor with these placements on a mesh with these dimension names is cut.
+
+    A dimension called "tp" (or a synonym) is tensor parallelism, one whose name says so is FSDP's. Of dimensions
+    without a telling name ("dim0"), a strided shard is FSDP's, and so is the first that shards; a second one is
+    tensor parallelism, which FSDP2 keeps innermost.
+    """
+    dims: dict[str, int] = {}
+    also: dict[str, None] = {}
+    for name, text in zip(names, texts, strict=True):
+        kind = _ALIASES.get(name, "")
+        if not text.startswith(("S(", "SS(")):
+            also["tp" if kind == "tp" else "shard"] = None
+            continue
+        if not kind:
+            kind = "tp" if "shard" in dims and not text.startswith("SS(") else "shard"
+        kind = "tp" if kind == "tp" else "shard"
+        dims.setdefault(kind, int(text[text.index("(") + 1 : -1].split(",")[0]))
+    return Cut(dims.get("shard"), dims.get("tp"), tuple(kind for kind in also if kind not in dims))
+
+
+# How tensor parallelism cuts a model's parameters: globs of names to dimensions, given or known for a family.
+
+
+_COLUMN, _ROW = 0, 1
+# What transformers' own plans say of these families: projections into heads and into the MLP are split by their
+# outputs, those out of them by their inputs; the head by its vocabulary. Embeddings and norms stay whole.
+_LLAMA: dict[str, int | None] = {
+    **{f"*.self_attn.{name}_proj.{kind}": _COLUMN for name in "qkv" for kind in ("weight", "bias")},
+    "*.self_attn.o_proj.weight": _ROW,
+    **{f"*.mlp.{name}_proj.weight": _COLUMN for name in ("gate", "up")},
+    "*.mlp.down_proj.weight": _ROW,
+    "lm_head.weight": _COLUMN,
+}
+_FAMILY = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo", "olmo2", "smollm3", "cohere"))
+
+
+@dataclass(frozen=True, slots=True)
+class TPPlan:
+    """Which dimension of a parameter tensor parallelism cuts.
+
+    Attributes:
+        rules: Glob of the parameter's name -> dimension, None to leave it whole. The last that fits counts.
+        origin: Where it comes from, for messages.
+    """
+
+    rules: Mapping[str, int | None]
+    origin: str = "tp_plan"
+
+    @classmethod
+    def of(cls, given: str | Mapping[str, int | None]) -> TPPlan:
+        """Return the plan in a JSON file, or in a mapping.
+
+        Raises:
+            UsageError: It is no mapping of globs to dimensions.
+        """
+        origin = given if isinstance(given, str) else "tp_plan"
+        rules: Any = given
+        if isinstance(given, str):
+            try:
+                rules = json.loads(Path(given).read_text("utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                raise UsageError(f"--tp-plan {origin}: it can't be read as JSON: {error}.") from error
+        good = isinstance(rules, Mapping) and all(
+            isinstance(glob, str) and (dim is None or (type(dim) is int and 0 <= dim < 8))
+            for glob, dim in rules.items()
+        )
+        if not good or not rules:
+            raise UsageError(
+                f"{origin}: expected globs of parameter names with the dimension that each is cut along, such as "
+                '{"*.q_proj.weight": 0, "*.o_proj.weight": 1}; null leaves it whole.'
+            )
+        return cls(dict(rules), origin)
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any] | None, names: Iterable[str]) -> TPPlan | None:
+        """Return the plan of a family that is known, told by a transformers config; None for any other model, and
+        where the parameters have other names than the family's."""
+        if config is None or str(config.get("model_type")) not in _FAMILY:
+            return None
+        plan = cls(_LLAMA, f"the plan of {config['model_type']}")
+        return plan if any(name.endswith(".self_attn.q_proj.weight") for name in names) else None
+
+    def without(self, names: Iterable[str]) -> TPPlan:
+        """Return the plan that leaves these parameters whole: split, tied weights would come apart."""
+        return TPPlan({**self.rules, **dict.fromkeys(names)}, self.origin)
+
+    def dim(self, fqn: str, shape: tuple[int, ...]) -> int | None:
+        """Return the dimension that a parameter is cut along, None where it is whole.
+
+        Raises:
+            UsageError: The parameter has no such dimension.
+        """
+        found = None
+        for glob, dim in self.rules.items():
+            if fnmatch.fnmatchcase(fqn, glob):
+                found = dim
+        if found is not None and found >= len(shape):
+            raise UsageError(f"{self.origin}: {fqn!r} is cut along dimension {found}, but its shape is {list(shape)}.")
+        return found
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raise UsageError where a glob of a plan that was given fits no parameter: most often a typo."""
+        known = list(names)
+        idle = [glob for glob in self.rules if not any(fnmatch.fnmatchcase(name, glob) for name in known)]
+        if idle:
+            raise UsageError(
+                f"{self.origin}: {', '.join(map(repr, idle[:4]))} fits no parameter. The source has {known[0]!r} and "
+                f"{len(known) - 1} more."
+            )
+
+
+# How each tensor of a source will be cut over the ranks of the new job: as it was, or as FSDP2 and a plan say.
+
+
+_WHOLE = Cut(None)
+
+
+class Cuts:
+    """The cut of every tensor of a catalog on a mesh.
+
+    Where the source recorded placements, what was sharded stays so, along the same dimension. Else parameters are cut
+    along dimension 0, as FSDP2 does. Optimizer state goes with its parameter where it has its shape, and is whole on
+    every rank where not, as a training job holds it.
+
+    Args:
+        tp_plan: What tensor parallelism cuts; None takes it from the source's placements, or from a config beside it.
+
+    Raises:
+        UsageError: The mesh has a tp dimension, and nothing tells what it cuts.
+    """
+
+    def __init__(self, catalog: Catalog, mesh: TargetMesh, *, tp_plan: TPPlan | None = None) -> None:
+        self._mesh = mesh
+        extra = catalog.info.extra
+        self._meshes: Any = extra.get(MESHES)
+        self._placements: Any = extra.get(PLACEMENTS)
+        weights = {name: entry for name, entry in catalog.tensors.items() if entry.role is Role.MODEL}
+        self._shared = any(len(entry.slices) > 1 for entry in weights.values())
+        cuts = {name: self._own(entry) for name, entry in weights.items()}
+        self.notes: list[str] = []
+        if not any(cut.fsdp is not None for cut in cuts.values()):
+            # A run of one rank, or without FSDP: what trains will be sharded by the new one.
+            cuts = {
+                name: replace(cut, fsdp=0, also=tuple(kind for kind in cut.also if kind != "shard"))
+                if weights[name].shape and dtype_of(weights[name].dtype).kind == "float"
+                else cut
+                for name, cut in cuts.items()
+            }
+        if mesh.tp > 1:
+            cuts = self._split(catalog, weights, cuts, tp_plan)
+        elif tp_plan is not None:
+            raise UsageError(f"{tp_plan.origin} is given, but the mesh has no tp dimension.")
+        self._cuts = cuts
+        self._by_fqn = {weights[name].fqn: (weights[name].shape, cut) for name, cut in cuts.items()}
+
+    def of(self, entry: TensorEntry) -> Cut:
+        """Return the cut of one of the catalog's tensors."""
+        known = self._cuts.get(entry.name)
+        if known is not None:
+            return known
+        if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn in self._by_fqn:
+            shape, cut = self._by_fqn[entry.fqn]
+            return cut if shape == entry.shape and entry.shape else _WHOLE
+        own = self._own(entry)
+        if entry.role is Role.OTHER and self._placements is None and len(entry.slices) <= 1:
+            return _WHOLE
+        return own
+
+    def _own(self, entry: TensorEntry) -> Cut:
+        """The cut that was recorded, or FSDP2's; a tensor that lay in one piece while others did not stays whole: a
+        buffer. (One row is one piece in any case.)"""
+        if not entry.shape:
+            return _WHOLE
+        if self._placements is not None and self._meshes is not None:
+            placed = self._placements.get(entry.name)
+            if placed is None:
+                return _WHOLE
+            return cut_of_placements(tuple(self._meshes[placed[0]]["names"]), tuple(placed[1]))
+        if dtype_of(entry.dtype).kind != "float" and entry.dtype != "uint8":  # quantized weights are uint8
+            return _WHOLE
+        whole = self._shared and len(entry.slices) <= 1 and entry.shape[0] > 1
+        return _WHOLE if whole else Cut(0)
+
+    def _split(
+        self, catalog: Catalog, weights: Mapping[str, TensorEntry], cuts: dict[str, Cut], plan: TPPlan | None
+    ) -> dict[str, Cut]:
+        names = [entry.fqn for entry in weights.values()]
+        if plan is not None:
+            plan.check_used(names)
+        elif any(cut.on("tp") for cut in cuts.values()):
+            return cuts  # the source was tensor parallel itself
+        else:
+            config = catalog.info.extra.get("config")
+            plan = TPPlan.of_config(config if isinstance(config, Mapping) else None, names)
+            if plan is None:
+                raise UsageError(
+                    f"the mesh has tp={self._mesh.tp}, but the source was not tensor parallel and its names don't tell "
+                    "what to cut. Give --tp-plan FILE, JSON of globs and dimensions: "
+                    '{"*.q_proj.weight": 0, "*.o_proj.weight": 1}.'
+                )
+            if isinstance(config, Mapping) and config.get("tie_word_embeddings"):
+                plan = plan.without(["lm_head.weight"])
+            count = sum(plan.dim(entry.fqn, entry.shape) is not None for entry in weights.values())
+            self.notes.append(f"tensor parallelism cuts {count} parameters by {plan.origin}; --tp-plan gives another")
+        dims = {name: plan.dim(entry.fqn, entry.shape) for name, entry in weights.items()}
+        modules = {weights[name].fqn.rpartition(".")[0] for name, dim in dims.items() if dim is not None}
+        return {
+            name: replace(cut, tp=dims[name], also=_also(cut, dims[name], weights[name].fqn, modules))
+            for name, cut in cuts.items()
+        }
+
+
+def _also(cut: Cut, dim: int | None, fqn: str, modules: set[str]) -> tuple[str, ...]:
+    """What else the parameter is a DTensor over: torch's styles take all parameters of a module, so that the bias
+    beside a weight that is cut by rows is a replica over tp, not a plain tensor."""
+    kept = tuple(kind for kind in cut.also if kind != "tp")
+    return (*kept, "tp") if dim is None and fqn.rpartition(".")[0] in modules else kept

@@ -1,0 +1,555 @@
+"""A source's tensors and objects under the keys that our own checkpoints have, so that a training job takes them.
+
+A DCP that another program saved keeps its own keys and records where the result is a DCP again: the state that loads
+the one loads the other, in torch as well, and a job of ours adopts both. Else, tensors:
+`model.<fqn>`, `optimizer.state.<fqn>.<name>`, `optimizer.master.<fqn>`. Objects become the trees of
+`objects.json`: an optimizer's parameter groups by FQN, a scheduler, and what is the user's own below `extra.`.
+What can't be carried is named, with the reason.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.formats.dcp.records import frame_object
+from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
+from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
+from ckptkit.keymaps.wrappers import strip_infixes
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+
+if TYPE_CHECKING:
+    from ckptkit.storage.store import Store
+
+__all__ = ["OwnState", "OwnTensor", "own_state", "Trees", "own_trees"]
+
+# What a foreign checkpoint holds besides tensors, as the trees of our `objects.json`: settings by name, schedulers.
+
+
+_MAX_TREE_BYTES = 1 << 20
+_MAX_STEP = 2**63  # of an optimizer; JSON in a hostile checkpoint may hold numbers that no float takes
+_RANDOM = re.compile(r"(random_states?|rng_states?|rng)(_\d+)?")
+_SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?)?(_\d+)?")
+_GROUPS = "param_groups"
+
+
+class _NoTree(Exception):
+    """The value is of a kind that `objects.json` does not take."""
+
+
+@dataclass(slots=True)
+class Trees:
+    """Trees for `objects.json`.
+
+    Attributes:
+        steps: (optimizer, FQN) -> step, where the source keeps it as a number.
+        leftovers: (name, reason) of what became no tree.
+    """
+
+    trees: dict[str, Any] = field(default_factory=dict)
+    steps: dict[tuple[str, str], float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    leftovers: list[tuple[str, str]] = field(default_factory=list)
+
+
+def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Trees:
+    """Return the trees of a source that ckptkit did not write. Reads its objects; runs nothing that they hold.
+
+    Args:
+        sections: What stands before ".state." in the keys of an optimizer -> our name of it.
+    """
+    found = Trees()
+    values: dict[str, tuple[ObjectEntry, Any]] = {}
+    for name, entry in catalog.objects.items():
+        if entry.role is not Role.OPTIMIZER and _RANDOM.fullmatch(name.split(".")[0]):
+            found.leftovers.append((name, "random states belong to the old ranks; the new ones are seeded anew"))
+            continue
+        try:
+            values[name] = (entry, read_object(store, entry))
+        except CkptkitError as error:
+            found.leftovers.append((name, f"it can't be read: {str(error)[:160]}"))
+    known = _Names(catalog)
+    groups = _Groups()
+    for name, (entry, value) in list(values.items()):
+        if entry.role is not Role.OPTIMIZER:
+            continue
+        del values[name]
+        if not groups.take(name, value) and not _take_state(found, name, entry, value, sections):
+            found.leftovers.append((name, "it is nothing that an optimizer of torch has"))
+    _add_groups(found, groups, known, sections, catalog)
+    _add_rest(found, _nested(values))
+    return found
+
+
+# --- optimizers
+
+
+@dataclass(slots=True)
+class _Groups:
+    """Settings of parameter groups, by what stands before "param_groups" in their keys, then by index or name."""
+
+    found: dict[str, dict[str | int, dict[str, Any]]] = field(default_factory=dict)
+
+    def take(self, name: str, value: Any) -> bool:
+        """Take a setting; False where the object is none. A group is told by its index, or in a flattened state
+        dict by the parameter."""
+        at = name.find(_GROUPS)
+        if at < 0:
+            return False
+        prefix, rest = name[:at].rstrip("."), name[at + len(_GROUPS) + 1 :]
+        if not rest and not isinstance(value, (list, tuple)):
+            return False
+        groups = self.found.setdefault(prefix, {})
+        if not rest:  # all groups in one value
+            groups.update(enumerate(dict(group) for group in value if isinstance(group, Mapping)))
+            return True
+        owner, _, setting = rest.rpartition(".")
+        groups.setdefault(int(owner) if owner.isdecimal() else owner, {})[setting] = value
+        return True
+
+
+class _Names:
+    """The FQNs that parameters have in the catalog, by those that the source's settings use."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
+        prefix = catalog.info.extra.get("module_prefix")
+        self._prefix = prefix if isinstance(prefix, str) else ""
+
+    def of(self, name: str) -> str | None:
+        """Return the FQN; None where there is no such parameter."""
+        plain = strip_infixes([name])[name]
+        for candidate in (name, plain, name.removeprefix(self._prefix), plain.removeprefix(self._prefix)):
+            if candidate in self._known:
+                return candidate
+        return None
+
+
+def _take_state(found: Trees, name: str, entry: ObjectEntry, value: Any, sections: Mapping[str, str]) -> bool:
+    """Take a state that is a number: a step count becomes a tensor later, others stay as they are."""
+    at = name.find(".state.")
+    if at < 0:
+        return False
+    fqn, _, state = name[at + len(".state.") :].rpartition(".")
+    if len(entry.key) >= 2 and isinstance(entry.key[-2], str):
+        fqn, state = entry.key[-2], str(entry.key[-1])
+    section = sections.get(name[:at], "optimizer")
+    if state == "step" and type(value) in (int, float) and abs(value) < _MAX_STEP:
+        found.steps[section, fqn] = float(value)
+        return True
+    try:
+        tree = _tree(value)
+    except _NoTree:
+        return False
+    _optimizer(found, section)["values"].setdefault(fqn, {})[state] = tree
+    return True
+
+
+def _optimizer(found: Trees, section: str) -> dict[str, Any]:
+    fresh: dict[str, Any] = {_GROUPS: [], "values": {}, "shared": {}}
+    tree: dict[str, Any] = found.trees.setdefault(section, fresh)
+    return tree
+
+
+def _add_groups(found: Trees, groups: _Groups, names: _Names, sections: Mapping[str, str], catalog: Catalog) -> None:
+    for prefix, by_owner in groups.found.items():
+        section = sections.get(prefix) or ("optimizer" if len(groups.found) == 1 else prefix.replace(".", "_"))
+        listed = _joined(by_owner)
+        unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or names.of(p) is None]
+        if unknown:
+            reason = f"its parameters are {unknown[0]!r} and the like, which are no names of the model"
+            found.leftovers.append((f"{prefix}.{_GROUPS}", reason))
+            continue
+        tree = _optimizer(found, section)
+        for index, group in enumerate(listed):
+            made: dict[str, Any] = {}
+            for setting, value in group.items():
+                try:
+                    made[setting] = [names.of(p) for p in value] if setting == "params" else _tree(value)
+                except _NoTree as error:
+                    found.leftovers.append((f"{prefix}.{_GROUPS}.{index}.{setting}", str(error)))
+            tree[_GROUPS].append(made)
+    for section in set(sections.values()):
+        _check_covered(found, section, catalog)
+
+
+def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups in order; those of single parameters with equal settings are one."""
+    groups: list[dict[str, Any]] = []
+    for index in sorted(o for o in by_owner if isinstance(o, int)):
+        params = by_owner[index].get("params")
+        groups.append({**by_owner[index], "params": list(params) if isinstance(params, (list, tuple)) else []})
+    merged: dict[str, dict[str, Any]] = {}
+    for owner, settings in by_owner.items():
+        if isinstance(owner, str):
+            mine = {key: value for key, value in settings.items() if key != "params"}
+            group = merged.setdefault(repr(sorted(mine.items(), key=repr)), {**mine, "params": []})
+            group["params"].append(owner)
+    return [*groups, *merged.values()]
+
+
+def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
+    """Say which parameters have state and no settings. Without any settings, a tree would promise what isn't there."""
+    tree = found.trees.get(section)
+    if tree is not None and not tree[_GROUPS]:
+        del found.trees[section]
+        tree = None
+    if tree is None:
+        found.notes.append(f"{section}: the source has no settings (lr, betas); those of the new job stay")
+        return
+    listed = {fqn for group in tree[_GROUPS] for fqn in group["params"]}
+    having = {e.fqn for e in catalog.tensors.values() if e.role is Role.OPTIMIZER and e.fqn}
+    loose = sorted(having - listed)
+    if loose:
+        found.notes.append(
+            f"{section}: {len(loose)} parameters with state are in no group of the source: {loose[0]}, ..."
+        )
+
+
+# --- the rest
+
+
+def _nested(values: Mapping[str, tuple[ObjectEntry, Any]]) -> dict[str, Any]:
+    """What DCP has flattened, joined again below its top key: {"lr_scheduler": {"last_epoch": 2}}."""
+    nested: dict[str, Any] = {}
+    for name, (entry, value) in values.items():
+        path = [str(part) for part in entry.key] or [name]
+        if ".".join(path) != name:
+            path = name.split(".")
+        place = nested
+        for part in path[:-1]:
+            inner = place.setdefault(part, {})
+            if not isinstance(inner, dict):
+                inner = place[part] = {"": inner}
+            place = inner
+        place[path[-1]] = value
+    return nested
+
+
+def _add_rest(found: Trees, nested: Mapping[str, Any]) -> None:
+    for name, value in nested.items():
+        scheduler = _scheduler(name, value)
+        own = "scheduler" if scheduler is not None and "scheduler" not in found.trees else f"extra.{_safe(name)}"
+        try:
+            tree = _tree(value if own != "scheduler" else scheduler)
+        except _NoTree as error:
+            found.leftovers.append((name, str(error)))
+            continue
+        if len(json.dumps(tree)) > _MAX_TREE_BYTES:
+            found.leftovers.append((name, "it is larger than a megabyte"))
+            continue
+        found.trees[own] = tree
+        if own == "scheduler":
+            found.notes.append(f"{name} is the state of a scheduler of torch: a job's scheduler takes it")
+            if isinstance(value, Mapping) and value is not scheduler:
+                found.leftovers.append((f"the rest of {name}", "only the scheduler's state in it was taken"))
+
+
+def _safe(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _scheduler(name: str, value: Any) -> Any:
+    """The state of a torch LRScheduler in this value; None where it is none, or several."""
+    if _SCHEDULER.fullmatch(name):
+        candidates = value if isinstance(value, (list, tuple)) else [value]
+    elif isinstance(value, Mapping) and isinstance(value.get("lr_schedulers"), (list, tuple)):
+        candidates = value["lr_schedulers"]
+    else:
+        return None
+    if len(candidates) == 1 and isinstance(candidates[0], Mapping) and "last_epoch" in candidates[0]:
+        return candidates[0]
+    return None
+
+
+# --- values as JSON
+
+
+def _tree(value: Any, depth: int = 0) -> Any:
+    """The JSON of `checkpoint/state/values.py` for what the readers give; no torch is needed."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if depth > 100:
+        raise _NoTree("it is nested more than 100 deep")
+    if isinstance(value, dict):
+        return _dict(value, depth)
+    if kind in (list, tuple, set, frozenset):
+        items = [_tree(item, depth + 1) for item in (value if kind in (list, tuple) else sorted(value, key=repr))]
+        return items if kind is list else {f"${kind.__name__}": items}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, TensorValue):
+        return _tensor(value.dtype, value.shape, value.data)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return _tensor(value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes())
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {"$npscalar": _tensor(value.dtype.name, (), value.tobytes())}
+    raise _NoTree(f"it holds a {getattr(value, 'kind', kind.__name__)}, which does not load without running code")
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
+    return {"$tensor": {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}}
+
+
+def _dict(value: Mapping[Any, Any], depth: int) -> Any:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: _tree(item, depth + 1) for key, item in value.items()}
+    return {"$dict": [[_tree(key, depth + 1), _tree(item, depth + 1)] for key, item in value.items()]}
+
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTensor:
+    """One tensor of the result.
+
+    Attributes:
+        tensor: What it is made from; its name is the key.
+        source: Its entry in the source's catalog, or for a made-up one an entry without slices.
+    """
+
+    tensor: OutputTensor
+    source: TensorEntry
+    role: Role
+    fqn: str
+    state: str
+    key: Key
+
+
+@dataclass(slots=True)
+class OwnState:
+    """All that the result will hold.
+
+    Attributes:
+        trees: What goes into `objects.json`; without any, there is none.
+        records: Objects that become records of the DCP, as they are, with their bytes.
+        leftovers: (name, reason) of what the source holds and the result won't.
+    """
+
+    tensors: list[OwnTensor] = field(default_factory=list)
+    trees: dict[str, Any] = field(default_factory=dict)
+    records: list[tuple[ObjectEntry, bytes]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    leftovers: list[tuple[str, str]] = field(default_factory=list)
+
+
+def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> OwnState:
+    """Return what a checkpoint of ours holds of a source. Reads its objects, no tensors.
+
+    Args:
+        sharded: The result is a DCP. Tied weights, which FULL and LOCAL store once, are given under each of their
+            names then.
+    """
+    as_it_is = sharded and _is_foreign_dcp(catalog)
+    carried = catalog.objects.keys() if as_it_is else ()  # byte for byte
+    opaque = [f"{name} {why}" for name, why in catalog.opaque().items() if name not in carried]
+    if opaque:
+        listed = "\n  ".join(opaque)
+        raise UnsupportedFormatError(
+            f"{len(opaque)} tensors can't be cut for other ranks without their classes:\n  {listed}\n"
+            "Load the checkpoint in a job that imports these classes, and save it there."
+        )
+    if as_it_is:
+        return _as_it_is(store, catalog)
+    if catalog.info.format.startswith("ckptkit-") and not _is_foreign_dcp(catalog):
+        return _of_ours(store, catalog, untie=sharded)
+    return _of_others(store, catalog, step)
+
+
+# --- a DCP of others
+
+
+def _is_foreign_dcp(catalog: Catalog) -> bool:
+    """Whether it is a DCP whose keys are not ours: one of others, or what a reshard made of that. LightRFT's optimizer
+    is a second one beside it."""
+    if catalog.info.format.startswith("ckptkit-"):
+        return catalog.info.format == "ckptkit-sharded" and all(not _is_tree(e) for e in catalog.objects.values())
+    tables = {id(entry.slices.paths): entry.slices.paths for entry in catalog.tensors.values()}
+    paths = {path for table in tables.values() for path in table}
+    return all(path.endswith(".distcp") for path in paths) and any("/" not in path for path in paths)
+
+
+def _is_tree(entry: ObjectEntry) -> bool:
+    return entry.path.rpartition("/")[2] == OBJECTS_NAME
+
+
+def _as_it_is(store: Store, catalog: Catalog) -> OwnState:
+    found = OwnState()
+    for name, entry in catalog.tensors.items():
+        key = entry.key if ".".join(map(str, entry.key)) == name else (name,)
+        found.tensors.append(_copy(entry, name, entry.role, entry.fqn, entry.state, key))
+    for item in catalog.objects.values():
+        found.records.append((item, _record(store, item)))
+    found.notes.append("keys and values are those of the source: the state that loads it with torch's dcp loads this")
+    return found
+
+
+def _record(store: Store, item: ObjectEntry) -> bytes:
+    """The bytes that torch.load reads an object from, their CRCs checked."""
+    if item.encoding != "torch_save":
+        return frame_object(read_object(store, item))
+    if item.codec is not None:
+        data = decode_record(store, item.path, item.codec)
+    else:
+        data = store.read(item.path, item.start, item.start + item.nbytes if item.nbytes else None)
+    if data[:2] != b"PK":
+        return data
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for member in archive.infolist():
+                if member.CRC and member.compress_type == zipfile.ZIP_STORED:
+                    archive.read(member)
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise CorruptCheckpointError(f"{item.path}: the record of {item.name!r} is damaged: {error}.") from error
+    return data
+
+
+# --- ours
+
+
+def _of_ours(store: Store, catalog: Catalog, *, untie: bool) -> OwnState:
+    found = OwnState()
+    for name, entry in catalog.tensors.items():
+        found.tensors.append(_copy(entry, name, entry.role, entry.fqn, entry.state, entry.key))
+    aliases = catalog.info.extra.get("aliases")
+    if untie and isinstance(aliases, Mapping):
+        for section, table in aliases.items():
+            for alias, holder in table.items():
+                source = catalog.tensors.get(f"{section}.{holder}")
+                name = f"{section}.{alias}"
+                if source is not None and name not in catalog.tensors:
+                    role, fqn, state = role_of(name)
+                    found.tensors.append(_copy(source, name, role, fqn, state, ()))
+    found.trees = {name: entry.value for name, entry in catalog.objects.items() if entry.encoding == "value"}
+    if untie:
+        kept = [entry for entry in catalog.objects.values() if entry.encoding == "torch_save"]
+        found.records = [(entry, _record(store, entry)) for entry in kept]
+    return found
+
+
+def _copy(entry: TensorEntry, name: str, role: Role, fqn: str, state: str, key: Key) -> OwnTensor:
+    return OwnTensor(Target.of(entry, name), entry, role, fqn, state, key or _key(name, role, fqn, state))
+
+
+def _key(name: str, role: Role, fqn: str, state: str) -> Key:
+    """The path in the nested state dict: names of parameters keep their dots."""
+    if not fqn or role is Role.OTHER:
+        return tuple(name.split("."))
+    top = name.partition(".")[0]
+    if role is Role.MODEL:
+        return top, name[len(top) + 1 :]
+    return (top, "master", fqn) if role is Role.MASTER else (top, "state", fqn, state)
+
+
+# --- others
+
+
+def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
+    found = OwnState()
+    sections = _sections(catalog)
+    trees = own_trees(store, catalog, sections)
+    masters = _weights_are_masters(catalog)
+    used: dict[str, str] = {}
+    for name, entry in catalog.tensors.items():
+        if entry.role is Role.MASTER and entry.fqn in masters:
+            found.leftovers.append((name, "the fp32 weight is its own master"))
+            continue
+        own = _own_name(entry, sections)
+        if used.setdefault(own, name) != name:
+            raise UsageError(
+                f"{used[own]!r} and {name!r} of the source would both become {own!r}: it holds several models. "
+                "Convert the one you mean."
+            )
+        role, fqn, state = (entry.role, entry.fqn, entry.state) if own != name else role_of(own)
+        if role is not entry.role:
+            role, fqn, state = entry.role, entry.fqn, entry.state
+        key = entry.key if ".".join(map(str, entry.key)) == own else ()
+        found.tensors.append(_copy(entry, own, role, fqn if fqn in own else "", state, key))
+    if masters:
+        found.notes.append(
+            f"{len(masters)} fp32 masters are left out: they are the fp32 weights, and an optimizer with masters takes "
+            "those; for a model in another dtype, load with convert_dtype=True"
+        )
+    _add_steps(found, trees, used)
+    found.trees = {**trees.trees, "step": step}
+    found.notes += trees.notes
+    found.leftovers += trees.leftovers
+    return found
+
+
+def _sections(catalog: Catalog) -> dict[str, str]:
+    """What stands before ".state." or ".master." or ".param_groups." in the source's keys -> our name of it."""
+    prefixes: dict[str, None] = {}
+    for entry in catalog.tensors.values():
+        if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn:
+            prefixes[_prefix(entry.name)] = None
+    if len(prefixes) <= 1:
+        return dict.fromkeys(prefixes, "optimizer")
+    return {prefix: f"optimizer_{i}" for i, prefix in enumerate(prefixes)}
+
+
+def _prefix(name: str) -> str:
+    """The part of a key that names the optimizer."""
+    cuts = [at for part in (".state.", ".master.", ".param_groups") if (at := name.find(part)) >= 0]
+    return name[: min(cuts)] if cuts else ""
+
+
+def _own_name(entry: TensorEntry, sections: Mapping[str, str]) -> str:
+    if entry.role is Role.MODEL:
+        return f"model.{entry.fqn}"
+    section = sections.get(_prefix(entry.name), "optimizer")
+    if entry.role is Role.MASTER:
+        return f"{section}.master.{entry.fqn}"
+    if entry.role is Role.OPTIMIZER and entry.fqn and entry.state:
+        return f"{section}.state.{entry.fqn}.{entry.state}"
+    return entry.name
+
+
+def _weights_are_masters(catalog: Catalog) -> set[str]:
+    """FQNs whose master is, byte for byte in the same file, the weight itself: DeepSpeed's exporters see it so."""
+    weights = catalog.by_role(Role.MODEL)
+    found = set()
+    for fqn, master in catalog.by_role(Role.MASTER).items():
+        weight = weights.get(fqn)
+        if weight is not None and (weight.dtype, weight.shape) == (master.dtype, master.shape):
+            a, b = weight.slices, master.slices
+            same = len(a) == len(b) and np.array_equal(a.starts, b.starts) and np.array_equal(a.offsets, b.offsets)
+            if same and [a.paths[i] for i in a.files.tolist()] == [b.paths[i] for i in b.files.tolist()]:
+                found.add(fqn)
+    return found
+
+
+def _add_steps(found: OwnState, trees: Trees, used: Mapping[str, str]) -> None:
+    """Make tensors of step counts that the source keeps as numbers: torch's optimizers want them so."""
+    for (section, fqn), step in trees.steps.items():
+        name = f"{section}.state.{fqn}.step"
+        if name in used:
+            continue
+        data = np.array([step], np.float32).view(np.uint8)
+        tensor = ComputedTensor(name, "float32", (), (), partial(_constant, data), f"step {step:g}")
+        empty = np.zeros(0, np.int64)
+        nothing = SliceArray([], empty.astype(np.int32), empty, empty, empty.reshape(0, 0), empty.reshape(0, 0))
+        entry = TensorEntry(name, "float32", (), nothing, Role.OPTIMIZER, fqn, "step")
+        key = (section, "state", fqn, "step")
+        found.tensors.append(OwnTensor(tensor, entry, Role.OPTIMIZER, fqn, "step", key))
+
+
+def _constant(data: Any, _: Sequence[Any]) -> Any:
+    return data

@@ -1,0 +1,289 @@
+"""What a reshard will write: each tensor cut for its ranks, the objects beside them, and what the record will say."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, Digest, ObjectEntry, Role
+from ckptkit.checkpoint.state.values import decode
+from ckptkit.formats.dcp.records import frame_object, is_plain
+from ckptkit.formats.hf.header import TensorToWrite, lay_out
+from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
+from ckptkit.formats.own.manifest import DIGEST, MESHES, PLACEMENTS
+from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
+from ckptkit.offline.export.files import in_disk_order
+from ckptkit.offline.resharding.mesh import Cut, Cuts, TargetMesh, TPPlan
+from ckptkit.offline.resharding.own_state import OwnState, OwnTensor, own_state
+from ckptkit.offline.resharding.rank_files import Laid, RankBoxes, lay_out_dcp
+from ckptkit.offline.resharding.seal import Seal, SealedTensor
+
+if TYPE_CHECKING:
+    from ckptkit.storage.store import Store
+
+__all__ = ["Identity", "plan_reshard", "lay_out_local", "turn_of"]
+
+# LOCAL files for any mesh: one file a rank, each tensor the part that the rank is the chosen holder of.
+
+
+Placed = tuple[int, tuple[str, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Which boxes each rank has, as (tensor, row) pairs sorted by rank."""
+
+    bounds: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, boxes: Sequence[RankBoxes], world_size: int) -> _Rows:
+        empty = np.zeros(0, np.int64)
+        ranks = np.concatenate([empty, *(item.ranks for item in boxes)])
+        owners = np.repeat(np.arange(len(boxes)), [len(item.ranks) for item in boxes])
+        rows = np.concatenate([empty, *(np.arange(len(item.ranks)) for item in boxes)])
+        order = np.lexsort((owners, ranks))
+        return cls(np.searchsorted(ranks[order], np.arange(world_size + 1)), owners[order], rows[order])
+
+    def of_rank(self, rank: int) -> tuple[list[int], list[int]]:
+        part = slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
+        return self.owners[part].tolist(), self.rows[part].tolist()
+
+
+def turn_of(key: str) -> int:
+    """Return which of its replicas stores a tensor, counted round: spread over the holders as a training job does."""
+    return zlib.crc32(key.encode("utf-8", "surrogatepass"))
+
+
+def lay_out_local(
+    catalog: Catalog,
+    tensors: Sequence[OutputTensor],
+    boxes: Sequence[RankBoxes],
+    *,
+    world_size: int,
+    meshes: Sequence[dict[str, Any]],
+    placements: Sequence[Placed],
+) -> Laid:
+    """Lay boxes out as `local_<rank>.safetensors`, a file for every rank; returns (files, placements, ()).
+
+    Args:
+        placements: For each tensor (index into `meshes`, texts), or None for a plain one.
+    """
+    place = {id(tensor): i for i, tensor in enumerate(tensors)}
+    order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
+    ordered = [boxes[i] for i in order]
+    starts = [np.zeros(len(item.ranks), np.int64) for item in ordered]
+    table = _Rows.of(ordered, world_size)
+    files = []
+    for rank in range(world_size):
+        parts = []
+        owners, rows = table.of_rank(rank)
+        for owner, row in zip(owners, rows, strict=True):
+            tensor, item = tensors[order[owner]], ordered[owner]
+            box = Box(tuple(item.offsets[row].tolist()), tuple(item.sizes[row].tolist()))
+            name = tensor.name
+            parts.append(LocalTensor(name, name, tensor.dtype, tensor.shape, box, placements[order[owner]]))
+        headers = [TensorToWrite(part.name, part.dtype, part.box.sizes) for part in parts]
+        layout = lay_out(headers, file_metadata(rank, world_size, meshes, parts))
+        files.append(OutputFile(file_name(rank), layout.nbytes, (Literal(0, layout.header),)))
+        for owner, row, start in zip(owners, rows, layout.starts, strict=True):
+            starts[owner][row] = start
+    placed = [
+        Placement(tensors[i], item.ranks.astype(np.int32), start, item.offsets, item.sizes)
+        for i, item, start in zip(order, ordered, starts, strict=True)
+    ]
+    return files, placed, ()
+
+
+_OBJECTS = "objects.json"
+_RECORD = "checkpoint.json"
+Record = tuple[tuple[str | int, ...], Role, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the new checkpoint is: its step, its tag where its directory is not called by the step, and the fields of
+    its record that come from elsewhere; `known` where the source, or the name of the result, says the step."""
+
+    step: int
+    tag: str | None
+    record: Mapping[str, Any]
+    known: bool = True
+
+
+def plan_reshard(
+    store: Store,
+    catalog: Catalog,
+    mesh: TargetMesh,
+    *,
+    type: str,
+    identity: Identity,
+    tp_plan: TPPlan | None = None,
+) -> tuple[Plan, Seal]:
+    """Return the plan and what seals it. Reads objects of the source, no tensors; a million slices take seconds.
+
+    Raises:
+        UsageError: The mesh has a tp dimension and nothing tells what it cuts; or the source holds several models.
+    """
+    own = own_state(store, catalog, step=identity.step, sharded=type == "sharded")
+    cuts = Cuts(catalog, mesh, tp_plan=tp_plan)
+    chosen = [cuts.of(item.source) for item in own.tensors]
+    meshes, placements = _placements(mesh, chosen)
+    records = _records(catalog, own) if type == "sharded" else []
+    if type == "sharded":
+        files, placed, last = _sharded(catalog, own, mesh, chosen, records)
+    else:
+        boxes = [
+            mesh.boxes(item.source.shape, cut, turn=turn_of(item.tensor.name))
+            for item, cut in zip(own.tensors, chosen, strict=True)
+        ]
+        tensors = [item.tensor for item in own.tensors]
+        files, placed, last = lay_out_local(
+            catalog, tensors, boxes, world_size=mesh.size, meshes=meshes, placements=placements
+        )
+    body = json.dumps({"format": 1, "objects": own.trees}, separators=(",", ":"), allow_nan=False).encode()
+    trees = [OutputFile.of_bytes(_OBJECTS, body)] if own.trees or type != "sharded" else []
+    side = [
+        OutputFile.of_bytes(path.rpartition("/")[2], store.read(path))
+        for path in dict.fromkeys(catalog.info.side_files)
+    ]
+    plan = Plan(
+        catalog,
+        (*files, *trees, *side),
+        tuple(placed),
+        (*last, _RECORD),
+        tuple(own.leftovers),
+        (),
+        tuple(dict.fromkeys((*own.notes, *cuts.notes, *_resized(own.trees, mesh.size)))),
+    )
+    return plan, _seal(plan, own, mesh, type, identity, meshes, placements, records)
+
+
+def _sharded(catalog: Catalog, own: OwnState, mesh: TargetMesh, cuts: Sequence[Cut], records: Sequence[Record]) -> Laid:
+    boxes = [mesh.boxes(item.source.shape, cut) for item, cut in zip(own.tensors, cuts, strict=True)]
+    return lay_out_dcp(
+        catalog,
+        [item.tensor for item in own.tensors],
+        boxes,
+        keys=[item.key for item in own.tensors],
+        objects=[(key, data) for key, _, data in records],
+    )
+
+
+def _placements(mesh: TargetMesh, cuts: Sequence[Cut]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The distinct meshes, and for each cut (mesh index, texts) or None."""
+    kinds: dict[tuple[str, ...], int] = {}
+    found: list[Any] = []
+    for cut in cuts:
+        placed = mesh.placement(cut)
+        found.append(None if placed is None else (kinds.setdefault(placed[0], len(kinds)), placed[1]))
+    return [mesh.describe(dims) for dims in kinds], found
+
+
+def _seal(
+    plan: Plan,
+    own: OwnState,
+    mesh: TargetMesh,
+    type: str,
+    identity: Identity,
+    meshes: Sequence[dict[str, Any]],
+    placements: Sequence[Any],
+    records: Sequence[Record],
+) -> Seal:
+    placed = {
+        item.tensor.name: [where[0], list(where[1])]
+        for item, where in zip(own.tensors, placements, strict=True)
+        if where is not None
+    }
+    extra: dict[str, Any] = {MESHES: list(meshes), PLACEMENTS: placed, "step": identity.step}
+    if any(file.path == _OBJECTS for file in plan.files):
+        extra["objects"] = _OBJECTS
+    if "module_prefix" in plan.catalog.info.extra:
+        extra["module_prefix"] = plan.catalog.info.extra["module_prefix"]
+    aliases = plan.catalog.info.extra.get("aliases")
+    if aliases and type != "sharded" and plan.catalog.info.format.startswith("ckptkit-"):
+        extra["aliases"] = aliases
+    about = {item.tensor.name: _about(item) for item in own.tensors}
+    return Seal(
+        step=identity.step,
+        tag=identity.tag,
+        state_dict_type=type,
+        world_size=mesh.size,
+        mesh=mesh.describe(),
+        tensors=about,
+        ranks=np.array([_rank(file.path) for file in plan.files], np.int32),
+        objects=_object_entries(plan.files[0].path if plan.files else "", records),
+        extra=extra,
+        record=identity.record,
+    )
+
+
+def _about(item: OwnTensor) -> SealedTensor:
+    return SealedTensor(item.role, item.fqn, item.state, item.key)
+
+
+def _rank(path: str) -> int:
+    for head in ("__", "local_"):
+        if path.startswith(head):
+            digits = path[len(head) :].split("_", 1)[0].split(".", 1)[0]
+            return int(digits) if digits.isdigit() else -1
+    return -1
+
+
+def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
+    """What a person should know about state that belonged to single ranks."""
+    found = []
+    for kind in ("rng", "dataloader"):
+        saved = sum(name.startswith(f"{kind}.") for name in trees)
+        if saved and saved != world_size:
+            option = "rng_on_resize" if kind == "rng" else "per_rank_on_resize"
+            states = "the state of 1 rank is" if saved == 1 else f"the states of {saved} ranks are"
+            ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+            found.append(f"{kind}: {states} kept; at load, {option} decides for {ranks}")
+    return found
+
+
+# --- objects of plain torch
+
+
+def _records(catalog: Catalog, own: OwnState) -> list[Record]:
+    """The records that plain torch DCP reads: those of a DCP as they are, else the groups' settings."""
+    if own.records or not own.trees or catalog.info.format == "ckptkit-sharded":
+        return [(_record_key(entry), entry.role, data) for entry, data in own.records]
+    records: list[Record] = []
+    for section, tree in own.trees.items():
+        if not section.startswith("optimizer") or not isinstance(tree, dict):
+            continue
+        for index, group in enumerate(tree.get("param_groups", ())):
+            for setting, value in {**group, "param_names": group["params"]}.items():
+                if any(tag in json.dumps(value) for tag in ('"$tensor"', '"$ndarray"', '"$npscalar"', '"$ref"')):
+                    continue  # only torch could make it; objects.json has it
+                plain = decode(value, str)
+                if is_plain(plain):
+                    key = (section, "param_groups", index, setting)
+                    records.append((key, Role.OPTIMIZER, frame_object(plain)))
+    return records
+
+
+def _record_key(entry: ObjectEntry) -> tuple[str | int, ...]:
+    return entry.key if ".".join(map(str, entry.key)) == entry.name else (entry.name,)
+
+
+def _object_entries(path: str, records: Sequence[Record]) -> dict[str, ObjectEntry]:
+    entries: dict[str, ObjectEntry] = {}
+    start = 0
+    for key, role, data in records:
+        name = ".".join(map(str, key))
+        digest = Digest(DIGEST, xxhash.xxh3_64_intdigest(data), start, len(data))
+        entries[name] = ObjectEntry(name, path, start, len(data), role=role, key=tuple(key), digest=digest)
+        start += len(data)
+    return entries

@@ -1,0 +1,273 @@
+"""From files that were written to a committed checkpoint of ours: digests, manifest, objects, commit record."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.formats.own.manifest import DIGEST, Manifest
+from ckptkit.formats.own.outline import LEAST
+from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord
+from ckptkit.offline.copying.plan import Plan
+from ckptkit.offline.copying.sources import Origin, SourceReader
+from ckptkit.offline.copying.streams import Digested
+from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.staging import new_nonce
+from ckptkit.storage.store import Store
+from ckptkit.version import __version__
+
+__all__ = ["Seal", "SealedTensor", "planned_catalog", "seal"]
+
+_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, row of it, whether its digest is known, that
+_CHUNK = 256 << 10  # stays in the second-level cache between two digests
+_REMOTE_CHUNK = 8 << 20
+Digests = Sequence[npt.NDArray[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class SealedTensor:
+    """What the manifest says of a tensor besides its slices."""
+
+    role: Role
+    fqn: str
+    state: str
+    key: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What the record and the manifest of a new checkpoint state, besides its files.
+
+    Attributes:
+        tag: The directory's name where it is not that of the step.
+        tensors: By name.
+        ranks: [files] the rank that each file of the plan belongs to, -1 for none.
+        objects: Entries of the manifest: their places in the new files, and digests.
+        extra: Of the manifest: meshes, placements, aliases.
+        record: Fields of the record that are taken over from the source's.
+    """
+
+    step: int
+    tag: str | None
+    state_dict_type: str
+    world_size: int
+    mesh: Mapping[str, Any] | None
+    tensors: Mapping[str, SealedTensor]
+    ranks: npt.NDArray[np.int32]
+    objects: Mapping[str, ObjectEntry]
+    extra: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+
+def planned_catalog(plan: Plan, what: Seal, digests: Digests | None = None) -> Catalog:
+    """Return the catalog that the written checkpoint will have; with no digests unless they are given."""
+    tensors: dict[str, TensorEntry] = {}
+    paths = [file.path for file in plan.files]
+    for index, placement in enumerate(plan.placements):
+        tensor = placement.tensor
+        about = what.tensors[tensor.name]
+        slices = SliceArray(
+            paths,
+            placement.files,
+            placement.starts,
+            placement.nbytes(),
+            placement.offsets,
+            placement.sizes,
+            ranks=what.ranks[placement.files],
+            algorithm=None if digests is None else DIGEST,
+            digests=None if digests is None else digests[index],
+        )
+        tensors[tensor.name] = TensorEntry(
+            tensor.name, tensor.dtype, tensor.shape, slices, about.role, about.fqn, about.state, about.key
+        )
+    mesh = what.mesh
+    info = CatalogInfo(
+        f"ckptkit-{what.state_dict_type}",
+        producer="ckptkit",
+        step=what.step,
+        world_size=what.world_size,
+        mesh=None if mesh is None else MeshInfo(tuple(mesh["shape"]), tuple(mesh["names"])),
+        files={file.path: file.nbytes for file in plan.files},
+        extra=what.extra,
+    )
+    return Catalog(tensors, what.objects, info)
+
+
+def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = None, workers: int = 0) -> CommitRecord:
+    """Hash the plan's files in `store`, then write the manifest and, last, the commit record.
+
+    Args:
+        digested: Digests of boxes that were taken when they were written. The others are read once more, and what
+            lies between the boxes.
+    """
+    digests, files = _hash_files(plan, store, digested or Digested(), workers)
+    known = planned_catalog(plan, what, digests)
+    extra = {**what.extra, "digests": {path: item.digest for path, item in files.items()}}
+    info = CatalogInfo(
+        known.info.format,
+        known.info.producer,
+        what.step,
+        what.world_size,
+        known.info.mesh,
+        known.info.files,
+        extra=extra,
+    )
+    manifest = Manifest.of(Catalog(known.tensors, what.objects, info)).to_bytes()
+    store.write(MANIFEST_NAME, manifest)
+    files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
+    record = CommitRecord(
+        step=what.step,
+        tag=what.tag,
+        save_id=new_nonce(),
+        state_dict_type=what.state_dict_type,
+        files=files,
+        created=time.time(),
+        world_size=what.world_size,
+        mesh=None if what.mesh is None else {"shape": what.mesh["shape"], "names": what.mesh["names"]},
+        manifest=MANIFEST_NAME,
+        writer={"host": os.uname().nodename, "pid": os.getpid()},
+        versions={"ckptkit": __version__},
+        **what.record,
+    )
+    store.write(RECORD_NAME, record.to_json())
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """All placed boxes by file and start: bytes [start, start + nbytes), and whose they are.
+
+    Attributes:
+        known: [n] whether the digest is known.
+        digests: [n] the known ones.
+    """
+
+    bounds: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    known: npt.NDArray[np.bool_]
+    digests: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, plan: Plan, digested: Digested) -> _Boxes:
+        empty, placements = np.zeros(0, np.int64), plan.placements
+        lengths = [len(placement) for placement in placements]
+        files = np.concatenate([empty, *(p.files.astype(np.int64) for p in placements)])
+        starts = np.concatenate([empty, *(p.starts for p in placements)])
+        nbytes = np.concatenate([empty, *(p.nbytes() for p in placements)])
+        rows = np.concatenate([empty, *(np.arange(n) for n in lengths)])
+        owners = np.repeat(np.arange(len(placements)), lengths)
+        order = np.lexsort((nbytes, starts, files))
+        files, starts, nbytes = files[order], starts[order], nbytes[order]
+        bounds = np.searchsorted(files, np.arange(len(plan.files) + 1))
+        known, values = _look_up(digested, files, starts, nbytes)
+        return cls(bounds, starts, nbytes, owners[order], rows[order], known, values)
+
+    def of_file(self, index: int) -> list[_Row]:
+        """Return the boxes of one file, in its order."""
+        part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
+        columns = (self.starts, self.nbytes, self.owners, self.rows, self.known, self.digests)
+        return list(zip(*(column[part].tolist() for column in columns), strict=True))
+
+
+def _look_up(
+    digested: Digested, files: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
+    """Return which boxes' digests are known, and the digests."""
+    table = digested.table()
+    if not len(table):
+        return np.zeros(len(files), bool), np.zeros(len(files), np.uint64)
+    table = table[np.lexsort((table["start"], table["file"]))]
+    first = np.searchsorted(table["file"], np.arange(int(files.max(initial=0)) + 2))
+    result = np.zeros(len(files), bool), np.zeros(len(files), np.uint64)
+    bounds = np.searchsorted(files, np.arange(len(first)))
+    for file in range(len(first) - 1):
+        own, boxes = table[first[file] : first[file + 1]], slice(int(bounds[file]), int(bounds[file + 1]))
+        if len(own):
+            at = np.minimum(np.searchsorted(own["start"], starts[boxes]), len(own) - 1)
+            result[0][boxes] = (own["start"][at] == starts[boxes]) & (own["nbytes"][at] == nbytes[boxes])
+            result[1][boxes] = own["digest"][at]
+    return result
+
+
+def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> tuple[Digests, dict[str, FileRecord]]:
+    """Return the digest of every placed box, by placement, and of every file."""
+    digests = [np.zeros(len(placement), np.uint64) for placement in plan.placements]
+    boxes = _Boxes.of(plan, digested)
+    reader = SourceReader(store, [Origin(file.path) for file in plan.files])
+
+    def one(index: int) -> FileRecord:
+        return _FileHash(reader, index, plan.files[index].nbytes, digests).hashed(boxes.of_file(index))
+
+    try:
+        with WorkerPool(workers or min(8, os.cpu_count() or 1)) as pool:
+            found = list(pool.map(one, range(len(plan.files))))
+    finally:
+        reader.close()
+    return digests, {file.path: record for file, record in zip(plan.files, found, strict=True)}
+
+
+class _FileHash:
+    """Hashes a file from its start to its end: its outline, and each box in it whose digest is not known."""
+
+    def __init__(self, reader: SourceReader, index: int, nbytes: int, digests: Digests) -> None:
+        self._reader = reader
+        self._index = index
+        self._nbytes = nbytes
+        self._digests = digests
+        self._outline = xxhash.xxh3_64()
+        self._outlined = False
+        self._buffer = memoryview(bytearray(min(_CHUNK if reader.is_local else _REMOTE_CHUNK, max(nbytes, 1))))
+
+    def hashed(self, boxes: list[_Row]) -> FileRecord:
+        """Return what the commit record says of the file."""
+        first = 0  # of the bytes that were not looked at yet
+        pending: list[_Row] = []  # boxes in them
+        for row in boxes:
+            start, length, owner, place, known, digest = row
+            if not known or length < LEAST:
+                pending.append(row)
+                continue
+            self._read(first, start, pending)
+            self._state(owner, place, length, digest)
+            first, pending = start + length, []
+        self._read(first, self._nbytes, pending)
+        return FileRecord(self._nbytes, self._outline.hexdigest(), self._outlined)
+
+    def _state(self, owner: int, row: int, nbytes: int, digest: int) -> None:
+        self._digests[owner][row] = digest
+        if nbytes >= LEAST:
+            self._outline.update(digest.to_bytes(8, "little"))
+            self._outlined = True
+
+    def _read(self, first: int, stop: int, boxes: list[_Row]) -> None:
+        """Hash the bytes [first, stop), in which these boxes lie."""
+        at, state = 0, None  # of the box that the last chunk ended in
+        for begin in range(first, stop, len(self._buffer)):
+            view = self._buffer[: min(len(self._buffer), stop - begin)]
+            self._reader.read(self._index, begin, view)
+            end, told = begin + len(view), begin  # up to where the outline was told
+            while at < len(boxes) and boxes[at][0] < end:
+                start, length, owner, row, *_ = boxes[at]
+                state = state or xxhash.xxh3_64()
+                state.update(view[max(start - begin, 0) : start + length - begin])
+                if length >= LEAST:
+                    self._outline.update(view[told - begin : max(start - begin, 0)])
+                    told = min(start + length, end)
+                if start + length > end:
+                    break
+                self._state(owner, row, length, state.intdigest())
+                at, state = at + 1, None
+            self._outline.update(view[told - begin :])
+        for _, length, owner, row, *_ in boxes[at:]:  # boxes of no bytes at the very end
+            self._state(owner, row, length, xxhash.xxh3_64_intdigest(b""))

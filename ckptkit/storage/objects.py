@@ -1,0 +1,487 @@
+"""Objects in a bucket, or on anything else that fsspec opens."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import errno
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from ckptkit.errors import CkptkitError, IncompleteCheckpointError, StorageError
+from ckptkit.redact import keep_secret, without_secrets
+from ckptkit.storage.body import Content
+from ckptkit.storage.coalesce import Job, Scatter, cut_reads
+from ckptkit.storage.connection import PART_BYTES, Connection
+from ckptkit.storage.requests import Entries, Entry, FsspecApi, NotConditionalError, ObjectApi, Together, Uploads
+from ckptkit.storage.retry import advice_on, call_with_retries, hurry, is_outage, is_transient, patient, words_of
+from ckptkit.storage.store import FileInfo, ReadInto, checked_path, is_path, split_url
+from ckptkit.storage.upload import PartWriter
+
+__all__ = ["RemoteStore"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PAGES = 16  # of a listing, a thousand names each: more are slower than a request a folder
+_ERRNO: dict[type[OSError], int] = {  # those of fsspec have none
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    PermissionError: errno.EACCES,
+}
+_PASSED_ON = tuple(_ERRNO)
+_KNOWN_BYTES = 4 << 20  # a larger file is not kept in memory
+_Infos = list[FileInfo]  # the class has a method called list
+
+
+class RemoteStore:
+    """Files below a URL that fsspec opens.
+
+    Listings are never cached: a reader sees a checkpoint as soon as it is committed.
+
+    Attributes:
+        url: Without what may be secret in it; errors, logs and records show it.
+    """
+
+    def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+        self.protocol, rest = split_url(url)
+        self.storage_options = dict(storage_options or {})
+        self._place = f"{self.protocol}://{rest.rstrip('/')}"
+        keep_secret([self.storage_options, self._place])
+        self._connection = Connection.shared(self.protocol, self.storage_options)
+        self._api = _api_of(self.protocol, self._connection)
+        self.url = without_secrets(self._place)
+        self._names_are_free = False
+        self._around: Callable[[Callable[[], str]], str] | None = None
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self.url!r})"
+
+    @property
+    def local_root(self) -> str | None:
+        return None
+
+    @property
+    def fs(self) -> Any:
+        """The fsspec file system of this process."""
+        return self._connection.fs
+
+    def child(self, path: str) -> RemoteStore:
+        checked_path(path)
+        store = RemoteStore(f"{self._place}/{path}", storage_options=self.storage_options)
+        store._connection, store._api = self._connection, self._api
+        return store
+
+    def with_free_names(self) -> RemoteStore:
+        """Return this store for a writer that has listed it, or made room: no request asks whether a name is free.
+        What a store with conditional writes then has is still not replaced."""
+        store = copy.copy(self)
+        store._names_are_free = True
+        return store
+
+    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> RemoteStore:
+        """Return this store with each try of each put made by `around`, which is given what makes it."""
+        store = copy.copy(self)
+        store._around = around
+        return store
+
+    # --- names and errors
+
+    def _full(self, path: str, *, root_allowed: bool = False) -> str:
+        checked_path(path, root_allowed=root_allowed)
+        return str(self.fs._strip_protocol(f"{self._place}/{path}" if path else self._place))
+
+    def _shown(self, path: str) -> str:
+        return without_secrets(f"{self._place}/{path}" if path else self._place)
+
+    @property
+    def _bucket(self) -> str:
+        return self._full("", root_allowed=True).partition("/")[0]
+
+    def _answers(self) -> str:
+        """Return who answers here, for people: the URL, and the server that it leads to."""
+        endpoint = without_secrets(self._api.endpoint())
+        return f"{self.url} (at {endpoint})" if endpoint else self.url
+
+    def _call(self, path: str, function: Callable[[], T]) -> T:
+        """Return what `function` does, retried where that is worth it, its failures as the errors of a Store."""
+        started = time.monotonic()
+        try:
+            return call_with_retries(function, place=self._answers())
+        except _PASSED_ON as error:
+            text = f"{self._shown(path)}: {words_of(error)}"
+            if isinstance(error, PermissionError):
+                text += advice_on(error, self.protocol)
+            raise type(error)(error.errno or _ERRNO[_kind(error)], text) from _harmless(error)
+        except CkptkitError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a file system raises becomes an error of ours
+            text = f"{self._shown(path)}: {words_of(error)}{advice_on(error, self.protocol)}"
+            if is_transient(error):
+                text += f" (tried for {time.monotonic() - started:.0f} s; CKPTKIT_STORAGE_TIMEOUT=10m tries for longer)"
+            raise StorageError(getattr(error, "errno", None) or errno.EIO, text) from _harmless(error)
+
+    # --- looking
+
+    def info(self, path: str) -> FileInfo | None:
+        full = self._full(path, root_allowed=True)
+        try:
+            return _file_info(path, self._call(path, lambda: self._api.info(full)))
+        except FileNotFoundError:
+            return None
+
+    def exists(self, path: str) -> bool:
+        """Tell whether there is a file at `path`; one request."""
+        full = self._full(path)
+        return self._call(path, lambda: self._api.exists(full))
+
+    def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
+        full = self._full(path, root_allowed=True)
+        found = [item for page in self._pages(path, full, recursive=recursive) for item in page]
+        # A store may list the folder itself, as a marker object.
+        return [item for item in self._listed(found) if item.path != path]
+
+    def list_at_once(self, path: str = "") -> _Infos | None:
+        """Return every file below `path`, sorted by path, where few requests list them all; else None."""
+        full = self._full(path, root_allowed=True)
+        if not self._api.paged:
+            return None
+        found: list[Entry] = []
+        for number, page in enumerate(self._pages(path, full, recursive=True)):
+            if number == _PAGES:
+                return None
+            found += page
+        return self._listed(found)
+
+    def _listed(self, found: Entries) -> _Infos:
+        """Return what a listing shows, sorted by path, but for keys of others that no path here can name."""
+        start = len(self._full("", root_allowed=True))
+        named = ((item["name"][start:].removeprefix("/").removesuffix("/"), item) for item in found)
+        return sorted((_file_info(path, item) for path, item in named if is_path(path)), key=_path)
+
+    def _pages(self, path: str, full: str, *, recursive: bool) -> Iterator[Entries]:
+        """Yield a listing; each page of it is tried again by itself, or a long one would never come to its end."""
+        after = ""
+        while True:
+            page, after = self._call(
+                path,
+                lambda after=after: self._api.page(full, recursive=recursive, after=after),  # type: ignore[misc]
+            )
+            yield page
+            if not after:
+                return
+
+    def read_listed(self, item: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
+        """Return bytes of a file that a listing showed; a small one is fetched only where its tag is a new one."""
+        if item.size > _KNOWN_BYTES:
+            return self.read(item.path, start, stop)
+        full, known = self._full(item.path), self._connection.known
+        data = known.get(full, item.tag)
+        if data is None:
+            data = self.read(item.path, 0, item.size + 1) if item.size else self.read(item.path)
+            # What has replaced it since may be longer, and is not what the tag tells of.
+            if len(data) == item.size:
+                known.put(full, item.tag, data)
+            else:
+                data = self.read(item.path)
+        return data[start:stop]
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    # --- reading
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        full = self._full(path)
+        if stop is not None and stop <= start:
+            return b""
+        if stop is not None and stop - start <= PART_BYTES:
+            return self._call(path, lambda: self._api.get(full, start, stop))
+        if start == 0 and stop is None:
+            data, total = self._call(path, lambda: self._api.get_whole(full))
+            return data if len(data) >= total else data + self._range(path, len(data), total)
+        found = self.info(path)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, f"{self._shown(path)} does not exist")
+        return self._range(path, start, found.size if stop is None else min(stop, found.size))
+
+    def _range(self, path: str, start: int, stop: int) -> bytes:
+        data = bytearray(max(0, stop - start))
+        self.read_into(path, start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, path: str, start: int, view: memoryview) -> None:
+        self.read_many([ReadInto(path, start, view)])
+
+    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
+        jobs = cut_reads(reads, large=self._api.read_bytes)
+        self._read_all(jobs, self._begin(jobs) if len(jobs) > 1 else None)
+
+    def _read_all(self, jobs: Sequence[Job], begun: Together[tuple[int, int]] | None) -> None:
+        if begun is None:
+            self._connection.each(self._read_job, jobs)
+            return
+        answers = [item[0] if isinstance(item, tuple) else item for item in begun.answers()]
+        # What is not well is tried again as if a thread had asked.
+        again = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != job[2] - job[1]]
+        self._connection.each(self._read_again, again)
+
+    def _begin(self, jobs: Sequence[Job]) -> Together[tuple[int, int]] | None:
+        return self._api.begin(
+            [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
+        )
+
+    def fetch_listed(self, items: Sequence[FileInfo]) -> None:
+        """Fetch small files that a listing showed and that are not known, all at once, for `read_listed` to have."""
+        known = self._connection.known
+        new = [(item, self._full(item.path)) for item in items if item.tag and 0 < item.size <= _KNOWN_BYTES]
+        new = [(item, full) for item, full in new if known.get(full, item.tag) is None]
+        views = [memoryview(bytearray(item.size)) for item, _ in new]
+        jobs = [(i.path, 0, i.size, [ReadInto(i.path, 0, view)]) for (i, _), view in zip(new, views, strict=True)]
+        begun = self._begin(jobs) if len(jobs) > 1 else None
+        if begun is not None:
+            for (item, full), view, answer in zip(new, views, begun.answers(), strict=True):
+                if answer == (item.size, item.size):
+                    known.put(full, item.tag, bytes(view))
+
+    def _read_again(self, tried: tuple[Job, int | BaseException]) -> None:
+        self._read_job(*tried)
+
+    def _read_job(self, job: Job, before: int | BaseException | None = None) -> None:
+        """Read a range, tried again where that is worth it.
+
+        Args:
+            before: What a first try has come to.
+        """
+        path, start, stop, items = job
+        full, tried = self._full(path), [] if before is None else [before]
+
+        def get() -> int:
+            answer = tried.pop() if tried else self._api.get_into(full, start, stop, Scatter(items, start))
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        got = self._call(path, get)
+        if got != stop - start:
+            raise IncompleteCheckpointError(
+                f"{self._shown(path)}: the object ends at byte {start + got}, but bytes up to {stop} are "
+                "needed. It is truncated."
+            )
+
+    # --- writing
+
+    @contextlib.contextmanager
+    def writer(self, path: str, *, sync: bool = True) -> Iterator[PartWriter]:
+        """A new object. One that is there is not replaced, where the store has conditional puts."""
+        full = self._full(path)
+        with patient():
+            writer = PartWriter(self._connection, self._api, full, lambda job: self._call(path, job))
+            try:
+                yield writer
+                tag = writer.finish(lambda content: self._finish(path, full, content))
+                if tag is not None:
+                    self._told(full, writer.nbytes, tag)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    hurry()
+                writer.abort()
+                raise
+
+    def _finish(self, path: str, full: str, content: Content) -> None:
+        """Put what was small enough for one request."""
+        self._put(path, full, content)
+
+    def _told(self, full: str, nbytes: int, tag: str) -> None:
+        """The store has answered that the object is there."""
+
+    def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
+        full, body = self._full(path), bytes(data)
+        if overwrite:
+            self._note(full, self._tried(path, lambda: self._api.put(full, body, if_absent=False)), body)
+            return
+        if not self._names_are_free and not self._conditional() and self.exists(path):
+            raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already")
+        self._note(full, self._put(path, full, body), body)
+
+    def copy_to(self, path: str, target: RemoteStore, name: str) -> None:
+        """Copy an object, in the store, to `name` of another directory of it, and replace what is there."""
+        source, full = self._full(path), target._full(name)
+        self._call(path, lambda: self._api.copy(source, full))
+
+    def write_first(self, path: str, data: bytes) -> None:
+        """Write a file that must not exist, without trying conditional writes out before: `try_conditional` comes next.
+        Raises FileExistsError, where the store can tell."""
+        if self.has_conditional_writes is False:
+            self.write(path, data)
+        else:
+            full = self._full(path)
+            self._note(full, self._put(path, full, data), data)
+
+    def try_conditional(self, path: str, data: bytes) -> None:
+        """Find out whether this store has conditional writes, by a file of ours that holds `data`, where that is not
+        known: one more put, which changes nothing if it is not refused."""
+        if self.has_conditional_writes is None:
+            self._learn(lambda: self._refuses(path, data))
+
+    @property
+    def has_conditional_writes(self) -> bool | None:
+        """Whether a put-if-absent is known to be refused where something is, or to be none; None: not tried yet."""
+        return self._connection.conditional.get(self._bucket)
+
+    def _note(self, full: str, tag: str, data: bytes) -> None:
+        if len(data) <= _KNOWN_BYTES:
+            self._connection.known.put(full, _plain(tag), data)
+
+    def _put(self, path: str, full: str, data: bytes | Content) -> str:
+        """Put if absent, where the store can; else put. Returns the tag, "" where it is not told."""
+        tries, mark = 0, secrets.token_hex(8)
+
+        def put() -> str:
+            nonlocal tries
+            tries += 1
+            try:
+                return self._api.put(full, data, if_absent=True, mark=mark)
+            except NotConditionalError:
+                return self._api.put(full, data, if_absent=False)
+            except FileExistsError:
+                # The answer to an earlier try may have been lost after it was carried out.
+                if not self._api.is_mine(full, data, mark=mark, tries=tries):
+                    raise
+                return ""
+
+        return self._tried(path, put)
+
+    def _tried(self, path: str, put: Callable[[], str]) -> str:
+        return self._call(path, put if self._around is None else partial(self._around, put))
+
+    def _conditional(self) -> bool:
+        """Tell whether this store refuses to replace an object when it is asked to. Tried once a connection."""
+        known = self.has_conditional_writes
+        return self._learn(self._probe) if known is None else known
+
+    def _learn(self, probe: Callable[[], bool | None]) -> bool:
+        known = self._call("", self._api.is_conditional)
+        if known is None:
+            known = probe()
+        if known is not None:
+            self._connection.conditional[self._bucket] = known
+        if known is False:
+            logger.warning(
+                "%s has no conditional writes: nothing but the lease, which can be lost, keeps two jobs from "
+                "committing the same checkpoint. Let one job at a time write there.",
+                self.url,
+            )
+        return known is True
+
+    def _probe(self) -> bool | None:
+        path = f".probe-{secrets.token_hex(8)}.part"  # a name that discovery passes over
+        full = self._full(path)
+        self._call(path, lambda: self._api.put(full, b"?", if_absent=False))
+        try:
+            return self._refuses(path, b"!")
+        finally:
+            self.delete([path])
+
+    def _refuses(self, path: str, data: bytes) -> bool | None:
+        """Tell whether the store will not replace the object at `path`; None: it does not say. What is said of an
+        object that is there counts, not what a server says it supports."""
+        full = self._full(path)
+        try:
+            tag = self._call(path, lambda: self._api.put(full, data, if_absent=True))
+        except FileExistsError:
+            return True
+        except StorageError as error:
+            logger.debug("%s refuses conditional writes: %s", self.url, error)
+            return None if is_outage(error) else False
+        self._note(full, tag, data)
+        return False
+
+    # --- deleting
+
+    def delete(self, paths: Iterable[str]) -> None:
+        self._delete(list(paths))
+
+    def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
+        full = [self._full(path) for path in names]
+        if full:
+            self._call(names[0], lambda: self._api.delete(full, folder=folder))
+
+    def delete_tree(self, path: str) -> None:
+        """Delete what lies below `path`, and the uploads to there that nobody finished."""
+        folder = self._full(path)
+        self._delete([*(item.path for item in self.list(path, recursive=True)), path], folder=folder)
+        self.abort_uploads(path)
+
+    def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
+        """Return the multipart uploads below `path` that were begun long ago and not finished.
+
+        Their parts cost as much as files do, and no listing of files shows them.
+        """
+        full = self._full(path, root_allowed=True)
+        try:
+            found = self._call(path, lambda: self._api.unfinished(full))
+        except (FileNotFoundError, PermissionError, StorageError) as error:
+            # Not everybody who may write may see what others have begun (s3:ListBucketMultipartUploads).
+            say = logger.warning if isinstance(error, PermissionError) else logger.debug
+            say("%s does not list unfinished uploads, which may be left and cost: %s", self.url, error)
+            return []
+        return [upload for upload in found if time.time() - upload.started >= older_than_s]
+
+    def abort_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> int:
+        """Throw away the unfinished uploads below `path`, and return how many there were."""
+        found = self.unfinished_uploads(path, older_than_s=older_than_s)
+        self.end_uploads(found)
+        return len(found)
+
+    def end_uploads(self, found: Uploads) -> None:
+        """Throw these away."""
+        for upload in found:
+            self._call("", lambda upload=upload: self._api.abort(upload))  # type: ignore[misc]
+
+
+def _kind(error: OSError) -> type[OSError]:
+    return next(kind for kind in _ERRNO if isinstance(error, kind))
+
+
+def _api_of(protocol: str, connection: Connection) -> ObjectApi:
+    if protocol in ("s3", "s3a"):
+        from ckptkit.storage.s3 import S3Api
+
+        return S3Api(connection)
+    if protocol in ("gs", "gcs"):
+        from ckptkit.storage.gcs import GcsApi
+
+        return GcsApi(connection)
+    return FsspecApi(connection)
+
+
+def _file_info(path: str, found: Entry) -> FileInfo:
+    kind = "directory" if found.get("type") == "directory" else "file"
+    size = int(found.get("size") or 0) if kind == "file" else 0
+    when = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
+    if isinstance(when, datetime.datetime):
+        when = when.timestamp()
+    tag = _plain(str(found.get("generation") or found.get("ETag") or found.get("blob_id") or ""))
+    return FileInfo(path, kind, size, float(when) if isinstance(when, (int, float)) else 0.0, tag)
+
+
+def _plain(tag: str) -> str:
+    return tag.strip('"')
+
+
+def _path(item: FileInfo) -> str:
+    return item.path
+
+
+def _harmless(error: BaseException) -> BaseException | None:
+    """The error, to be shown as the cause of ours; None where its words, or those of what caused it, hold a secret."""
+    said = "".join(traceback.format_exception(error))
+    return error if without_secrets(said) == said else None

@@ -1,0 +1,237 @@
+"""A run goes on from what another system saved: `manager.load(state, URL)`, on files that those systems wrote."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ckptkit import CheckpointManager, TrainState
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import CheckpointMismatchError
+from ckptkit.formats.detect import open_source
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from tests.formats.tensors import entry_bytes
+
+ZOO = Path(__file__).parents[2] / "zoo"
+WITH_OPTIMIZER = {
+    "accelerate_fsdp2_nodcp_llama_untied_w2": None,
+    "accelerate_fsdp2_sharded_llama_tied_w2": None,
+    "hf_trainer_fsdp2_sharded_w2": 2,
+    "lightning_real_mp_w2": 2,
+    "lightning_trainer_fsdp_w2": 3,
+    "lightning_trainer_full": 3,
+    "lightrft_naive_optim_w2": 6,
+    "fsdp1_dcp_sharded_nomesh_w2": None,  # what Oumi writes
+    "dcp_appstate_w2": None,
+    "dcp_torchtitan_like_w2": 2,
+    "verl_fsdp1_nomesh_w2": 4,
+    "verl_fsdp2_w2": 4,
+}
+
+
+class Net(nn.Module):
+    """A module with the given parameters and buffers by name, all zero."""
+
+    def __init__(self, expected: dict[str, torch.Tensor], trained: set[str], dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        for name, value in expected.items():
+            *path, leaf = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in dict(owner.named_children()):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            floating = value.is_floating_point()
+            tensor = torch.zeros(value.shape, dtype=dtype if dtype is not None and floating else value.dtype)
+            if name in trained:
+                owner.register_parameter(leaf, nn.Parameter(tensor))
+            else:
+                owner.register_buffer(leaf, tensor)
+
+
+def opened(name: str) -> Any:
+    return open_source(str(ZOO / name))
+
+
+def trained(name: str) -> set[str]:
+    return {e.fqn for e in opened(name).catalog.tensors.values() if e.role in (Role.OPTIMIZER, Role.MASTER) and e.fqn}
+
+
+def run_of(name: str, *, scheduler: bool = False, rng: bool = False) -> TrainState:
+    model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    step = torch.optim.lr_scheduler.LinearLR(optimizer) if scheduler else None
+    return TrainState(model=model, optimizer=optimizer, scheduler=step, rng=rng)
+
+
+def load(state: TrainState, name: str, tmp_path: Path, **options: Any) -> Any:
+    with CheckpointManager(tmp_path / "run") as manager:
+        return manager.load(state, str(ZOO / name), **options)
+
+
+def check_weights(model: nn.Module, name: str, expected: str = "EXPECTED.safetensors") -> None:
+    live = model.state_dict()
+    for fqn, value in load_file(ZOO / name / expected).items():
+        assert torch.equal(live[fqn], value), fqn
+
+
+def check_optimizer(optimizer: Any, model: nn.Module, name: str) -> None:
+    source = opened(name)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    count = 0
+    for entry in source.catalog.tensors.values():
+        if entry.role is Role.OPTIMIZER and entry.fqn and entry.state:
+            value = optimizer.state[parameters[entry.fqn]][entry.state]
+            assert value.reshape(-1).view(torch.uint8).numpy().tobytes() == entry_bytes(source.store, entry), entry.name
+            count += 1
+    assert count >= len(list(model.parameters())) > 0
+
+
+@pytest.mark.parametrize("name", WITH_OPTIMIZER)
+def test_weights_moments_and_settings_are_restored(name, tmp_path):
+    state = run_of(name)
+    report = load(state, name, tmp_path)
+    check_weights(state.model, name)
+    check_optimizer(state.optimizer, state.model, name)
+    assert state.optimizer.param_groups[0]["lr"] != 0.5
+    assert report.step == WITH_OPTIMIZER[name]
+    assert not report.missing
+    assert not report.unexpected
+
+
+@pytest.mark.parametrize("wrapper", ["net.", "model."])
+def test_a_prefix_that_only_the_model_has_is_added(wrapper, tmp_path):
+    name = "lightning_real_mp_w2"
+    state = run_of(name)
+    outer = nn.Module()
+    outer.add_module(wrapper[:-1], state.model)
+    inner, state.model = state.model, outer
+    report = load(state, name, tmp_path)
+    check_weights(inner, name)
+    check_optimizer(state.optimizer, inner, name)
+    assert any(repr(wrapper) in note for note in report.notes)
+
+
+def test_a_prefix_that_only_the_checkpoint_has_is_taken_away(tmp_path):
+    name = "verl_fsdp2_w2"
+    expected = load_file(ZOO / name / "EXPECTED.safetensors")
+    inner = {fqn.removeprefix("model."): value for fqn, value in expected.items() if fqn.startswith("model.")}
+    model = Net(inner, set(inner))
+    load(TrainState(model=model, rng=False), name, tmp_path, strict=False)
+    assert all(torch.equal(value, inner[fqn]) for fqn, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["verl_fsdp2_w2", "lightning_trainer_full", "hf_trainer_fsdp2_sharded_w2"])
+def test_schedulers_are_restored_where_they_are_recognised(name, tmp_path):
+    state = run_of(name, scheduler=True)
+    state.scheduler.last_epoch = 99
+    report = load(state, name, tmp_path)
+    assert "scheduler" in report.loaded
+    assert state.scheduler.last_epoch in (0, 2, 3)
+
+
+def test_what_the_format_does_not_have_is_reported_and_stays(tmp_path):
+    state = run_of("accelerate_fsdp2_nodcp_llama_untied_w2", scheduler=True, rng=True)
+    state.scheduler.last_epoch = 99
+    state.extra["tokens"] = 5
+    report = load(state, "accelerate_fsdp2_nodcp_llama_untied_w2", tmp_path)
+    assert state.scheduler.last_epoch == 99
+    assert state.extra["tokens"] == 5
+    assert set(report.skipped) >= {"scheduler", "extra.tokens"}
+    assert any("random number" in note for note in report.notes)
+
+
+def test_the_random_numbers_of_verl_go_on(tmp_path):
+    state = run_of("verl_fsdp2_w2", rng=True)
+    values = torch.load(
+        ZOO / "verl_fsdp2_w2/global_step_4/actor/extra_state_world_size_2_rank_0.pt", weights_only=False
+    )["rng"]
+    random.setstate(values["random"])
+    np.random.set_state(values["numpy"])
+    torch.set_rng_state(torch.as_tensor(values["cpu"]))
+    wanted = (random.random(), np.random.rand(), torch.rand(1).item())
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.load(state, str(ZOO / "verl_fsdp2_w2"), rng_on_resize="keep")
+        assert random.random() != wanted[0]  # two ranks saved, one loads
+    from ckptkit.checkpoint.load.foreign import adopt
+    from ckptkit.checkpoint.state.rng import restore_rng
+    from ckptkit.checkpoint.state.values import decode
+
+    source = opened("verl_fsdp2_w2")
+    adopted = adopt(source.catalog, source.store, state)
+    restore_rng(decode(adopted.objects["rng.0"], adopted.tensors.__getitem__))
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == wanted
+
+
+def test_lightrft_masters_go_to_an_optimizer_that_keeps_masters(tmp_path):
+    name = "lightrft_mp_optim_w2"
+    model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name))
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=0.5))
+    load(TrainState(model=model, optimizer=optimizer, rng=False), name, tmp_path)
+    check_weights(model, name)
+    masters = load_file(ZOO / name / "EXPECTED_fp32_master.safetensors")
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(optimizer.state[parameters[fqn]]["master"], masters[fqn]) for fqn in parameters)
+
+
+@pytest.mark.parametrize("name", ["deepspeed_zero2_bf16_w2", "deepspeed_zero3_bf16_tied_w2"])
+def test_deepspeed_masters_become_the_weights_of_a_model_in_fp32(name, tmp_path):
+    model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name), torch.float32)
+    if "tied" in name:
+        model.lm_head.weight = model.get_parameter("model.embed_tokens.weight")
+    decay = [p for n, p in model.named_parameters() if "norm" not in n]
+    rest = [p for n, p in model.named_parameters() if "norm" in n]
+    optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest}], lr=0.5)
+    report = load(TrainState(model=model, optimizer=optimizer, rng=False), name, tmp_path, convert_dtype=True)
+    check_optimizer(optimizer, model, name)
+    masters = {e.fqn: e for e in opened(name).catalog.tensors.values() if e.role is Role.MASTER}
+    for fqn, parameter in model.named_parameters():
+        stored = fqn if fqn in masters else "model.embed_tokens.weight"  # tied: it may go by either name
+        raw = entry_bytes(opened(name).store, masters[stored])
+        assert parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes() == raw
+    assert any("fp32 masters" in note for note in report.notes)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_another_number_of_optimizers_is_refused(tmp_path):
+    state = run_of("lightning_trainer_full")
+    parameters = list(state.model.parameters())
+    state.optimizer = {"a": torch.optim.AdamW(parameters[:2]), "b": torch.optim.AdamW(parameters[2:])}
+    with pytest.raises(CheckpointMismatchError, match=r"holds 1 optimizers .* has 2"):
+        load(state, "lightning_trainer_full", tmp_path)
+    assert not any(parameter.any() for parameter in parameters)
+
+
+def test_a_checkpoint_of_weights_alone_needs_a_word_on_the_optimizer(tmp_path):
+    name = "hf_ref_llama_untied"
+    expected = load_file(ZOO / name / "model.safetensors")
+    model = Net(expected, set(expected))
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False)
+    with pytest.raises(CheckpointMismatchError, match='optimizer="skip"'):
+        load(state, name, tmp_path)
+    load(state, name, tmp_path, optimizer="skip")
+    check_weights(model, name, "model.safetensors")
+
+
+def test_settings_are_matched_by_order_where_parameters_have_numbers(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "old.pt")
+    fresh = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    state = TrainState(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters(), lr=0.5), rng=False)
+    with CheckpointManager(tmp_path / "run") as manager:
+        report = manager.load(state, str(tmp_path / "old.pt"))
+    assert state.optimizer.param_groups[0]["lr"] == 0.125
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(state.optimizer.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
+    assert report.extra["epoch"] == 3

@@ -1,0 +1,154 @@
+"""Weights that are one tensor in the model, or share memory, and what a checkpoint holds for each of their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import CheckpointMismatchError
+from ckptkit.fsdp.hf_load import load_hf
+
+KINDS = ["sharded", "full", "local", "dcp", "safetensors"]
+
+
+class Net(nn.ModuleDict):
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self["head"](self["embed"](tokens))
+
+
+def net(tied: bool = True) -> nn.Module:
+    model = Net({"embed": nn.Embedding(6, 2), "head": nn.Linear(2, 6, bias=False)})
+    if tied:
+        model["head"].weight = model["embed"].weight
+    return model
+
+
+def saved(folder: Path, model: nn.Module, kind: str) -> str:
+    """Save the model, and return where it can be loaded from."""
+    if kind == "dcp":
+        dcp.save({"model": model.state_dict()}, checkpoint_id=str(folder / "plain"))
+    elif kind == "safetensors":
+        (folder / "plain").mkdir()
+        save_file({name: t.clone() for name, t in model.state_dict().items()}, folder / "plain/model.safetensors")
+    else:
+        with CheckpointManager(folder / "plain", state_dict_type=kind) as manager:
+            manager.save(1, TrainState(model=model))
+        return str(folder / "plain/step_00000001")
+    return str(folder / "plain")
+
+
+def load(folder: Path, url: str, model: nn.Module, **options: Any) -> Any:
+    with CheckpointManager(folder / "live") as manager:
+        return manager.load(TrainState(model=model, rng=False), url, **options)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"atomic": True}], ids=["", "lenient", "atomic"])
+def test_different_weights_for_one_tied_tensor_are_refused_and_nothing_is_touched(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    source, model = net(tied=False), net()
+    url = saved(tmp_path, source, kind)
+    before = model["embed"].weight.clone()
+    with pytest.raises(CheckpointMismatchError, match=r"model\.embed\.weight and model\.head\.weight"):
+        load(tmp_path, url, model, **options)
+    assert torch.equal(model["embed"].weight, before)
+    load(tmp_path, url, model, exclude=["embed.*"])  # the way out that the error names
+    assert torch.equal(model["embed"].weight, source["head"].weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_equal_weights_load_into_a_model_that_ties_them_and_into_one_that_does_not(
+    tmp_path: Path, kind: str, tied: bool
+) -> None:
+    source, model = net(), net(tied)
+    load(tmp_path, saved(tmp_path, source, kind), model)
+    assert torch.equal(model["embed"].weight, source["embed"].weight)
+    assert torch.equal(model["head"].weight, source["embed"].weight)
+
+
+def views(seed: int) -> nn.Module:
+    """A fused weight, and a view of a part of it under a name of its own."""
+    torch.manual_seed(seed)
+    model = nn.Module()
+    model.fused = nn.Parameter(torch.randn(6, 2))
+    model.query = nn.Parameter(model.fused.data[2:4])
+    return model
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_tensors_that_share_a_part_of_their_memory_load_if_they_agree_there(tmp_path: Path, kind: str) -> None:
+    source, model = views(0), views(1)
+    url = saved(tmp_path, source, kind)
+    load(tmp_path, url, model)
+    assert torch.equal(model.fused, source.fused)
+    source.query = nn.Parameter(torch.zeros(2, 2))
+    (tmp_path / "other").mkdir()
+    url = saved(tmp_path / "other", source, kind)
+    with pytest.raises(CheckpointMismatchError, match=r"model\.fused and model\.query"):
+        load(tmp_path, url, model)
+    assert torch.equal(model.fused[2:4], model.query)
+
+
+def _sharded(folder: str, kind: str) -> None:
+    """The last row alone differs: only the last rank could see it in what it reads."""
+    source, model = net(tied=False), net()
+    with torch.no_grad():
+        source["embed"].weight.copy_(torch.arange(12.0).view(6, 2))
+        source["head"].weight.copy_(source["embed"].weight)
+        source["head"].weight[5] = 0
+    fully_shard(model)
+    fully_shard(source)
+    if kind == "dcp":
+        dcp.save({"model": source.state_dict()}, checkpoint_id=f"{folder}/step_00000001")
+    else:
+        with CheckpointManager(folder, state_dict_type=kind) as manager:
+            manager.save(1, TrainState(model=source))
+    before = model["embed"].weight.to_local().clone()
+    with pytest.raises(CheckpointMismatchError, match="share memory"):
+        load(Path(folder), f"{folder}/step_00000001", model)
+    assert torch.equal(model["embed"].weight.to_local(), before)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local", "dcp"])
+def test_every_rank_refuses_what_differs_on_one(ranks: Any, tmp_path: Path, kind: str) -> None:
+    ranks.run(_sharded, 2, str(tmp_path), kind)
+
+
+def _load_hf(folder: str) -> None:
+    source, model = net(tied=False), net()
+    with torch.no_grad():
+        source["embed"].weight.fill_(1)
+        source["head"].weight.fill_(1)
+        source["head"].weight[5] = 0
+    fully_shard(model)
+    if dist.get_rank() == 0:
+        save_file(source.state_dict(), f"{folder}/model.safetensors")
+    dist.barrier()
+    before = model["embed"].weight.to_local().clone()
+    with pytest.raises(CheckpointMismatchError, match=r"embed\.weight and head\.weight"):
+        load_hf(model, folder)
+    assert torch.equal(model["embed"].weight.to_local(), before)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        save_file({"embed.weight": torch.ones(6, 2), "head.weight": torch.ones(6, 2)}, f"{folder}/model.safetensors")
+    dist.barrier()
+    assert load_hf(model, folder).loaded == ("embed.weight", "head.weight")
+
+
+def test_load_hf_refuses_different_weights_for_one_tied_tensor_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(_load_hf, 2, str(tmp_path))

@@ -1,0 +1,321 @@
+"""One attempt to save: what appears, what is refused, and that all ranks get the same answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.run.commit import begin_save
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.lease import acquire_lease
+from ckptkit.checkpoint.run.pins import pin_forever, pin_while_reading
+from ckptkit.errors import (
+    CheckpointExistsError,
+    LeaseHeldError,
+    NoSpaceError,
+    RankFailedError,
+    SaveError,
+    UsageError,
+)
+from ckptkit.formats.own.record import FileRecord, read_record
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.open import open_store
+from tests.checkpoint.saving import check, content, leftovers, save, write
+
+
+def test_a_save_appears_with_its_record_and_nothing_else(tmp_path: Path) -> None:
+    record = save(tmp_path / "run", 7, fields={"metrics": {"loss": 1.5}, "client_state": {"epoch": 2}})
+    assert check(tmp_path / "run") == [7]
+    again = read_record(open_store(str(tmp_path / "run" / "step_00000007")))
+    assert again == record and again.metrics == {"loss": 1.5} and again.client_state == {"epoch": 2}
+    assert sorted(os.listdir(tmp_path / "run")) == [".ckptkit", "latest", "step_00000007"]
+
+
+def test_a_tag_names_the_directory_and_the_record_the_step(tmp_path: Path) -> None:
+    save(tmp_path, 7, tag="best-so-far")
+    (item,) = list_checkpoints(open_store(str(tmp_path))).committed
+    assert (item.path, item.step) == ("best-so-far", 7)
+
+
+def test_saving_a_step_again_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    first = save(tmp_path, 7)
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        save(tmp_path, 7)
+    assert read_record(open_store(str(tmp_path / "step_00000007"))) == first and leftovers(tmp_path) == []
+
+
+def test_overwrite_replaces_the_files_and_the_save_id(tmp_path: Path) -> None:
+    first = save(tmp_path, 7)
+    second = save(tmp_path, 7, overwrite=True, nbytes=50)
+    assert second.save_id != first.save_id and check(tmp_path) == [7] and leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("forever", [True, False])
+def test_a_pinned_checkpoint_is_not_overwritten(tmp_path: Path, forever: bool) -> None:
+    save(tmp_path, 7)
+    if forever:
+        pin_forever(str(tmp_path / "step_00000007"), "paper")
+        with pytest.raises(CheckpointExistsError, match="pinned: paper"):
+            save(tmp_path, 7, overwrite=True)
+        return
+    with pin_while_reading(open_store(str(tmp_path)), "step_00000007"):  # our own reading does not count
+        save(tmp_path, 7, overwrite=True)
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "symlink"])
+def test_what_is_in_the_way_is_left_alone(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "step_00000007"
+    if kind == "directory":
+        place.mkdir()
+        (place / "theirs").write_bytes(b"1")
+    elif kind == "file":
+        place.write_bytes(b"1")
+    else:
+        place.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointExistsError, match="in the way"):
+        save(tmp_path, 7, overwrite=True)
+    assert place.is_symlink() or place.exists()
+
+
+def test_too_little_space_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(NoSpaceError, match="No space left") as caught:
+        save(tmp_path, 7, planned_bytes=1 << 60)
+    assert "free" in str(caught.value) and leftovers(tmp_path) == []
+    save(tmp_path, 7, planned_bytes=4000)
+
+
+def test_a_failed_save_leaves_nothing_and_the_next_one_works(tmp_path: Path) -> None:
+    def fail(store: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    save(tmp_path, 1)
+    with pytest.raises(RankFailedError, match=r"saving step_00000002 failed on rank 0: OSError"):
+        save(tmp_path, 2, before=fail)
+    assert leftovers(tmp_path) == [] and check(tmp_path) == [1]
+    save(tmp_path, 2)
+    assert check(tmp_path) == [1, 2]
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(store: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, before=interrupt)
+    assert leftovers(tmp_path) == [] and check(tmp_path) == []
+    save(tmp_path, 2)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "stray"])
+def test_files_that_are_not_what_the_ranks_reported_are_not_published(tmp_path: Path, damage: str) -> None:
+    def spoil(store: LocalStore) -> None:
+        path = Path(store.url) / "shards" / "0.bin"
+        if damage == "truncated":
+            path.write_bytes(path.read_bytes()[:-1])
+        elif damage == "missing":
+            path.unlink()
+        else:
+            store.write("extra", b"1")
+
+    with pytest.raises((SaveError, RankFailedError)):
+        save(tmp_path, 3, before=spoil)
+    assert check(tmp_path) == [] and leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"client_state": object()}, {"metrics": {"loss": "low"}}, {"mesh": {"shape": [2], "names": []}}]
+)
+def test_a_record_that_could_not_be_read_back_fails_the_save(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises((UsageError, RankFailedError, ValueError)):
+        save(tmp_path, 3, fields=fields)
+    assert check(tmp_path) == [] and leftovers(tmp_path) == []
+
+
+def test_a_root_that_vanishes_is_an_error_and_is_not_made_anew(tmp_path: Path) -> None:
+    root = tmp_path / "mnt" / "run"
+
+    def unmount(store: Any) -> None:
+        shutil.rmtree(tmp_path / "mnt")
+
+    with pytest.raises(SaveError, match="mount lost, or the directory removed"):
+        save(root, 3, before=unmount)
+    assert not (root / "step_00000003").exists()
+
+
+def test_a_root_that_vanished_between_saves_is_noticed_by_the_holder_of_the_lease(tmp_path: Path) -> None:
+    root = open_store(str(tmp_path / "mnt" / "run"))
+    lease = acquire_lease(root)
+    save(root, 1, lease=lease)
+    shutil.rmtree(tmp_path / "mnt")
+    with pytest.raises(SaveError, match="mount lost"):
+        save(root, 2, lease=lease)
+    lease.release()
+    assert not (tmp_path / "mnt").exists()
+
+
+def test_a_job_that_lost_its_lease_does_not_publish(tmp_path: Path) -> None:
+    root = open_store(str(tmp_path))
+
+    def taken(store: Any) -> None:
+        state = json.loads((tmp_path / ".ckptkit" / "lease-00000001.json").read_text())
+        other = {**state, "nonce": "f" * 16, "host": "other-host"}
+        (tmp_path / ".ckptkit" / "lease-00000002.json").write_text(json.dumps(other))
+
+    with pytest.raises(LeaseHeldError, match="other-host"):
+        save(root, 2, before=taken)
+    assert check(tmp_path) == []
+
+
+def test_two_saves_to_one_root_at_once_are_one_save_and_one_refusal(tmp_path: Path) -> None:
+    with pytest.raises(LeaseHeldError, match="another manager"):
+        save(tmp_path, 1, before=lambda store: save(tmp_path, 2) and None)
+    save(tmp_path, 2)
+    assert check(tmp_path) == [2]
+
+
+def test_the_sync_of_the_root_failing_takes_the_commit_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LocalStore.sync_directory
+
+    def fail(self: LocalStore, path: str = "") -> None:
+        if (tmp_path / "step_00000003").exists() and self.url == str(tmp_path) and not path:
+            raise OSError(5, "Input/output error")
+        real(self, path)
+
+    monkeypatch.setattr(LocalStore, "sync_directory", fail)
+    with pytest.raises(RankFailedError, match="Input/output error"):
+        save(tmp_path, 3)
+    monkeypatch.undo()
+    assert check(tmp_path) == [] and leftovers(tmp_path) == []
+
+
+def test_a_hint_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step100")
+    save(tmp_path, 3)
+    assert (tmp_path / "latest").read_text() == "global_step100"
+
+
+def test_the_hint_names_the_newest(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    save(tmp_path, 4, tag="final")
+    assert (tmp_path / "latest").read_text() == "final\n"
+    save(tmp_path, 5)
+    assert (tmp_path / "latest").read_text() == "step_00000005\n"
+
+
+HOSTILE = [
+    "", ".", "..", "../x", "/tmp/x", "a/b", "a\\b", "a\0b", "a\nb", ".hidden", "-rf", "~root", "a b", "a*", "ä",
+    "con", "NUL.txt", "x" * 129, "latest", "best", "a@0123456789abcdef", "step_00000009", "12", "a:b",
+    "checkpoint.json", "trailing.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tag", HOSTILE)
+def test_a_hostile_tag_is_refused_and_nothing_is_written(tmp_path: Path, tag: str) -> None:
+    root = tmp_path / "run"
+    with pytest.raises((UsageError, RankFailedError)) as caught:
+        save(root, 7, tag=tag)
+    assert "is refused" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [-1, 10**18, True, 1.5, "7", None])
+def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(UsageError, match="is no step"):
+        save(tmp_path / "run", step)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lower_step_after_a_rollback_is_the_latest(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 15):
+        save(tmp_path, step)
+    assert check(tmp_path) == [20, 30, 10, 15]
+
+
+def test_the_space_of_dead_saves_is_given_back_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-step_00000001-0123456789abcdef").mkdir()
+    (tmp_path / ".trash-step_00000001-0123456789abcdef" / "sub").mkdir(parents=True)
+    save(tmp_path, 3)
+    assert leftovers(tmp_path) == []
+
+
+# --- several ranks
+
+
+def _run(root: str, steps: list[int]) -> list[int]:
+    c = Coordinator(timeout_s=20)
+    for step in steps:
+        save(root, step, coordinator=c, planned_bytes=3000, message=b"rank %d" % c.rank)
+    c.close()
+    return check(root)
+
+
+def test_ranks_write_one_checkpoint_together(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(_run, 3, str(tmp_path), [1, 2]) == [[1, 2]] * 3
+    assert read_record(open_store(str(tmp_path / "step_00000002"))).world_size == 3
+    assert sorted(os.listdir(tmp_path / "step_00000002" / "shards")) == ["0.bin", "1.bin", "2.bin"]
+
+
+def _different(root: str, what: str) -> str:
+    c = Coordinator(timeout_s=20)
+    other = c.rank == 1
+    try:
+        if what == "root":
+            begin_save(open_store(root + ("/other" if other else "/run")), 1, coordinator=c)
+        else:
+            begin_save(
+                open_store(root), 1 + (other if what == "step" else 0), tag="x" if other else None, coordinator=c
+            )
+    except (UsageError, RankFailedError) as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+@pytest.mark.parametrize(("what", "text"), [("step", "disagree"), ("tag", "disagree"), ("root", "not shared by all")])
+def test_ranks_that_do_not_save_the_same_all_fail(ranks: Any, tmp_path: Path, what: str, text: str) -> None:
+    results = ranks.run(_different, 3, str(tmp_path), what)
+    assert len(set(results)) == 1 and text in results[0]
+    assert [p for p in tmp_path.rglob("*") if p.name.startswith((".tmp", "step"))] == []
+
+
+def _messages(root: str) -> tuple[bytes, ...]:
+    c = Coordinator(timeout_s=20)
+    attempt = begin_save(open_store(root), 1, coordinator=c, message=b"signature %d" % c.rank)
+    files = write(attempt.store, f"shards/{c.rank}.bin", content(1, c.rank))
+    attempt.commit(files, {"state_dict_type": "sharded"})
+    return attempt.messages
+
+
+def test_every_rank_gets_the_messages_of_all(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(_messages, 2, str(tmp_path)) == [(b"signature 0", b"signature 1")] * 2
+
+
+def _same_file(root: str) -> str:
+    c = Coordinator(timeout_s=20)
+    attempt = begin_save(open_store(root), 1, coordinator=c)
+    if c.is_main:
+        attempt.store.write("x", b"1")
+    c.barrier()
+    try:
+        attempt.commit({"x": FileRecord(1, "0" * 16)}, {"state_dict_type": "sharded"})
+    except SaveError as error:
+        return str(error)
+    return ""
+
+
+def test_a_file_that_two_ranks_claim_fails_the_save(ranks: Any, tmp_path: Path) -> None:
+    results = ranks.run(_same_file, 2, str(tmp_path))
+    assert len(set(results)) == 1 and "both wrote x" in results[0] and leftovers(tmp_path) == []
+
+
+def test_a_save_in_a_background_thread_is_the_same(tmp_path: Path) -> None:
+    thread = threading.Thread(target=save, args=(tmp_path, 4))
+    thread.start()
+    thread.join()
+    assert check(tmp_path) == [4]

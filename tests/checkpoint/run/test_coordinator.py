@@ -1,0 +1,221 @@
+"""Ranks raise the same error in bounded time, whoever fails and however."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.errors import CheckpointExistsError, NoSpaceError, RankFailedError, StorageError, UsageError
+from tests.ranks import RankError, run_ranks
+
+# --- one process
+
+
+def test_a_process_alone_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom ckptkit.checkpoint.run.coordinator import Coordinator\nc = Coordinator()\n"
+        "assert (c.rank, c.world_size, c.gather(3), c.broadcast(4), c.any(True)) == (0, 1, [3], 4, True)\n"
+        "assert c.all_ok(lambda: 5, 'x') == [5]\nc.barrier()\nc.agree(1, 'x')\nc.close()\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_process_alone_raises_its_own_ckptkit_error() -> None:
+    def fail() -> None:
+        raise NoSpaceError("full")
+
+    with pytest.raises(NoSpaceError, match="full"):
+        Coordinator().all_ok(fail, "a save")
+
+
+def test_a_base_exception_is_caught_too() -> None:
+    class CheckpointError(BaseException):
+        pass
+
+    def fail() -> None:
+        raise CheckpointError("torch's")
+
+    with pytest.raises(RankFailedError, match=r"a save failed on rank 0: CheckpointError: torch's"):
+        Coordinator().all_ok(fail, "a save")
+
+
+def test_an_interrupt_stays_an_interrupt() -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Coordinator().all_ok(fail, "a save")
+
+
+def test_a_timeout_must_be_positive() -> None:
+    with pytest.raises(UsageError):
+        Coordinator(timeout_s=0)
+
+
+# --- several ranks
+
+
+def _verbs() -> Any:
+    c = Coordinator(timeout_s=20)
+    out = (c.gather(c.rank * 10), c.broadcast("hi" if c.is_main else None), c.any(c.rank == 2), c.any(False))
+    c.barrier()
+    out += (c.decide(lambda: c.rank + 7, "deciding"), c.all_ok(lambda: bytes(1 << 20), "big") is not None)
+    c.close()
+    return out
+
+
+def test_values_are_gathered_and_broadcast(ranks: Any) -> None:
+    results = ranks.run(_verbs, 3)
+    assert results[0] == ([0, 10, 20], "hi", True, False, 7, True)
+    assert results[1:] == [(None, "hi", True, False, 7, False)] * 2
+
+
+def _sizes() -> Any:
+    coordinator = Coordinator(timeout_s=20)
+    found = []
+    for nbytes in (0, 1, *range(1900, 2100, 7), 5000, 300_000):
+        mine = bytes([coordinator.rank]) * nbytes
+        ran: list[int] = []
+        told = coordinator.settle(Outcome(mine), "x", then=lambda all_: all_, meanwhile=lambda: ran.append(1))  # noqa: B023
+        found.append(told == [bytes([rank]) * nbytes for rank in range(3)] and ran == [1])
+    coordinator.close()
+    return found
+
+
+def test_messages_of_every_length_arrive_and_work_is_done_meanwhile(ranks: Any) -> None:
+    assert all(all(found) for found in ranks.run(_sizes, 3))
+
+
+def _error(fn: Any) -> tuple[str, str, Any, float]:
+    start = time.monotonic()
+    try:
+        fn()
+    except BaseException as error:
+        return type(error).__name__, str(error), getattr(error, "causes", None), time.monotonic() - start
+    return "", "", None, time.monotonic() - start
+
+
+def _one_raises_then_all_go_on() -> Any:
+    c = Coordinator(timeout_s=20)
+
+    def fail() -> None:
+        if c.rank == 1:
+            raise OSError(28, "No space left on device")
+
+    first = _error(lambda: c.all_ok(fail, "saving step 7"))
+    return first[:3], c.gather(c.rank)
+
+
+def test_an_exception_on_one_rank_is_the_same_error_on_all_and_they_can_go_on(ranks: Any) -> None:
+    results = ranks.run(_one_raises_then_all_go_on, 3)
+    text = "OSError: [Errno 28] No space left on device"
+    assert [r[0] for r in results] == [("RankFailedError", f"saving step 7 failed on rank 1: {text}", {1: text})] * 3
+    assert results[0][1] == [0, 1, 2]
+
+
+def _main_refuses() -> Any:
+    c = Coordinator(timeout_s=20)
+
+    def refuse() -> None:
+        raise CheckpointExistsError("step 7 exists")
+
+    return _error(lambda: c.decide(refuse, "x"))[:2]
+
+
+def test_what_rank_0_refuses_has_its_own_class_on_every_rank(ranks: Any) -> None:
+    assert ranks.run(_main_refuses, 3) == [("CheckpointExistsError", "step 7 exists")] * 3
+
+
+def _main_publishes_onto(error: Exception) -> Any:
+    c = Coordinator(timeout_s=20)
+
+    def publish(values: list[Any]) -> None:
+        raise error
+
+    return _error(lambda: c.settle(Outcome(), "saving step 7", then=publish))[:3]
+
+
+@pytest.mark.parametrize("kind", [StorageError, NoSpaceError])
+def test_what_happens_to_rank_0_while_it_publishes_names_it_and_what_it_decides_does_not(ranks: Any, kind: Any) -> None:
+    failed = ranks.run(_main_publishes_onto, 2, kind(28, "index: No space left on device"))
+    text = "[Errno 28] index: No space left on device"
+    assert failed == [("RankFailedError", f"saving step 7 failed on rank 0: {text}", {0: text})] * 2
+    assert (
+        ranks.run(_main_publishes_onto, 2, kind("too large: refused"))
+        == [(kind.__name__, "too large: refused", None)] * 2
+    )
+
+
+def _disagree() -> Any:
+    c = Coordinator(timeout_s=20)
+    return _error(lambda: c.agree(5 + (c.rank == 2), "the step"))[:2]
+
+
+def test_ranks_that_disagree_are_told_who_has_what(ranks: Any) -> None:
+    results = ranks.run(_disagree, 3)
+    assert len(set(results)) == 1 and results[0][0] == "UsageError"
+    assert "the step: rank 0 has 5, rank 2 has 6" in results[0][1]
+
+
+def _subgroup() -> Any:
+    import torch.distributed as dist
+
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return _error(lambda: Coordinator(group))[0]
+    c = Coordinator(group, timeout_s=20)
+    return c.rank, c.gather(dist.get_rank())
+
+
+def test_a_coordinator_of_some_ranks_counts_from_its_own(ranks: Any) -> None:
+    assert ranks.run(_subgroup, 3)[1:] == [(0, [1, 2]), (1, None)]
+
+
+def _one_dies(victim: int, path: str) -> None:
+    c = Coordinator(timeout_s=20)
+    c.barrier()
+    if c.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kind, text, causes, seconds = _error(lambda: c.all_ok(lambda: None, "saving"))
+    with open(f"{path}/{c.rank}", "w") as file:
+        file.write(repr((kind, text, sorted(causes or ()), seconds < 15)))
+    time.sleep(1)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_the_others_soon(tmp_path: Any, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.ranks._GRACE_S", 15.0)  # the others write what they saw before they are killed
+    with pytest.raises(RankError):
+        run_ranks(_one_dies, 3, victim, str(tmp_path), timeout=40)
+    seen = [(tmp_path / str(rank)).read_text() for rank in range(3) if rank != victim]
+    assert len(set(seen)) == 1
+    assert all(f"rank {victim}" in text and f"[{victim}], True" in text for text in seen)
+
+
+def _one_hangs() -> Any:
+    c = Coordinator(timeout_s=1.5)
+    c.barrier()
+    if c.rank == 1:
+        time.sleep(3)
+    result = _error(lambda: c.all_ok(lambda: None, "saving"))
+    return result, c.gather(c.rank)
+
+
+def test_a_rank_that_hangs_is_named_on_every_rank_and_they_can_go_on() -> None:
+    results = run_ranks(_one_hangs, 3, timeout=40)
+    assert {r[0][:2] for r in results} == {results[0][0][:2]}
+    kind, text, causes, _ = results[0][0]
+    assert (
+        kind == "RankFailedError" and "saving failed on rank 1: no answer within 1.5 s" in text and list(causes) == [1]
+    )
+    assert all(r[0][3] < 12 for r in results)
+    assert results[0][1] == [0, 1, 2]

@@ -1,0 +1,378 @@
+"""Rotation deletes what it decided, in an order that a kill can't spoil, and never what is not ours."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.commit import begin_save, clean_leftovers
+from ckptkit.checkpoint.run.delete import BackgroundRotation, delete_checkpoint, plan_rotation, rotate
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.pins import pin_forever, pin_while_reading, unpin
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, RankFailedError, UsageError
+from ckptkit.formats.own.record import find_record
+from ckptkit.offline.listing import list_run
+from ckptkit.offline.prune import prune
+from ckptkit.storage import publish, staging
+from ckptkit.storage.local import LocalStore, OpenDirectory
+from ckptkit.storage.open import open_store
+from tests.checkpoint.crash import kill_at
+from tests.checkpoint.full_disk import disk
+from tests.checkpoint.saving import check, fork, leftovers, save, write
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    return tmp_path
+
+
+def turn(root: Path, protected: dict[str, str] | None = None, **policy: Any) -> list[int]:
+    rotate(open_store(str(root)), RetentionPolicy(**policy), protected=protected)
+    return check(root)
+
+
+def test_rotation_leaves_what_the_policy_keeps_and_no_trash(run: Path) -> None:
+    assert turn(run, max_num=2) == [3, 4] and leftovers(run) == []
+
+
+def test_the_report_names_what_went_and_the_bytes(run: Path) -> None:
+    done = rotate(open_store(str(run)), RetentionPolicy(max_num=3))
+    assert done.deleted == ("step_00000001",) and done.freed_bytes == done.decisions[0].nbytes > 3000
+
+
+def test_a_plan_deletes_nothing(run: Path) -> None:
+    root = open_store(str(run))
+    plan = plan_rotation(list_checkpoints(root), root, RetentionPolicy(max_num=1))
+    assert [d.keep for d in plan] == [False, False, False, True] and check(run) == [1, 2, 3, 4]
+
+
+def test_each_deletion_is_logged_with_its_reason(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="ckptkit"):
+        turn(run, max_num=3)
+    assert [r.message for r in caplog.records if "deleted" in r.message] == [
+        f"deleted {run}/step_00000001 (3.0 kB): not among the 3 newest (max_num)"
+    ]
+
+
+def test_foreign_things_survive_ten_saves(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_5_best")
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events").write_bytes(b"1")
+    (tmp_path / "global_step7").mkdir()
+    (tmp_path / "step_00000099").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "x").write_bytes(b"1")
+    (tmp_path / "step_00000050").symlink_to(tmp_path / "outside")
+    foreign = {"step_5_best", "tensorboard", "global_step7", "step_00000099", "outside", "step_00000050"}
+    before = {str(p): p.stat().st_mtime_ns for name in foreign for p in (tmp_path / name).rglob("*")}
+    for step in range(2, 12):
+        save(tmp_path, step)
+        turn(tmp_path, max_num=1)
+    assert set(os.listdir(tmp_path)) == foreign | {"step_00000011", ".ckptkit", "latest"}
+    assert {str(p): p.stat().st_mtime_ns for name in foreign for p in (tmp_path / name).rglob("*")} == before
+
+
+# --- files of others in a checkpoint's directory
+
+
+def theirs(step: Path) -> dict[str, bytes]:
+    """Put files of others into a checkpoint's directory; return what they hold."""
+    files = {"eval/results.json": b"{}", "eval/deep/plot.png": b"png", "notes.txt": b"mine"}
+    for name, data in files.items():
+        (step / name).parent.mkdir(parents=True, exist_ok=True)
+        (step / name).write_bytes(data)
+    return files
+
+
+def held(step: Path) -> dict[str, bytes]:
+    found = {str(p.relative_to(step)): p.read_bytes() for p in step.rglob("*") if p.is_file()}
+    return {name: data for name, data in found.items() if name != ".ckptkit-deleted.json"}
+
+
+@pytest.fixture(params=["swap", "no swap", "no links"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the file system can do."""
+    if request.param == "no swap":
+        monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", fail_with(errno.EPERM))
+    return str(request.param)
+
+
+def fail_with(code: int) -> Any:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_rotation_keeps_and_names_what_the_record_does_not_name(
+    run: Path, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = theirs(run / "step_00000001")
+    done = rotate(open_store(str(run)), RetentionPolicy(max_num=1))
+    assert check(run) == [4] and held(run / "step_00000001") == files and leftovers(run) == []
+    assert not done.failed and done.deleted == ("step_00000001", "step_00000002", "step_00000003")
+    assert sorted(done.kept_files) == sorted(f"step_00000001/{name}" for name in files)
+    assert "eval/results.json" in caplog.text and "does not name" in caplog.text
+
+
+def test_a_deletion_does_not_touch_what_others_have_there(run: Path, way: str) -> None:
+    step = run / "step_00000001"
+    theirs(step)
+    (step / "empty").mkdir()
+    (step / "odd\\name\n").mkdir()
+    (step / "odd\\name\n" / "x").write_bytes(b"mine")
+    (step / "odd\x7f.txt").write_bytes(b"mine")
+    before = {p: p.stat().st_ino for p in step.rglob("*") if p.relative_to(step).parts[0] in FOREIGN}
+    inside = os.open(step / "eval", os.O_RDONLY)
+    assert delete_checkpoint(open_store(str(run)), "step_00000001", reason="test")
+    os.close(os.open("late.json", os.O_WRONLY | os.O_CREAT, dir_fd=inside))  # an evaluation that is still at work
+    os.close(inside)
+    assert (step / "eval" / "late.json").exists()
+    (step / "eval" / "late.json").unlink()
+    assert {path: path.stat().st_ino for path in before} == before
+    assert {path.name for path in step.iterdir()} == FOREIGN | {".ckptkit-deleted.json"}
+    assert check(run) == [2, 3, 4] and leftovers(run) == []
+
+
+FOREIGN = {"eval", "notes.txt", "empty", "odd\\name\n", "odd\x7f.txt"}
+
+
+def test_a_step_is_saved_again_over_directories_with_odd_names(tmp_path: Path, way: str) -> None:
+    save(tmp_path, 1)
+    place = tmp_path / "step_00000001"
+    (place / "odd\\name\n" / "deep").mkdir(parents=True)
+    (place / "odd\\name\n" / "deep" / "x").write_bytes(b"mine")
+    (place / "odd\x7f.txt").write_bytes(b"mine")
+    save(tmp_path, 1, overwrite=True)
+    delete_checkpoint(open_store(str(tmp_path)), place.name, reason="test")
+    save(tmp_path, 1)
+    assert (place / "odd\\name\n" / "deep" / "x").read_bytes() == b"mine"
+    assert (place / "odd\x7f.txt").read_bytes() == b"mine" and leftovers(tmp_path) == []
+
+
+def test_a_full_disk_is_no_reason_not_to_delete_where_others_have_files(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk", "ext4", 4 << 10) as place:
+        for step in (1, 2):
+            save(place, step, nbytes=300_000)
+        files = theirs(place / "step_00000001")
+        with open(place / "fill", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        done = rotate(open_store(str(place)), RetentionPolicy(max_num=1))
+        assert not done.failed and check(place) == [2] and held(place / "step_00000001") == files
+        assert os.statvfs(place).f_bavail * os.statvfs(place).f_frsize > 250_000
+
+
+def test_a_save_that_takes_the_place_of_a_step_that_is_being_deleted_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    files = theirs(tmp_path / "step_00000001")
+    unlink, saved = OpenDirectory.delete, []
+
+    def late(self: OpenDirectory, paths: Any) -> None:
+        if not saved:
+            saved.append(True)
+            saved.append(save(tmp_path, 1, nbytes=500))
+        unlink(self, paths)
+
+    monkeypatch.setattr(OpenDirectory, "delete", late)
+    delete_checkpoint(open_store(str(tmp_path)), "step_00000001", reason="test")
+    assert find_record(open_store(str(tmp_path / "step_00000001"))) == saved[1]
+    assert {name: data for name, data in held(tmp_path / "step_00000001").items() if name in files} == files
+    assert list_checkpoints(open_store(str(tmp_path))).committed and leftovers(tmp_path) == []
+
+
+def test_a_listing_and_a_dry_prune_name_what_is_kept(run: Path) -> None:
+    files = theirs(run / "step_00000001")
+    planned = prune(str(run), policy=RetentionPolicy(max_num=2), dry_run=True)
+    assert sorted(planned.kept_files) == sorted(f"step_00000001/{name}" for name in files)
+    done = prune(str(run), policy=RetentionPolicy(max_num=2))
+    assert sorted(done.kept_files) == sorted(planned.kept_files)
+    row = next(row for row in list_run(str(run)).to_json()["checkpoints"] if row["name"] == "step_00000001")
+    assert row["state"] == "skipped" and sorted(row["kept_files"]) == sorted(files)
+    assert "was deleted" in row["why"] and "eval/results.json" in row["why"]
+    prune(str(run), policy=RetentionPolicy(max_num=1))  # and they stay
+    assert held(run / "step_00000001") == files and held(run / "step_00000002") == {}
+
+
+def test_a_symlink_inside_stays_and_is_not_followed(run: Path) -> None:
+    (run / "target").mkdir()
+    (run / "target" / "x").write_bytes(b"1")
+    (run / "step_00000001" / "link").symlink_to(run / "target")
+    (run / "step_00000001" / "dangling").symlink_to(run / "nowhere")
+    rotate(open_store(str(run)), RetentionPolicy(max_num=1))
+    assert (run / "target" / "x").exists() and check(run) == [4]
+    assert os.path.islink(run / "step_00000001" / "link") and os.path.islink(run / "step_00000001" / "dangling")
+
+
+@pytest.mark.parametrize("tag", [None, "best-so-far"])
+def test_a_step_is_saved_again_where_files_of_others_were_left(tmp_path: Path, way: str, tag: str | None) -> None:
+    save(tmp_path, 1, tag=tag)
+    place = tmp_path / (tag or "step_00000001")
+    files = theirs(place)
+    delete_checkpoint(open_store(str(tmp_path)), place.name, reason="test")
+    assert held(place) == files and list_checkpoints(open_store(str(tmp_path))).committed == ()
+    record = save(tmp_path, 1, tag=tag)
+    assert find_record(open_store(str(place))) == record and leftovers(tmp_path) == []
+    assert {name: data for name, data in held(place).items() if name in files} == files
+    save(tmp_path, 1, tag=tag, overwrite=True, nbytes=500)
+    assert {name: data for name, data in held(place).items() if name in files} == files
+    delete_checkpoint(open_store(str(tmp_path)), place.name, reason="test")
+    assert held(place) == files and leftovers(tmp_path) == []
+
+
+def test_a_save_that_would_replace_a_file_of_others_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step_00000001" / "shards" / "7.bin").write_bytes(b"mine")
+
+    with pytest.raises(CkptkitError, match=r"shards/7\.bin"):
+        attempt = begin_save(open_store(str(tmp_path)), 1, overwrite=True)
+        attempt.commit(write(attempt.store, "shards/7.bin", b"ours"), {"state_dict_type": "sharded"})
+    assert (tmp_path / "step_00000001" / "shards" / "7.bin").read_bytes() == b"mine"
+    assert len(list_checkpoints(open_store(str(tmp_path))).committed) == 1
+
+
+def _deleting(say: Any, root: str, nth: int, swap: bool) -> None:
+    kill_at(nth)
+    if not swap:
+        publish._exchange = lambda first, second: False
+    delete_checkpoint(open_store(root), "step_00000001", reason="test")
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_kill_at_any_operation_of_a_deletion_loses_no_file_of_others(
+    tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "STARTING_S", -1.0)
+    for nth in range(3 if swap else 6, 1000, 7):
+        root = tmp_path / str(nth)
+        for step in (1, 2):
+            save(root, step)
+        files = theirs(root / "step_00000001")
+        code, _ = fork(_deleting, str(root), nth, swap)
+        store = open_store(str(root))
+        clean_leftovers(store, leased=True)
+        found = [item.name for item in list_checkpoints(store).committed]
+        assert found in (["step_00000002"], ["step_00000001", "step_00000002"]), nth
+        if "step_00000001" in found:
+            delete_checkpoint(store, "step_00000001", reason="test")
+        assert held(root / "step_00000001") == files and leftovers(root) == [], nth
+        save(root, 3)
+        if code == 0:
+            break
+    assert nth > 20
+
+
+def test_incomplete_higher_steps_neither_count_nor_go(run: Path) -> None:
+    for step in (200, 300):
+        (run / f"step_{step:08d}").mkdir()
+    assert turn(run, max_num=2) == [3, 4] and (run / "step_00000300").is_dir()
+
+
+def test_the_one_resumed_from_stays(run: Path) -> None:
+    assert turn(run, {"step_00000001": "resumed from"}, max_num=1) == [1, 4]
+
+
+def test_a_failing_save_with_max_num_1_loses_nothing(tmp_path: Path) -> None:
+    def fail(store: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    save(tmp_path, 1)
+    turn(tmp_path, max_num=1)
+    with pytest.raises(RankFailedError):
+        save(tmp_path, 2, before=fail)
+    assert turn(tmp_path, max_num=1) == [1]
+
+
+def test_stale_steps_of_before_a_rollback_go_first(tmp_path: Path) -> None:
+    for step in (100, 200, 300, 150):
+        save(tmp_path, step)
+    assert turn(tmp_path, max_num=2) == [100, 150]
+
+
+def test_pinned_ones_stay_until_they_are_unpinned(run: Path) -> None:
+    pin_forever(str(run / "step_00000001"), "the paper")
+    assert turn(run, max_num=1) == [1, 4]
+    assert unpin(str(run / "step_00000001")) and not unpin(str(run / "step_00000001"))
+    assert turn(run, max_num=1) == [4]
+
+
+def test_what_is_being_read_stays_and_goes_at_the_next_turn(run: Path) -> None:
+    with pin_while_reading(open_store(str(run)), "step_00000001", why="convert"):
+        assert turn(run, max_num=1) == [1, 4]
+    assert turn(run, max_num=1) == [4]
+
+
+def test_a_pin_that_comes_after_the_plan_still_holds(run: Path) -> None:
+    with pin_while_reading(open_store(str(run)), "step_00000001"):
+        assert delete_checkpoint(open_store(str(run)), "step_00000001", reason="test") is False
+    assert check(run) == [1, 2, 3, 4]
+
+
+def test_a_failure_to_delete_is_reported_and_not_raised(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: LocalStore, path: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(LocalStore, "delete_tree", fail)
+    done = rotate(open_store(str(run)), RetentionPolicy(max_num=3))
+    assert list(done.failed or {}) == ["step_00000001"] and "Input/output error" in caplog.text
+    monkeypatch.undo()
+    assert check(run) == [2, 3, 4]  # it is no longer listed, though its files are still there
+    assert len(clean_leftovers(open_store(str(run)))) == 1 and leftovers(run) == []
+
+
+@pytest.mark.parametrize("name", ["step_00000009", "tensorboard", "../x", "", ".ckptkit", "copy"])
+def test_only_a_committed_checkpoint_can_be_deleted(run: Path, name: str) -> None:
+    (run / "tensorboard").mkdir()
+    shutil.copytree(run / "step_00000001", run / "copy")
+    with pytest.raises((CheckpointNotFoundError, ValueError)):
+        delete_checkpoint(open_store(str(run)), name, reason="test")
+    assert (run / "tensorboard").is_dir() and (run / "copy").is_dir()
+
+
+def test_a_background_rotation_does_the_same(run: Path) -> None:
+    rotation = BackgroundRotation(open_store(str(run)), RetentionPolicy(max_num=1))
+    for _ in range(5):
+        rotation.submit()
+    assert rotation.wait(20) and check(run) == [4]
+    assert rotation.close(20)
+    with pytest.raises(UsageError):
+        rotation.submit()
+
+
+def test_a_background_rotation_outlives_a_failure(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotation = BackgroundRotation(open_store(str(run)), RetentionPolicy(max_num=1))
+    monkeypatch.setattr(LocalStore, "list", lambda self, path="", recursive=False: 1 / 0)
+    rotation.submit()
+    assert rotation.wait(20)
+    monkeypatch.undo()
+    rotation.submit()
+    assert rotation.close(20) and check(run) == [4]
+
+
+def test_what_a_living_writer_stages_is_not_cleaned(run: Path) -> None:
+    save(run, 9, before=lambda store: clean_leftovers(open_store(str(run))) == [] or 1 / 0)
+    assert check(run)[-1] == 9
+
+
+def test_a_dry_cleaning_only_says_what_it_would_remove(run: Path) -> None:
+    (run / ".trash-step_00000007-0123456789abcdef").mkdir()
+    root = open_store(str(run))
+    assert clean_leftovers(root, dry_run=True) == [".trash-step_00000007-0123456789abcdef"]
+    assert leftovers(run) != [] and clean_leftovers(root) and leftovers(run) == []

@@ -1,0 +1,365 @@
+"""What a manager holds for its life: the lease of the run, and the checkpoint that it was resumed from."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run import inventory, lease
+from ckptkit.checkpoint.run import lease as lease_module
+from ckptkit.checkpoint.run.delete import rotate
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.lease import acquire_lease, lease_holder
+from ckptkit.checkpoint.run.pins import deleting, pin_while_reading
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, LeaseHeldError, SaveError, UsageError
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.open import open_store
+from ckptkit.storage.publish import open_staging
+from ckptkit.storage.store import Store
+
+
+def state(value: float = 1.0) -> TrainState:
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return TrainState(model=model, rng=False)
+
+
+def names(root: Path) -> list[str]:
+    return [item.name for item in list_checkpoints(open_store(str(root))).committed]
+
+
+SECOND = """
+import sys, torch
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import LeaseHeldError
+state = TrainState(model=torch.nn.Linear(4, 3), rng=False)
+manager = CheckpointManager(sys.argv[1])
+print("loaded", manager.load(state).step, flush=True)
+try:
+    manager.save(7, state)
+    print("saved")
+except LeaseHeldError as error:
+    print("refused", error)
+{end}
+"""
+
+
+def second_job(root: Path, end: str = "") -> str:
+    body = SECOND.format(end=end)
+    done = subprocess.run([sys.executable, "-c", body, str(root)], capture_output=True, text=True, timeout=120)
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+# --- the lease
+
+
+def test_a_second_job_is_refused_with_the_owner_named_and_may_still_read(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state())
+        said = second_job(tmp_path)
+        assert said.startswith("loaded 1\nrefused")
+        assert f"is being written by process {os.getpid()} on" in said
+        manager.save(2, state())
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+def test_a_job_in_a_copy_of_a_live_run_is_not_taken_for_a_second_one(tmp_path: Path) -> None:
+    run, copy, same = tmp_path / "run", tmp_path / "copy", tmp_path / "same"
+    with CheckpointManager(run) as manager:
+        manager.save(1, state())
+        subprocess.run(["cp", "-r", run, copy], check=True)
+        shutil.copytree(run, same)
+        assert second_job(copy) == "loaded 1\nsaved\n"
+        with CheckpointManager(same) as another:
+            another.save(2, state())
+        assert "refused" in second_job(run)
+        run.rename(tmp_path / "moved")
+        assert "refused" in second_job(tmp_path / "moved")
+
+
+def test_readers_deletions_and_saves_of_a_live_run_do_not_count_in_a_copy_of_it(tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    root = open_store(str(run))
+    with CheckpointManager(run) as manager:
+        manager.save(1, state())
+        with pin_while_reading(root, "step_00000001"), deleting(root, "step_00000001"):
+            open_staging(LocalStore(run), "step_00000002", "0" * 16, leased=True)
+            subprocess.run(["cp", "-r", run, copy], check=True)
+        with CheckpointManager(copy, retention=RetentionPolicy(max_num=1)) as another:
+            assert another.load(state(), "step_00000001") is not None  # waits for no deletion
+            another.save(3, state())
+        with CheckpointManager(copy, retention=RetentionPolicy(max_num=1)) as another:
+            another.save(4, state())
+    assert names(copy) == ["step_00000004"]
+    assert not list(copy.glob(".tmp-*"))
+
+
+def test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path).save(1, state())
+    gc.collect()
+    assert second_job(tmp_path, "import os; os.kill(os.getpid(), 9)") == "loaded 1\nsaved\n"
+    assert lease_holder(open_store(str(tmp_path))) is not None
+    start = time.monotonic()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(8, state())
+    assert time.monotonic() - start < 5
+
+
+def test_a_job_that_ends_without_closing_gives_the_lease_back(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state())
+    second_job(tmp_path)
+    assert lease_holder(open_store(str(tmp_path))) is None
+
+
+def test_loading_takes_no_lease(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state())
+    with CheckpointManager(tmp_path) as manager:
+        manager.load(state())
+        assert lease_holder(open_store(str(tmp_path))) is None
+
+
+def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path: Path) -> None:
+    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
+    handle = first.save_async(1, state())
+    second.save(2, state())
+    handle.result()
+    first.close()
+    assert lease_holder(open_store(str(tmp_path))) is not None
+    second.save(3, state())
+    second.close()
+    assert lease_holder(open_store(str(tmp_path))) is None
+    assert sorted(names(tmp_path)) == [f"step_0000000{n}" for n in (1, 2, 3)]
+
+
+def test_a_manager_that_an_error_left_gives_the_lease_back(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
+        manager.save(1, state())
+        raise ZeroDivisionError
+    assert lease_holder(open_store(str(tmp_path))) is None
+
+
+def test_a_save_that_waits_for_its_turn_too_long_is_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager, CheckpointManager(tmp_path, timeout_s=0.2) as other:
+        manager.save(1, state())
+        with manager._hold.lease().turn, pytest.raises(LeaseHeldError, match="another save of this process"):
+            other.save(2, state())
+        other.save(2, state())
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+# --- a root that goes away
+
+
+@pytest.mark.parametrize("beat", [False, True])
+def test_a_root_that_is_gone_is_an_error_and_is_not_made_anew(
+    tmp_path: Path, beat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "BEAT_S", 0.02)
+    root = tmp_path / "run"
+    with CheckpointManager(root) as manager:
+        manager.save(1, state())
+        root.rename(tmp_path / "gone")
+        if beat:
+            time.sleep(0.2)
+        with pytest.raises(SaveError, match="no longer what it was"):
+            manager.save(2, state())
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_root_that_vanishes_during_a_save_is_an_error_and_nothing_is_written_elsewhere(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "mount" / "run"
+    with CheckpointManager(root, state_dict_type=kind) as manager:
+        manager.save(1, state())
+        prepared = manager._saver.prepare(state(2.0), manager._request(2, None, None, None, False))
+        write = type(prepared.plan).write
+
+        def vanish(*args: Any, **kwargs: Any) -> Any:
+            root.parent.rename(tmp_path / "elsewhere")
+            (tmp_path / "mount").mkdir()
+            return write(*args, **kwargs)
+
+        monkeypatch.setattr(type(prepared.plan), "write", vanish)
+        with pytest.raises((SaveError, OSError)):
+            manager._saver.publish(prepared)
+    assert os.listdir(tmp_path / "mount") == []
+    assert names(tmp_path / "elsewhere" / "run") == ["step_00000001"]
+
+
+# --- what was resumed from
+
+
+def test_the_checkpoint_resumed_from_is_kept_from_prune_beside_the_job(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state())
+    root = open_store(str(tmp_path))
+    with CheckpointManager(tmp_path) as manager:
+        manager.load(state(), 2)
+        assert rotate(root, RetentionPolicy(max_num=1)).deleted == ("step_00000001",)
+        manager.load(state(), 3)  # the pin moves on
+        assert rotate(root, RetentionPolicy(max_num=1)).deleted == ("step_00000002",)
+    assert names(tmp_path) == ["step_00000003"]
+
+
+def test_the_pin_of_a_job_that_ended_holds_nothing(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state())
+        manager.load(state(), 1)
+        manager.save(2, state())
+    assert rotate(open_store(str(tmp_path)), RetentionPolicy(max_num=1)).deleted == ("step_00000001",)
+    assert list((tmp_path / ".ckptkit" / "pins").iterdir()) == []
+
+
+def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptkit.checkpoint.load import choose as module
+
+    with CheckpointManager(tmp_path / "a") as manager:
+        manager.save(1, state())
+        manager.save(2, state())
+    seen = []
+    real = module.restore
+
+    def restore(*args: Any, **kwargs: Any) -> Any:
+        seen.append(rotate(open_store(str(tmp_path / "a")), RetentionPolicy(max_num=1)).deleted)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "restore", restore)
+    with CheckpointManager(tmp_path / "b") as manager:
+        manager.load(state(), f"{tmp_path}/a/step_00000001")
+    assert seen == [()]
+    assert rotate(open_store(str(tmp_path / "a")), RetentionPolicy(max_num=1)).deleted == ("step_00000001",)
+
+
+# --- falling back
+
+
+def damage(folder: Path) -> None:
+    (file,) = folder.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(b"\0\0\xc0\x40" * 4)] ^= 1  # 6.0
+    file.write_bytes(data)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (4, 5, 6):
+            manager.save(step, state(float(step)))
+    damage(tmp_path / "step_00000006")
+    return tmp_path
+
+
+def test_a_damaged_newest_fails_loudly_and_says_what_to_do(run: Path) -> None:
+    with CheckpointManager(run) as manager, pytest.raises(CorruptCheckpointError) as caught:
+        manager.load(state())
+    assert "model.weight" in str(caught.value) and ".distcp" in str(caught.value)
+    assert f"ckptkit verify {run}/step_00000006" in str(caught.value) and "fallback='previous'" in str(caught.value)
+
+
+def test_a_damaged_newest_falls_back_to_the_one_before_if_asked_to(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    live = state()
+    with CheckpointManager(run) as manager, caplog.at_level(logging.WARNING, logger="ckptkit"):
+        report = manager.load(live, fallback="previous")
+        assert report is not None and report.step == 5
+        assert live.model.weight[0, 0] == 5
+        assert "step_00000006 is damaged, falling back" in caplog.text
+        with pytest.raises(CheckpointExistsError):
+            manager.save(5, live)
+        manager.save(6, live)  # it may be saved again, in place of the damaged one
+        assert manager.load(live) is not None
+        with pytest.raises(CheckpointExistsError):
+            manager.save(6, live)
+
+
+def _cut_short(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record.write_bytes(record.read_bytes()[:-20])
+
+
+def _of_another_step(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(record.parent.parent / "step_00000005" / record.name, record)
+
+
+def _of_a_later_version(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record.write_bytes(record.read_bytes().replace(b"ckptkit/1", b"ckptkit/9"))
+
+
+def _unreadable(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = inventory.find_record
+
+    def find_record(store: Store, path: str) -> Any:
+        if path.startswith(record.parent.name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(store, path)
+
+    monkeypatch.setattr(inventory, "find_record", find_record)
+
+
+@pytest.mark.parametrize("lose", [_cut_short, _of_another_step, _of_a_later_version, _unreadable])
+def test_a_newest_record_that_cannot_be_read_or_is_anothers_is_not_passed_over_in_silence(
+    run: Path, lose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose(run / "step_00000006" / "checkpoint.json", monkeypatch)
+    with CheckpointManager(run) as manager:
+        with pytest.raises(CorruptCheckpointError, match="step_00000006"):
+            manager.load(state())
+        assert manager.load(state(), fallback="previous").step == 5  # type: ignore[union-attr]
+        assert manager.latest() == 5
+
+
+def test_with_nothing_left_to_fall_back_to_the_first_damage_is_raised(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(6, state(6.0))
+    damage(tmp_path / "step_00000006")
+    with CheckpointManager(tmp_path) as manager, pytest.raises(CorruptCheckpointError, match="no older checkpoint"):
+        manager.load(state(), fallback="previous")
+
+
+def test_an_unknown_fallback_is_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match="previous"):
+        manager.load(state(), fallback="any")  # type: ignore[arg-type]
+
+
+def test_a_lease_is_still_refused_to_a_save_without_a_manager(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state())
+        with pytest.raises(LeaseHeldError, match="another manager has it open"):
+            acquire_lease(open_store(str(tmp_path)))
+
+
+def test_a_manager_that_is_garbage_is_given_back_by_a_thread_that_may_wait(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state())
+    assert lease._shared
+    with lease._lock:  # as where garbage is collected in the middle of taking a lease, or in the object store's thread
+        del manager
+        gc.collect()
+        assert lease._shared
+    end = time.monotonic() + 30
+    while lease._shared and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not lease._shared

@@ -1,0 +1,194 @@
+"""What is listed as a checkpoint, what is not and why, and what names people may give."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptkit.checkpoint.run import commit
+from ckptkit.checkpoint.run.delete import delete_checkpoint
+from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints, resolve
+from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.storage.open import open_store
+from tests.checkpoint.saving import check, save
+
+
+def ls(root: Path) -> Inventory:
+    return list_checkpoints(open_store(str(root)))
+
+
+def names(root: Path) -> list[str]:
+    return [item.name for item in ls(root).committed]
+
+
+@pytest.mark.parametrize("tag", ["x.owner", "x.part", "final.json", "_", "0.1", "global_step100", "x" * 128])
+def test_any_tag_that_is_allowed_is_listed_and_deleted(tmp_path: Path, tag: str) -> None:
+    save(tmp_path, 1, tag=tag)
+    save(tmp_path, 2)
+    assert names(tmp_path) == [tag, "step_00000002"]
+    assert delete_checkpoint(open_store(str(tmp_path)), tag, reason="test")
+    assert names(tmp_path) == ["step_00000002"]
+
+
+def test_a_root_that_does_not_exist_is_empty(tmp_path: Path) -> None:
+    assert ls(tmp_path / "nowhere") == Inventory(str(tmp_path / "nowhere"))
+
+
+def test_numbers_order_checkpoints_not_their_spelling(tmp_path: Path) -> None:
+    for step in (9, 10, 100_000_000, 1_000_000_000):
+        save(tmp_path, step)
+    assert check(tmp_path) == [9, 10, 100_000_000, 1_000_000_000]
+
+
+def test_mtimes_decide_nothing(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step)
+    chance = random.Random(3)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (chance.uniform(0, 2e9),) * 2)
+    assert check(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("skew", [-365 * 86400.0, 365 * 86400.0])
+def test_clocks_decide_nothing(tmp_path: Path, skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    real = commit.time.time
+    monkeypatch.setattr(commit.time, "time", lambda: real() + skew)
+    save(tmp_path, 2)
+    monkeypatch.undo()
+    save(tmp_path, 3)
+    assert check(tmp_path) == [1, 2, 3]
+
+
+def test_a_half_made_checkpoint_is_not_listed_and_the_reason_is_said(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step_00000002" / "shards").mkdir(parents=True)
+    (tmp_path / "step_00000002" / ".metadata").write_bytes(b"x")
+    found = ls(tmp_path)
+    assert [i.step for i in found.committed] == [1]
+    assert [(s.path, "no checkpoint.json" in s.reason) for s in found.skipped] == [("step_00000002", True)]
+
+
+@pytest.mark.parametrize("damage", ["empty", "zeros", "half", "flip", "link", "directory"])
+def test_a_damaged_record_is_skipped_with_its_reason(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    record = tmp_path / "step_00000002" / "checkpoint.json"
+    data = record.read_bytes()
+    if damage in ("link", "directory"):
+        record.rename(tmp_path / "elsewhere")
+        record.symlink_to(tmp_path / "elsewhere") if damage == "link" else record.mkdir()
+    else:
+        flipped = data.replace(b'"world_size": 1', b'"world_size": 3')
+        record.write_bytes({"empty": b"", "zeros": bytes(len(data)), "half": data[:100], "flip": flipped}[damage])
+    found = ls(tmp_path)
+    assert [i.step for i in found.committed] == [1] and [s.path for s in found.skipped] == ["step_00000002"]
+    assert "checkpoint.json" in found.skipped[0].reason
+
+
+def test_foreign_folders_files_and_links_are_named_and_nothing_more(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_5_best")
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "step_00000007").symlink_to(tmp_path / "step_00000001")
+    found = ls(tmp_path)
+    assert [i.name for i in found.committed] == ["step_00000001"]
+    assert found.foreign == ("notes.txt", "tensorboard")
+    assert [s.path for s in found.skipped] == ["step_5_best", "step_00000007"]
+    assert "a copy" in found.skipped[0].reason and "symlink" in found.skipped[1].reason
+
+
+def test_a_save_under_way_is_listed_with_its_writer_and_not_as_a_checkpoint(tmp_path: Path) -> None:
+    seen: list[Inventory] = []
+    save(tmp_path, 4, before=lambda store: seen.append(ls(tmp_path)))
+    assert [(a.name, a.owner.pid if a.owner else 0) for a in seen[0].in_progress] == [("step_00000004", os.getpid())]
+    assert seen[0].committed == () and ls(tmp_path).in_progress == ()
+
+
+def test_a_save_whose_writer_died_is_abandoned(tmp_path: Path) -> None:
+    owner = {"nonce": "0" * 16, "host": "h", "pid": 1, "started": "never", "machine": _machine()}
+    (tmp_path / ".tmp-step_00000004-0000000000000000").mkdir()
+    (tmp_path / ".tmp-step_00000004-0000000000000000.owner").write_text(json.dumps(owner))
+    found = ls(tmp_path)
+    assert [a.name for a in found.abandoned] == ["step_00000004"] and found.foreign == ()
+
+
+def _machine() -> str:
+    from ckptkit.storage.owner import this_process
+
+    return this_process().machine
+
+
+def test_a_rollback_makes_what_was_left_behind_older(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 15, 18):
+        save(tmp_path, step)
+    assert [(i.step, i.superseded) for i in ls(tmp_path).committed] == [
+        (20, True), (30, True), (10, False), (15, False), (18, False),
+    ]  # fmt: skip
+
+
+# --- names
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0)):
+        save(tmp_path, step, fields={"metrics": {"loss": loss, "acc": loss}, "objective": ("loss", "min")})
+    save(tmp_path, 30, tag="final")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("latest", "final"), ("latest~0", "final"), ("latest~1", "step_00000030"), ("latest~3", "step_00000010"),
+        ("best", "step_00000020"), ("best:loss", "step_00000020"), ("best:acc:max", "step_00000010"),
+        ("best:loss:max", "step_00000010"), ("10", "step_00000010"), ("00030", "step_00000030"), ("final", "final"),
+        ("step_00000020", "step_00000020"),
+    ],
+)  # fmt: skip
+def test_a_name_means_one_checkpoint(run: Path, name: str, expected: str) -> None:
+    assert resolve(open_store(str(run)), name).name == expected
+
+
+@pytest.mark.parametrize("name", ["latest~4", "99", "nope", "../step_00000010", "", "step_10", "latest~x", "٣"])
+def test_a_name_of_nothing_says_what_is_there(run: Path, name: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="There are 4, the last: step_00000010"):
+        resolve(open_store(str(run)), name)
+
+
+def test_nothing_found_says_what_was_skipped_and_why(tmp_path: Path) -> None:
+    (tmp_path / "step_00000002").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint\. Skipped: step_00000002: it has no"):
+        resolve(open_store(str(tmp_path)))
+
+
+def test_best_of_an_unknown_metric_is_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, 1, fields={"metrics": {"loss": 1.0}})
+    with pytest.raises(UsageError, match="best:METRIC:min"):
+        resolve(open_store(str(tmp_path)), "best")
+    assert resolve(open_store(str(tmp_path)), "best", best=("loss", "min")).step == 1
+
+
+def test_the_hint_is_not_trusted(run: Path) -> None:
+    (run / "latest").write_text("step_00000010\n")
+    assert resolve(open_store(str(run))).name == "final"
+
+
+def test_listing_imports_neither_torch_nor_numpy(run: Path) -> None:
+    code = (
+        "import sys\nfrom ckptkit.checkpoint.run.inventory import list_checkpoints\n"
+        "from ckptkit.storage.open import open_store\n"
+        "assert len(list_checkpoints(open_store(sys.argv[1])).committed) == 4\n"
+        "import ckptkit.checkpoint.run.delete, ckptkit.checkpoint.run.commit\n"
+        "assert not {'torch', 'numpy', 'fsspec'} & set(sys.modules), 'too much is imported'"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True)

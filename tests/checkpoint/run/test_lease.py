@@ -1,0 +1,175 @@
+"""One writer for a run: who holds the lease, who may take it over, and that no clock decides."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.run import lease as module
+from ckptkit.checkpoint.run.lease import acquire_lease, lease_holder
+from ckptkit.errors import LeaseHeldError
+from ckptkit.storage.open import open_store
+from ckptkit.storage.owner import Owner, this_process
+from tests.checkpoint.saving import fork
+
+
+def put(root: Path, owner: Owner, *, generation: int = 1, beat: int = 0, age_s: float = 0.0) -> Path:
+    path = root / ".ckptkit" / f"lease-{generation:08d}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"nonce": "e" * 16, "beat": beat, "released": False, **owner.to_json()}))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+ELSEWHERE = Owner("other-host", 1, "1", "another/machine/entirely")
+
+
+def test_a_lease_that_is_held_refuses_and_names_the_owner(tmp_path: Path) -> None:
+    root = open_store(str(tmp_path))
+    held = acquire_lease(root)
+    with pytest.raises(LeaseHeldError, match=f"process {os.getpid()} on "):
+        acquire_lease(root)
+    held.release()
+    assert lease_holder(root) is None
+    acquire_lease(root).release()
+
+
+def test_a_living_process_of_this_machine_keeps_it(tmp_path: Path) -> None:
+    from ckptkit.storage.owner import _start_of
+
+    put(tmp_path, replace(this_process(), pid=os.getppid(), started=_start_of(os.getppid()) or ""))
+    with pytest.raises(LeaseHeldError, match=str(os.getppid())):
+        acquire_lease(open_store(str(tmp_path)))
+
+
+def _take(say: Any, root: str) -> None:
+    acquire_lease(open_store(root))
+    say(b"taken")
+    os.kill(os.getpid(), 9)
+
+
+def test_a_dead_process_of_this_machine_loses_it_at_once(tmp_path: Path) -> None:
+    assert fork(_take, str(tmp_path)) == (-9, b"taken")
+    start = time.monotonic()
+    acquire_lease(open_store(str(tmp_path))).release()
+    assert time.monotonic() - start < 5
+
+
+def test_a_pid_that_was_given_out_again_is_not_the_owner(tmp_path: Path) -> None:
+    put(tmp_path, replace(this_process(), pid=os.getppid(), started="1"))
+    acquire_lease(open_store(str(tmp_path))).release()
+
+
+def test_a_machine_that_was_rebooted_has_no_old_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: "boot/pid:[4026531836]/0123")
+    put(tmp_path, replace(this_process(), machine="before/pid:[4026531836]/0123"))
+    acquire_lease(open_store(str(tmp_path))).release()
+
+
+def test_of_machines_without_an_id_none_is_known_to_have_been_rebooted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: "boot/pid:[4026531836]/")
+    assert replace(this_process(), machine="another/pid:[4026531836]/").alive() is None
+    assert this_process().alive()
+
+
+def test_another_machine_that_was_silent_for_long_is_dead(tmp_path: Path) -> None:
+    put(tmp_path, ELSEWHERE, age_s=module.TTL_S + 5)
+    acquire_lease(open_store(str(tmp_path)), patience_s=60).release()
+
+
+def test_another_machine_that_shows_life_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, ELSEWHERE)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: put(tmp_path, ELSEWHERE, beat=7))
+    with pytest.raises(LeaseHeldError, match="process 1 on other-host"):
+        acquire_lease(open_store(str(tmp_path)), patience_s=5)
+
+
+def test_another_machine_without_a_sign_of_life_loses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, ELSEWHERE)
+    monkeypatch.setattr(module, "_POLL_S", 0.05)
+    acquire_lease(open_store(str(tmp_path)), patience_s=0.3).release()
+
+
+@pytest.mark.parametrize("skew", [-3e7, 3e7])
+def test_our_clock_decides_nothing(tmp_path: Path, skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, ELSEWHERE)
+    real = time.time
+    monkeypatch.setattr(module.time, "time", lambda: real() + skew)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: put(tmp_path, ELSEWHERE, beat=7))
+    with pytest.raises(LeaseHeldError):
+        acquire_lease(open_store(str(tmp_path)), patience_s=5)
+
+
+def _contend(say: Any, root: str) -> None:
+    try:
+        lease = acquire_lease(open_store(root))
+    except LeaseHeldError:
+        say(b"l")
+        Path(root, f"lost-{os.getpid()}").touch()
+    else:
+        say(b"w")
+        deadline = time.monotonic() + 25
+        while len(list(Path(root).glob("lost-*"))) < 7 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        lease.check()
+
+
+def test_the_clock_of_the_store_is_asked_again_where_somebody_tidies_up_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = open_store(str(tmp_path))
+    real, lost = root.info, []
+
+    def info(path: str) -> Any:
+        if not lost:
+            lost.append(path)
+            root.delete([path])
+        return real(path)
+
+    monkeypatch.setattr(root, "info", info)
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 0.0))  # years behind
+    assert module.store_clock(root) > 1e9
+    assert not list(tmp_path.glob(".ckptkit/clock-*"))
+
+
+def test_one_of_many_contenders_takes_over(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    put(tmp_path, replace(this_process(), pid=os.getppid(), started="1"), generation=41)
+    with ThreadPoolExecutor(8) as pool:  # each forks a process of its own
+        results = list(pool.map(lambda _: fork(_contend, str(tmp_path)), range(8)))
+    assert sorted(said for _, said in results) == [b"l"] * 7 + [b"w"] and {code for code, _ in results} == {0}
+
+
+def test_a_lease_that_nobody_refers_to_any_more_is_free(tmp_path: Path) -> None:
+    root = open_store(str(tmp_path))
+    acquire_lease(root)
+    gc.collect()
+    acquire_lease(root).release()
+
+
+def test_a_held_lease_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    held = acquire_lease(open_store(str(tmp_path)))
+    path = tmp_path / ".ckptkit" / "lease-00000001.json"
+    deadline = time.monotonic() + 10
+    while json.loads(path.read_text())["beat"] < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    held.check()
+    held.release()
+    assert json.loads(path.read_text())["beat"] >= 2 and json.loads(path.read_text())["released"]
+
+
+def test_a_damaged_lease_file_is_no_lease(tmp_path: Path) -> None:
+    put(tmp_path, ELSEWHERE).write_bytes(b"\0\0")
+    held = acquire_lease(open_store(str(tmp_path)))
+    held.check()
+    held.release()

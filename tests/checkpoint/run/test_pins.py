@@ -1,0 +1,198 @@
+"""A reader keeps what it reads; a pin of a dead reader keeps nothing; a pin of a person stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run import pins
+from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.run.inventory import resolve
+from ckptkit.checkpoint.run.pins import deleting, list_pins, pin_forever, pin_while_reading, split_checkpoint_url
+from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.storage.open import open_store
+from tests.checkpoint.saving import check, content, fork, save
+
+
+def test_a_pin_holds_while_the_reader_reads(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    root = open_store(str(tmp_path))
+    with pin_while_reading(root, "step_00000001", why="convert"):
+        (pin,) = list_pins(root)
+        assert pin.name == "step_00000001" and f"process {os.getpid()}" in pin.reason and "convert" in pin.reason
+    assert list_pins(root) == []
+
+
+def test_pinning_what_is_gone_says_so_and_leaves_no_pin(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    root = open_store(str(tmp_path))
+    with pytest.raises(CheckpointNotFoundError, match="List again"), pin_while_reading(root, "step_00000002"):
+        pass
+    assert list_pins(root) == []
+
+
+def _read_and_die(say: Any, root: str) -> None:
+    with pin_while_reading(open_store(root), "step_00000001"):
+        say(b"reading")
+        os.kill(os.getpid(), 9)
+
+
+def test_a_dead_reader_keeps_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert fork(_read_and_die, str(tmp_path)) == (-9, b"reading")
+    assert list_pins(open_store(str(tmp_path))) == []
+
+
+@pytest.mark.parametrize(("age_s", "holds"), [(10.0, True), (pins.TTL_S + 10, False)])
+def test_a_reader_on_another_machine_keeps_it_for_as_long_as_it_renews(
+    tmp_path: Path, age_s: float, holds: bool
+) -> None:
+    path = tmp_path / ".ckptkit" / "pins" / "read-1.json"
+    path.parent.mkdir(parents=True)
+    owner = {"host": "far", "pid": 1, "started": "1", "machine": "m/n/o"}
+    path.write_text(json.dumps({"name": "step_00000001", "why": "load", "owner": owner}))
+    os.utime(path, (time.time() - age_s,) * 2)
+    assert bool(list_pins(open_store(str(tmp_path)))) is holds
+
+
+def test_a_deletion_cleans_up_what_killed_readers_left_a_day_ago(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    root = open_store(str(tmp_path))
+    owner = {"host": "h", "pid": 1, "started": "never", "machine": _machine()}
+    folder = tmp_path / ".ckptkit" / "pins"
+    folder.mkdir(exist_ok=True)
+    for name, days in (("read-old", 2), ("read-new", 0), ("keep-step_00000001", 2)):
+        body = {"name": "step_00000001", "why": "x"} | ({"owner": owner} if name.startswith("read") else {})
+        (folder / f"{name}.json").write_text(json.dumps(body))
+        os.utime(folder / f"{name}.json", (time.time() - 86400 * days,) * 2)
+    assert len(list_pins(root)) == 1
+    assert len(list(folder.iterdir())) == 3  # to look changes nothing
+    with deleting(root, "step_00000001"):
+        assert sorted(path.stem for path in folder.iterdir()) == ["keep-step_00000001", "read-new"]
+
+
+def test_a_reader_waits_for_a_deletion_that_is_under_way(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    root = open_store(str(tmp_path))
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        with deleting(root, "step_00000001") as found:
+            assert found == []
+            began.set()
+            may_end.wait(10)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    began.wait(10)
+    threading.Timer(0.1, may_end.set).start()
+    with pin_while_reading(root, "step_00000001"):
+        assert may_end.is_set()
+    thread.join()
+
+
+def test_a_deletion_that_died_delays_no_reader(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / ".ckptkit" / "deleting" / "step_00000001.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"host": "h", "pid": 1, "started": "never", "machine": _machine()}))
+    start = time.monotonic()
+    with pin_while_reading(open_store(str(tmp_path)), "step_00000001"):
+        assert time.monotonic() - start < 5
+
+
+def _machine() -> str:
+    from ckptkit.storage.owner import this_process
+
+    return this_process().machine
+
+
+def test_a_root_that_is_read_only_is_read_without_a_pin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    root = open_store(str(tmp_path))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied", f"{tmp_path}/.ckptkit/pins/.read-1.json.2.part")
+
+    monkeypatch.setattr(type(root), "write", refuse)
+    with pin_while_reading(root, "step_00000001"):
+        pass
+    what = "step_00000001 is read without a pin (Permission denied): a job that rotates may delete it meanwhile"
+    assert caplog.messages == [f"{tmp_path}: {what}"]
+
+
+def test_pinning_for_ever_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        pin_forever(str(tmp_path / "step_00000001"), "x")
+    assert not (tmp_path / ".ckptkit").exists()
+
+
+def test_a_damaged_pin_of_a_person_still_holds(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    pin_forever(str(tmp_path / "step_00000001"), "paper")
+    (tmp_path / ".ckptkit" / "pins" / "keep-step_00000001.json").write_bytes(b"")
+    assert [p.name for p in list_pins(open_store(str(tmp_path)))] == ["step_00000001"]
+    assert not delete_checkpoint(open_store(str(tmp_path)), "step_00000001", reason="x")
+
+
+def test_pinning_again_changes_the_reason(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for why in ("first", "second"):
+        pin_forever(str(tmp_path / "step_00000001") + "/", why)
+    assert [p.why for p in list_pins(open_store(str(tmp_path)))] == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("url", "root", "name"),
+    [("/a/b", "/a", "b"), ("/a/b/", "/a", "b"), ("/b", "/", "b"), ("s3://bucket/run/x", "s3://bucket/run", "x")],
+)
+def test_a_checkpoint_url_is_split_into_run_and_name(url: str, root: str, name: str) -> None:
+    store, found = split_checkpoint_url(url)
+    assert (store.url, found) == (root, name)
+
+
+@pytest.mark.parametrize("url", ["", "/", ".", "..", "s3://bucket"])
+def test_a_url_without_a_checkpoint_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        split_checkpoint_url(url)
+
+
+def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    root = open_store(str(tmp_path))
+    stop = threading.Event()
+
+    def saving() -> None:
+        step = 1
+        while not stop.is_set():
+            step += 1
+            save(tmp_path, step)
+            rotate(root, RetentionPolicy(max_num=1))
+
+    thread = threading.Thread(target=saving)
+    thread.start()
+    try:
+        reads = 0
+        while reads < 60:
+            item = resolve(root)
+            try:
+                with pin_while_reading(root, item.name):
+                    time.sleep(0.002)
+                    assert root.read(f"{item.name}/shards/0.bin") == content(item.step, 0)
+                    reads += 1
+            except CheckpointNotFoundError:
+                continue  # it went between the listing and the pin: list again
+    finally:
+        stop.set()
+        thread.join()
+    rotate(root, RetentionPolicy(max_num=1))  # the last one of the other thread may have met our last pin
+    assert len(check(tmp_path)) == 1

@@ -1,0 +1,620 @@
+"""Saves in the background: the snapshot is what it was, and no error is lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.report import Phase
+from ckptkit.checkpoint.save import saver as save_module
+from ckptkit.checkpoint.save import staging
+from ckptkit.checkpoint.save.staging import StagingBuffers
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import CkptkitError, SaveError, UsageError
+from tests.checkpoint import jobs
+from tests.checkpoint.saving import fork
+
+
+class Gate:
+    """Holds a save back where it would begin to write, until it is opened; or lets it fail there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.opened = threading.Event()
+        original = save_module.Saver.publish
+
+        def publish(saver: Any, prepared: Any, tensors: Any = None) -> Any:
+            assert self.opened.wait(30)
+            if error is not None:
+                raise error
+            return original(saver, prepared, tensors)
+
+        monkeypatch.setattr(save_module.Saver, "publish", publish)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_what_changes_after_the_call_is_not_in_the_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    gate = Gate(monkeypatch)
+    model = nn.Linear(300, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    settings = {"list": [1], "table": torch.arange(2000)}
+    state = TrainState(model=model, optimizer=optimizer, extra={"settings": settings})
+    expected = [jobs.whole(model.weight), jobs.whole(optimizer.state[model.weight]["momentum_buffer"])]
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        handle = manager.save_async(1, state)
+        assert not handle.done()
+        optimizer.step()
+        settings["list"].append(2)
+        settings["table"].zero_()
+        torch.rand(1)
+        gate.opened.set()
+        handle.result()
+        again = nn.Linear(300, 20)
+        other = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
+        loaded = TrainState(model=again, optimizer=other, extra={"settings": None})
+        manager.load(loaded)
+    assert [jobs.whole(again.weight), jobs.whole(other.state[again.weight]["momentum_buffer"])] == expected
+    assert loaded.extra["settings"]["list"] == [1]
+    assert torch.equal(loaded.extra["settings"]["table"], torch.arange(2000))
+
+
+def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    model = nn.Linear(4, 4)
+    with CheckpointManager(tmp_path) as manager:
+        first = manager.save_async(1, TrainState(model=model))
+        threading.Timer(0.2, gate.opened.set).start()
+        manager.save_async(2, TrainState(model=model))
+        assert first.done()
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
+
+
+def test_a_save_under_way_refuses_the_next_one_if_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with CheckpointManager(tmp_path, async_policy="refuse") as manager:
+        manager.save_async(1, TrainState(model=nn.Linear(4, 4)))
+        with pytest.raises(SaveError, match="still under way"):
+            manager.save_async(2, TrainState(model=nn.Linear(4, 4)))
+        gate.opened.set()
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("ask", ["result", "save", "save_async", "load", "close", "wait"])
+def test_an_error_in_the_background_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    gate = Gate(monkeypatch, OSError(28, "No space left on device"))
+    gate.opened.set()
+    state = TrainState(model=nn.Linear(4, 4))
+    manager = CheckpointManager(tmp_path)
+    handle = manager.save_async(1, state)
+    calls = {
+        "result": handle.result,
+        "save": lambda: manager.save(2, state),
+        "save_async": lambda: manager.save_async(2, state),
+        "load": lambda: manager.load(state),
+        "close": manager.close,
+        "wait": manager.wait,
+    }
+    with pytest.raises(SaveError, match="No space left"):
+        calls[ask]()
+    manager.close()  # it was seen: once is enough
+    assert not list(tmp_path.glob("step_*"))
+
+
+def test_the_save_after_a_failed_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = TrainState(model=nn.Linear(4, 4))
+    with CheckpointManager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            Gate(patch, RuntimeError("broken")).opened.set()
+            handle = manager.save_async(1, state)
+            with pytest.raises(SaveError, match="broken"):
+                handle.result()
+        manager.save_async(1, state).result()
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+
+
+def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    script = f"""
+import torch
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state.train_state import TrainState
+manager = CheckpointManager({str(tmp_path)!r})
+state = TrainState(model=torch.nn.Linear(1000, 1000))
+{body}
+"""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+
+
+def test_a_process_that_ends_without_waiting_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "manager.save_async(1, state)")
+    assert done.returncode == 0, done.stderr
+    state = TrainState(model=nn.Linear(1000, 1000))
+    with CheckpointManager(tmp_path) as manager:
+        report = manager.load(state)
+    assert report is not None
+    assert report.step == 1
+
+
+@pytest.mark.parametrize("threads", ["may start", "are refused"])
+def test_a_save_that_has_yet_to_begin_when_the_main_thread_ends_is_completed(tmp_path: Path, threads: str) -> None:
+    """By then Python has closed its pools, and from 3.12 on it starts no thread."""
+    body = f"""
+import threading
+from ckptkit.storage import pool as workers
+state.model = torch.nn.Sequential(*[torch.nn.Linear(700, 700) for _ in range(4)])
+ended, start = threading.Event(), threading.Thread.start
+def refuse(self): raise RuntimeError("can't create new thread at interpreter shutdown")
+def end():
+    if {threads == "are refused"}:
+        workers._MAY_START, threading.Thread.start = False, refuse
+    ended.set()
+def hold_back(publish):
+    def late(*args):
+        assert ended.wait(60)
+        return publish(*args)
+    return late
+threading._register_atexit(end)
+for kind in ("sharded", "full", "local"):
+    manager = CheckpointManager({str(tmp_path)!r} + "/" + kind, state_dict_type=kind)
+    manager._saver.publish = hold_back(manager._saver.publish)
+    manager.save_async(1, state)
+"""
+    done = run_script(tmp_path, body)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/step_*")}
+    assert found == {f"{kind}/step_00000001" for kind in ("sharded", "full", "local")}
+
+
+def test_an_error_that_nobody_asked_for_is_said_at_exit(tmp_path: Path) -> None:
+    body = """
+def fail(*args): raise OSError(28, "No space left on device")
+manager._saver.publish = fail
+manager.save_async(1, state)
+"""
+    done = run_script(tmp_path, body)
+    assert "the save of step 1 failed" in done.stderr
+    assert "No space left" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("sharded", "sync"), ("sharded", "thread"), ("sharded", "process"), ("local", "thread"), ("full", "thread")],
+)
+def test_the_report_says_what_took_the_time(tmp_path: Path, kind: str, mode: Any) -> None:
+    reports: list[Any] = []
+    trace = tmp_path / "traces"
+    state = TrainState(model=nn.Linear(500, 500))
+    size = 501 * 500 * 4
+    threads = {"async_mode": "thread" if mode == "sync" else mode}
+    threads["state_dict_type"] = kind
+    with CheckpointManager(tmp_path / "run", on_commit=reports.append, trace=trace, **threads) as manager:
+        report = manager.save(3, state) if mode == "sync" else manager.save_async(3, state).result()
+        loaded = manager.load(state)
+    assert reports == [report]
+    totals = report.totals()
+    moved = {"write", "digest", "sync", "index"} | ({"stage"} if mode != "sync" else set())
+    assert set(totals) == moved | {"plan", "agree", "begin", "commit", "rotate"}
+    assert all(entry["seconds"] > 0 for entry in totals.values())
+    assert all(size <= totals[name]["bytes"] < 2 * size for name in moved - {"index"})
+    assert totals["index"]["bytes"] > 1000
+    assert 0 < report.stall_seconds <= report.seconds
+    assert sum(entry["seconds"] for entry in totals.values()) <= report.seconds
+    sizes = {path.name: path.stat().st_size for path in Path(report.url).rglob("*") if path.is_file()}
+    assert sum(sizes.values()) - sizes["checkpoint.json"] == report.total_bytes
+    assert all(f"{name} 0." in report.phase_line() for name in totals)
+    assert loaded is not None
+    assert set(loaded.totals()) == {"plan", "read", "apply"}
+    assert size <= loaded.totals()["read"]["bytes"] < 2 * size
+    for name, phases in (("save", report.phases), ("load", loaded.phases)):
+        events = json.loads((trace / f"{name}-00000003-rank00000.json").read_text())["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        assert [event["name"] for event in spans] == [phase.name for phase in phases]
+        assert [event["args"]["bytes"] for event in spans] == [phase.nbytes for phase in phases]
+        assert not [(one.name, other.name) for one in phases for other in phases if overlap(one, other)]
+        assert {event["tid"] for event in spans} == {event["tid"] for event in events if event["ph"] == "M"}
+
+
+def overlap(one: Phase, other: Phase) -> bool:
+    """Whether the second begins within the first, in the same thread, and ends after it: no trace can show that."""
+    stop = one.start + one.seconds
+    return (
+        one.thread == other.thread
+        and one.start < other.start < stop - 1e-9
+        and other.start + other.seconds > stop + 1e-9
+    )
+
+
+def test_a_callback_that_fails_does_not_undo_the_save(tmp_path: Path) -> None:
+    def broken(report: Any) -> None:
+        raise ValueError("no network")
+
+    with CheckpointManager(tmp_path, on_commit=broken) as manager:
+        manager.save(1, TrainState(model=nn.Linear(2, 2)))
+        assert manager.latest() == 1
+
+
+# --- host memory
+
+
+def test_buffers_are_used_again_from_the_second_snapshot_on() -> None:
+    buffers = StagingBuffers()
+    tensors = [torch.randn(30, 7), torch.arange(5), torch.zeros(0, 3), torch.randn(4, 6).t(), torch.tensor(3.0)]
+    first = buffers.copy(tensors)
+    places = [view.data_ptr() for view in first]
+    tensors[0].zero_()
+    assert not torch.equal(first[0], tensors[0])
+    again = buffers.copy([torch.randn(30, 7), *tensors[1:]])
+    assert [view.data_ptr() for view in again] == places
+    for view, tensor in zip(again[1:], tensors[1:], strict=True):
+        assert torch.equal(view, tensor)
+        assert view.is_contiguous()
+
+
+def test_buffers_grow_with_the_state_and_keep_every_dtype() -> None:
+    buffers = StagingBuffers()
+    buffers.copy([torch.zeros(3)])
+    tensors = [torch.ones(999, dtype=d) for d in (torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn)]
+    for view, tensor in zip(buffers.copy(tensors), tensors, strict=True):
+        assert view.dtype == tensor.dtype
+        assert torch.equal(view.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def small_and_large() -> list[torch.Tensor]:
+    """What is copied side by side, and what is not: by size, dtype, strides and the negative bit."""
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+    made = [torch.randn(4, 5).mul(9).to(dtype) for dtype in dtypes for _ in range(40)]
+    negative = torch.randn(6, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    odd = [torch.randn(6, 4).t(), torch.randn(9)[::2], torch.randn(()), torch.zeros(0, 3), negative.clone(), negative]
+    return [*made, *odd, torch.randn(70, 70), *(torch.full((2000,), float(i)) for i in range(40))]
+
+
+def test_whatever_was_replaced_or_changed_a_snapshot_is_the_tensors_as_they_are() -> None:
+    buffers = StagingBuffers()
+    tensors = small_and_large()
+
+    def check() -> None:
+        for view, tensor in zip(buffers.copy(tensors), tensors, strict=True):
+            assert view.dtype == tensor.dtype
+            assert view.is_contiguous()
+            assert torch.equal(view, tensor)
+
+    for turn in range(6):
+        check()
+        for tensor in tensors:
+            tensor.copy_(tensor.roll(1, 0)) if tensor.dim() else tensor.fill_(turn)
+        check()
+        tensors[turn] = torch.randn(5, 4).t()  # of the same shape: in another order
+        tensors[41 + turn] = torch.randn(4, 5).to(torch.bfloat16)
+    tensors = [tensor.clone() for tensor in tensors]
+    check()
+    tensors.pop(3)
+    check()
+
+
+@pytest.mark.parametrize("which", [[7], [0], range(40), [-1], [-45]])
+def test_a_tensor_that_was_reshaped_in_place_is_not_taken_for_what_it_was(which: Any) -> None:
+    tensors, buffers = small_and_large(), StagingBuffers()
+    buffers.copy(tensors)
+    before = [tensors[row].data for row in which]
+    for row in which:
+        tensors[row].data = tensors[row].data.reshape(-1, 1)
+    with pytest.raises(SaveError, match="in place"):
+        buffers.copy(tensors)
+    for row, data in zip(which, before, strict=True):
+        tensors[row].data = data
+    assert all(map(torch.equal, buffers.copy(tensors), tensors))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_memory_that_was_exchanged_below_a_tensor_is_what_is_saved(tmp_path: Path, kind: str) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(30)))
+    extra = {"table": {str(i): torch.full((300,), float(i)) for i in range(4)}}
+    state = TrainState(model=model, extra=extra)
+    changes: list[Any] = [
+        lambda: None,
+        lambda: [setattr(p, "data", torch.randn_like(p)) for p in model.parameters()],
+        lambda: setattr(model[3].weight, "data", torch.randn(3, 3).t()),
+        lambda: extra["table"].update({"1": torch.randn(300)}),
+        lambda: extra["table"].update({"new": torch.randn(300)}),
+        lambda: setattr(extra["table"]["2"], "data", torch.randn(2, 150)),
+    ]
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        for step, change in enumerate(changes):
+            change()
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+            tables = {name: value.clone() for name, value in extra["table"].items()}
+            manager.save_async(step, state)
+            with torch.no_grad():
+                for tensor in [*model.parameters(), *extra["table"].values()]:
+                    tensor.zero_()
+            again = TrainState(model=nn.Sequential(*(nn.Linear(3, 3) for _ in range(30))), extra={"table": None})
+            manager.load(again)
+            assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())  # type: ignore[union-attr]
+            assert again.extra["table"].keys() == tables.keys()
+            assert all(torch.equal(value, tables[name]) for name, value in again.extra["table"].items())
+
+
+def test_what_the_caller_adds_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    seen = {"files": ["a"]}
+    metrics = {"loss": 1.0}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save_async(1, TrainState(model=nn.Linear(2, 2)), client_state=seen, metrics=metrics)
+        seen["files"].append("b")
+        metrics["loss"] = 2.0
+        gate.opened.set()
+        report = manager.load(TrainState(model=nn.Linear(2, 2)))
+    assert report is not None
+    assert (report.client_state, report.metrics) == ({"files": ["a"]}, {"loss": 1.0})
+
+
+def test_a_closed_manager_holds_no_buffers(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save_async(1, TrainState(model=nn.Linear(30, 30)))
+        assert manager._buffers.nbytes >= 31 * 30 * 4
+    assert manager._buffers.nbytes == 0
+
+
+def test_buffers_that_could_not_grow_serve_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = StagingBuffers()
+    small = [torch.arange(3.0)]
+    buffers.copy(small)
+
+    def full(nbytes: int, **more: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "_allocate", full)
+        with pytest.raises(OSError, match="Cannot allocate"):
+            buffers.copy([torch.zeros(1000)])
+    assert torch.equal(buffers.copy(small)[0], small[0])
+
+
+# --- ranks
+
+
+def fail_on_one(url: str) -> list[str]:
+    seen = []
+    manager = CheckpointManager(url, timeout_s=30)
+    job = jobs.make("1d")
+    original = save_module.ShardedTensors.write
+
+    def write(*args: Any, **more: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        return original(*args, **more)
+
+    save_module.ShardedTensors.write = write  # type: ignore[method-assign]
+    try:
+        handle = manager.save_async(1, job.state())
+        job.train(1)
+        handle.result()
+    except CkptkitError as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    finally:
+        save_module.ShardedTensors.write = original  # type: ignore[method-assign]
+    manager.save_async(2, job.state()).result()
+    manager.close()
+    return seen
+
+
+def test_a_rank_that_fails_in_the_background_fails_all_and_the_next_save_works(ranks: Any, tmp_path: Path) -> None:
+    texts = ranks.run(fail_on_one, 3, str(tmp_path))
+    assert len({tuple(text) for text in texts}) == 1
+    assert "rank 1" in texts[0][0]
+    assert "No space left" in texts[0][0]
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+
+
+def sharded(*sizes: int, dtype: torch.dtype = torch.float32, dim: int = 0) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    made = nn.Module()
+    for i, size in enumerate(sizes):
+        full = (torch.arange(float(size * 8)).reshape(size, 8) + 100 * i).to(dtype)
+        placed = distribute_tensor(full, mesh, (Shard(dim),), src_data_rank=None)
+        made.register_parameter(f"w{i}", nn.Parameter(placed, requires_grad=False))
+    return made
+
+
+def structure_changes(url: str, mode: Any) -> list[bool]:
+    """Every save finds another structure while the one before is still written; training wipes it at once."""
+    made: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+        ((64, 32), {}),
+        ((64, 32), {"dtype": torch.bfloat16}),
+        ((64, 32), {"dtype": torch.bfloat16, "dim": 1}),
+        ((64, 32, 4096), {}),
+        ((16,), {}),
+        ((64, 32), {}),
+    ]
+    right = []
+    with CheckpointManager(url, async_mode=mode) as manager:
+        for step, (sizes, kind) in enumerate(made):
+            model = sharded(*sizes, **kind)
+            manager.save_async(step, TrainState(model=model))
+            for tensor in model.parameters():
+                tensor.zero_()
+        manager.wait()
+        for step, (sizes, kind) in enumerate(made):
+            model, expected = sharded(*sizes, **kind), sharded(*sizes, **kind)
+            for tensor in model.parameters():
+                tensor.zero_()
+            manager.load(TrainState(model=model), step)
+            pairs = zip(model.parameters(), expected.parameters(), strict=True)
+            right.append(all(jobs.whole(a) == jobs.whole(b) for a, b in pairs))
+    return right
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_structure_that_changes_from_save_to_save_is_staged_anew(ranks: Any, tmp_path: Path, mode: str) -> None:
+    assert ranks.run(structure_changes, 2, str(tmp_path), mode) == [[True] * 6] * 2
+
+
+def other_dtype_below(url: str, mode: Any) -> list[bool]:
+    """A DTensor of another dtype over the local tensor of before, whose memory was exchanged, at every save."""
+    first = sharded(8, dtype=torch.float16).w0
+    local, right = first._local_tensor, []
+    with CheckpointManager(url, async_mode=mode) as manager:
+        for step, dtype in enumerate((torch.float16, torch.bfloat16, torch.int16, torch.float64)):
+            local.data = torch.arange(32).view(4, 8).to(dtype) + 1
+            value = DTensor.from_local(local, first.device_mesh, first.placements, run_check=False)
+            value._local_tensor = local  # not a view of it
+            manager.save_async(step, TrainState(extra={"t": {"w": value}}, rng=False))
+            saved, again = local.clone(), TrainState(extra={"t": {"w": sharded(8, dtype=dtype).w0}}, rng=False)
+            local.zero_()
+            manager.load(again, step)
+            right.append(torch.equal(again.extra["t"]["w"].to_local(), saved))
+    return right
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_dtype_that_was_exchanged_below_a_tensor_is_staged_anew(ranks: Any, tmp_path: Path, mode: str) -> None:
+    assert ranks.run(other_dtype_below, 2, str(tmp_path), mode) == [[True] * 4] * 2
+
+
+def changes_below(url: str, mode: Any) -> list[Any]:
+    """What training does to the memory of DTensors in place, on one rank alone."""
+    model = nn.ParameterList([sharded(8).w0 for _ in range(30)])
+    names = [name for name, _ in model.named_parameters()]
+    local, model[3]._spec = model[3]._local_tensor, copy.copy(model[3]._spec)  # torch's own caches have the former spec
+    found: list[Any] = []
+    with CheckpointManager(url, async_mode=mode, timeout_s=30) as manager:
+        for step in (1, 2):
+            manager.save_async(step, TrainState(model=model)).result()
+        if dist.get_rank() == 1:
+            local.data = torch.full((8, 4), 7.0).t()
+        manager.save_async(3, TrainState(model=model))
+        saved = {name: jobs.whole(p) for name, p in zip(names, model, strict=True)}
+        with torch.no_grad():
+            for parameter in model:
+                parameter.zero_()
+        manager.load(TrainState(model=model), 3)
+        found.append({name: jobs.whole(p) for name, p in zip(names, model, strict=True)} == saved)
+        whole = local.data
+        for step in (4, 5):
+            if dist.get_rank() == 1:
+                local.data = torch.zeros(2, 16)
+            with pytest.raises(CkptkitError) as caught:
+                manager.save_async(step, TrainState(model=model)).result()
+            found.append(str(caught.value))
+        local.data = whole
+        manager.save_async(6, TrainState(model=model)).result()
+        model[3]._spec.placements = (Shard(1),)
+        with pytest.raises(CkptkitError) as caught:
+            manager.save_async(7, TrainState(model=model)).result()
+        found.append(str(caught.value))
+        model[3]._spec.placements = (Shard(0),)
+        manager.save_async(8, TrainState(model=model)).result()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_what_is_done_to_memory_in_place_is_saved_or_fails_the_save_on_all(
+    ranks: Any, tmp_path: Path, mode: str
+) -> None:
+    for right, staged, planned, cut in ranks.run(changes_below, 2, str(tmp_path), mode):
+        assert right
+        assert "rank 1" in staged
+        assert "a tensor of shape [4, 8] has become one of [2, 16] in place" in staged
+        assert "3: this rank holds [2, 16], its placement says [4, 8]" in planned
+        assert "model.3: its mesh or placements were changed in place" in cut
+    assert {path.name[-1] for path in tmp_path.glob("step_*")} == {"1", "2", "3", "6", "8"}
+
+
+def no_memory_on_one(url: str, kind: str) -> tuple[str, list[float]]:
+    copy = StagingBuffers.copy
+
+    def failing(buffers: Any, tensors: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise MemoryError("no host memory for the snapshot")
+        return copy(buffers, tensors)
+
+    job = jobs.make("1d")
+    with CheckpointManager(url, timeout_s=30, state_dict_type=kind) as manager:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(StagingBuffers, "copy", failing)
+            handle = manager.save_async(1, job.state())
+        with pytest.raises(CkptkitError) as caught:
+            handle.result()
+        manager.save_async(2, job.state()).result()
+        again = jobs.make("1d")
+        manager.load(again.state())
+    return str(caught.value), [jobs.whole(job.model.up.weight), jobs.whole(again.model.up.weight)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_rank_without_memory_for_its_snapshot_fails_the_save_on_all(ranks: Any, tmp_path: Path, kind: str) -> None:
+    for text, (expected, found) in ranks.run(no_memory_on_one, 2, str(tmp_path), kind):
+        assert "rank 1" in text
+        assert "no host memory" in text
+        assert found == expected
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+
+
+def disagree(url: str) -> str:
+    with CheckpointManager(url) as manager:
+        with pytest.raises(UsageError) as caught:
+            manager.save_async(dist.get_rank(), TrainState(model=nn.Linear(2, 2)))
+        return str(caught.value)
+
+
+def test_ranks_that_save_different_steps_are_told_so(ranks: Any, tmp_path: Path) -> None:
+    assert all("ranks want to save different things" in text for text in ranks.run(disagree, 2, str(tmp_path)))
+
+
+def test_a_fork_during_a_save_is_refused_every_call_and_ends_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    state = TrainState(model=nn.Linear(4, 3), rng=False)
+    manager = CheckpointManager(tmp_path, on_signal="save", async_policy="refuse")
+    handle = manager.save_async(1, state)
+
+    def child(say: Any) -> None:
+        calls = {
+            "save": lambda: manager.save(2, state),
+            "save_async": lambda: manager.save_async(2, state),
+            "wait": manager.wait,
+            "interrupted": manager.interrupted,
+            "save_on_signal": lambda: manager.save_on_signal(2, state),
+            "load": lambda: manager.load(state),
+            "latest": manager.latest,
+            "list": manager.list,
+            "delete": lambda: manager.delete(1),
+            "result": handle.result,
+        }
+        for name, call in calls.items():
+            with pytest.raises(UsageError, match=f"process {os.getppid()}"):
+                call()
+            say(f"{name} ".encode())
+        manager.close()
+        with pytest.raises(ZeroDivisionError), manager:
+            raise ZeroDivisionError
+        with manager:
+            pass
+        say(b"closed")
+
+    code, said = fork(child, timeout=20)
+    assert (code, said) == (0, b"save save_async wait interrupted save_on_signal load latest list delete result closed")
+    gate.opened.set()
+    assert handle.result().step == 1
+    manager.save(2, state)
+    manager.close()

@@ -1,0 +1,176 @@
+"""FULL: whole tensors, gathered one at a time, which Hugging Face reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.save import full, stream
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import CkptkitError
+from tests.checkpoint import jobs
+from tests.ranks import run_ranks
+
+
+def save(url: str, layout: str) -> Any:
+    job = jobs.make(layout)
+    job.train(2)
+    with CheckpointManager(url, state_dict_type="FULL_STATE_DICT") as manager:
+        manager.save(2, job.state())
+    return {k: jobs.whole(v) for k, v in job.model.state_dict().items()}
+
+
+def test_the_model_part_is_plain_safetensors_with_an_index(ranks: Any, tmp_path: Path) -> None:
+    expected = ranks.run(save, 3, str(tmp_path), "1d")[0]
+    root = tmp_path / "step_00000002"
+    index = json.loads((root / "model.safetensors.index.json").read_text())
+    found: dict[str, torch.Tensor] = {}
+    for name in set(index["weight_map"].values()):
+        found.update(load_file(root / name))
+    assert {k: jobs.whole(v) for k, v in found.items()} == expected
+    assert set(index["weight_map"]) == set(expected)
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())
+    assert all("model" in path.name for path in root.glob("*.safetensors") if path.name != "manifest.safetensors")
+    assert list((root / "state").glob("*.safetensors"))
+
+
+def small_shards(url: str) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Module()
+    torch.manual_seed(0)
+    for i in range(7):
+        whole = torch.randn(5, 9)
+        model.register_parameter(f"w{i}", nn.Parameter(distribute_tensor(whole, mesh, [Shard(i % 2)])))
+    with CheckpointManager(url, state_dict_type="full", max_shard_size=300) as manager:
+        manager.save(1, TrainState(model=model, rng=False))
+    return {k: jobs.whole(v) for k, v in model.state_dict().items()}
+
+
+def test_files_are_dealt_out_over_the_ranks(tmp_path: Path) -> None:
+    expected = run_ranks(small_shards, 3, str(tmp_path))[0]
+    from ckptkit.checkpoint.load.mapping import open_checkpoint
+
+    opened = open_checkpoint(str(tmp_path))
+    assert {k: jobs.whole(torch.from_numpy(opened[f"model.{k}"].numpy())) for k in expected} == expected
+    writers = {s.rank for entry in opened.catalog.tensors.values() for s in entry.slices}
+    assert writers == {0, 1, 2}
+
+
+def tiny_llama(tie: bool) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=2, vocab_size=50, tie_word_embeddings=tie)  # fmt: skip
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_from_pretrained_loads_a_full_checkpoint(tmp_path: Path, tie: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = tiny_llama(tie)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(12).reshape(2, 6)
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path, state_dict_type="full") as manager:
+        manager.save(1, TrainState(model=model, optimizer=optimizer))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "step_00000001", dtype="auto")
+    assert type(loaded) is type(model)
+    assert loaded.dtype == torch.bfloat16
+    assert {k: jobs.whole(v) for k, v in loaded.state_dict().items()} == {
+        k: jobs.whole(v) for k, v in model.state_dict().items()
+    }
+
+
+def test_several_models_have_a_folder_each(tmp_path: Path) -> None:
+    models = {"actor": nn.Linear(2, 3), "critic": nn.Linear(3, 1)}
+    with CheckpointManager(tmp_path, state_dict_type="full") as manager:
+        manager.save(1, TrainState(model=models))
+    for name, model in models.items():
+        folder = tmp_path / "step_00000001" / name
+        (file,) = folder.glob("*.safetensors")
+        assert torch.equal(load_file(file)["weight"], model.weight)
+    again = {"actor": nn.Linear(2, 3), "critic": nn.Linear(3, 1)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.load(TrainState(model=again))
+    assert torch.equal(again["critic"].weight, models["critic"].weight)
+
+
+LARGEST = 48 << 20
+
+
+def peak_of_a_save(url: str) -> Any:
+    """How far a FULL save of eight tensors of 48 MB raises this rank's memory, in bytes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Module()
+    rows = LARGEST // 4096
+    for i in range(8):
+        local = torch.full((rows // mesh.size(), 1024), float(i))
+        tensor = torch.distributed.tensor.DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        model.register_parameter(f"w{i}", nn.Parameter(tensor))
+    state = TrainState(model=model)
+    with CheckpointManager(url, state_dict_type="full") as manager:
+        manager.save(1, TrainState(model=nn.Linear(2, 2)))  # imports, groups, threads
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        before = _memory("VmRSS")
+        manager.save(2, state)
+        return _memory("VmHWM") - before
+
+
+def _memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory reset")
+def test_no_rank_holds_more_than_twice_the_largest_tensor(tmp_path: Path) -> None:
+    peaks = run_ranks(peak_of_a_save, 2, str(tmp_path))
+    assert max(peaks) <= 2 * LARGEST + (64 << 20), [peak >> 20 for peak in peaks]
+
+
+def failing_disk(url: str, where: str) -> str:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Module()
+    for i in range(6):
+        model.register_parameter(f"w{i}", nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])))
+    manager = CheckpointManager(url, state_dict_type="full", timeout_s=80, max_shard_size=100)
+    owner, name = (stream.SafetensorsStream, "write") if where == "write" else (full, where)
+    original = getattr(owner, name)
+
+    def broken(*args: Any, **more: Any) -> Any:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        return original(*args, **more)
+
+    setattr(owner, name, broken)
+    try:
+        manager.save(1, TrainState(model=model))
+    except CkptkitError as error:
+        setattr(owner, name, original)
+        manager.save(2, TrainState(model=model))
+        return str(error)
+    finally:
+        setattr(owner, name, original)
+    return "no error"
+
+
+@pytest.mark.parametrize("where", ["write", "_part"])
+def test_a_rank_that_fails_fails_all_at_once_and_the_next_save_works(tmp_path: Path, where: str) -> None:
+    texts = run_ranks(failing_disk, 3, str(tmp_path), where, timeout=90)
+    assert all("rank 1" in text and "No space left" in text for text in texts), texts
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]

@@ -1,0 +1,134 @@
+"""LOCAL: what each rank holds, saved without communication."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.save.local import LocalTensors
+from ckptkit.checkpoint.state.train_state import capture
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.formats.own import local as local_shards
+from ckptkit.storage.local import LocalStore
+from tests.checkpoint import jobs
+
+
+class Collectives(TorchDispatchMode):
+    """Counts every collective and every message that goes through torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def save_counted(url: str, layout: str) -> Any:
+    job = jobs.make(layout)
+    job.train(1)
+    store = LocalStore(url)
+    with Collectives() as counted:
+        captured = capture(job.state(), rank=dist.get_rank())
+        plan = LocalTensors.of(captured, dist.get_rank(), dist.get_world_size(), None)
+        plan = plan.settle([plan.signature] * dist.get_world_size(), lambda _: pytest.fail("talked"))
+        plan.write(store, None, sync=False, report=lambda *_: None)
+    silent = list(counted.seen)
+    with counted:  # the counter does count
+        dist.barrier()
+    return silent, len(counted.seen)
+
+
+@pytest.mark.parametrize("layout", ["1d", "hsdp"])
+def test_saving_tensors_talks_to_nobody(ranks: Any, tmp_path: Path, layout: str) -> None:
+    for silent, control in ranks.run(save_counted, 4, str(tmp_path), layout):
+        assert silent == []
+        assert control > 0
+
+
+def save(url: str, layout: str) -> Any:
+    job = jobs.make(layout)
+    jobs.seed(1, 0)
+    job.train(1)
+    with CheckpointManager(url, state_dict_type="local") as manager:
+        manager.save(1, job.state())
+    return {k: v.to_local().detach().numpy() for k, v in job.model.state_dict().items() if hasattr(v, "to_local")}
+
+
+def test_a_rank_file_holds_the_rank_own_parts_and_says_where_they_lie(ranks: Any, tmp_path: Path) -> None:
+    held = ranks.run(save, 2, str(tmp_path), "1d")
+    for rank, tensors in enumerate(held):
+        path = tmp_path / "step_00000001" / f"local_{rank:05d}.safetensors"
+        with safe_open(path, "np") as opened:
+            for fqn, local in tensors.items():
+                assert (opened.get_tensor(f"model.{fqn}") == local).all()
+            body = json.loads(opened.metadata()["ckptkit.local"])
+        assert (body["rank"], body["world_size"]) == (rank, 2)
+        assert body["meshes"] == [{"shape": [2], "names": ["shard"], "ranks": [0, 1]}]
+        assert body["tensors"]["model.up.weight"] == ["model.up.weight", [14, 6], [7 * rank, 0], [0, ["S(0)"]]]
+
+
+def test_replicas_are_written_once(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save, 4, str(tmp_path), "hsdp")
+    catalog = local_shards.open_catalog(LocalStore(str(tmp_path / "step_00000001")))
+    for entry in catalog.tensors.values():
+        boxes = [s.box for s in entry.slices if s.box.numel]
+        assert len(boxes) == len(set(boxes))
+        entry.check_coverage()
+    holders = {s.rank for entry in catalog.tensors.values() for s in entry.slices if s.box.numel}
+    assert holders == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("layout", ["1d", "hsdp", "tp"])
+def test_the_rank_files_alone_give_the_catalog_of_the_manifest(ranks: Any, tmp_path: Path, layout: str) -> None:
+    ranks.run(save, 4, str(tmp_path), layout)
+    store = LocalStore(str(tmp_path / "step_00000001"))
+    from ckptkit.formats.own.reader import open_catalog
+
+    own, recorded = local_shards.open_catalog(store), open_catalog(store)
+    assert set(own.tensors) == set(recorded.tensors)
+    for name, entry in own.tensors.items():
+        other = recorded.tensors[name]
+        assert (entry.dtype, entry.shape, entry.role, entry.fqn) == (other.dtype, other.shape, other.role, other.fqn)
+        places = {(s.box, s.path, s.start, s.nbytes) for s in entry.slices}
+        assert places == {(s.box, s.path, s.start, s.nbytes) for s in other.slices}
+
+
+def test_a_missing_rank_file_is_named(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save, 2, str(tmp_path), "1d")
+    root = tmp_path / "step_00000001"
+    (root / "local_00001.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"those of ranks 1\."):
+        local_shards.open_catalog(LocalStore(str(root)))
+
+
+def test_rank_files_that_were_swapped_are_refused(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save, 2, str(tmp_path), "1d")
+    root = tmp_path / "step_00000001"
+    (root / "local_00001.safetensors").rename(root / "x")
+    (root / "local_00000.safetensors").rename(root / "local_00001.safetensors")
+    (root / "x").rename(root / "local_00000.safetensors")
+    with pytest.raises(CorruptCheckpointError, match="another rank"):
+        local_shards.open_catalog(LocalStore(str(root)))
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    from ckptkit.checkpoint.state.train_state import TrainState
+    from ckptkit.errors import UnsupportedFormatError
+
+    model = torch.nn.Module()
+    model.register_buffer("odd", torch.zeros(4, dtype=torch.complex128))
+    manager = CheckpointManager(tmp_path, state_dict_type="local")
+    with manager, pytest.raises(UnsupportedFormatError, match="Save it as SHARDED"):
+        manager.save(1, TrainState(model=model))
+    assert not list(tmp_path.glob("step_*"))

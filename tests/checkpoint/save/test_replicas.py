@@ -1,0 +1,271 @@
+"""Plain tensors that differ between ranks: none is lost, and none becomes a mixture."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from ckptkit import CheckpointManager, TrainState, open_checkpoint
+from ckptkit.checkpoint.save.replicas import _summary
+
+LARGE = 600_000  # elements: replicas of over 1 MiB are written in pieces, by several ranks
+
+
+class Norms(nn.Module):
+    """A sharded layer between running statistics; a plain parameter that nobody synchronises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.loose = nn.Parameter(torch.ones(LARGE))
+        self.register_buffer("same", torch.arange(4.0))
+
+
+def made(value: float | None = None) -> tuple[Norms, torch.optim.Optimizer]:
+    """A model and an optimizer; with a value, both hold this value plus the rank in every plain tensor."""
+    torch.manual_seed(0)
+    model = Norms()
+    fully_shard(model.linear)
+    optimizer = torch.optim.SGD([model.loose], lr=0.0, momentum=0.9)
+    if value is not None:
+        fill(model, optimizer, value + dist.get_rank())
+    return model, optimizer
+
+
+def fill(model: Norms, optimizer: torch.optim.Optimizer, value: float) -> None:
+    with torch.no_grad():
+        model.norm.running_mean.fill_(value)
+        model.loose.fill_(value)
+        optimizer.state[model.loose]["momentum_buffer"] = torch.full((LARGE,), -value)
+
+
+def held(model: Norms, optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    """The distinct values of each tensor that `fill` fills."""
+    momentum = optimizer.state[model.loose]["momentum_buffer"]
+    return {
+        "mean": model.norm.running_mean.unique().tolist(),
+        "loose": model.loose.unique().tolist(),
+        "momentum": momentum.unique().tolist(),
+    }
+
+
+def values(value: float) -> dict[str, list[float]]:
+    return {"mean": [value], "loose": [value], "momentum": [-value]}
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("ckptkit").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("ckptkit").removeHandler(self)
+
+
+def save(url: str, kind: str = "sharded", background: bool = False) -> list[str]:
+    model, optimizer = made(1.0)
+    state = TrainState(model=model, optimizer=optimizer)
+    with Warnings() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
+        for step in (1, 2):
+            if background:
+                manager.save_async(step, state)
+                fill(model, optimizer, 50.0)
+                manager.wait()
+            else:
+                manager.save(step, state)
+            fill(model, optimizer, 10.0 * step + 1.0 + dist.get_rank())
+    return lines
+
+
+def load(url: str, which: str) -> tuple[dict[str, list[float]], list[str], list[str]]:
+    model, optimizer = made()
+    with Warnings() as lines, CheckpointManager(url) as manager:
+        report = manager.load(TrainState(model=model, optimizer=optimizer), which)
+    assert report is not None
+    assert torch.equal(model.same, torch.arange(4.0))
+    return held(model, optimizer), report.notes, lines
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_each_rank_gets_its_own_copy_back(ranks: Any, tmp_path: Path, kind: str, background: bool) -> None:
+    ranks.run(save, 2, str(tmp_path), kind, background)
+    assert [found[0] for found in ranks.run(load, 2, str(tmp_path), "1")] == [values(1.0), values(2.0)]
+    assert [found[0] for found in ranks.run(load, 2, str(tmp_path), "2")] == [values(11.0), values(12.0)]
+
+
+def test_what_differs_is_named_once(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks.run(save, 2, str(tmp_path))
+    assert len(first) == 1
+    assert (
+        "model.loose, model.norm.running_mean, optimizer.state.loose.momentum_buffer differ between ranks" in first[0]
+    )
+    assert second == []
+
+
+@pytest.mark.parametrize(("kind", "size"), [("sharded", 3), ("full", 1)])
+def test_another_number_of_ranks_gets_one_copy_and_is_told(ranks: Any, tmp_path: Path, kind: str, size: int) -> None:
+    ranks.run(save, 2, str(tmp_path), kind)
+    for rank, (found, notes, lines) in enumerate(ranks.run(load, size, str(tmp_path), "1")):
+        assert found == values(1.0)
+        assert any("model.norm.running_mean" in note and "each gets the copy of one of them" in note for note in notes)
+        assert len(lines) == (rank == 0)
+
+
+def save_equal(url: str) -> list[str]:
+    model, optimizer = made()
+    fill(model, optimizer, 3.0)
+    with CheckpointManager(url) as manager:
+        manager.save(1, TrainState(model=model, optimizer=optimizer))
+    return [name for name in open_checkpoint(url) if name.startswith("per_rank")]
+
+
+def test_what_is_equal_is_stored_once(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(save_equal, 2, str(tmp_path)) == [[], []]
+
+
+class Views(nn.Module):
+    """Buffers that lie in memory with gaps, all in one place, or as what they are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table, waves = torch.arange(12.0).view(4, 3), torch.complex(torch.arange(4.0), torch.ones(4))
+        for name, view in {
+            "column": table[:, 0],
+            "corner": table[::2, ::2],
+            "all_one": table[0, 2].expand(3, 2),
+            "conjugate": waves.conj(),
+            "negative": torch._neg_view(torch.arange(4.0)),
+            "imaginary": waves.conj().imag,
+        }.items():
+            self.register_buffer(name, view)
+
+
+def save_views(url: str, kind: str, background: bool) -> list[str]:
+    model = Views()
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        state = TrainState(model=model)
+        _ = manager.save_async(1, state).result() if background else manager.save(1, state)
+        again = Views()
+        for name, buffer in list(again.named_buffers()):
+            again.register_buffer(name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+        manager.load(TrainState(model=again))
+    return [name for name, buffer in model.named_buffers() if not torch.equal(buffer, again.get_buffer(name))]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_however_they_lie_in_memory_they_come_back(ranks: Any, tmp_path: Path, kind: str, background: bool) -> None:
+    assert ranks.run(save_views, 2, str(tmp_path), kind, background) == [[], []]
+
+
+def save_later(url: str) -> dict[str, list[float]]:
+    model, optimizer = made()
+    fill(model, optimizer, 3.0)
+    state = TrainState(model=model, optimizer=optimizer)
+    with CheckpointManager(url) as manager:
+        manager.save(1, state)
+        fill(model, optimizer, 4.0 + dist.get_rank())
+        manager.save(2, state)
+        fill(model, optimizer, 0.0)
+        manager.load(state)
+    return held(model, optimizer)
+
+
+def test_tensors_that_part_ways_later_are_found_then(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(save_later, 2, str(tmp_path)) == [values(4.0), values(5.0)]
+
+
+def save_stages(url: str, kind: str) -> list[list[float]]:
+    """Rank 0 has a stage of its own, ranks 1 and 2 the next one, each with statistics of its own."""
+    rank = dist.get_rank()
+    models = {f"stage{min(rank, 1)}": nn.BatchNorm1d(3)}
+    model = next(iter(models.values()))
+    found = []
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        for step in (1, 2):
+            model.running_mean.fill_(10.0 * step + rank)
+            manager.save(step, TrainState(model=models, rng=False))
+        for step in ("1", "2"):
+            manager.load(TrainState(model=models, rng=False), step, strict=False)
+            found.append(model.running_mean.tolist())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_ranks_with_other_models_keep_theirs_apart(ranks: Any, tmp_path: Path, kind: str) -> None:
+    found = ranks.run(save_stages, 3, str(tmp_path), kind)
+    assert found == [[[10.0 + rank] * 3, [20.0 + rank] * 3] for rank in range(3)]
+
+
+def save_extra(url: str, kind: str) -> tuple[list[float], list[str]]:
+    rank = dist.get_rank()
+    state = TrainState(extra={"average": {"w": torch.full((LARGE,), float(rank))}}, rng=False)
+    with Warnings() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(1, state)
+        manager.load(state)
+    return state.extra["average"]["w"].unique().tolist(), lines
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_of_extra_state_the_copy_of_rank_0_is_saved_with_a_warning(ranks: Any, tmp_path: Path, kind: str) -> None:
+    first, second = ranks.run(save_extra, 2, str(tmp_path), kind)
+    assert first[0] == second[0] == [0.0]
+    assert any("extra.average.w differ between ranks" in line and "PerRank" in line for line in first[1])
+
+
+def save_for_torch(url: str) -> list[float]:
+    model, optimizer = made(1.0)
+    with CheckpointManager(url) as manager:
+        manager.save(1, TrainState(model=model, optimizer=optimizer))
+    target = {"model": made()[0].state_dict()}
+    dcp.load(target, checkpoint_id=f"{url}/step_00000001")
+    return target["model"]["norm.running_mean"].unique().tolist()
+
+
+def test_plain_torch_loads_the_copy_of_the_lowest_rank(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(save_for_torch, 2, str(tmp_path)) == [[1.0], [1.0]]
+
+
+def test_a_damaged_table_of_copies_is_refused(ranks: Any, tmp_path: Path) -> None:
+    from ckptkit.checkpoint.save.replicas import own_copies
+    from ckptkit.errors import CorruptCheckpointError
+
+    catalog = _catalog(ranks, tmp_path)
+    for tree in ([], {"model.loose": {"$ref": "nowhere"}}):
+        with pytest.raises(CorruptCheckpointError, match="names no tensors"):
+            own_copies(catalog, {"per_rank.0": {}, "per_rank.1": tree}, rank=1, world_size=2)
+
+
+def _catalog(ranks: Any, tmp_path: Path) -> Any:
+    from ckptkit.formats.own.reader import open_catalog
+    from ckptkit.storage.open import open_store
+
+    ranks.run(save_equal, 2, str(tmp_path))
+    return open_catalog(open_store(str(tmp_path / "step_00000001")))
+
+
+@pytest.mark.parametrize("index", [0, 3000, 4999, 12_345, 19_999])
+def test_the_summary_of_a_tensor_on_a_device_tells_of_every_element(index: int) -> None:
+    row = torch.arange(20_003, dtype=torch.int32).to(torch.uint8)[3:]
+    changed = row.clone()
+    changed[index] += 1
+    assert not torch.equal(_summary(row), _summary(changed))
+    assert torch.equal(_summary(row), _summary(row.clone()))
+    assert _summary(row).numel() < row.numel()

@@ -1,0 +1,268 @@
+"""Saves written by a process of their own: the same files, and no way for it to die unnoticed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.save import writer_process
+from ckptkit.checkpoint.save.writer_child import Request
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import CkptkitError, NoSpaceError, SaveError, UsageError
+from tests.checkpoint import jobs
+
+
+def writer_pid(manager: CheckpointManager) -> int:
+    assert manager._writer is not None
+    return manager._writer.pid
+
+
+def data(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.glob("*.distcp")}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def ends(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+class Asked:
+    """Tells when the process was sent what to write."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.event = threading.Event()
+        original = writer_process.send
+
+        def send(connection: Any, message: Any, fd: int | None = None) -> None:
+            original(connection, message, fd)
+            if isinstance(message, Request):
+                self.event.set()
+
+        monkeypatch.setattr(writer_process, "send", send)
+
+    def wait(self) -> None:
+        assert self.event.wait(30)
+
+
+def test_a_process_writes_the_files_that_a_thread_writes(tmp_path: Path) -> None:
+    extra = {"table": torch.arange(70_000), "name": "x", "half": torch.randn(5, 3).to(torch.bfloat16).t()}
+    state = TrainState(model=nn.Linear(700, 300), extra=extra)
+    for mode in ("thread", "process"):
+        with CheckpointManager(tmp_path / mode, async_mode=mode) as manager:
+            manager.save_async(1, state).result()
+    written = data(tmp_path / "process/step_00000001")
+    assert written
+    assert written == data(tmp_path / "thread/step_00000001")
+
+
+def test_the_process_has_no_torch(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, async_mode="process") as manager:
+        manager.save_async(1, TrainState(model=nn.Linear(4, 4))).result()
+        assert "libtorch" in Path("/proc/self/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{writer_pid(manager)}/maps").read_text()
+
+
+def test_what_changes_while_the_process_writes_is_not_in_the_snapshot(tmp_path: Path) -> None:
+    model = nn.Linear(600, 600)
+    expected = model.weight.detach().clone()
+    with CheckpointManager(tmp_path, async_mode="process") as manager:
+        manager.save_async(1, TrainState(model=nn.Linear(600, 600))).result()  # it is past its imports
+        os.kill(writer_pid(manager), signal.SIGSTOP)
+        handle = manager.save_async(2, TrainState(model=model))
+        nn.init.zeros_(model.weight)
+        assert not handle.done()
+        os.kill(writer_pid(manager), signal.SIGCONT)
+        handle.result()
+        manager.load(TrainState(model=model))
+    assert torch.equal(model.weight, expected)
+
+
+def test_a_state_that_grows_is_written_from_the_new_memory(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, async_mode="process") as manager:
+        for step, width in enumerate((10, 900, 30)):
+            model = nn.Linear(width, width)
+            manager.save_async(step, TrainState(model=model)).result()
+            again = nn.Linear(width, width)
+            manager.load(TrainState(model=again))
+            assert torch.equal(again.weight, model.weight)
+
+
+def test_a_rank_without_tensors_has_nothing_staged(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, async_mode="process") as manager:
+        for step, size in enumerate((None, 900, None, 0)):
+            tensors = {} if size is None else {"w": torch.ones(size)}
+            manager.save_async(step, TrainState(extra={"all": {**tensors, "n": step}}, rng=False)).result()
+            again = TrainState(
+                extra={"all": {**{key: torch.zeros_like(t) for key, t in tensors.items()}, "n": -1}}, rng=False
+            )
+            manager.load(again)
+            assert again.extra["all"]["n"] == step
+            assert all(torch.equal(again.extra["all"][key], t) for key, t in tensors.items())
+
+
+def test_a_process_killed_in_a_save_fails_it_and_the_next_save_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(monkeypatch)
+    state = TrainState(model=nn.Linear(300, 300))
+    with CheckpointManager(tmp_path, async_mode="process") as manager:
+        first = writer_pid(manager)
+        os.kill(first, signal.SIGSTOP)
+        handle = manager.save_async(1, state)
+        asked.wait()
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(SaveError, match="killed by SIGKILL"):
+            handle.result(30)
+        assert manager.latest() is None
+        manager.save_async(2, state).result(30)
+        assert writer_pid(manager) != first
+        assert manager.latest() == 2
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith((".tmp", "step"))) == [
+        "step_00000002"
+    ]
+
+
+def test_an_error_in_the_process_is_raised_as_what_it_is(tmp_path: Path) -> None:
+    state = TrainState(model=nn.Linear(300, 300))
+    with CheckpointManager(tmp_path, async_mode="process") as manager:
+        manager.save_async(1, state).result()
+        pid = writer_pid(manager)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, -1))
+        with pytest.raises(NoSpaceError, match="distcp"):
+            manager.save_async(2, state).result(30)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (-1, -1))
+        manager.save_async(3, state).result(30)
+        assert writer_pid(manager) == pid
+
+
+def test_the_process_ends_with_the_manager(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, async_mode="process")
+    pid = writer_pid(manager)
+    assert is_alive(pid)
+    manager.close()
+    assert not is_alive(pid)
+
+
+def test_a_fork_of_the_training_that_ends_leaves_the_process_alone(tmp_path: Path) -> None:
+    script = f"""
+import os, gc, sys
+import torch
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state.train_state import TrainState
+manager = CheckpointManager({str(tmp_path)!r}, async_mode="process")
+if os.fork() == 0:
+    del manager
+    gc.collect()
+    sys.exit(0)  # runs what is registered for the exit
+os.wait()
+pid = manager._writer.pid
+manager.save_async(1, TrainState(model=torch.nn.Linear(9, 9)))
+assert manager.wait() and manager._writer.pid == pid
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("how", "published"), [("os.kill(os.getpid(), 9)", False), ("sys.exit(0)", True)])
+def test_the_process_outlives_no_training_and_an_exit_waits_for_it(tmp_path: Path, how: str, published: bool) -> None:
+    script = f"""
+import os, signal, sys, threading
+import torch
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state.train_state import TrainState
+manager = CheckpointManager({str(tmp_path)!r}, async_mode="process")
+pid = manager._writer.pid
+print(pid, flush=True)
+if {not published}:
+    os.kill(pid, signal.SIGSTOP)
+manager.save_async(1, TrainState(model=torch.nn.Linear(900, 900)))
+if {not published}:
+    os.kill(pid, signal.SIGCONT)
+{how}
+"""
+    if published:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    else:
+        done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert ends(int(done.stdout))
+    assert (tmp_path / "step_00000001").exists() == published
+
+
+@pytest.mark.parametrize("kind", ["full", "local"])
+def test_only_sharded_saves_have_a_process(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UsageError, match="SHARDED"):
+        CheckpointManager(tmp_path, state_dict_type=kind, async_mode="process")
+
+
+def kill_one(url: str) -> tuple[str, bool]:
+    monkeypatch = pytest.MonkeyPatch()
+    asked = Asked(monkeypatch)
+    job = jobs.make("1d")
+    with CheckpointManager(url, timeout_s=30, async_mode="process") as manager:
+        pid = writer_pid(manager)
+        if dist.get_rank() == 1:
+            os.kill(pid, signal.SIGSTOP)
+        handle = manager.save_async(1, job.state())
+        if dist.get_rank() == 1:
+            asked.wait()
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(CkptkitError) as caught:
+            handle.result()
+        monkeypatch.undo()
+        manager.save_async(2, job.state()).result()
+        expected = jobs.whole(next(job.model.parameters()))
+        job.train(1)
+        manager.load(job.state())
+        return str(caught.value), jobs.whole(next(job.model.parameters())) == expected
+
+
+def test_the_death_of_one_ranks_process_fails_the_save_on_all(ranks: Any, tmp_path: Path) -> None:
+    found = ranks.run(kill_one, 2, str(tmp_path))
+    assert len({text for text, _ in found}) == 1
+    assert "rank 1" in found[0][0]
+    assert "process that writes checkpoints" in found[0][0]
+    assert [equal for _, equal in found] == [True, True]
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+
+
+def test_the_process_makes_no_directory_in_place_of_one_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(monkeypatch)
+    state = TrainState(model=nn.Linear(300, 300))
+    root = tmp_path / "run"
+    with CheckpointManager(root, async_mode="process") as manager:
+        manager.save_async(1, state).result(30)
+        asked.event.clear()
+        pid = writer_pid(manager)
+        os.kill(pid, signal.SIGSTOP)
+        handle = manager.save_async(2, state)
+        asked.wait()
+        root.rename(tmp_path / "lost")  # as a mount that goes
+        os.kill(pid, signal.SIGCONT)
+        with pytest.raises(CkptkitError):
+            handle.result(30)
+        assert not root.exists()

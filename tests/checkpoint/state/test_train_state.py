@@ -1,0 +1,268 @@
+"""What a capture of the training state holds, and that taking it changes nothing."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import StateDictType as TorchStateDictType
+
+from ckptkit import CheckpointManager, open_checkpoint
+from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState, capture
+from ckptkit.errors import SaveError, UsageError
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    out = []
+    for i in range(steps):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(i))
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return out
+
+
+@pytest.mark.parametrize(
+    ("spelling", "wanted"),
+    [
+        ("full", StateDictType.FULL),
+        ("FULL_STATE_DICT", StateDictType.FULL),
+        ("StateDictType.SHARDED_STATE_DICT", StateDictType.SHARDED),
+        ("Sharded", StateDictType.SHARDED),
+        (TorchStateDictType.LOCAL_STATE_DICT, StateDictType.LOCAL),
+        (StateDictType.LOCAL, StateDictType.LOCAL),
+    ],
+)
+def test_every_spelling_of_a_state_dict_type_is_accepted(spelling: Any, wanted: StateDictType) -> None:
+    assert StateDictType.parse(spelling) is wanted
+
+
+def test_sharded_is_the_default_everywhere() -> None:
+    from ckptkit.checkpoint.manager import CheckpointManager
+    from ckptkit.fsdp import FSDPConfig
+
+    default = inspect.signature(CheckpointManager).parameters["state_dict_type"].default
+    assert StateDictType.parse(default) is StateDictType.SHARDED
+    assert StateDictType.parse(FSDPConfig().state_dict_type) is StateDictType.SHARDED
+
+
+def test_an_unknown_state_dict_type_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="full, sharded or local"):
+        StateDictType.parse("partial")
+
+
+def test_parameters_and_persistent_buffers_are_captured_and_others_are_not() -> None:
+    model = net()
+    model.register_buffer("scratch", torch.zeros(3), persistent=False)
+    captured = capture(TrainState(model=model))
+    assert set(captured.models["model"]) == set(model.state_dict())
+    assert "scratch" not in captured.models["model"]
+
+
+def test_the_captured_tensors_alias_the_model() -> None:
+    model = net()
+    captured = capture(TrainState(model=model))
+    assert captured.models["model"]["0.weight"].data_ptr() == model[0].weight.data_ptr()
+
+
+def test_names_are_free_of_what_wrappers_add() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)  # a submodule that happens to be called like DDP's
+
+    model = nn.ModuleDict({"a": checkpoint_wrapper(Block()), "b": torch.compile(Block())})
+    names = set(capture(TrainState(model=torch.compile(model))).models["model"])
+    assert names == {f"{block}.module.{leaf}" for block in "ab" for leaf in ("weight", "bias")}
+
+
+def test_optimizer_keys_are_the_same_with_and_without_wrappers() -> None:
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 8)), torch.compile(nn.Linear(8, 2), backend="eager"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses(model, optimizer, 1)
+    keys = set(capture(TrainState(model=model, optimizer=optimizer)).optimizers["optimizer"].tensors)
+    fqns = ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert keys == {(fqn, name) for fqn in fqns for name in ("step", "exp_avg", "exp_avg_sq")}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_capturing_before_the_first_step_leaves_the_next_losses_bitwise_the_same(kind: Any) -> None:
+    def run(take: bool) -> list[float]:
+        model = net()
+        optimizer = kind(model.parameters(), lr=0.1)
+        if take:
+            captured = capture(TrainState(model=model, optimizer=optimizer))
+            assert captured.optimizers["optimizer"].tensors == {}
+            assert len(optimizer.state) == 0
+        return losses(model, optimizer, 4)
+
+    assert run(True) == run(False)
+
+
+def test_capturing_draws_no_random_number() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    model = net()
+    torch.manual_seed(3)
+    capture(TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1)))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_state_of_frozen_and_unused_parameters_and_empty_groups_are_kept() -> None:
+    model = net()
+    unused = nn.Parameter(torch.ones(3))
+    model.register_parameter("unused", unused)
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p is not unused]}, {"params": [unused]}]
+    )
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [], "lr": 7.0})
+    losses(model, optimizer, 1)
+    model[0].weight.requires_grad_(False)
+    taken = capture(TrainState(model=model, optimizer=optimizer)).optimizers["optimizer"]
+    assert ("0.weight", "exp_avg") in taken.tensors
+    groups = taken.tree["param_groups"]
+    assert [len(group["params"]) for group in groups] == [6, 1, 0]
+    assert groups[1]["params"] == ["unused"]
+    assert groups[2]["lr"] == 7.0
+
+
+def test_a_parameter_that_no_model_has_is_named() -> None:
+    model = net()
+    stranger = nn.Parameter(torch.ones(3, 5))
+    optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
+    with pytest.raises(UsageError, match=r"group 0 parameter 6 of shape \[3, 5\]"):
+        capture(TrainState(model=model, optimizer=optimizer))
+
+
+def test_a_learning_rate_that_is_a_tensor_is_captured() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    (group,) = capture(TrainState(model=model, optimizer=optimizer)).objects["optimizer"]["param_groups"]
+    assert group["lr"]["$tensor"]["dtype"] == "float32"
+
+
+def test_state_that_is_no_tensor_and_state_of_no_parameter_are_captured() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight] = {"count": 3, "big": torch.zeros(8, 4)}
+    optimizer.state["global"] = {"seen": (1, 2)}
+    taken = capture(TrainState(model=model, optimizer=optimizer)).optimizers["optimizer"]
+    assert taken.tree["values"] == {"0.weight": {"count": 3}}
+    assert taken.tree["shared"] == {"global": {"seen": {"$tuple": [1, 2]}}}
+    assert set(taken.tensors) == {("0.weight", "big")}
+
+
+def test_several_models_and_optimizers_are_told_apart_by_name() -> None:
+    actor, critic = net(), net()
+    state = TrainState(
+        model={"actor": actor, "critic": critic},
+        optimizer={"actor": torch.optim.SGD(actor.parameters(), lr=1, momentum=0.9), "both": torch.optim.SGD([
+            critic[0].weight, actor[0].weight], lr=2)},
+    )  # fmt: skip
+    losses(actor, state.optimizer["actor"], 1)
+    captured = capture(state)
+    keys = dict(captured.tensors(aliases=True))
+    assert "model_actor.0.weight" in keys
+    assert "model_critic.0.weight" in keys
+    assert "optimizer_actor.state.actor.0.weight.momentum_buffer" in keys
+    assert captured.objects["optimizer_both"]["param_groups"][0]["params"] == ["critic.0.weight", "actor.0.weight"]
+
+
+def test_names_that_would_break_keys_are_refused() -> None:
+    with pytest.raises(UsageError, match="letters"):
+        capture(TrainState(model={"a.b": net()}))
+
+
+def test_tied_weights_are_known_as_aliases() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    captured = capture(TrainState(model=model))
+    assert captured.aliases["model"] == {"head.weight": "embed.weight"}
+    assert "model.head.weight" in dict(captured.tensors(aliases=True))
+    assert "model.head.weight" not in dict(captured.tensors(aliases=False))
+
+
+def test_per_rank_state_has_the_rank_in_its_key() -> None:
+    captured = capture(TrainState(extra={"mine": PerRank([1, 2]), "all": 3}), rank=5)
+    assert set(captured.rank_objects) == {"rng.5", "extra.mine.5"}
+    assert captured.objects["extra.all"] == 3
+
+
+class _Kind(enum.Enum):
+    A = 1
+
+
+def test_extra_state_that_would_run_code_is_refused_with_its_path() -> None:
+    with pytest.raises(SaveError, match=r"extra\.sampler\.mode"):
+        capture(TrainState(extra={"sampler": {"mode": _Kind.A}}))
+
+
+def test_the_extra_state_of_modules_is_captured() -> None:
+    class Scaled(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"scale": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    captured = capture(TrainState(model=nn.Sequential(Scaled(2, 2))))
+    assert captured.objects["model.extra_state"] == {"0._extra_state": {"scale": 3}}
+
+
+class Computing(torch.nn.Module):
+    """Saves a weight doubled and another under an old name; undoes both when it loads. Leaves a frozen one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.frozen = (torch.nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.register_state_dict_post_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module, state, prefix, meta):
+        state[prefix + "a.weight"] = state[prefix + "a.weight"] * 2
+        state[prefix + "old_b"] = state.pop(prefix + "b.weight")
+
+    @staticmethod
+    def _load(module, state, prefix, *rest):
+        state[prefix + "a.weight"] = state[prefix + "a.weight"] / 2
+        state[prefix + "b.weight"] = state.pop(prefix + "old_b")
+
+    def state_dict(self):
+        return {name: value for name, value in super().state_dict().items() if "frozen" not in name}
+
+
+def test_what_state_dict_hooks_change_and_leave_out_goes_through_the_modules_own_load(tmp_path):
+    module = Computing()
+    optimizer = torch.optim.AdamW([module.a.weight, module.b.weight])
+    (module.a.weight.sum() + module.b.weight.sum()).backward()
+    optimizer.step()
+    fresh = Computing()
+    kept = fresh.frozen.weight.clone()
+    restored = torch.optim.AdamW([fresh.a.weight, fresh.b.weight])
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=module, optimizer=optimizer))
+        manager.load(TrainState(model=fresh, optimizer=restored))
+    assert set(load_file_of(tmp_path)) == {"model.a.weight", "model.old_b"}
+    assert torch.equal(fresh.a.weight, module.a.weight)
+    assert torch.equal(fresh.b.weight, module.b.weight)
+    assert torch.equal(fresh.frozen.weight, kept)
+    assert torch.equal(restored.state[fresh.a.weight]["exp_avg"], optimizer.state[module.a.weight]["exp_avg"])
+
+
+def load_file_of(run):
+    return [key for key in open_checkpoint(str(run)) if key.startswith("model.")]

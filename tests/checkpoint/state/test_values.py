@@ -1,0 +1,159 @@
+"""Training state as strict JSON and tensors, and back."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import enum
+import json
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckptkit.checkpoint.state.values import decode, encode, references
+from ckptkit.errors import CorruptCheckpointError, SaveError
+
+
+def through(value: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(value, "extra.x", tensors), allow_nan=False)
+    return decode(json.loads(text), tensors.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -(2**80),
+        1e-300,
+        math.inf,
+        "ü$",
+        b"\x00\xff",
+        (1, [2, (3,)], {"a": ()}),
+        {1: "int", "1": "str", (2, 3): None},
+        {"$ref": "not a tag"},
+        {"$a": 1, "b": 2},
+        {1, 2, 3},
+        frozenset({"a"}),
+        collections.OrderedDict([("b", 1), ("a", 2)]),
+        torch.float32,
+        torch.device("cpu"),
+        torch.Size([2, 3]),
+    ],
+)
+def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
+    back = through(value)
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_nan_survives_strict_json() -> None:
+    assert math.isnan(through(math.nan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_small_tensors_lie_inside_the_json(dtype: torch.dtype) -> None:
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    tree = encode(tensor, "extra.x", tensors)
+    assert tensors == {}
+    assert torch.equal(decode(tree, tensors.__getitem__), tensor)
+
+
+def test_small_tensors_seen_as_conjugate_or_negative_come_back() -> None:
+    seen = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert torch.equal(through(seen), seen)
+    assert torch.equal(through(seen.imag), torch.tensor([-2.0, 4.0]))
+
+
+def test_tensors_without_elements_and_without_dimensions_come_back() -> None:
+    assert through(torch.zeros(0, 3)).shape == (0, 3)
+    assert through(torch.tensor(2.5)).item() == 2.5
+
+
+def test_large_tensors_are_named_by_their_path() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    tree = encode({"a": [torch.zeros(1000)], "a.0": torch.ones(1000)}, "extra.x", tensors)
+    assert list(tensors) == ["extra.x.a.0", "extra.x.a.0~1"]
+    assert references(tree) == list(tensors)
+    assert torch.equal(decode(tree, tensors.__getitem__)["a.0"], torch.ones(1000))
+
+
+def test_numpy_values_come_back_as_numpy() -> None:
+    array = np.arange(2000, dtype=np.int16).reshape(2, 1000)
+    back = through({"array": array, "scalar": np.float32(0.1), "empty": np.zeros((0, 2))})
+    assert np.array_equal(back["array"], array)
+    assert back["array"].dtype == np.int16
+    assert back["scalar"] == np.float32(0.1)
+    assert type(back["scalar"]) is np.float32
+    assert back["empty"].shape == (0, 2)
+
+
+def test_what_weights_only_allows_goes_through_torch_save() -> None:
+    assert through(collections.Counter("aab")) == collections.Counter("aab")
+
+
+@pytest.mark.parametrize("size", [2, 40])
+def test_sparse_and_quantized_tensors_come_back(size: int) -> None:
+    sparse = through(torch.eye(size).to_sparse())
+    assert sparse.is_sparse
+    assert torch.equal(sparse.to_dense(), torch.eye(size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would like to see quantized tensors go
+        quantized = torch.quantize_per_tensor(torch.ones(size, size), 0.1, 0, torch.qint8)
+        back = through(quantized)
+    assert back.is_quantized
+    assert torch.equal(back.int_repr(), quantized.int_repr())
+
+
+def test_a_tensor_that_was_on_a_device_comes_back_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.serialization.location_tag", lambda _: "cuda:7")
+    monkeypatch.setattr("torch.serialization._get_restore_location", lambda _: lambda storage, _location: storage)
+    tree = encode(torch.eye(3).to_sparse(), "extra.x", {})
+    assert b"cuda:7" in base64.b64decode(tree["$torch_save"])
+    monkeypatch.undo()
+    assert torch.equal(decode(tree, {}.__getitem__).to_dense(), torch.eye(3))
+
+
+def test_a_tensor_without_values_is_refused_with_its_path() -> None:
+    with pytest.raises(SaveError, match=r"extra\.x\.deep: the tensor is on the meta device"):
+        encode({"deep": torch.ones(2, device="meta")}, "extra.x", {})
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize("value", [Colour.RED, lambda: 0, object()])
+def test_a_value_that_would_run_code_on_load_is_refused_with_its_path(value: Any) -> None:
+    with pytest.raises(SaveError, match=r"extra\.x\.deep\.1"):
+        encode({"deep": [0, value]}, "extra.x", {})
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(SaveError, match="contains itself"):
+        encode(loop, "extra.x", {})
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$eval": "1"},
+        {"$bytes": 3},
+        {"$tensor": {"dtype": "float32", "shape": [2], "data": ""}},
+        {"$tensor": {"dtype": "load", "shape": [0], "data": ""}},
+        {"$dict": [[1]]},
+        {"$tuple": 3},
+        {"$torch_save": "gASVIQAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjAZwd24gbWWUhZRSlC4="},
+    ],
+)
+def test_a_malformed_tree_is_a_corrupt_checkpoint(tree: Any) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        decode(tree, {}.__getitem__)

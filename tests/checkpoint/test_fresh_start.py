@@ -1,0 +1,259 @@
+"""A run starts anew only where nothing was saved: what may be a lost run is an error that says so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit import CheckpointManager, TrainState
+from ckptkit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    RankFailedError,
+    UsageError,
+)
+from ckptkit.storage.open import open_store
+from ckptkit.storage.store import Store
+from tests.checkpoint.saving import fork, save
+from tests.storage.servers import moto
+
+
+def state() -> TrainState:
+    return TrainState(model=torch.nn.Linear(4, 3), rng=False)
+
+
+def run(root: Path, *steps: int, **options: Any) -> Path:
+    with CheckpointManager(root) as manager:
+        for step in steps:
+            manager.save(step, state(), **options)
+    return root
+
+
+def load(root: str | Path, fallback: Any = "error", **options: Any) -> int | None:
+    with CheckpointManager(root, **options) as manager:
+        report = manager.load(state(), fallback=fallback)
+        assert (report is None) == (manager.latest() is None)
+        return None if report is None else report.step
+
+
+def without_record(root: Path) -> None:
+    (root / "step_00000001" / "checkpoint.json").unlink()
+
+
+def empty_step(root: Path) -> None:
+    shutil.rmtree(root / "step_00000001")
+    (root / "step_00000001").mkdir()
+
+
+def renamed(root: Path) -> None:
+    (root / "step_00000001").rename(root / "step_1")
+
+
+def linked(root: Path) -> None:
+    (root / "step_00000001").rename(root.parent / "elsewhere")
+    (root / "step_00000001").symlink_to(root.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("harm", [without_record, empty_step, renamed, linked])
+def test_steps_of_which_none_is_committed_are_an_error_unless_a_fresh_start_is_asked_for(
+    tmp_path: Path, harm: Any
+) -> None:
+    root = run(tmp_path / "run", 1)
+    harm(root)
+    for ask in (lambda manager: manager.load(state()), lambda manager: manager.latest()):
+        with CheckpointManager(root) as manager, pytest.raises(IncompleteCheckpointError) as raised:
+            ask(manager)
+        assert "step_" in str(raised.value)
+        assert "start_fresh='if_none_committed'" in str(raised.value)
+    assert load(root, start_fresh="if_none_committed") is None
+
+
+def test_a_tag_of_which_the_record_is_missing_or_damaged_is_an_error(tmp_path: Path) -> None:
+    root = run(tmp_path / "run", 1, tag="last")
+    record = root / "last" / "checkpoint.json"
+    record.write_bytes(record.read_bytes()[:100])
+    with pytest.raises(IncompleteCheckpointError, match="last"):
+        load(root)
+    record.unlink()
+    with pytest.raises(IncompleteCheckpointError, match="last"):
+        load(root)
+
+
+def without_record_everywhere(root: str) -> list[str]:
+    with CheckpointManager(root) as manager:
+        said = []
+        for ask in (lambda: manager.load(state()), manager.latest):
+            try:
+                ask()
+            except IncompleteCheckpointError as error:
+                said.append(str(error))
+        return said
+
+
+def test_all_ranks_raise_the_same(tmp_path: Path, ranks: Any) -> None:
+    without_record(run(tmp_path, 1))
+    first, second = ranks.run(without_record_everywhere, 2, str(tmp_path))
+    assert first == second and len(first) == 2
+
+
+def test_after_a_fresh_start_a_half_copied_step_is_set_aside_by_the_save_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = run(tmp_path, 1)
+    without_record(root)
+    before = {path.name: path.read_bytes() for path in (root / "step_00000001").iterdir()}
+    with CheckpointManager(root, start_fresh="if_none_committed") as manager:
+        assert manager.load(state()) is None
+        manager.save(1, state())
+    assert load(root) == 1
+    (aside,) = root.glob("step_00000001.aside-*")
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+    assert str(aside.name) in caplog.text
+
+
+def test_a_half_copied_newest_is_named_when_an_older_one_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = run(tmp_path, 1, 2)
+    (root / "step_00000002" / "checkpoint.json").unlink()
+    assert load(root) == 1
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("step_00000002" in text and "no checkpoint.json" in text for text in said)
+    with CheckpointManager(root) as manager, pytest.raises(CheckpointExistsError, match="in the way"):
+        manager.save(2, state())
+    with CheckpointManager(root) as manager:
+        manager.load(state())
+        manager.save(2, state())
+    assert load(root) == 2
+
+
+def test_a_damaged_newest_that_was_fallen_back_from_can_be_saved_again(tmp_path: Path) -> None:
+    root = run(tmp_path, 1, 2)
+    (root / "step_00000002" / "checkpoint.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError):
+        load(root)
+    with CheckpointManager(root) as manager:
+        report = manager.load(state(), fallback="previous")
+        assert report is not None and report.step == 1
+        manager.save(2, state())
+    assert load(root) == 2
+
+
+def killed(say: Any, root: Store) -> None:
+    def die(store: Store) -> None:
+        if root.local_root is None:
+            store.settle()  # type: ignore[attr-defined]  # what is on its way arrives
+        os.kill(os.getpid(), 9)
+
+    save(root, 1, before=die)
+
+
+def test_what_a_save_left_that_was_killed_before_the_first_commit_is_said_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    root = open_store(str(tmp_path))
+    fork(killed, root)
+    assert list(tmp_path.glob(".tmp-*"))
+    assert load(tmp_path) is None
+    assert "a save that was not committed" in caplog.text
+    run(tmp_path, 1)
+    assert load(tmp_path) == 1
+
+
+def test_a_root_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for root in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "link"):
+        with pytest.raises(UsageError, match=r"file|link"):
+            load(root)
+
+
+def test_runs_that_may_have_been_meant_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path / "all" / "first_run", 1)
+    run(tmp_path / "all" / "second_run", 1)
+    assert load(tmp_path / "all" / "first_rum") is None
+    assert "Did you mean" in caplog.text and "first_run" in caplog.text
+    caplog.clear()
+    assert load(tmp_path / "all") is None
+    assert "first_run" in caplog.text and "second_run" in caplog.text
+
+
+def test_a_run_that_must_go_on_never_starts_anew(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="never"):
+        load(tmp_path / "run", start_fresh="never")
+    assert load(run(tmp_path / "run", 1), start_fresh="never") == 1
+    with pytest.raises(UsageError, match="start_fresh"):
+        CheckpointManager(tmp_path, start_fresh="yes")  # type: ignore[arg-type]
+
+
+# --- on an object store
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[dict[str, Any]]:
+    import s3fs
+
+    with moto() as found:
+        s3fs.S3FileSystem(**found, skip_instance_cache=True).makedirs("bucket", exist_ok=True)
+        yield dict(found)
+
+
+def copied(options: dict[str, Any], source: str, target: str, *, but: str = "?") -> None:
+    old, new = (open_store(f"s3://bucket/{name}", storage_options=options) for name in (source, target))
+    for item in old.list(recursive=True):
+        if but not in item.path:
+            new.write(item.path, old.read(item.path))
+
+
+@pytest.mark.parametrize("but", ["checkpoint.json", ".ckptkit"])
+def test_a_copy_without_its_records_is_an_error_on_an_object_store(options: dict[str, Any], but: str) -> None:
+    source, target = f"from{len(but)}", f"to{len(but)}"
+    with CheckpointManager(f"s3://bucket/{source}", storage_options=options) as manager:
+        manager.save(1, state())
+        copied(options, source, target, but=but)
+    if but == ".ckptkit":
+        store = open_store(f"s3://bucket/{target}", storage_options=options)
+        store.delete(["step_00000001/checkpoint.json"])
+    with pytest.raises(IncompleteCheckpointError, match="step_00000001"):
+        load(f"s3://bucket/{target}", storage_options=options)
+    assert load(f"s3://bucket/{target}", storage_options=options, start_fresh="if_none_committed") is None
+
+
+def test_what_a_killed_first_save_left_on_an_object_store_is_no_error(options: dict[str, Any]) -> None:
+    url = "s3://bucket/killed"
+    fork(lambda say: killed(say, open_store(url, storage_options=options)))
+    assert open_store(url, storage_options=options).list("step_00000001")
+    assert load(url, storage_options=options) is None
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, state())
+    assert load(url, storage_options=options) == 1
+
+
+def test_a_damaged_record_of_an_object_store_can_be_saved_again_after_a_fallback(options: dict[str, Any]) -> None:
+    url = "s3://bucket/damaged"
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, state())
+        manager.save(2, state())
+    store = open_store(url, storage_options=options)
+    store.write("step_00000002/checkpoint.json", b"{", overwrite=True)
+    with CheckpointManager(url, storage_options=options) as manager:
+        report = manager.load(state(), fallback="previous")
+        assert report is not None and report.step == 1
+        manager.save(2, state())
+    assert load(url, storage_options=options) == 2
+
+
+def test_a_bucket_that_does_not_exist_is_an_error_and_an_empty_prefix_a_new_run(options: dict[str, Any]) -> None:
+    assert load("s3://bucket/nothing", storage_options=options) is None
+    with pytest.raises(RankFailedError, match="bucket does not exist"):
+        load("s3://nobucket/run", storage_options=options)

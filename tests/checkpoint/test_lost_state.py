@@ -1,0 +1,76 @@
+"""What a checkpoint holds and a load does not restore is listed, and is an error under strict."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit import CheckpointManager, TrainState, reshard, verify
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
+
+# Written by an early version with torchao's AdamW8bit: its moments were stored as objects, which no load took.
+EARLY = Path(__file__).with_name("states_as_objects")
+
+
+@pytest.fixture
+def early(tmp_path: Path) -> Path:
+    return shutil.copytree(EARLY, tmp_path / "run")
+
+
+def fresh() -> TrainState:
+    model = nn.Linear(64, 64, bias=False)
+    return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False)
+
+
+def test_a_load_names_the_states_of_an_optimizer_that_it_can_not_restore(early: Path) -> None:
+    with (
+        CheckpointManager(early) as manager,
+        pytest.raises(CheckpointMismatchError, match=r"unexpected: weight\.exp_avg \(was stored.*weight\.exp_avg_sq"),
+    ):
+        manager.load(fresh())
+
+
+def test_without_strict_the_report_lists_them(early: Path) -> None:
+    with CheckpointManager(early) as manager:
+        report = manager.load(fresh(), strict=False)
+    assert report is not None and [name.partition(" ")[0] for name in report.unexpected] == [
+        "optimizer.weight.exp_avg",
+        "optimizer.weight.exp_avg_sq",
+    ]
+
+
+def test_verify_names_them_and_reshard_refuses_to_leave_them_out(early: Path, tmp_path: Path) -> None:
+    url = str(early / "step_00000001")
+    report = verify(url)
+    assert report.ok
+    assert list(report.uninterpreted) == ["optimizer.state.weight.exp_avg", "optimizer.state.weight.exp_avg_sq"]
+    with pytest.raises(UnsupportedFormatError, match=r"optimizer\.state\.weight\.exp_avg was stored"):
+        reshard(url, str(tmp_path / "out"), world_size=2)
+    assert not (tmp_path / "out").exists()
+
+
+class Packed(nn.Module):
+    """Its state dict has a tensor that its load_state_dict does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+        self.register_state_dict_post_hook(self.pack)
+
+    @staticmethod
+    def pack(module: Packed, state: dict[str, Any], prefix: str, meta: Mapping[str, Any]) -> None:
+        state[prefix + "scale"] = module.w.detach().abs().max().reshape(1) * 2
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_tensor_of_a_state_dict_hook_that_no_load_takes_is_named(tmp_path: Path, kind: str) -> None:
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, TrainState(model=Packed(), rng=False))
+        with pytest.raises(CheckpointMismatchError, match=r"scale .*does not take it"):
+            manager.load(TrainState(model=Packed(), rng=False))

@@ -1,0 +1,82 @@
+"""The slices of all ranks come into the order of their tensors, however many are sorted together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptkit.formats.dcp import index
+from ckptkit.formats.dcp.files import ROW
+from ckptkit.formats.dcp.index import Arranged, RankSlices, arrange
+
+FIELDS = ("start", "length", "payload", "digest")
+
+
+def ranks_of(tensors: int, count: int, seed: int) -> tuple[list[RankSlices], Any]:
+    """Ranks that hold some tensors of some dimensions each, one of them none."""
+    random = np.random.default_rng(seed)
+    widths = random.integers(0, 4, tensors)
+    made, first_path = [], 0
+    for rank in range(count):
+        held = np.flatnonzero(random.random(tensors) < 0.6) if rank != 2 else np.zeros(0, np.int64)
+        rows = np.zeros(len(held), ROW)
+        for name in FIELDS:
+            rows[name] = random.integers(0, 1 << 40, len(held))
+        rows["file"] = random.integers(0, 3, len(held))
+        boxes = random.integers(0, 1 << 40, 2 * int(widths[held].sum()))
+        made.append(RankSlices(held, rows, boxes, rank, first_path))
+        first_path += 3
+    return made, widths
+
+
+def told(found: Arranged, widths: Any) -> list[tuple[Any, ...]]:
+    """One tuple a slice, as it lies in the columns."""
+    at, rows = 0, []
+    for i, tensor in enumerate(found.tensor.tolist()):
+        stop = at + int(widths[tensor])
+        place = tuple(int(found.columns[name][i]) for name in (*FIELDS, "rank", "file"))
+        rows.append((tensor, place, tuple(found.offsets[at:stop].tolist()), tuple(found.sizes[at:stop].tolist())))
+        at = stop
+    assert at == len(found.offsets) == len(found.sizes)
+    return rows
+
+
+def one_by_one(ranks: list[RankSlices], widths: Any) -> list[tuple[Any, ...]]:
+    rows = []
+    for item in ranks:
+        at = 0
+        for tensor, row in zip(item.tensors.tolist(), item.rows, strict=True):
+            ndim = int(widths[tensor])
+            box = item.boxes[at : at + 2 * ndim].tolist()
+            place = (*(int(row[name]) for name in FIELDS), item.rank, int(row["file"]) + item.first_path)
+            rows.append((tensor, place, tuple(box[:ndim]), tuple(box[ndim:])))
+            at += 2 * ndim
+    return sorted(rows, key=lambda row: row[0])  # stable: by rank within a tensor
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+def test_slices_are_ordered_by_tensor_and_then_by_rank(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(index, "_BLOCK", block)
+    ranks, widths = ranks_of(11, 9, seed=block)
+    found = arrange(ranks, widths)
+    assert told(found, widths) == one_by_one(ranks, widths)
+    assert np.array_equal(found.stops, np.searchsorted(found.tensor, np.arange(len(widths)), side="right"))
+
+
+def test_more_tensors_than_16_bits_count_are_ordered_too() -> None:
+    tensors = (1 << 16) + 5
+    rows = np.zeros(3, ROW)
+    rows["start"] = [1, 2, 3]
+    held = np.array([tensors - 1, 4, 1 << 16])
+    found = arrange([RankSlices(held, rows, np.zeros(0, np.int64), 0, 0)], np.zeros(tensors, np.int64))
+    assert found.tensor.tolist() == [4, 1 << 16, tensors - 1]
+    assert found.columns["start"].tolist() == [2, 3, 1]
+
+
+def test_nothing_is_arranged_where_no_rank_has_a_tensor() -> None:
+    found = arrange(
+        [RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)], np.zeros(0, int)
+    )
+    assert len(found.tensor) == len(found.stops) == len(found.offsets) == 0

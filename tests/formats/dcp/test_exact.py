@@ -1,0 +1,164 @@
+"""Small tensors that a rank loads as it saved them: read as columns, checked like all others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import Catalog, CatalogInfo, SliceArray, TensorEntry
+from ckptkit.errors import CheckpointMismatchError, IntegrityError
+from ckptkit.formats.dcp.read import Verify
+from ckptkit.formats.own import reader as own
+from ckptkit.formats.own.manifest import Entries, Manifest
+from ckptkit.storage.local import LocalStore
+from tests.formats.dcp_states import LAYOUTS, differences, state
+from tests.formats.sharded import read_sharded, write_sharded
+
+
+def alone(data: bytes) -> list[bytes]:
+    return [data]
+
+
+def write(path, values) -> tuple[Catalog, LocalStore]:
+    store = LocalStore(path)
+    write_sharded(values, store, gather=alone, all_gather=alone, sync=False)
+    catalog = own.open_manifest(store)
+    assert catalog is not None
+    return catalog, store
+
+
+def small() -> dict[str, torch.Tensor]:
+    return {
+        "scalar": torch.tensor(3.5),
+        "step": torch.tensor(7, dtype=torch.int64),
+        "flags": torch.tensor([True, False]),
+        "half": torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4),
+        **{f"w{i}": torch.full((5, 3), float(i)) for i in range(40)},
+    }
+
+
+def saved_and_loaded_alike(layout: str, url: str) -> list[str]:
+    """Return what differs, and the small tensors for which an entry was made."""
+
+    def gather(data: bytes):
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, data)
+        return found
+
+    store = LocalStore(url)
+    world_size = dist.get_world_size()
+    parts = {"gather": gather, "all_gather": gather, "rank": dist.get_rank(), "world_size": world_size}
+    dist.barrier()
+    if dist.get_rank():  # everybody gathers, rank 0 writes the index
+        parts["gather"] = lambda data: gather(data) and None
+    write_sharded(state(layout), store, sync=False, **parts)
+    dist.barrier()
+    catalog = own.open_manifest(store)
+    assert catalog is not None
+    target = state(layout, zeros=True)
+    asked, kept = [], Entries.__getitem__
+    Entries.__getitem__ = lambda self, name: asked.append(name) or kept(self, name)
+    try:
+        read_sharded(catalog, store, target)
+    finally:
+        Entries.__getitem__ = kept
+    tensors = {name: v for name, v in flatten_state_dict(target)[0].items() if isinstance(v, torch.Tensor)}
+    held = {name: v.to_local() if isinstance(v, DTensor) else v for name, v in tensors.items()}
+    small = [name for name in asked if name in held and 0 < held[name].nbytes < 1 << 20]
+    return differences(target, state(layout)) + small
+
+
+@pytest.mark.parametrize("layout", ["plain@1", "shard0@2", "shard1@2", "tp@4"])
+def test_what_is_cut_as_it_was_saved_is_read_without_an_entry_each(ranks, tmp_path, layout):
+    world_size = LAYOUTS[layout][0]
+    assert ranks.run(saved_and_loaded_alike, world_size, layout, str(tmp_path)) == [[]] * world_size
+
+
+@pytest.mark.parametrize("verify", [Verify.READ, Verify.FULL])
+def test_a_flipped_byte_names_tensor_and_file_and_nothing_beside_it_arrives(tmp_path, verify):
+    catalog, store = write(tmp_path, small())
+    found = catalog.tensors["w7"].slices[0]
+    file = tmp_path / found.path
+    data = bytearray(file.read_bytes())
+    data[found.start + 3] ^= 1
+    file.write_bytes(data)
+    target = {name: torch.zeros_like(value) for name, value in small().items()}
+    with pytest.raises(IntegrityError, match=f"{found.path}.*'w7'"):
+        read_sharded(catalog, store, target, verify=verify)
+    assert not any(value.any() for value in target.values())
+
+
+def test_damage_arrives_where_nothing_is_verified(tmp_path):
+    catalog, store = write(tmp_path, small())
+    found = catalog.tensors["step"].slices[0]
+    file = tmp_path / found.path
+    data = bytearray(file.read_bytes())
+    data[found.start] ^= 1
+    file.write_bytes(data)
+    target = {"step": torch.tensor(0)}
+    read_sharded(catalog, store, target, verify=Verify.OFF)
+    assert int(target["step"]) == 6
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(5, 4), torch.zeros(5, 3, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_one_that_does_not_fit_leaves_all_others_untouched(tmp_path, wrong):
+    catalog, store = write(tmp_path, small())
+    target = {name: torch.zeros_like(value) for name, value in small().items()} | {"w39": wrong}
+    with pytest.raises(CheckpointMismatchError, match="w39"):
+        read_sharded(catalog, store, target)
+    assert not any(value.any() for value in target.values())
+
+
+def test_what_lies_otherwise_in_memory_arrives(tmp_path):
+    catalog, store = write(tmp_path, small())
+    target = {"half": torch.zeros(4, 3, 2, dtype=torch.bfloat16).permute(2, 1, 0), "w1": torch.zeros(5, 6)[:, ::2]}
+    read_sharded(catalog, store, target)
+    assert torch.equal(target["half"], small()["half"])
+    assert torch.equal(target["w1"], small()["w1"])
+
+
+def test_a_slice_whose_bytes_do_not_lie_row_major_arrives(tmp_path):
+    stored = torch.arange(12, dtype=torch.int64).reshape(3, 4)
+    (tmp_path / "f").write_bytes(stored.numpy().tobytes())
+    row = np.zeros(1, np.int64)
+    array = SliceArray(
+        ["f"],
+        row.astype(np.int32),
+        row,
+        row + 96,
+        np.array([[0, 0]]),
+        np.array([[4, 3]]),
+        strides={0: (1, 4)},
+    )
+    entry = TensorEntry("t", "int64", (4, 3), array)
+    catalog = Manifest.of(Catalog({"t": entry}, {}, CatalogInfo("x"))).catalog()
+    target = {"t": torch.zeros(4, 3, dtype=torch.int64)}
+    read_sharded(catalog, LocalStore(tmp_path), target)
+    assert torch.equal(target["t"], stored.t())
+
+
+def test_tensors_that_share_their_bytes_all_arrive(tmp_path):
+    stored = torch.arange(6, dtype=torch.int32)
+    (tmp_path / "f").write_bytes(stored.numpy().tobytes())
+    tensors = {}
+    for name, (start, count) in {"all": (0, 6), "first": (0, 2), "middle": (2, 3)}.items():
+        array = SliceArray(
+            ["f"],
+            np.zeros(1, np.int32),
+            np.array([4 * start]),
+            np.array([4 * count]),
+            np.array([[0]]),
+            np.array([[count]]),
+        )
+        tensors[name] = TensorEntry(name, "int32", Box.whole((count,)).sizes, array)
+    catalog = Manifest.of(Catalog(tensors, {}, CatalogInfo("x"))).catalog()
+    target = {name: torch.zeros(entry.shape, dtype=torch.int32) for name, entry in tensors.items()}
+    read_sharded(catalog, LocalStore(tmp_path), target)
+    assert target["all"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert target["first"].tolist() == [0, 1]
+    assert target["middle"].tolist() == [2, 3, 4]

@@ -1,0 +1,134 @@
+"""Any region of any slice, however it lies in the file, arrives element for element."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.entry import Digest, SliceArray, TensorEntry, TensorSlice
+from ckptkit.errors import CheckpointMismatchError
+from ckptkit.formats.dcp import digests, fill
+from ckptkit.formats.dcp.fill import Filler, Verify
+from ckptkit.formats.dcp.host_bytes import host_view
+from ckptkit.storage.local import LocalStore
+
+ROOT = tempfile.TemporaryDirectory(prefix="ckptkit-fill-")
+
+
+@st.composite
+def cases(draw):
+    ndim = draw(st.integers(0, 4))
+    shape = tuple(draw(st.integers(1, 9)) for _ in range(ndim))
+    order = draw(st.permutations(range(ndim)))
+    starts = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    sizes = tuple(draw(st.integers(1, n - s)) for n, s in zip(shape, starts, strict=True))
+    return (
+        shape,
+        order,
+        starts,
+        sizes,
+        draw(st.sampled_from(["float32", "bfloat16", "int8", "float8_e5m2", "complex64"])),
+    )
+
+
+def stored(shape, order, dtype):
+    """A file with some bytes before a tensor that lies in memory with its dimensions in this order."""
+    kind = getattr(torch, dtype)
+    count = int(np.prod(shape)) * kind.itemsize
+    raw = np.random.default_rng(0).integers(0, 100, count, dtype=np.uint8).tobytes()
+    permuted = tuple(shape[d] for d in order)
+    strides = [0] * len(shape)
+    for dim, step in zip(order, row_major_strides(permuted), strict=True):
+        strides[dim] = step
+    whole = torch.frombuffer(bytearray(raw), dtype=kind).as_strided(shape, strides)
+    Path(ROOT.name, "f").write_bytes(b"#" * 13 + raw)
+    contiguous = tuple(strides) == row_major_strides(shape)
+    digest = Digest("xxh3_64", xxhash.xxh3_64_intdigest(raw), 13, count)
+    part = TensorSlice(Box.whole(shape), "f", 13, count, None if contiguous else tuple(strides), digest)
+    return whole, TensorEntry("w", dtype, shape, SliceArray.of([part], len(shape)))
+
+
+def bits(tensor):
+    kept = tensor.contiguous()
+    return bytes(host_view(kept))
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"_TILE": 64, "_RUN": 8}, {"_TILE": 16, "_RUN": 1 << 30}, {"_SMALL": 1, "_PIECE": 7}]
+)
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), verify=st.sampled_from(list(Verify)), flipped=st.booleans())
+def test_a_region_of_a_slice_arrives(limits, case, verify, flipped):
+    shape, order, starts, sizes, dtype = case
+    whole, entry = stored(shape, order, dtype)
+    expected = whole[tuple(slice(s, s + n) for s, n in zip(starts, sizes, strict=True))]
+    target = (
+        torch.zeros(sizes, dtype=torch.uint8).to(whole.dtype) if dtype != "float8_e5m2" else torch.zeros_like(expected)
+    )
+    if flipped and len(sizes) > 1:
+        target = target.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(digests if name == "_PIECE" else fill, name, value)
+        filler = Filler(LocalStore(ROOT.name), verify=verify, workers=2)
+        filler.add(entry, 0, starts, target)
+        filler.run()
+    assert bits(target) == bits(expected)
+
+
+def test_many_small_fills_of_several_files_arrive(tmp_path):
+    values = {name: torch.randn(50, 7) for name in "abc"}
+    for name, value in values.items():
+        (tmp_path / name).write_bytes(value.numpy().tobytes())
+    filler, targets = Filler(LocalStore(tmp_path)), []
+    for row in range(50):
+        for name, value in values.items():
+            part = TensorSlice(Box((0,), (7,)), name, row * 28, 28)
+            targets.append((torch.zeros(7), value[row]))
+            filler.add(TensorEntry(name, "float32", (7,), SliceArray.of([part], 1)), 0, (0,), targets[-1][0])
+    filler.run()
+    assert all(torch.equal(found, expected) for found, expected in targets)
+
+
+def test_a_crc_is_checked_like_any_digest(tmp_path):
+    import zlib
+
+    from ckptkit.errors import IntegrityError
+
+    raw = torch.randn(10_000).numpy().tobytes()
+    (tmp_path / "f").write_bytes(raw)
+    for crc, fails in ((zlib.crc32(raw), False), (zlib.crc32(raw) ^ 1, True)):
+        part = TensorSlice(Box((0,), (10_000,)), "f", 0, 40_000, digest=Digest("crc32", crc, 0, 40_000))
+        filler = Filler(LocalStore(tmp_path))
+        filler.add(TensorEntry("w", "float32", (10_000,), SliceArray.of([part], 1)), 0, (0,), torch.zeros(10_000))
+        if fails:
+            with pytest.raises(IntegrityError, match="crc32"):
+                filler.run()
+        else:
+            filler.run()
+
+
+def test_another_dtype_is_refused_before_anything_is_read(tmp_path):
+    part = TensorSlice(Box((0,), (4,)), "missing", 0, 16)
+    with pytest.raises(CheckpointMismatchError, match="cast=True"):
+        Filler(LocalStore(tmp_path)).add(
+            TensorEntry("w", "float32", (4,), SliceArray.of([part], 1)), 0, (0,), torch.zeros(4, dtype=torch.int32)
+        )
+
+
+@pytest.mark.parametrize("size", [6, 3 << 18])
+def test_a_target_seen_as_conjugate_gets_the_numbers_not_the_bytes(size):
+    whole, entry = stored((size,), (0,), "complex64")
+    live = torch.zeros(size, dtype=torch.complex64)
+    filler = Filler(LocalStore(Path(ROOT.name)))
+    filler.add(entry, 0, (0,), live.conj())
+    filler.run()
+    assert torch.equal(live.conj().resolve_conj(), whole)

@@ -1,0 +1,411 @@
+"""`DCPSavePlanner` and `DCPLoadPlanner` in `dcp.save` and `dcp.load`: with our writer and reader, and with torch's."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
+from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, IntegrityError, SaveError
+from ckptkit.formats.own import reader as own
+from ckptkit.storage.local import LocalStore
+from tests.formats.dcp_states import LAYOUTS, differences, state
+
+PAIRS = [
+    ("shard0@2", "shard0@3"),
+    ("shard0@3", "shard1@2"),
+    ("hsdp@4", "plain@1"),
+    ("replicate@2", "hsdp@4"),
+    ("plain@1", "tp@4"),
+    ("tp@4", "shard0@2"),
+]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(layout: str, url: str) -> None:
+    dcp.save(state(layout), storage_writer=DCPWriter(url, sync=False), planner=DCPSavePlanner())
+
+
+def save_torch(layout: str, url: str) -> None:
+    dcp.save(state(layout), storage_writer=dcp.FileSystemWriter(url, sync_files=False))
+
+
+def load_torch(layout: str, url: str) -> list[str]:
+    target = state(layout, zeros=True)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(url))
+    return differences(target, state(layout))
+
+
+def load_common(layout: str, url: str) -> list[str]:
+    """Only the keys that every layout has."""
+    target, expected = state(layout, zeros=True), state(layout)
+    for made in (target, expected):
+        made["model"] = {k: v for k, v in made["model"].items() if not k.startswith(("d1", "d2"))}
+    dcp.load(target, storage_reader=DCPReader(url), planner=DCPLoadPlanner())
+    return differences(target, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_reads_what_our_planner_planned(ranks, tmp_path, layout):
+    world_size = LAYOUTS[layout][0]
+    ranks.run(save, world_size, layout, str(tmp_path))
+    assert ranks.run(load_torch, world_size, layout, str(tmp_path)) == [[]] * world_size
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_any_layout_loads_into_any_other(ranks, tmp_path, source, target):
+    ranks.run(save, LAYOUTS[source][0], source, str(tmp_path))
+    assert ranks.run(load_common, LAYOUTS[target][0], target, str(tmp_path)) == [[]] * LAYOUTS[target][0]
+
+
+@pytest.mark.parametrize(("source", "target"), [("shard0@2", "shard1@2"), ("hsdp@4", "shard0@3")])
+def test_our_planner_loads_what_torch_wrote(ranks, tmp_path, source, target):
+    ranks.run(save_torch, LAYOUTS[source][0], source, str(tmp_path))
+    assert ranks.run(load_common, LAYOUTS[target][0], target, str(tmp_path)) == [[]] * LAYOUTS[target][0]
+
+
+def with_torchs_storage(url: str) -> list[str]:
+    made, target = state("hsdp@4"), state("hsdp@4", zeros=True)
+    dcp.save(made, storage_writer=dcp.FileSystemWriter(url, sync_files=False), planner=DCPSavePlanner())
+    dcp.load(target, storage_reader=dcp.FileSystemReader(url), planner=DCPLoadPlanner())
+    return differences(target, made)
+
+
+def test_with_torchs_writer_and_reader_they_are_torchs_planners(ranks, tmp_path):
+    assert ranks.run(with_torchs_storage, 4, str(tmp_path)) == [[]] * 4
+
+
+def without_collectives(url: str) -> list[str]:
+    made, target = state("shard0@2"), state("shard0@2", zeros=True)
+    writer = DCPWriter(url, sync=False)
+    dcp.save(made, storage_writer=writer, planner=DCPSavePlanner(), use_collectives=False)
+    dist.barrier()
+    dcp.load(target, storage_reader=DCPReader(url), planner=DCPLoadPlanner())
+    return differences(target, made)
+
+
+def test_without_collectives_each_rank_writes_a_checkpoint_of_its_own(ranks, tmp_path):
+    assert ranks.run(without_collectives, 2, str(tmp_path)) == [[], []]
+    assert {p.name for p in tmp_path.glob("*metadata")} == {"__0.metadata", "__1.metadata"}
+
+
+def in_a_group(url: str) -> list[str]:
+    group = dist.new_group([1, 2])
+    found: list[str] = []
+    if dist.get_rank():
+        made = {"w": torch.arange(600_000.0), "small": torch.arange(3), "o": {"lr": 0.5}}
+        dcp.save(made, storage_writer=DCPWriter(url, sync=False), planner=DCPSavePlanner(), process_group=group)
+        target = {"w": torch.zeros(600_000), "small": torch.zeros(3, dtype=torch.int64), "o": {"lr": 0.0}}
+        dcp.load(target, storage_reader=DCPReader(url), planner=DCPLoadPlanner(), process_group=group)
+        found = differences(target, made)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_a_group_of_some_ranks_saves_all_of_a_replica(ranks, tmp_path):
+    assert ranks.run(in_a_group, 3, str(tmp_path)) == [[], [], []]
+
+
+def replicas(url: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    made: dict[str, Any] = {f"norm.{i}": torch.full((64,), float(i)) for i in range(100)}
+    made["embedding"] = torch.ones(1024, 1024)
+    made["w"] = distribute_tensor(torch.ones(64, 64), mesh, (Shard(0),), src_data_rank=None)
+    dcp.save(made, storage_writer=DCPWriter(url, sync=False), planner=DCPSavePlanner())
+
+
+def test_replicas_are_written_once_and_evenly(ranks, tmp_path):
+    ranks.run(replicas, 2, str(tmp_path))
+    sizes = [sum(p.stat().st_size for p in tmp_path.glob(f"__{rank}_*")) for rank in range(2)]
+    assert max(sizes) < 1.02 * min(sizes)
+    catalog = own.open_manifest(LocalStore(tmp_path))
+    assert catalog is not None
+    assert all(len(entry.slices) == 1 for name, entry in catalog.tensors.items() if name.startswith("norm"))
+
+
+def sent_twice(url: str) -> list[int]:
+    mesh, planner, sent = init_device_mesh("cpu", (2,)), DCPSavePlanner(), []
+    made: dict[str, Any] = {f"norm.{i}": torch.full((64,), float(i)) for i in range(300)}
+    made["w"] = distribute_tensor(torch.ones(64, 64), mesh, (Shard(0),), src_data_rank=None)
+    for i in range(2):
+        planner.set_up_planner(made, DCPWriter(f"{url}/{i}").storage_meta(), dist.get_rank() == 0)
+        planner._meta.rank = dist.get_rank()
+        plans = [None, None]
+        dist.all_gather_object(plans, planner.create_local_plan())
+        sent.append(len(pickle.dumps(plans[1])))
+        turns, _ = planner.create_global_plan(plans) if dist.get_rank() == 0 else ([None, None], None)
+        answers = [turns]
+        dist.broadcast_object_list(answers)
+        planner.finish_plan(answers[0][dist.get_rank()])
+    return sent
+
+
+def test_a_second_save_of_the_same_structure_sends_next_to_nothing(ranks):
+    first, second = ranks.run(sent_twice, 2, "/nowhere")[0]
+    assert first < 300 * 8 + 500
+    assert second < 500
+
+
+def changes(url: str) -> list[str]:
+    """One planner, states whose keys, shapes, dtypes and placements change on one rank or on all."""
+    rank, planner, failures = dist.get_rank(), DCPSavePlanner(), []
+    mesh = init_device_mesh("cpu", (2,))
+    for i in range(7):
+        made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i)), "o": [i]}
+        made["d"] = distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, (Shard(int(i > 4)),), src_data_rank=None)
+        if rank == 1 and i in (2, 3):
+            made["new"] = torch.full((4,), float(i))
+        if i >= 4:
+            made["all"] = made["all"].bfloat16()
+        if rank == 1 and i >= 5:
+            made["own.1"] = torch.full((3,), float(i))
+        dcp.save(made, storage_writer=DCPWriter(f"{url}/{i}", sync=False), planner=planner)
+        target = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in made.items()}
+        dcp.load(target, storage_reader=DCPReader(f"{url}/{i}"), planner=DCPLoadPlanner())
+        failures += [f"{i}: {text}" for text in differences(target, made)]
+    return failures
+
+
+def test_what_changes_between_saves_is_saved_as_it_is(ranks, tmp_path):
+    assert ranks.run(changes, 2, str(tmp_path)) == [[], []]
+
+
+def after_a_failure(url: str) -> list[str]:
+    """The first save is refused, the second one, with the same planner, must not be taken for a later one."""
+    rank, planner = dist.get_rank(), DCPSavePlanner()
+    made = {"all": torch.arange(10.0), f"own.{rank}": torch.ones(2)}
+    if rank == 0:
+        DCPWriter(url, sync=False)._store().write(".metadata", b"a checkpoint")
+    dist.barrier()
+    found = []
+    try:
+        dcp.save(made, storage_writer=DCPWriter(url, sync=False), planner=planner)
+    except dcp.api.CheckpointException as error:
+        found = [type(cause[0]).__name__ for cause in error.failures.values()]
+    dcp.save(made, storage_writer=DCPWriter(f"{url}/again", sync=False), planner=planner)
+    target = {name: torch.zeros_like(value) for name, value in made.items()}
+    dcp.load(target, storage_reader=DCPReader(f"{url}/again"), planner=DCPLoadPlanner())
+    return found + differences(target, made)
+
+
+def test_a_save_after_one_that_failed_is_whole(ranks, tmp_path):
+    assert ranks.run(after_a_failure, 2, str(tmp_path)) == [[CheckpointExistsError.__name__]] * 2
+
+
+def mixed(url: str, ours: int) -> str:
+    planner = DCPSavePlanner() if dist.get_rank() == ours else None
+    try:
+        dcp.save({"w": torch.ones(3)}, storage_writer=DCPWriter(url, sync=False), planner=planner)
+    except dcp.api.CheckpointException as error:
+        return str(next(iter(error.failures.values()))[0])
+    return "saved"
+
+
+def test_planners_that_differ_between_ranks_are_refused(ranks, tmp_path):
+    assert all("all must have the same planner" in text for text in ranks.run(mixed, 2, str(tmp_path), 0))
+    assert "saved" not in ranks.run(mixed, 2, str(tmp_path), 1)
+    assert not list(tmp_path.iterdir())
+
+
+def renewed_on_rank_0(url: str) -> str:
+    rank, planner = dist.get_rank(), DCPSavePlanner()
+    made = {"all": torch.arange(10.0), f"own.{rank}": torch.ones(2)}
+    dcp.save(made, storage_writer=DCPWriter(f"{url}/0", sync=False), planner=planner)
+    try:
+        again = planner if rank else DCPSavePlanner()
+        dcp.save(made, storage_writer=DCPWriter(f"{url}/1", sync=False), planner=again)
+    except dcp.api.CheckpointException as error:
+        return str(next(iter(error.failures.values()))[0])
+    return "saved"
+
+
+def test_a_planner_renewed_on_rank_0_alone_is_told(ranks, tmp_path):
+    assert all("Make a new planner on all ranks" in text for text in ranks.run(renewed_on_rank_0, 2, str(tmp_path)))
+
+
+def metadata_of_a_save(url: str) -> bool:
+    made = state("shard0@2")
+    ours = dcp.save(made, storage_writer=DCPWriter(f"{url}/a", sync=False), planner=DCPSavePlanner())
+    torchs = dcp.save(made, storage_writer=dcp.FileSystemWriter(f"{url}/b", sync_files=False))
+    same = dict(ours.planner_data) == dict(torchs.planner_data)
+    for name, found in torchs.state_dict_metadata.items():
+        mine = ours.state_dict_metadata[name]
+        same &= type(mine) is type(found)
+        if isinstance(found, TensorStorageMetadata):
+            same &= (mine.size, mine.properties.dtype) == (found.size, found.properties.dtype)
+    return same and len(ours.state_dict_metadata) == len(torchs.state_dict_metadata)
+
+
+def test_every_rank_gets_the_metadata_of_what_was_saved(ranks, tmp_path):
+    assert ranks.run(metadata_of_a_save, 2, str(tmp_path)) == [True, True]
+
+
+def one(url, **values) -> dict[str, Any]:
+    made = {"w": torch.arange(50_000.0), "small": torch.arange(5), "o": {"lr": 0.5}, **values}
+    dcp.save(made, storage_writer=DCPWriter(url), planner=DCPSavePlanner(), no_dist=True)
+    return made
+
+
+def cause_of(error: Any) -> BaseException:
+    return next(iter(error.value.failures.values()))[0]
+
+
+def test_all_that_does_not_fit_is_listed_and_nothing_is_touched(tmp_path):
+    one(tmp_path)
+    target = {"w": torch.zeros(50_000), "small": torch.zeros(6), "more": torch.zeros(1), "o": {"lr": 0.0}}
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
+    cause = cause_of(error)
+    assert isinstance(cause, CheckpointMismatchError)
+    assert "small: " in str(cause)
+    assert "more: not in the checkpoint" in str(cause)
+    assert not target["w"].any()
+
+
+def test_a_partial_load_leaves_what_is_not_there(tmp_path):
+    made = one(tmp_path)
+    target = {"w": torch.zeros(50_000), "more": torch.ones(1), "o": {"lr": 0.0, "new": 7}}
+    planner = DCPLoadPlanner(allow_partial_load=True)
+    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=planner, no_dist=True)
+    assert torch.equal(target["w"], made["w"])
+    assert target["more"].item() == 1
+    assert target["o"] == {"lr": 0.5, "new": 7}
+
+
+def into_meta(url: str) -> list[str]:
+    made, mesh = state("shard0@2"), init_device_mesh("cpu", (2,))
+    dcp.save(made, storage_writer=DCPWriter(url, sync=False), planner=DCPSavePlanner())
+    target = state("shard0@2", zeros=True)
+    target["model"]["large"] = torch.empty(700, 1100, device="meta")
+    target["model"]["d0.s1"] = distribute_tensor(
+        torch.empty(64, 48, dtype=torch.bfloat16, device="meta"), mesh, (Shard(0),), src_data_rank=None
+    )
+    dcp.load(target, storage_reader=DCPReader(url), planner=DCPLoadPlanner())
+    return differences(target, made)
+
+
+def test_meta_tensors_are_materialised(ranks, tmp_path):
+    assert ranks.run(into_meta, 2, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.parametrize("needle", [torch.arange(50_000.0), torch.arange(5)], ids=["large", "small"])
+def test_a_flipped_byte_is_found_on_load_and_named(tmp_path, needle):
+    made = one(tmp_path)
+    file = next(tmp_path.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[data.index(needle.numpy().tobytes()) + 9] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        dcp.load(made, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
+    assert isinstance(cause_of(error), IntegrityError)
+    assert file.name in str(cause_of(error))
+
+
+def test_an_object_that_would_run_code_is_refused_when_saving(tmp_path):
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        one(tmp_path, bad=Halved)
+    assert isinstance(cause_of(error), SaveError)
+    assert not (tmp_path / ".metadata").exists()
+
+
+class Halved(DCPSavePlanner):
+    def transform_object(self, write_item, object):
+        found = super().transform_object(write_item, object)
+        return found / 2 if isinstance(found, torch.Tensor) else found
+
+
+class Doubled(DCPLoadPlanner):
+    def commit_tensor(self, read_item, tensor):
+        tensor.mul_(2)
+
+
+def test_a_subclass_that_takes_part_is_asked(tmp_path):
+    made = {"w": torch.arange(8.0)}
+    dcp.save(made, storage_writer=DCPWriter(tmp_path), planner=Halved(), no_dist=True)
+    target = {"w": torch.zeros(8)}
+    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
+    assert torch.equal(target["w"], made["w"] / 2)
+    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=Doubled(), no_dist=True)
+    assert torch.equal(target["w"], made["w"])
+
+
+class Counting(DCPWriter):
+    items = 0
+
+    def write_data(self, plan, planner):
+        Counting.items += len(plan.items)
+        return super().write_data(plan, planner)
+
+
+class CountingReader(DCPReader):
+    items = 0
+
+    def read_data(self, plan, planner):
+        CountingReader.items += len(plan.items)
+        return super().read_data(plan, planner)
+
+
+def test_a_writer_or_reader_with_its_own_way_gets_the_items(tmp_path):
+    made, target = {"w": torch.arange(8.0), "v": torch.ones(2)}, {"w": torch.zeros(8), "v": torch.zeros(2)}
+    dcp.save(made, storage_writer=Counting(tmp_path), planner=DCPSavePlanner(), no_dist=True)
+    dcp.load(target, storage_reader=CountingReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
+    assert torch.equal(target["w"], made["w"])
+    assert (Counting.items, CountingReader.items) == (2, 2)
+
+
+def in_the_background(url: str) -> list[str]:
+    made, planner, failures = state("hsdp@4"), DCPSavePlanner(), []
+    group = dist.new_group(backend="gloo")
+    for i in range(2):
+        writer = DCPWriter(f"{url}/{i}", sync=False)
+        dcp.async_save(made, storage_writer=writer, planner=planner, process_group=group).result()
+        failures += load_common("hsdp@4", f"{url}/{i}")
+    dist.destroy_process_group(group)
+    return failures
+
+
+def test_torchs_async_save_takes_our_planner(ranks, tmp_path):
+    assert ranks.run(in_the_background, 4, str(tmp_path)) == [[]] * 4
+
+
+def test_a_planner_that_has_saved_can_be_sent_to_another_process(tmp_path):
+    planner = DCPSavePlanner()
+    made = {"w": torch.arange(8.0)}
+    dcp.save(made, storage_writer=DCPWriter(tmp_path / "a"), planner=planner, no_dist=True)
+    sent = pickle.dumps(planner)
+    assert len(sent) < 1000
+    dcp.save(made, storage_writer=DCPWriter(tmp_path / "b"), planner=pickle.loads(sent), no_dist=True)
+    assert (tmp_path / "b" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("name", ["dcp_appstate_w2", "dcp_hsdp_2x2", "dcp_no_collectives_w2", "dcp_zstd_w2"])
+def test_checkpoints_of_other_versions_and_writers_load(zoo, name):
+    reader = DCPReader(zoo / name / "ckpt")
+    target = {n: torch.zeros(e.shape, dtype=getattr(torch, e.dtype)) for n, e in reader.catalog.tensors.items()}
+    dcp.load(target, storage_reader=reader, planner=DCPLoadPlanner(), no_dist=True)
+    for key, value in load_file(zoo / name / "EXPECTED.safetensors").items():
+        (found,) = [t for n, t in target.items() if n == key or n == f"model.{key}" or n == f"app.model.{key}"]
+        assert torch.equal(found, value)
+
+
+def test_keys_of_torch_before_2_4_load(tmp_path, monkeypatch):
+    """Until then dicts without tensors were one object each."""
+    from torch.distributed.checkpoint import _version
+
+    monkeypatch.setattr(_version, "_derived_version", "2_3")
+    made = {"w": torch.arange(8.0), "o": {"lr": 0.5, "betas": {"a": 1}}}
+    dcp.save(made, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    monkeypatch.setattr(_version, "_derived_version", None)
+    target = {"w": torch.zeros(8), "o": {"lr": 0.0, "betas": {"a": 0}}}
+    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
+    assert torch.equal(target["w"], made["w"])
+    assert target["o"] == made["o"]

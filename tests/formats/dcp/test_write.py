@@ -1,0 +1,613 @@
+"""Sharded states written and read without torch's planners, over real ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, NoSpaceError, SaveError
+from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
+from ckptkit.formats.dcp.read import Verify
+from ckptkit.formats.dcp.torch_api import DCPReader
+from ckptkit.formats.dcp.write import METADATA_NAME, write_index, write_part
+from ckptkit.formats.own.manifest import PLACEMENTS
+from ckptkit.formats.own.reader import open_manifest
+from ckptkit.storage.local import LocalStore
+from tests.checkpoint.full_disk import disk
+from tests.formats.dcp.test_torch_api import PAIRS
+from tests.formats.dcp_states import LAYOUTS, differences, state
+from tests.formats.sharded import read_sharded, write_sharded
+
+
+def all_gather(data: bytes) -> list[bytes]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, data)
+    return found
+
+
+def gather(data: bytes) -> list[bytes] | None:
+    found = all_gather(data)
+    return found if dist.get_rank() == 0 else None
+
+
+def save(
+    made: dict[str, Any], url: str, previous: ShardedPlan | None = None, exchange: Any = all_gather
+) -> ShardedPlan:
+    _, plan = write_sharded(
+        made,
+        LocalStore(url),
+        gather=gather,
+        all_gather=exchange,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        previous=previous,
+        sync=False,
+    )
+    dist.barrier()
+    return plan
+
+
+def alone(made: dict[str, Any], url: Any) -> Any:
+    files, _ = write_sharded(made, LocalStore(str(url)), gather=lambda b: [b], all_gather=lambda b: [b], sync=False)
+    return files
+
+
+def catalog_of(url: Any) -> Any:
+    found = open_manifest(LocalStore(str(url)))
+    assert found is not None
+    return found
+
+
+def save_layout(layout: str, url: str) -> None:
+    save(state(layout), url)
+
+
+def common(layout: str, *, zeros: bool = False) -> dict[str, Any]:
+    made = state(layout, zeros=zeros)
+    made["model"] = {k: v for k, v in made["model"].items() if not k.startswith(("d1", "d2"))}
+    return made
+
+
+def load_ours(layout: str, url: str) -> list[str]:
+    target = common(layout, zeros=True)
+    read_sharded(catalog_of(url), LocalStore(url), target)
+    return differences(target, common(layout))
+
+
+def load_torch(layout: str, url: str) -> list[str]:
+    target = common(layout, zeros=True)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(url))
+    return differences(target, common(layout))
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_any_layout_loads_into_any_other(ranks, tmp_path, source, target):
+    ranks.run(save_layout, LAYOUTS[source][0], source, str(tmp_path))
+    assert ranks.run(load_ours, LAYOUTS[target][0], target, str(tmp_path)) == [[]] * LAYOUTS[target][0]
+
+
+@pytest.mark.parametrize(("source", "target"), [("hsdp@4", "shard0@3"), ("tp@4", "plain@1"), ("shard0@3", "hsdp@4")])
+def test_torch_loads_what_was_written_without_its_planner(ranks, tmp_path, source, target):
+    ranks.run(save_layout, LAYOUTS[source][0], source, str(tmp_path))
+    assert ranks.run(load_torch, LAYOUTS[target][0], target, str(tmp_path)) == [[]] * LAYOUTS[target][0]
+
+
+def replicated(url: str, kind: str) -> tuple[int, int]:
+    world = dist.get_world_size()
+    full = torch.randn(world * 1024, 1024, generator=torch.Generator().manual_seed(0))
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        made = {"w": distribute_tensor(full, mesh, (Replicate(), Shard(0)), src_data_rank=None)}
+    else:
+        made = {"w": full}
+    save(made, url)
+    files = [os.path.getsize(f"{url}/{n}") for n in os.listdir(url) if n.startswith(f"__{dist.get_rank()}_")]
+    return sum(files), full.numel() * 4
+
+
+@pytest.mark.parametrize("kind", ["plain", "hsdp"])
+def test_a_replica_is_written_once_and_evenly(ranks, tmp_path, kind):
+    answers = ranks.run(replicated, 4, str(tmp_path), kind)
+    written, total = [a[0] for a in answers], answers[0][1]
+    assert total < sum(written) < 1.01 * total
+    assert max(written) < 1.01 * min(written)
+
+
+def small_replicas(url: str) -> int:
+    made = {f"layers.{i}.norm": torch.full((64,), float(i)) for i in range(400)}
+    return len(save(made, url).slices)
+
+
+def test_small_replicas_are_spread_over_the_ranks(ranks, tmp_path):
+    counts = ranks.run(small_replicas, 4, str(tmp_path))
+    assert sum(counts) == 400
+    assert min(counts) > 60
+
+
+def uneven_keys(url: str) -> list[str]:
+    rank = dist.get_rank()
+    made: dict[str, Any] = {
+        "all": torch.arange(10.0),
+        f"only.{rank}": torch.full((3,), float(rank)),
+        f"rng.{rank}": [rank],
+    }
+    if rank:
+        made["some"] = torch.ones(4)
+    save(made, url)
+    target = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in made.items()}
+    read_sharded(catalog_of(url), LocalStore(url), target)
+    return differences(target, made)
+
+
+def test_keys_that_only_some_ranks_have_are_saved(ranks, tmp_path):
+    assert ranks.run(uneven_keys, 3, str(tmp_path)) == [[]] * 3
+    names = {*catalog_of(tmp_path).tensors, *catalog_of(tmp_path).objects}
+    assert names == {"all", "some", *(f"{kind}.{rank}" for kind in ("only", "rng") for rank in range(3))}
+
+
+def private_keys() -> tuple[bytes, int]:
+    rank = dist.get_rank()
+    made = {"all": torch.arange(10.0), f"rng.{rank}": torch.ones(3)}
+    plan = plan_sharded(made, rank=rank, world_size=2, private=[f"rng.{rank}"])
+    return plan.digest, sum(plan.keys[s.key].name.startswith("rng") for s in plan.slices)
+
+
+def test_private_keys_are_written_by_their_rank_and_leave_the_signature_equal(ranks):
+    (first, mine), (second, theirs) = ranks.run(private_keys, 2)
+    assert (first, mine, theirs) == (second, 1, 1)
+
+
+def second_save(url: str) -> tuple[bool, int, list[str]]:
+    exchanged = []
+
+    def counted(data: bytes) -> list[bytes]:
+        exchanged.append(data)
+        return all_gather(data)
+
+    made = state("hsdp@4")
+    made["model"][f"own.{dist.get_rank()}"] = torch.ones(2)
+    first = save(made, f"{url}/0", exchange=counted)
+    before = len(exchanged)
+    made["model"]["large"] += 1
+    made["extra"]["objects"]["lr"] = 0.5
+    second = save(made, f"{url}/1", first, exchange=counted)
+    target = state("hsdp@4", zeros=True)
+    read_sharded(catalog_of(f"{url}/1"), LocalStore(f"{url}/1"), target)
+    del made["model"][f"own.{dist.get_rank()}"]
+    return second.reused, len(exchanged) - before - 1, differences(target, made)
+
+
+def test_a_second_save_of_the_same_structure_plans_nothing_anew(ranks, tmp_path):
+    assert ranks.run(second_save, 4, str(tmp_path)) == [(True, 0, [])] * 4
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape", "key", "placement"])
+def test_a_changed_structure_is_planned_anew(tmp_path, change):
+    made = {"w": torch.zeros(4, 4), "v": torch.zeros(3)}
+    plan = plan_sharded(made)
+    made["w"] = {"dtype": torch.zeros(4, 4).bfloat16(), "shape": torch.zeros(4, 5)}.get(change, made["w"])
+    if change == "key":
+        made["x"] = made.pop("v")
+    if change == "placement":
+        made["w"] = made["w"].to_sparse()
+    assert not plan_sharded(made, previous=plan).reused
+
+
+def changes(url: str) -> list[tuple[bool, list[str], str]]:
+    """Save tensors of one name and shape again and again, each time otherwise placed or of another dtype."""
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp", "tp")]
+    kinds: list[tuple[int, Any, torch.dtype]] = [
+        (0, Shard(0), torch.float32),
+        (0, Shard(0), torch.float32),
+        (0, Shard(1), torch.float32),
+        (0, Replicate(), torch.float32),
+        (1, Replicate(), torch.float32),
+        (1, Replicate(), torch.bfloat16),
+        (1, Replicate(), torch.bfloat16),
+    ]
+    plan, found = None, []
+    for i, (mesh, placement, dtype) in enumerate(kinds):
+        full = torch.arange(64.0).reshape(8, 8).to(dtype) + i
+        made = {"w": distribute_tensor(full, meshes[mesh], (placement,), src_data_rank=None)}
+        plan = save(made, f"{url}/{i}", plan)
+        catalog = catalog_of(f"{url}/{i}")
+        target = {"w": torch.zeros(8, 8, dtype=dtype)}
+        read_sharded(catalog, LocalStore(f"{url}/{i}"), target)
+        placed = catalog.info.extra[PLACEMENTS]["w"]
+        text = f"{catalog.info.extra['meshes'][placed[0]]['names'][0]}:{placed[1][0]}"
+        found.append((plan.reused, differences(target, {"w": full}), text))
+    return found
+
+
+def test_a_changed_dtype_placement_or_mesh_is_planned_anew_and_saved_right(ranks, tmp_path):
+    for found in ranks.run(changes, 2, str(tmp_path)):
+        assert [reused for reused, _, _ in found] == [False, True, False, False, False, False, True]
+        assert [problems for _, problems, _ in found] == [[]] * 7
+        assert [text for _, _, text in found] == ["dp:S(0)", "dp:S(0)", "dp:S(1)", "dp:R", "tp:R", "tp:R", "tp:R"]
+
+
+def test_the_plan_holds_views_of_the_live_memory():
+    weight = torch.zeros(4, 4, requires_grad=True)
+    plan = plan_sharded({"w": weight})
+    assert plan.tensors[0].data_ptr() == weight.data_ptr()
+    assert not plan.tensors[0].requires_grad
+
+
+def test_staged_copies_are_written_in_place_of_the_live_memory(tmp_path):
+    made = {"w": torch.ones(1000), "s": torch.tensor(3)}
+    plan = plan_sharded(made)
+    staged = [t.clone() for t in plan.tensors]
+    made["w"].zero_()
+    store = LocalStore(str(tmp_path))
+    write_index([write_part(plan, store, tensors=staged, sync=False).to_bytes()], store, sync=False)
+    target = {"w": torch.zeros(1000), "s": torch.tensor(0)}
+    read_sharded(catalog_of(tmp_path), store, target)
+    assert target["w"].eq(1).all()
+
+
+@pytest.mark.parametrize("staged", [[], [torch.zeros(3)]])
+def test_staged_copies_of_something_else_are_refused(tmp_path, staged):
+    plan = plan_sharded({"w": torch.ones(1000)})
+    with pytest.raises(SaveError, match="staged"):
+        write_part(plan, LocalStore(str(tmp_path)), tensors=staged)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_disk_begins_before_the_sync_at_the_end(tmp_path, monkeypatch, sync):
+    begun: list[int] = []
+    monkeypatch.setattr("ckptkit.formats.dcp.files._DIRTY", 1 << 20)
+    monkeypatch.setattr("ckptkit.formats.dcp.files.start_writing", lambda fd: begun.append(os.fstat(fd).st_size))
+    plan = plan_sharded({f"w{i}": torch.zeros(300, 1024) for i in range(4)})
+    part = write_part(plan, LocalStore(tmp_path), workers=1, sync=sync)
+    assert len(begun) == (4 if sync else 0)
+    assert all(0 < size < part.nbytes for size in begun)
+
+
+def test_a_full_tmpfs_fails_the_part_and_its_file_is_removed(tmp_path):
+    plan = plan_sharded({f"w{i}": torch.randn(3 << 20) for i in range(4)})
+    with disk(tmp_path / "small", "tmpfs", 24 << 10) as place:
+        with pytest.raises(NoSpaceError, match="No space left"):
+            write_part(plan, LocalStore(str(place)), workers=1)
+        assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_files_named_are_the_files_on_disk(tmp_path, workers):
+    import xxhash
+
+    plan = plan_sharded({f"w{i}": torch.randn(3 << 20) for i in range(5)} | {"o": [1, 2]})
+    store = LocalStore(str(tmp_path))
+    part = write_part(plan, store, workers=workers)
+    files = write_index([part.to_bytes()], store).files
+    assert len(part.files) == workers
+    assert files.keys() == {p.name for p in tmp_path.iterdir()}
+    for name, item in files.items():
+        data = (tmp_path / name).read_bytes()
+        assert len(data) == item.nbytes
+        assert item.outlined == (name in part.files)
+        if not item.outlined:
+            assert xxhash.xxh3_64_hexdigest(data) == item.xxh3_64
+
+
+def test_the_metadata_appears_after_the_manifest_and_not_without_it(tmp_path):
+    class Broken(LocalStore):
+        def write(self, path: str, *args: Any, **options: Any) -> None:
+            assert METADATA_NAME not in os.listdir(tmp_path)
+            raise NoSpaceError(28, f"{path}: no space left")
+
+    plan = plan_sharded({"w": torch.randn(10)})
+    part = write_part(plan, LocalStore(str(tmp_path)))
+    with pytest.raises(NoSpaceError, match="manifest"):
+        write_index([part.to_bytes()], Broken(str(tmp_path)))
+    assert os.listdir(tmp_path) == list(part.files)
+
+
+def test_an_object_that_would_run_code_is_refused_when_saving():
+    class Local:
+        pass
+
+    with pytest.raises(SaveError, match=r"x\.y: a value of type"):
+        plan_sharded({"x": {"y": Local}})
+
+
+def partial_sum() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        plan_sharded({"w": DTensor.from_local(torch.ones(3), mesh, (Partial(),))}, rank=dist.get_rank(), world_size=2)
+    except SaveError as error:
+        return str(error)
+    return "planned"
+
+
+def test_a_partial_sum_is_refused(ranks):
+    assert all("partial sum" in answer for answer in ranks.run(partial_sum, 2))
+
+
+def wrong_shape(url: str) -> str:
+    made = {"w": torch.zeros(3 + dist.get_rank())}
+    plan = plan_sharded(made, rank=dist.get_rank(), world_size=2)
+    plan = plan.settle(all_gather(plan.signature), all_gather)
+    store = LocalStore(url)
+    parts = gather(write_part(plan, store, sync=False).to_bytes())
+    try:
+        return "" if parts is None else str(write_index(parts, store))
+    except SaveError as error:
+        return str(error)
+
+
+def test_a_name_of_two_tensors_fails_the_save(ranks, tmp_path):
+    assert "w: rank 1 has float32 of shape [4]" in ranks.run(wrong_shape, 2, str(tmp_path))[0]
+    assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_failing_worker_fails_the_part_and_its_file_is_removed(tmp_path, monkeypatch, workers):
+    import ckptkit.formats.dcp.files as files
+
+    class Full:
+        calls = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def write(self, fd: int, view: memoryview) -> int:
+            Full.calls += 1
+            if Full.calls == 7:
+                raise OSError(28, "No space left on device")
+            return os.write(fd, view)
+
+    plan = plan_sharded({f"w{i}": torch.randn(5 << 20) for i in range(6)})
+    monkeypatch.setattr(files, "os", Full())
+    with pytest.raises(NoSpaceError, match="No space left"):
+        write_part(plan, LocalStore(str(tmp_path)), workers=workers)
+    assert len(list(tmp_path.iterdir())) == workers - 1
+
+
+def test_meshes_and_placements_are_in_the_manifest(ranks, tmp_path):
+    ranks.run(save_layout, 4, "tp@4", str(tmp_path))
+    info = catalog_of(tmp_path).info
+    assert info.extra["meshes"] == [{"shape": [2, 2], "names": ["a", "b"]}]
+    assert info.extra[PLACEMENTS]["model.d0.s1"] == [0, ["S(0)", "S(1)"]]
+
+
+# --- reading
+
+
+class Counted(LocalStore):
+    """Counts the bytes that are asked of it."""
+
+    read_bytes = 0
+
+    def read_many(self, reads, *, workers=0):
+        Counted.read_bytes += sum(len(r.view) for r in reads)
+        super().read_many(reads, workers=workers)
+
+    def read_into(self, path, start, view):
+        Counted.read_bytes += len(view)
+        super().read_into(path, start, view)
+
+
+def resharded(url: str, placement: Any, verify: str) -> tuple[bool, float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)
+    made = {"w": distribute_tensor(torch.zeros_like(full), mesh, (placement,), src_data_rank=None)}
+    found = read_sharded(catalog_of(url), LocalStore(url), made, verify=Verify(verify))
+    expected = distribute_tensor(full, mesh, (placement,), src_data_rank=None).to_local()
+    return torch.equal(made["w"].to_local(), expected), found.nbytes / (expected.numel() * 4)
+
+
+@pytest.mark.parametrize("verify", ["read", "full", "off"])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+def test_a_reshard_gives_the_same_elements(ranks, tmp_path, placement, verify):
+    alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
+    assert all(same for same, _ in ranks.run(resharded, 3, str(tmp_path), placement, verify))
+
+
+def test_a_row_reshard_reads_only_the_rows_needed(ranks, tmp_path):
+    alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
+    assert all(ratio <= 1.05 for _, ratio in ranks.run(resharded, 3, str(tmp_path), Shard(0), "read"))
+
+
+def asked_of_the_system(url: str, reader: str) -> float:
+    """Bytes that read calls of this process returned, over those that its rows have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    made = {"w": distribute_tensor(torch.zeros(3 << 10, 1 << 10), mesh, (Shard(0),), src_data_rank=None)}
+    catalog, own = catalog_of(url), DCPReader(url)
+    assert own.catalog is not None
+    before = returned()
+    if reader == "read_sharded":
+        read_sharded(catalog, LocalStore(url), made)
+    else:
+        dcp.load(made, storage_reader=own, no_dist=True)
+    found = returned() - before
+    assert torch.equal(made["w"].to_local()[0, :3], 1024.0 * (dist.get_rank() << 10) + torch.arange(3.0))
+    return found / (made["w"].to_local().numel() * 4)
+
+
+def returned() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+@pytest.mark.parametrize("reader", ["read_sharded", "DCPReader"])
+def test_a_row_reshard_asks_the_system_for_the_rows_needed_only(ranks, tmp_path, reader):
+    alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
+    for ratio in ranks.run(asked_of_the_system, 3, str(tmp_path), reader):
+        assert 1.0 <= ratio <= 1.05
+
+
+def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
+    from ckptkit.formats.dcp.fill import Filler
+
+    alone({"w": torch.arange(64.0 * 65536).reshape(64, 65536)}, tmp_path)
+    target = torch.zeros(64, 16384)
+    filler = Filler(LocalStore(str(tmp_path)))
+    filler.add(catalog_of(tmp_path).tensors["w"], 0, (0, 16384), target)
+    filler.run()
+    assert torch.equal(target, torch.arange(64.0 * 65536).reshape(64, 65536)[:, 16384:32768])
+    assert filler.nbytes == target.numel() * 4
+
+
+@pytest.mark.parametrize("nbytes", [40, 40_000, 4_000_000])
+@pytest.mark.parametrize("verify", ["read", "full"])
+def test_a_flipped_byte_is_found_and_named(tmp_path, nbytes, verify):
+    alone({"model": {"w": torch.ones(nbytes // 4)}}, tmp_path)
+    entry = catalog_of(tmp_path).tensors["model.w"].slices[0]
+    with open(tmp_path / entry.path, "r+b") as file:
+        file.seek(entry.start + nbytes // 2)
+        file.write(b"\x55")
+    with pytest.raises(IntegrityError, match=r"__0_0\.distcp: .*'model\.w'"):
+        read_sharded(
+            catalog_of(tmp_path),
+            LocalStore(str(tmp_path)),
+            {"model": {"w": torch.zeros(nbytes // 4)}},
+            verify=Verify(verify),
+        )
+
+
+def test_full_verification_finds_damage_outside_of_what_is_needed(tmp_path):
+    from ckptkit.formats.dcp.fill import Filler
+
+    alone({"w": torch.ones(1000, 1000)}, tmp_path)
+    entry = catalog_of(tmp_path).tensors["w"]
+    with open(tmp_path / entry.slices[0].path, "r+b") as file:
+        file.seek(entry.slices[0].start + 3_900_000)
+        file.write(b"\x55")
+    for verify, fails in ((Verify.READ, False), (Verify.FULL, True)):
+        filler = Filler(LocalStore(str(tmp_path)), verify=verify)
+        filler.add(entry, 0, (0, 0), torch.zeros(10, 1000))
+        if fails:
+            with pytest.raises(IntegrityError):
+                filler.run()
+        else:
+            filler.run()
+
+
+def test_a_flipped_byte_in_an_object_is_found(tmp_path):
+    alone({"o": {"text": "needle in the haystack"}}, tmp_path)
+    file = tmp_path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(b"needle", b"noodle"))
+    with pytest.raises(IntegrityError, match=r"o\.text"):
+        read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), {"o": {"text": ""}})
+
+
+def test_a_truncated_file_is_told(tmp_path):
+    alone({"w": torch.ones(1 << 20)}, tmp_path)
+    os.truncate(tmp_path / "__0_0.distcp", 3_000_000)
+    with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
+        read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), {"w": torch.zeros(1 << 20)})
+
+
+def test_all_mismatches_are_listed_before_anything_is_touched(tmp_path):
+    alone({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4), "d": torch.ones(4), "o": 1}, tmp_path)
+    target = {
+        "a": torch.zeros(4),
+        "b": torch.zeros(5),
+        "c": torch.zeros(4).half(),
+        "missing": torch.zeros(1),
+        "o": torch.ones(2),
+        "d": 3,
+    }
+    with pytest.raises(CheckpointMismatchError) as error:
+        read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target)
+    assert all(f"  {name}: " in str(error.value) for name in ("b", "c", "missing", "d"))
+    assert not target["a"].any()
+
+
+def test_what_is_missing_is_left_alone_and_told_when_not_strict(tmp_path):
+    alone({"a": torch.ones(4), "z": torch.ones(4)}, tmp_path)
+    target = {"a": torch.zeros(4), "new": torch.full((2,), 7.0)}
+    found = read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target, strict=False)
+    assert (found.missing, found.unexpected) == (["new"], ["z"])
+    assert target["a"].eq(1).all()
+    assert target["new"].eq(7).all()
+
+
+def test_a_cast_is_done_when_asked(tmp_path):
+    values = torch.randn(1000, 33)
+    alone({"w": values}, tmp_path)
+    target = {"w": torch.zeros(1000, 33, dtype=torch.bfloat16)}
+    read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target, cast=True)
+    assert torch.equal(target["w"], values.bfloat16())
+
+
+def test_targets_that_are_not_contiguous_are_filled(tmp_path):
+    values = torch.randn(60, 50)
+    alone({"w": values}, tmp_path)
+    target = {"w": torch.zeros(50, 60).T}
+    read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target)
+    assert torch.equal(target["w"], values)
+
+
+def test_phases_are_reported(tmp_path):
+    seen: list[tuple[str, float, int]] = []
+    plan = plan_sharded({"w": torch.ones(1 << 20)})
+    store = LocalStore(str(tmp_path))
+    part = write_part(plan, store, report=lambda *phase: seen.append(phase))
+    write_index([part.to_bytes()], store, report=lambda *phase: seen.append(phase))
+    read_sharded(catalog_of(tmp_path), store, {"w": torch.zeros(1 << 20)}, report=lambda *phase: seen.append(phase))
+    assert {phase for phase, _, _ in seen} == {"digest", "sync", "write", "index", "plan", "read", "objects"}
+    assert {nbytes for phase, _, nbytes in seen if phase == "read"} == {4 << 20}
+
+
+def torn(url: str) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    made = {"w": distribute_tensor(torch.ones(4, 4), mesh, (Shard(0),), src_data_rank=None)}
+    plan = plan_sharded(made, rank=dist.get_rank(), world_size=2)
+    store = LocalStore(url)
+    parts = gather(write_part(plan, store, sync=False).to_bytes())
+    try:
+        return "" if parts is None else str(write_index(parts[:1], store))
+    except SaveError as error:
+        return str(error)
+
+
+def test_a_tensor_with_elements_that_no_rank_wrote_fails_the_save(ranks, tmp_path):
+    assert "hold 8 of 16 elements" in ranks.run(torn, 2, str(tmp_path))[0]
+    assert not (tmp_path / ".metadata").exists()
+
+
+def one_rank_changes(url: str) -> list[str]:
+    """Rank 1 alone gets another private key and another shared one between two saves: no rank may hang."""
+    rank, failures, plan = dist.get_rank(), [], None
+    for i in range(4):
+        made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i))}
+        if rank == 1 and i >= 1:
+            made["own.1"] = torch.full((3,), float(i))
+        if rank == 1 and i == 2:
+            made["new"] = torch.full((4,), float(i))
+        plan = plan_sharded(made, rank=rank, world_size=2, previous=plan, private=[f"own.{rank}"])
+        plan = plan.settle(all_gather(plan.signature), all_gather)
+        store = LocalStore(f"{url}/{i}")
+        parts = gather(write_part(plan, store, sync=False).to_bytes())
+        if parts is not None:
+            write_index(parts, store, sync=False)
+        dist.barrier()
+        target = {name: torch.zeros_like(value) for name, value in made.items()}
+        read_sharded(catalog_of(f"{url}/{i}"), store, target)
+        failures += differences(target, made)
+    return failures
+
+
+def test_a_change_on_one_rank_alone_is_settled_by_all(ranks, tmp_path):
+    assert ranks.run(one_rank_changes, 2, str(tmp_path)) == [[], []]
+
+
+def table_sizes(url: str) -> int:
+    made = {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(500)}
+    plan = plan_sharded(made, rank=dist.get_rank(), world_size=4)
+    plan = plan.settle(all_gather(plan.signature), all_gather)
+    return len(write_part(plan, LocalStore(url), sync=False).to_bytes())
+
+
+def test_names_are_sent_by_one_rank_only(ranks, tmp_path):
+    first, *others = ranks.run(table_sizes, 4, str(tmp_path))
+    assert max(others) < first / 2

@@ -1,0 +1,326 @@
+"""DeepSpeed checkpoints, written by DeepSpeed 0.19.8 on the CPU; what it holds in memory is the answer beside them."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.deepspeed.experts import parts_of
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.hf.safetensors import open_file
+from ckptkit.formats.trainers.master_check import check_masters
+from ckptkit.formats.trainers.rank_files import check_counters
+from ckptkit.storage import open_store
+from tests.formats.tensors import contents
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
+# round_robin: DeepSpeed's own accessor returns other parameters' values; the bf16 copies of the module are right.
+EXACT = [path.name for path in sorted(FIXTURES.iterdir()) if "round_robin" not in path.name]
+
+
+def _expected(name: str, file: str = "EXPECTED.safetensors"):
+    store = open_store(str(FIXTURES / name))
+    return contents(store, open_file(store, file).by_role(Role.MODEL))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_weights_are_those_the_job_held(name):
+    source = open_source(str(FIXTURES / name / "ckpt"))
+    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == _expected(name)
+
+
+@pytest.mark.parametrize("name", [n for n in EXACT if (FIXTURES / n / "EXPECTED_exp_avg.safetensors").exists()])
+def test_moments_are_those_the_job_held(name):
+    source = open_source(str(FIXTURES / name / "ckpt"))
+    entries = source.catalog.by_role(Role.OPTIMIZER).values()
+    found = contents(source.store, {entry.fqn: entry for entry in entries if entry.state == "exp_avg"})
+    assert found == _expected(name, "EXPECTED_exp_avg.safetensors")
+
+
+def test_round_robin_groups_are_laid_out_by_the_shapes_not_by_the_recorded_fragments():
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    from tests.formats.tensors import entry_bytes
+
+    folder = FIXTURES / "zero2_round_robin_tied_w3"
+    source = open_source(str(folder / "ckpt"))
+    for name, weight in load_file(folder / "EXPECTED.safetensors").items():
+        entry = source.catalog.by_role(Role.MODEL)[name]
+        master = torch.frombuffer(bytearray(entry_bytes(source.store, entry)), dtype=getattr(torch, entry.dtype))
+        assert torch.equal(master.reshape(entry.shape).to(weight.dtype), weight), name
+
+
+def test_frozen_parameters_keep_their_dtype_and_have_no_master():
+    catalog = open_source(str(FIXTURES / "zero3_subgroups_frozen_w2" / "ckpt")).catalog
+    assert catalog.by_role(Role.MODEL)["frozen.weight"].dtype == "bfloat16"
+    assert "frozen.weight" not in catalog.by_role(Role.MASTER)
+
+
+def test_a_tied_name_has_the_bytes_of_the_name_it_is_stored_under():
+    catalog = open_source(str(FIXTURES / "zero3_fp32_tied_w3" / "ckpt")).catalog
+    model = catalog.by_role(Role.MODEL)
+    assert list(model["head.weight"].slices) == list(model["emb.weight"].slices)
+
+
+def test_parameter_groups_name_their_parameters():
+    catalog = open_source(str(FIXTURES / "zero1_frozen_w2" / "ckpt")).catalog
+    assert "emb.weight" in catalog.objects["optimizer.param_groups.0.params"].value
+    assert catalog.objects["optimizer.param_groups.1.weight_decay"].value == 0.0
+    assert catalog.objects["consumed"].value == 5  # client state
+    assert catalog.info.step == 2
+
+
+def _copy(tmp_path: Path, name: str) -> Path:
+    shutil.copytree(FIXTURES / name / "ckpt" / "global_step2", tmp_path / "x")
+    return tmp_path / "x"
+
+
+@pytest.mark.parametrize("name", ["zero1_frozen_w2", "zero3_subgroups_frozen_w2"])
+def test_a_missing_optimizer_file_is_named(tmp_path, name):
+    folder = _copy(tmp_path, name)
+    (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="zero_pp_rank_1_mp_rank_00_optim_states"):
+        open_source(str(folder))
+
+
+def test_zero3_without_optimizer_files_has_no_weights(tmp_path):
+    folder = _copy(tmp_path, "zero3_subgroups_frozen_w2")
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"optim_states\.pt files are missing"):
+        open_source(str(folder))
+
+
+def test_zero2_without_optimizer_files_gives_the_weights_of_the_model_file(tmp_path):
+    folder = _copy(tmp_path, "zero2_elastic_w2")
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    catalog = open_source(str(folder)).catalog
+    assert catalog.by_role(Role.MODEL)["emb.weight"].dtype == "bfloat16"
+    assert any("no *_optim_states.pt" in note for note in catalog.info.notes)
+
+
+def test_files_of_two_world_sizes_are_refused(tmp_path):
+    folder = _copy(tmp_path, "zero1_frozen_w2")
+    name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    shutil.copy(folder / name.format(1), folder / name.format(2))
+    with pytest.raises(CorruptCheckpointError, match="Two saves"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("name", ["zero1_frozen_w2", "zero3_subgroups_frozen_w2"])
+def test_an_optimizer_file_that_is_a_copy_of_another_rank_is_named(tmp_path, name):
+    folder = _copy(tmp_path, name)
+    first, second = sorted(folder.glob("*_optim_states.pt"))[:2]
+    shutil.copy(first, second)
+    with pytest.raises(
+        CorruptCheckpointError, match=f"{second.name} holds the same weights and moments as {first.name}"
+    ):
+        open_source(str(folder))
+
+
+def test_an_optimizer_file_of_another_step_is_named(tmp_path):
+    folder = _copy(tmp_path, "zero1_frozen_w2")
+    first, second = sorted(folder.glob("*_optim_states.pt"))
+    with zipfile.ZipFile(second) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(second, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, struct.pack("<f", 7.0) if data == struct.pack("<f", 2.0) else data)
+    with pytest.raises(CorruptCheckpointError, match=f"{second.name} is of another step than {first.name}"):
+        open_source(str(folder))
+
+
+def test_a_missing_last_model_file_of_zero3_is_named(tmp_path):
+    folder = _copy(tmp_path, "zero3_fp32_tied_w3")
+    (folder / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="zero_pp_rank_2_mp_rank_00_model_states"):
+        open_source(str(folder))
+
+
+def test_model_files_of_another_step_are_named(tmp_path):
+    folder = _copy(tmp_path, "zero3_subgroups_frozen_w2")
+    name = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+    check_counters([2, 2], [name.format(0), name.format(1)], "global_steps")
+    with pytest.raises(CorruptCheckpointError, match=r"rank_1.* is of another step than .*rank_0.*: global_steps is 4"):
+        check_counters([2, 4], [name.format(0), name.format(1)], "global_steps")
+    assert open_source(str(folder)).catalog.info.step == 2
+
+
+def test_optimizer_files_of_another_model_are_refused(tmp_path):
+    folder = _copy(tmp_path, "zero2_round_robin_tied_w3")
+    other = FIXTURES / "zero1_frozen_w2" / "ckpt" / "global_step2" / "mp_rank_00_model_states.pt"
+    shutil.copy(other, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CorruptCheckpointError):
+        open_source(str(folder))
+
+
+def test_tensor_parallel_checkpoints_are_refused_with_advice(tmp_path):
+    folder = _copy(tmp_path, "zero1_frozen_w2")
+    (folder / "mp_rank_01_model_states.pt").write_bytes(b"PK")
+    with pytest.raises(UnsupportedFormatError, match="ds_to_universal"):
+        open_source(str(folder))
+
+
+def test_a_trainers_checkpoint_carries_the_config_beside_the_tag(tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(FIXTURES / "zero1_frozen_w2" / "ckpt", folder)
+    (folder / "config.json").write_text('{"tie_word_embeddings": false}')
+    (folder / "trainer_state.json").write_text('{"global_step": 2}')
+    source = open_source(str(tmp_path))
+    assert source.url.endswith("checkpoint-2")
+    assert source.catalog.info.side_files == ("config.json",)
+    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == _expected("zero1_frozen_w2")
+
+
+MOE = "moe_groups_in_any_order_w4"  # two layers with experts over 2 and over 4 ranks
+
+
+def test_moments_of_experts_lie_where_their_masters_do():
+    catalog = open_source(str(FIXTURES / MOE / "ckpt")).catalog
+    masters = catalog.by_role(Role.MASTER)
+    moments = {(e.fqn, e.state): e for e in catalog.by_role(Role.OPTIMIZER).values()}
+    assert len(masters) == 47
+    for fqn, master in masters.items():
+        for state in ("exp_avg", "exp_avg_sq"):
+            found = [(part.rank, part.box) for part in moments[fqn, state].slices]
+            assert found == [(part.rank, part.box) for part in master.slices], fqn
+    last = "layers.1.moe.deepspeed_moe.experts.deepspeed_experts.7.2.bias"
+    assert last in catalog.objects["optimizer.param_groups.2.params"].value
+
+
+@pytest.mark.parametrize("missing", ["layer_1_expert_5_mp_rank_00_model_states.pt", "layer_0_expert_1_mp_rank_00"])
+def test_a_missing_file_of_an_expert_is_named(tmp_path, missing):
+    folder = _copy(tmp_path, MOE)
+    next(folder.glob(f"{missing}*")).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=missing):
+        open_source(str(folder))
+
+
+def test_an_experts_file_under_another_experts_name_is_refused(tmp_path):
+    folder = _copy(tmp_path, MOE)
+    name = "layer_1_expert_{}_mp_rank_00_model_states.pt"
+    shutil.copy(folder / name.format(3), folder / name.format(4))
+    with pytest.raises(CorruptCheckpointError, match=r"layer_1_expert_4_mp.* no weight of expert 4"):
+        open_source(str(folder))
+
+
+def test_experts_that_are_not_those_of_the_ranks_are_refused(tmp_path):
+    folder = _copy(tmp_path, "moe_data_first_w4")
+    other = {"layer_0_expert_0": (b"experts.0.", b"experts.1."), "layer_0_expert_1": (b"experts.1.", b"experts.0.")}
+    renamed = {}
+    for name, (old, new) in other.items():
+        with zipfile.ZipFile(folder / f"{name}_mp_rank_00_model_states.pt") as archive:
+            renamed[new] = {m: archive.read(m).replace(old, new) for m in archive.namelist()}
+    for name, (old, _) in other.items():
+        with zipfile.ZipFile(folder / f"{name}_mp_rank_00_model_states.pt", "w") as archive:
+            for member, data in renamed[old].items():
+                archive.writestr(member, data)
+    with pytest.raises(CorruptCheckpointError, match=r"deepspeed_experts.*expert_0_mp_rank.*Are the files of one save"):
+        open_source(str(folder))
+
+
+LAYER = "m.deepspeed_moe.experts.deepspeed_experts."
+
+
+def test_neighbouring_ranks_hold_the_same_experts_where_the_config_says_so():
+    def ranks(first: bool) -> list[list[int]]:
+        params = {f"{LAYER}{i}.w": (2,) for i in range(3)}
+        parts = parts_of(params, partitions=2, world_size=6, data_first=first, counts={LAYER: 9})
+        assert [list(part.renamed(params))[-1].split(".")[-2] for part in parts] == ["2", "5", "8"]
+        return [list(part.ranks) for part in parts]
+
+    assert ranks(False) == [[0, 3], [1, 4], [2, 5]]
+    assert ranks(True) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_group_of_some_of_a_ranks_experts_counts_them_all():
+    """DeepSpeed cuts large groups into several."""
+    params = {f"{LAYER}1.w": (2,)}
+    parts = parts_of(params, partitions=1, world_size=2, data_first=False, counts={LAYER: 6})
+    assert [list(part.renamed(params)) for part in parts] == [[f"{LAYER}1.w"], [f"{LAYER}4.w"]]
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_experts_that_the_ranks_cannot_share_out_are_refused(partitions):
+    with pytest.raises(CorruptCheckpointError, match=r"\[3\] experts"):
+        parts_of({f"{LAYER}0.w": (2,)}, partitions=partitions, world_size=4, data_first=False, counts={LAYER: 3})
+
+
+def test_groups_of_parameters_that_are_cut_otherwise_and_are_no_experts_are_refused():
+    with pytest.raises(UnsupportedFormatError, match="ds_to_universal"):
+        parts_of({"w": (2,)}, partitions=2, world_size=4, data_first=False, counts={})
+
+
+def test_experts_without_zero_are_read_and_what_is_left_is_said(tmp_path):
+    """Without ZeRO the model file has no shapes, and each expert parallel rank an optimizer file."""
+    folder = _copy(tmp_path, MOE)
+    for path in folder.glob("*zero_pp*"):
+        path.unlink()
+    shutil.copy(FIXTURES / "zero0_bf16_w3" / "ckpt" / "global_step2" / "mp_rank_00_model_states.pt", folder)
+    (folder / "expp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    catalog = open_source(str(folder)).catalog
+    assert "layers.1.moe.deepspeed_moe.experts.deepspeed_experts.7.2.bias" in catalog.by_role(Role.MODEL)
+    assert any("expp_rank_0_mp_rank_00_optim_states.pt" in note for note in catalog.info.notes)
+
+
+def test_without_zero_the_optimizer_and_its_masters_are_read_from_the_model_file():
+    source = open_source(str(FIXTURES / "zero0_bf16_w3" / "ckpt"))
+    catalog = source.catalog
+    masters = catalog.by_role(Role.MASTER)
+    assert len(masters) == 10 and check_masters(source.store, catalog) == []
+    states = [(e.fqn, e.state) for e in catalog.by_role(Role.OPTIMIZER).values()]
+    assert {fqn for fqn, state in states if state == "exp_avg"} == set(masters)
+    assert catalog.objects["optimizer.param_groups.1.weight_decay"].value == 0.0
+
+
+PIPELINE = "pipeline_zero1_tied_w2"
+
+
+def test_a_module_that_layers_share_is_one_parameter_of_all_of_them(tmp_path):
+    folder = _copy(tmp_path, PIPELINE)
+    shutil.copy(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")  # a second layer of the tie
+    catalog = open_source(str(folder)).catalog
+    model = catalog.by_role(Role.MODEL)
+    assert list(model["0.weight"].slices) == list(model["5.weight"].slices)
+    assert "5.weight" in catalog.by_role(Role.MASTER)
+    assert [e.fqn for e in catalog.by_role(Role.OPTIMIZER).values() if e.state == "exp_avg"].count("0.weight") == 1
+    assert catalog.objects["optimizer.param_groups.0.params"].value[:2] == ["0.weight", "1.a.weight"]
+    assert len(catalog.objects["optimizer.param_groups.0.params"].value) == 9
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        ("layer_02-model_states.pt", "layer_02-model_states.pt is missing, or lacks '2.a.weight'"),
+        ("mp_rank_01_model_states.pt", "mp_rank_01_model_states.pt"),
+        ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt is missing"),
+    ],
+)
+def test_a_missing_file_of_a_pipeline_is_named(tmp_path, missing, named):
+    folder = _copy(tmp_path, PIPELINE)
+    (folder / missing).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=named):
+        open_source(str(folder))
+
+
+def test_layers_that_tensor_parallelism_cut_are_refused_with_advice(tmp_path):
+    folder = _copy(tmp_path, PIPELINE)
+    for path in folder.glob("layer_*"):
+        number = path.name[:8]
+        shutil.copy(path, folder / f"{number}-model_01-model_states.pt")
+        path.rename(folder / f"{number}-model_00-model_states.pt")
+    with pytest.raises(UnsupportedFormatError, match=r"model_01-model_states\.pt.*ds_to_universal"):
+        open_source(str(folder))
+
+
+def test_a_pipeline_without_zero_says_that_its_optimizer_was_not_read():
+    notes = open_source(str(FIXTURES / "pipeline_zero0_w2" / "ckpt")).catalog.info.notes
+    assert any("mp_rank_00_model_states.pt, of a pipeline without ZeRO, was not read" in note for note in notes)

@@ -1,0 +1,320 @@
+"""Safetensors sources: headers that must be refused, and directories as Hugging Face and torch's DCP lay them out."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePathError,
+    UnsupportedFormatError,
+)
+from ckptkit.formats.hf import safetensors
+from ckptkit.formats.hf.header import read_header
+from ckptkit.storage import open_store
+
+
+def _write(path: Path, header: bytes | dict, data: bytes = b"", *, length: int | None = None) -> None:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+
+
+def _read(tmp_path: Path):
+    return read_header(open_store(str(tmp_path)), "x.safetensors")
+
+
+def _f32(shape, begin, end):
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+BAD = {
+    "header longer than 100 MB": (b"{}", b"", 100_000_001, CorruptCheckpointError),
+    "header longer than the file": (b"{}", b"", 99_000_000, IncompleteCheckpointError),
+    "no JSON": (b"{nonsense", b"", None, CorruptCheckpointError),
+    "no object": (b"[1]", b"", None, CorruptCheckpointError),
+    "no UTF-8": (b'{"\xff": 1}', b"", None, CorruptCheckpointError),
+    "NaN": (b'{"a": NaN}', b"", None, CorruptCheckpointError),
+    "nested without end": (b'{"a":' + b"[" * 200_000, b"", None, CorruptCheckpointError),
+    "a huge integer": (b'{"a": {"shape": [' + b"9" * 9999 + b"]}}", b"", None, CorruptCheckpointError),
+    "duplicate tensor": (
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b"0",
+        None,
+        CorruptCheckpointError,
+    ),
+    "duplicate field": (b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"0", None,
+                        CorruptCheckpointError),
+    "metadata that is no string": ({"__metadata__": {"a": 1}}, b"", None, CorruptCheckpointError),
+    "unknown field": ({"a": {**_f32([1], 0, 4), "x": 1}}, b"0000", None, CorruptCheckpointError),
+    "missing field": ({"a": {"dtype": "F32", "shape": [1]}}, b"0000", None, CorruptCheckpointError),
+    "a shape that its bytes do not match": ({"a": _f32([2], 0, 4)}, b"0000", None, CorruptCheckpointError),
+    "a negative extent": ({"a": _f32([-1], 0, 4)}, b"0000", None, CorruptCheckpointError),
+    "true for 1": ({"a": _f32([True], 0, 4)}, b"0000", None, CorruptCheckpointError),
+    "an extent that overflows": ({"a": _f32([2**63, 2], 0, 4)}, b"0000", None, CorruptCheckpointError),
+    "a million dimensions": ({"a": _f32([2**62] * 10**6, 0, 4)}, b"0000", None, CorruptCheckpointError),
+    "offsets that run backwards": ({"a": _f32([0], 4, 0)}, b"0000", None, CorruptCheckpointError),
+    "a hole": ({"a": _f32([1], 0, 4), "b": _f32([1], 8, 12)}, b"0" * 12, None, CorruptCheckpointError),
+    "an overlap": ({"a": _f32([2], 0, 8), "b": _f32([2], 4, 12)}, b"0" * 12, None, CorruptCheckpointError),
+    "data that does not start at 0": ({"a": _f32([1], 4, 8)}, b"0" * 8, None, CorruptCheckpointError),
+    "truncated data": ({"a": _f32([4], 0, 16)}, b"0" * 15, None, IncompleteCheckpointError),
+    "bytes after the data": ({"a": _f32([1], 0, 4)}, b"0" * 5, None, CorruptCheckpointError),
+    "an unknown dtype": ({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"0", None,
+                         UnsupportedFormatError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_header_that_breaks_a_rule_is_refused_fast_and_by_name(tmp_path, fault):
+    header, data, length, error = BAD[fault]
+    _write(tmp_path / "x.safetensors", header, data, length=length)
+    begin = time.monotonic()
+    with pytest.raises(error, match=r"x\.safetensors"):
+        _read(tmp_path)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_a_file_without_a_header_is_refused(tmp_path, size):
+    (tmp_path / "x.safetensors").write_bytes(b"\0" * size)
+    with pytest.raises(IncompleteCheckpointError, match=r"x\.safetensors"):
+        _read(tmp_path)
+
+
+def test_an_unknown_dtype_is_named(tmp_path):
+    _write(tmp_path / "x.safetensors", {"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, b"000")
+    with pytest.raises(UnsupportedFormatError, match=r"'w'.*F6_E2M3"):
+        _read(tmp_path)
+
+
+def test_every_byte_range_is_that_of_the_tensor(tmp_path):
+    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "s": np.array(7, np.int64), "e": np.zeros((0, 4))}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    header = _read(tmp_path)
+    raw = (tmp_path / "x.safetensors").read_bytes()
+    assert header.metadata == {"format": "pt"}
+    for name, value in tensors.items():
+        found = header.tensors[name]
+        assert found.shape == value.shape
+        assert raw[found.start : found.start + found.nbytes] == value.tobytes()
+
+
+def test_a_header_with_padding_spaces_and_one_larger_than_the_first_read_are_read(tmp_path):
+    names = [f"layers.{i}.a_rather_long_name_of_a_tensor.weight" for i in range(2000)]
+    save_file({name: np.zeros(1, np.uint8) for name in names}, tmp_path / "x.safetensors")
+    assert set(_read(tmp_path).tensors) == set(names)
+
+
+def test_a_linked_file_is_measured_through_the_link(tmp_path):
+    (tmp_path / "snap").mkdir()
+    _write(tmp_path / "snap" / "blob", {"a": _f32([4], 0, 16)}, b"0" * 15)
+    (tmp_path / "snap" / "x.safetensors").symlink_to("blob")
+    with pytest.raises(IncompleteCheckpointError, match=r"x\.safetensors"):
+        read_header(open_store(str(tmp_path / "snap")), "x.safetensors")
+
+
+# --- directories
+
+
+def _shards(tmp_path: Path) -> dict:
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    for name, shard in weight_map.items():
+        save_file({name: np.ones(3, np.float32)}, tmp_path / shard)
+    return {"metadata": {"total_size": 24}, "weight_map": weight_map}
+
+
+def _index(tmp_path: Path, content: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def _open(tmp_path: Path):
+    return safetensors.open_catalog(open_store(str(tmp_path)))
+
+
+def test_an_indexed_directory_is_read_whole(tmp_path):
+    _index(tmp_path, _shards(tmp_path))
+    catalog = _open(tmp_path)
+    assert set(catalog.by_role(Role.MODEL)) == {"a", "b"}
+    assert catalog.tensors["b"].slices[0].path == "model-00002-of-00002.safetensors"
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    _index(tmp_path, _shards(tmp_path))
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="model-00002-of-00002"):
+        _open(tmp_path)
+
+
+def test_a_missing_numbered_shard_is_named_without_an_index_too(tmp_path):
+    _shards(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="model-00001-of-00002"):
+        _open(tmp_path)
+
+
+def test_numbered_shards_without_an_index_are_read_and_noted(tmp_path):
+    _shards(tmp_path)
+    catalog = _open(tmp_path)
+    assert set(catalog.tensors) == {"a", "b"}
+    assert "no index" in catalog.info.notes[0]
+
+
+def test_an_index_that_lists_a_tensor_its_shard_lacks_is_refused(tmp_path):
+    index = _shards(tmp_path)
+    index["weight_map"]["c"] = "model-00001-of-00002.safetensors"
+    _index(tmp_path, index)
+    with pytest.raises(IncompleteCheckpointError, match="'c'"):
+        _open(tmp_path)
+
+
+def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path):
+    index = _shards(tmp_path)
+    save_file({"b": np.ones(3), "z": np.ones(3)}, tmp_path / "model-00002-of-00002.safetensors")
+    _index(tmp_path, index)
+    with pytest.raises(CorruptCheckpointError, match="'z'"):
+        _open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "a\\b", "", ".."])
+def test_an_index_cannot_point_outside_of_the_directory(tmp_path, name):
+    index = _shards(tmp_path)
+    index["weight_map"]["a"] = name
+    _index(tmp_path, index)
+    with pytest.raises(UnsafePathError, match="index"):
+        _open(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[], {"weight_map": []}, {"weight_map": {"a": 1}}, {}])
+def test_an_index_of_another_shape_is_refused(tmp_path, content):
+    _shards(tmp_path)
+    _index(tmp_path, content)
+    with pytest.raises(CorruptCheckpointError, match="weight_map"):
+        _open(tmp_path)
+
+
+def test_unrelated_files_are_not_guessed_together(tmp_path):
+    save_file({"a": np.ones(1)}, tmp_path / "one.safetensors")
+    save_file({"b": np.ones(1)}, tmp_path / "two.safetensors")
+    with pytest.raises(CorruptCheckpointError, match="Give one of the files"):
+        _open(tmp_path)
+
+
+def test_a_directory_without_tensors_is_not_found(tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        _open(tmp_path)
+
+
+def test_side_files_are_listed_and_code_apart(zoo):
+    info = _open(zoo / "hf_ref_llama_untied").info
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(info.side_files)
+    assert info.extra["code_files"] == ["modeling_custom.py"]
+    assert info.extra["config"]["tie_word_embeddings"] is False
+    assert not {"README.md", "model.safetensors", "modeling_custom.py"} & set(info.side_files)
+
+
+def test_an_adapter_brings_its_config(zoo):
+    catalog = _open(zoo / "peft_lora_dcp_full_w2" / "EXPECTED_adapter")
+    assert catalog.info.extra["adapter_config"]["r"] == 4
+    assert all("lora_" in name for name in catalog.by_role(Role.MODEL))
+
+
+# --- shards of torch's DCP
+
+
+def _rank_file(tmp_path: Path, rank: int, tensors: dict, offsets: dict, *, of: int = 1) -> None:
+    info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+    path = tmp_path / f"shard-{rank:05}-model-00001-of-{of:05}.safetensors"
+    save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(info)})
+
+
+def test_rank_shards_are_joined_by_their_offsets(tmp_path):
+    _rank_file(tmp_path, 1, {"w": np.ones((3, 2)), "b": np.ones(2)}, {"w": (0, 0), "b": (0,)})
+    _rank_file(tmp_path, 2, {"w": np.ones((2, 2)), "b": np.ones(2)}, {"w": (3, 0), "b": (0,)})
+    catalog = _open(tmp_path)
+    assert catalog.tensors["w"].shape == (5, 2)
+    assert [s.rank for s in catalog.tensors["w"].slices] == [0, 1]
+    assert len(catalog.tensors["b"].slices) == 2  # a replica on each rank
+    assert catalog.info.world_size == 2
+
+
+def test_a_missing_rank_shard_is_named(tmp_path):
+    _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
+    _rank_file(tmp_path, 3, {"w": np.ones((2, 2))}, {"w": (4, 0)})
+    with pytest.raises(IncompleteCheckpointError, match="shard-00002"):
+        _open(tmp_path)
+
+
+def test_missing_last_ranks_are_found_by_the_config(tmp_path):
+    _rank_file(tmp_path, 1, {"model.embed_tokens.weight": np.ones((4, 2))}, {"model.embed_tokens.weight": (0, 0)})
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    with pytest.raises(IncompleteCheckpointError, match="vocab_size 8"):
+        _open(tmp_path)
+
+
+def test_a_chunk_that_overwrote_another_of_its_rank_leaves_a_hole_that_is_found(tmp_path):
+    _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (2, 0)})
+    with pytest.raises(IncompleteCheckpointError, match="'w'"):
+        _open(tmp_path)
+
+
+def test_shards_that_overlap_in_part_are_refused(tmp_path):
+    _rank_file(tmp_path, 1, {"w": np.ones((3, 2))}, {"w": (0, 0)})
+    _rank_file(tmp_path, 2, {"w": np.ones((3, 2))}, {"w": (2, 0)})
+    with pytest.raises(CorruptCheckpointError, match="overlap"):
+        _open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "info", ["[]", "{", '{"w": {"saved_offsets": [0]}}', '{"w": {"saved_offsets": [-1, 0]}}', '{"w": 1}']
+)
+def test_damaged_sharding_info_is_refused(tmp_path, info):
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"w": np.ones((2, 2))}, path, metadata={"DCP_SHARDING_INFO": info})
+    with pytest.raises(CorruptCheckpointError, match="shard-00001"):
+        _open(tmp_path)
+
+
+def test_shards_of_two_saves_are_not_mixed(tmp_path):
+    _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
+    _rank_file(tmp_path, 2, {"v": np.ones((2, 2))}, {"v": (0, 0)}, of=2)
+    with pytest.raises(CorruptCheckpointError, match="2 saves"):
+        _open(tmp_path)
+
+
+def test_one_rank_shard_alone_asks_for_the_directory(tmp_path):
+    _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
+    with pytest.raises(IncompleteCheckpointError, match="directory"):
+        safetensors.open_file(open_store(str(tmp_path)), "shard-00001-model-00001-of-00001.safetensors")
+
+
+def test_shards_that_are_counted_from_0_are_complete_without_an_index(tmp_path):
+    for i in range(2):
+        save_file({f"w{i}": np.ones(2, np.float32)}, tmp_path / f"model-0000{i}-of-00002.safetensors")
+    assert sorted(safetensors.open_catalog(open_store(str(tmp_path))).tensors) == ["w0", "w1"]
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"missing: model-00001-of-00002\.safetensors\.$"):
+        safetensors.open_catalog(open_store(str(tmp_path)))
+
+
+def test_modules_of_sentence_transformers_with_weights_of_their_own_are_said(tmp_path):
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    for name in ("1_Pooling", "2_Dense"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    save_file({"linear.weight": np.ones(2, np.float32)}, tmp_path / "2_Dense" / "model.safetensors")
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "../x"}, {"path": 3}, 7]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert safetensors.open_catalog(open_store(str(tmp_path))).info.notes == (
+        "modules.json: 2_Dense has weights too, which are not read.",
+    )
+    (tmp_path / "modules.json").write_text('{"no": "list"}')
+    assert safetensors.open_catalog(open_store(str(tmp_path))).info.notes == ()

@@ -1,0 +1,38 @@
+"""JSON of strangers: bounded before it is parsed, and one meaning only."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from ckptkit.formats.own.json import parse
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, "a": 2}', "[NaN]", "[1e999]", "[" * 5000, "9" * 5000, "", "{", b"\xff".decode("latin1")]
+)
+def test_what_two_readers_would_read_in_two_ways_is_refused(text: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match="f is no JSON"):
+        parse(text, file="f")
+
+
+def test_ordinary_json_is_read() -> None:
+    assert parse(b'{"a": [1, 2.5, null, "x"]}', file="f") == {"a": [1, 2.5, None, "x"]}
+
+
+@pytest.mark.parametrize("unit", ["[],", "{},", "0,"])
+def test_megabytes_of_empty_values_are_refused_before_they_are_parsed(unit: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match="it is not parsed"):
+        parse("[" + unit * (12_000_000 // len(unit)) + "0]", file="f")
+
+
+def test_a_large_file_of_ordinary_density_is_read() -> None:
+    text = "[" + ",".join(['{"name": "model.layers.0.weight", "shape": [4, 4]}'] * 60_000) + "]"
+    assert len(parse(text, file="f")) == 60_000
+
+
+def test_no_line_of_a_message_is_as_long_as_a_name_may_be() -> None:
+    assert len(str(CorruptCheckpointError("x" * 10**6))) <= 1000
+    assert len(str(CheckpointNotFoundError("a\n" + "x" * 10**6))) <= 1002
+    assert StorageError(5, "x" * 5000).errno == 5
+    assert len(str(CorruptCheckpointError("\n".join(["y" * 900] * 30)))) == 30 * 901 - 1

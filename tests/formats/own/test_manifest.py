@@ -1,0 +1,310 @@
+"""The manifest keeps a catalog exactly, and refuses everything that can't be one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import (
+    Catalog,
+    CatalogInfo,
+    Codec,
+    Digest,
+    MeshInfo,
+    ObjectEntry,
+    Role,
+    SliceArray,
+    TensorEntry,
+    TensorSlice,
+)
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsafePathError, UnsupportedFormatError, UsageError
+from ckptkit.formats.own.columns import pack, unpack
+from ckptkit.formats.own.manifest import MESHES, PLACEMENTS, Manifest, read_manifest
+
+
+def part(path, start, offsets, sizes, itemsize=4, digest=7, strides=None, rank=0) -> TensorSlice:
+    nbytes = int(np.prod(sizes)) * itemsize
+    if strides is not None:
+        nbytes = itemsize * (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)))
+    found = None if digest is None else Digest("xxh3_64", digest, start, nbytes)
+    return TensorSlice(Box(offsets, sizes), path, start, nbytes, strides, found, rank=rank)
+
+
+def tensor(name, dtype, shape, slices, role=Role.MODEL, fqn="", state="", key=()) -> TensorEntry:
+    return TensorEntry(name, dtype, shape, SliceArray.of(slices, len(shape)), role, fqn, state, key)
+
+
+def catalog(**changes) -> Catalog:
+    tensors = [
+        tensor(
+            "model.layers.0.weight",
+            "float32",
+            (7, 6),
+            [
+                part("__0_0.distcp", 320, (0, 0), (4, 6)),
+                part("__1_0.distcp", 64, (4, 0), (3, 6), digest=2**64 - 1, rank=1),
+            ],
+            fqn="layers.0.weight",
+            key=("model", "layers.0.weight"),
+        ),
+        tensor("model.empty", "bfloat16", (0, 4), [part("__0_0.distcp", 0, (0, 0), (0, 4), 2)], fqn="empty"),
+        tensor("model.none", "float32", (0,), [], fqn="none"),
+        tensor(
+            "optimizer.state.layers.0.weight.exp_avg",
+            "float8_e4m3fn",
+            (2, 3, 4),
+            [part("__1_0.distcp", 4096, (0, 0, 0), (2, 3, 4), 1)],
+            Role.OPTIMIZER,
+            "layers.0.weight",
+            "exp_avg",
+            ("optimizer", "state", "layers.0.weight", "exp_avg"),
+        ),
+        tensor("step", "int64", (), [part("__0_0.distcp", 9000, (), (), 8)], Role.OTHER),
+        tensor(
+            "list.0.é",
+            "float32",
+            (4, 3),
+            [part("x/y.bin", 1, (0, 0), (4, 3), strides=(1, 4))],
+            Role.OTHER,
+            key=("list", 0, "é"),
+        ),
+    ]
+    objects = {
+        "optimizer.param_groups.0.lr": ObjectEntry(
+            "optimizer.param_groups.0.lr",
+            "__0_0.distcp",
+            100,
+            200,
+            digest=Digest("xxh3_64", 5, 100, 200),
+            role=Role.OPTIMIZER,
+            key=("optimizer", "param_groups", 0, "lr"),
+        ),
+        "note": ObjectEntry("note", encoding="value", value={"a": [1, 2.5, None]}),
+    }
+    info = CatalogInfo(
+        "ckptkit-sharded",
+        producer="ckptkit",
+        step=12,
+        world_size=2,
+        mesh=MeshInfo((2,), ("dp",)),
+        files={"__0_0.distcp": 9999, "__1_0.distcp": 8888, "x/y.bin": 77},
+        side_files=("config.json",),
+        notes=("a note",),
+        extra={
+            MESHES: [{"shape": [2], "names": ["dp"]}],
+            PLACEMENTS: {"model.layers.0.weight": [0, ["S(0)"]]},
+            "more": 1,
+        },
+    )
+    made = Catalog({t.name: t for t in tensors}, objects, info)
+    return dataclasses.replace(made, **changes) if changes else made
+
+
+def rows(entry: TensorEntry) -> list[TensorSlice]:
+    return list(entry.slices)
+
+
+def blob() -> bytes:
+    return Manifest.of(catalog()).to_bytes()
+
+
+def test_a_catalog_comes_back_equal():
+    found, expected = read_manifest(blob()), catalog()
+    assert list(found.tensors) == list(expected.tensors)
+    for name, entry in expected.tensors.items():
+        got = found.tensors[name]
+        assert rows(got) == rows(entry)
+        fields = ("name", "dtype", "shape", "role", "fqn", "state", "key")
+        assert [getattr(got, f) for f in fields] == [getattr(entry, f) for f in fields]
+    assert found.objects == expected.objects
+
+
+def test_info_meshes_and_placements_come_back_equal():
+    found, expected = read_manifest(blob()).info, catalog().info
+    fields = ("format", "producer", "step", "world_size", "mesh", "files", "side_files", "notes")
+    assert [getattr(found, f) for f in fields] == [getattr(expected, f) for f in fields]
+    assert {k: dict(v) if k == PLACEMENTS else v for k, v in found.extra.items()} == expected.extra
+
+
+def test_any_safetensors_reader_opens_it():
+    arrays = safetensors.numpy.load(blob())
+    assert arrays["slice.start"].tolist()[:2] == [320, 64]
+
+
+def test_reading_needs_no_torch():
+    import subprocess
+
+    code = (
+        "import sys; from ckptkit.formats.own.manifest import read_manifest; "
+        "read_manifest(sys.stdin.buffer.read()); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], input=blob(), check=True)
+
+
+def test_no_digests_at_all_are_kept_as_none():
+    entry = tensor("model.w", "float32", (2,), [part("a", 0, (0,), (2,), digest=None)], fqn="w")
+    found = read_manifest(Manifest.of(Catalog({"model.w": entry})).to_bytes())
+    assert found.tensors["model.w"].slices.digests is None
+
+
+def test_an_empty_catalog_is_a_manifest():
+    found = read_manifest(Manifest.of(Catalog({})).to_bytes())
+    assert not found.tensors
+    assert not found.objects
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        tensor("w", "float32", (2,), [dataclasses.replace(part("a", 0, (0,), (2,)), codec=Codec("zstd", 0, 5))]),
+        tensor("w", "float32", (2,), [dataclasses.replace(part("a", 0, (0,), (2,)), digest=Digest("crc32", 1, 0, 8))]),
+        tensor(
+            "w", "float32", (2,), [dataclasses.replace(part("a", 4, (0,), (2,)), digest=Digest("xxh3_64", 1, 0, 16))]
+        ),
+        tensor("w", "float32", (2,), [part("a", 0, (0,), (2,))], fqn="other"),
+        tensor("w.x", "float32", (2,), [part("a", 0, (0,), (2,))], key=("w", "y")),
+    ],
+)
+def test_what_a_manifest_cannot_hold_is_refused(entry):
+    with pytest.raises(UnsupportedFormatError):
+        Manifest.of(Catalog({entry.name: entry})).to_bytes()
+
+
+def test_info_that_is_no_json_is_refused():
+    with pytest.raises(UsageError, match=r"extra\.when"):
+        Manifest.of(catalog(info=CatalogInfo("x", extra={"when": object()}))).to_bytes()
+
+
+def changed(**edits) -> bytes:
+    """The manifest with columns replaced, or edited by a function; `header` edits the header."""
+    columns = unpack(blob(), file="m")
+    arrays, header = {k: v.copy() for k, v in columns.arrays.items()}, json.loads(json.dumps(columns.header))
+    for name, edit in edits.items():
+        if name == "header":
+            edit(header)
+        else:
+            key = name.replace("__", ".")
+            if edit is None:
+                del arrays[key]
+            else:
+                arrays[key] = edit(arrays[key])
+    return pack(arrays, header)
+
+
+def at(index: int, value: int):
+    def edit(column):
+        column[index] = value
+        return column
+
+    return edit
+
+
+DAMAGES = {
+    "a column is gone": {"slice__start": None},
+    "a column is too short": {"slice__nbytes": lambda c: c[:-1]},
+    "a column has another dtype": {"slice__start": lambda c: c.astype(np.uint64)},
+    "a file index is past the table": {"slice__file": at(0, 99)},
+    "a file index is negative": {"slice__file": at(0, -1)},
+    "a start is negative": {"slice__start": at(0, -8)},
+    "a start is past any file": {"slice__start": at(0, 2**62 + 1)},
+    "a length is not that of its box": {"slice__nbytes": at(0, 5)},
+    "a slice lies outside of its shape": {"slice__offset": at(0, 5)},
+    "an offset is negative": {"slice__offset": at(2, -1)},
+    "a size wraps around": {"slice__size": at(0, 2**63 - 1)},
+    "a shape is negative": {"tensor__shape": at(0, -7)},
+    "a shape is too large": {"tensor__shape": at(0, 2**62)},
+    "the pointers go back": {"tensor__stop": at(1, 1)},
+    "the pointers go too far": {"tensor__stop": at(-1, 99)},
+    "a dtype index is past the table": {"tensor__dtype": at(0, 200)},
+    "a role is unknown": {"tensor__role": at(0, 9)},
+    "a dimension too many": {"tensor__ndim": at(0, 3)},
+    "a placement is past the table": {"tensor__placement": at(0, 4)},
+    "a stride is of no slice": {"stride__row": at(0, 77)},
+    "strides span other bytes": {"stride__value": at(0, 9)},
+    "a text table is damaged": {"names__ends": at(0, 10**9)},
+    "a path part count is wrong": {"tensor__parts": at(0, 9)},
+    "an object's file is past the table": {"object__file": at(0, 50)},
+    "an encoding is unknown": {"object__encoding": at(0, 7)},
+    "the format is missing": {"header": lambda h: h.pop("format")},
+    "a header field is of another type": {"header": lambda h: h.update(dtypes={"a": 1})},
+    "a placement is malformed": {"header": lambda h: h.update(placements=[["x", []]])},
+    "info is malformed": {"header": lambda h: h["info"].update(files=[1])},
+    "a note is no text": {"header": lambda h: h["info"].update(notes=[["x"]])},
+    "uninterpreted tensors are malformed": {"header": lambda h: h["info"].setdefault("extra", {}).update(opaque=[1])},
+    "a mesh is malformed": {"header": lambda h: h["info"].update(mesh={"shape": "2"})},
+}
+
+
+@pytest.mark.parametrize("edits", DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_refused(edits):
+    with pytest.raises(CorruptCheckpointError):
+        read_manifest(changed(**edits))
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../b", "a\\b", "a\0b", ""])
+def test_a_path_out_of_the_checkpoint_is_refused(path):
+    texts = [path.encode(), b"__1_0.distcp", b"x/y.bin"]
+    edits = {
+        "paths": lambda c: np.frombuffer(b"".join(texts), np.uint8),
+        "paths__ends": lambda c: np.cumsum([len(t) for t in texts]),
+    }
+    with pytest.raises(UnsafePathError):
+        read_manifest(changed(**edits))
+
+
+def test_a_newer_format_is_told_apart_from_damage():
+    with pytest.raises(UnsupportedFormatError, match="format is 2"):
+        read_manifest(changed(header=lambda h: h.update(format=2)))
+
+
+def test_a_name_listed_twice_is_refused():
+    names = [b"model.empty", b"model.empty", b"model.none", b"step", b"step", b"w"]
+    edits = {
+        "names": lambda c: np.frombuffer(b"".join(names), np.uint8),
+        "names__ends": lambda c: np.cumsum([len(t) for t in names]),
+        "tensor__fqn": lambda c: np.zeros(12, np.int32),
+        "tensor__parts": lambda c: np.zeros(6, np.uint8),
+        "tensor__part": lambda c: np.zeros(0, np.int32),
+    }
+    with pytest.raises(CorruptCheckpointError, match="twice"):
+        read_manifest(changed(**edits))
+
+
+@pytest.mark.parametrize("length", [0, 5, 8, 100, -1])
+def test_a_truncated_manifest_is_refused(length):
+    with pytest.raises(CorruptCheckpointError):
+        read_manifest(blob()[:length])
+
+
+@pytest.mark.parametrize("claimed", [2**63, 2**40, 10**6])
+def test_a_header_length_is_not_believed(claimed):
+    data = bytearray(blob())
+    data[:8] = struct.pack("<Q", claimed)
+    with pytest.raises(CorruptCheckpointError):
+        read_manifest(bytes(data))
+
+
+BLOB = blob()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(BLOB) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+def test_any_damage_gives_a_catalog_or_a_clean_error(edits):
+    data = bytearray(BLOB)
+    for position, value in edits:
+        data[position] = value
+    try:
+        found = read_manifest(bytes(data))
+        for entry in found.tensors.values():
+            list(entry.slices)
+    except CkptkitError:
+        pass

@@ -1,0 +1,148 @@
+"""Our own committed checkpoints as catalogs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from ckptkit.catalog.entry import Role
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    IntegrityError,
+)
+from ckptkit.formats.own.manifest import Manifest
+from ckptkit.formats.own.reader import open_catalog, open_manifest
+from ckptkit.formats.own.record import CommitRecord, FileRecord
+from ckptkit.storage.local import LocalStore
+from tests.formats.own.test_manifest import catalog
+
+OBJECTS = {"format": 1, "objects": {"step": 12, "optimizer": {"param_groups": []}, "rng.0": {"$tuple": [1, 2]}}}
+
+
+def commit(
+    root: Path,
+    *,
+    kind: str = "sharded",
+    data: str = "",
+    objects: object = OBJECTS,
+    listed: list[str] | None = None,
+    nbytes: int = 1 << 30,
+) -> LocalStore:
+    """A committed checkpoint whose data files are not needed to open it."""
+    place = root / data
+    place.mkdir(parents=True, exist_ok=True)
+    contents = {"manifest.safetensors": Manifest.of(catalog()).to_bytes()}
+    if objects is not None:
+        contents["objects.json"] = json.dumps(objects).encode()
+    for name, content in contents.items():
+        (place / name).write_bytes(content)
+    files = {name: FileRecord(len(c), xxhash.xxh3_64_hexdigest(c)) for name, c in contents.items()}
+    files.update(
+        dict.fromkeys(Manifest.of(catalog()).paths if listed is None else listed, FileRecord(nbytes, "0" * 16))
+    )
+    record = CommitRecord(
+        step=12,
+        save_id="0123456789abcdef",
+        data=data,
+        state_dict_type=kind,
+        world_size=2,
+        mesh={"shape": [2], "names": ["dp"]},
+        files=files,
+        manifest="manifest.safetensors",
+        versions={"ckptkit": "0.1.0"},
+    )
+    (root / "checkpoint.json").write_bytes(record.to_json())
+    return LocalStore(root)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_every_type_opens_with_its_record(tmp_path, kind):
+    found = open_catalog(commit(tmp_path, kind=kind))
+    assert (found.info.format, found.info.producer, found.info.step) == (f"ckptkit-{kind}", "ckptkit 0.1.0", 12)
+    assert list(found.tensors) == list(catalog().tensors)
+    assert {"manifest.safetensors", "objects.json"} <= set(found.info.files)
+
+
+def test_a_slice_in_a_file_that_was_not_committed_is_refused(tmp_path):
+    with pytest.raises(IncompleteCheckpointError, match="which the commit record does not list"):
+        open_catalog(commit(tmp_path, listed=[]))
+
+
+def test_a_slice_past_the_end_of_its_file_is_refused_before_its_tensor_is_made(tmp_path):
+    with pytest.raises(IncompleteCheckpointError, match="past the end of the file"):
+        open_catalog(commit(tmp_path, nbytes=8))
+
+
+def test_the_objects_beside_the_manifest_are_entries(tmp_path):
+    found = open_catalog(commit(tmp_path)).objects
+    assert found["step"].value == 12
+    assert found["rng.0"].value == {"$tuple": [1, 2]}
+    assert (found["optimizer"].role, found["step"].role) == (Role.OPTIMIZER, Role.OTHER)
+    assert "optimizer.param_groups.0.lr" in found
+
+
+def test_paths_are_relative_to_the_store_wherever_the_data_lie(tmp_path):
+    found = open_catalog(commit(tmp_path, data="0123456789abcdef"))
+    assert found.tensors["step"].slices[0].path == "0123456789abcdef/__0_0.distcp"
+    assert found.objects["optimizer.param_groups.0.lr"].path == "0123456789abcdef/__0_0.distcp"
+    assert "0123456789abcdef/objects.json" in found.info.files
+
+
+def test_a_directory_without_a_record_is_no_checkpoint(tmp_path):
+    (tmp_path / "manifest.safetensors").write_bytes(Manifest.of(catalog()).to_bytes())
+    with pytest.raises(CheckpointNotFoundError):
+        open_catalog(LocalStore(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["manifest.safetensors", "objects.json"])
+def test_a_missing_file_is_named(tmp_path, name):
+    store = commit(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=name):
+        open_catalog(store)
+
+
+@pytest.mark.parametrize("name", ["manifest.safetensors", "objects.json"])
+def test_a_flipped_byte_is_found(tmp_path, name):
+    store = commit(tmp_path)
+    data = bytearray((tmp_path / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(IntegrityError, match=name):
+        open_catalog(store)
+
+
+def test_a_truncated_manifest_is_told(tmp_path):
+    store = commit(tmp_path)
+    file = tmp_path / "manifest.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(IncompleteCheckpointError, match="truncated"):
+        open_catalog(store)
+
+
+@pytest.mark.parametrize("objects", [[], {"format": 2, "objects": {}}, {"format": 1}, {"format": 1, "objects": []}])
+def test_objects_of_another_form_are_refused(tmp_path, objects):
+    with pytest.raises(CorruptCheckpointError, match=r"objects\.json"):
+        open_catalog(commit(tmp_path, objects=objects))
+
+
+def test_a_manifest_without_metadata_beside_it_is_not_used(tmp_path):
+    (tmp_path / "manifest.safetensors").write_bytes(Manifest.of(catalog()).to_bytes())
+    assert open_manifest(LocalStore(tmp_path)) is None
+
+
+def test_opening_needs_no_torch(tmp_path):
+    import subprocess
+
+    commit(tmp_path)
+    code = (
+        "import sys; from ckptkit.formats.own.reader import open_catalog; from ckptkit.storage import open_store; "
+        "open_catalog(open_store(sys.argv[1])); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

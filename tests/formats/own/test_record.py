@@ -1,0 +1,218 @@
+"""The commit record: written and read back, refused when it is damaged, hostile or from the future."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    UnsafePathError,
+    UnsupportedFormatError,
+    UsageError,
+)
+from ckptkit.formats.own import record as layout
+from ckptkit.formats.own.record import CommitRecord, FileRecord, data_store, find_record, step_name, step_of_name
+from ckptkit.storage.open import open_store
+
+FULL = CommitRecord(
+    step=1200,
+    tag="final",
+    save_id="0123456789abcdef",
+    sequence=7,
+    data="0123456789abcdef",
+    created=1_700_000_000.25,
+    state_dict_type="sharded",
+    world_size=4,
+    mesh={"shape": [2, 2], "names": ["replicate", "shard"]},
+    files={"manifest.safetensors": FileRecord(5, "0" * 16), "a/b.distcp": FileRecord(7, "f" * 16)},
+    manifest="manifest.safetensors",
+    metrics={"loss": 1.5, "worst": math.inf},
+    objective=("loss", "min"),
+    client_state={"epoch": 3, "name": "é", "list": [1, None, True, 0.1]},
+    writer={"host": "h", "pid": 1},
+    versions={"torch": "2.13.0"},
+    extra={"x": 1},
+)
+
+
+def body_of(record: CommitRecord) -> dict[str, Any]:
+    return json.loads(record.to_json())
+
+
+def sealed(body: dict[str, Any]) -> bytes:
+    """Return a record with a right digest, whatever its fields are: what an attacker would write."""
+    body = {name: value for name, value in body.items() if name != "self"}
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**body, "self": f"xxh3_64:{xxhash.xxh3_64_hexdigest(canonical.encode())}"}).encode()
+
+
+def read(data: bytes) -> CommitRecord:
+    return CommitRecord.from_json(data, file="run/step/checkpoint.json")
+
+
+def test_a_record_is_read_back_as_it_was() -> None:
+    assert read(FULL.to_json()) == FULL
+    assert FULL.total_bytes == 12 and FULL.name == "final"
+
+
+def test_a_metric_that_is_no_number_survives() -> None:
+    again = read(dataclasses.replace(FULL, metrics={"loss": math.nan, "low": -math.inf}).to_json())
+    assert math.isnan(again.metrics["loss"]) and again.metrics["low"] == -math.inf
+
+
+def test_a_record_can_be_sent_to_other_ranks() -> None:
+    assert pickle.loads(pickle.dumps(read(FULL.to_json()))) == FULL
+    assert FULL.without_files().files == {} and FULL.without_files().total_bytes == 12
+
+
+def test_the_record_is_plain_json_that_states_its_format() -> None:
+    assert body_of(FULL)["format"] == "ckptkit/1" and body_of(FULL)["created"] == "2023-11-14T22:13:20.250000Z"
+
+
+def test_a_newer_format_is_refused_with_advice() -> None:
+    with pytest.raises(UnsupportedFormatError, match="upgrade"):
+        read(sealed({**body_of(FULL), "format": "ckptkit/2"}))
+
+
+@pytest.mark.parametrize("name", sorted(body_of(FULL)))
+def test_a_missing_field_is_named(name: str) -> None:
+    body = body_of(FULL)
+    del body[name]
+    with pytest.raises(CorruptCheckpointError, match=name):
+        read(sealed(body) if name != "self" else json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("name", sorted(set(body_of(FULL)) - {"client_state", "self"}))
+@pytest.mark.parametrize("value", [[1], {"a": {}}, -1, 1.5, "\0", True, {"a": 1e999}, "x" * 10_000])
+def test_a_field_of_a_wrong_type_is_refused(name: str, value: Any) -> None:
+    if (name, value) in [("extra", {"a": {}}), ("writer", {"a": {}})]:
+        return
+    with pytest.raises((CorruptCheckpointError, UnsupportedFormatError, UnsafePathError)):
+        read(sealed({**body_of(FULL), name: value}))
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "a\\b", "a\0b", ".", "a/./b", "x" * 5000, "a\nb"]
+)
+def test_a_file_outside_of_the_checkpoint_is_refused(path: str) -> None:
+    body = body_of(FULL)
+    body["files"][path] = {"nbytes": 0, "xxh3_64": "0" * 16}
+    with pytest.raises(UnsafePathError):
+        read(sealed(body))
+
+
+@pytest.mark.parametrize("changes", [{"tag": "../x"}, {"tag": "step_00000009"}, {"data": "f" * 16}, {"tag": ".git"}])
+def test_a_place_outside_of_the_run_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsafePathError):
+        read(sealed({**body_of(FULL), **changes}))
+
+
+def test_a_total_that_the_files_do_not_add_up_to_is_refused() -> None:
+    with pytest.raises(CorruptCheckpointError, match="add up"):
+        read(sealed({**body_of(FULL), "total_bytes": 10**12}))
+
+
+def test_a_manifest_that_is_not_among_the_files_is_refused() -> None:
+    with pytest.raises(IncompleteCheckpointError, match="manifest"):
+        read(sealed({**body_of(FULL), "manifest": "other"}))
+
+
+def test_a_changed_field_is_found() -> None:
+    with pytest.raises(IntegrityError, match="digest"):
+        read(FULL.to_json().replace(b'"step": 1200', b'"step": 1201'))
+
+
+def test_every_flipped_bit_is_found_or_changes_nothing() -> None:
+    data = FULL.to_json()
+    chance = random.Random(1)
+    for _ in range(2000):
+        place, bit = chance.randrange(len(data)), chance.randrange(8)
+        spoilt = bytearray(data)
+        spoilt[place] ^= 1 << bit
+        try:
+            assert read(bytes(spoilt)) == FULL
+        except CorruptCheckpointError:
+            continue
+
+
+def test_every_truncation_is_found() -> None:
+    data = FULL.to_json().rstrip()
+    for stop in range(len(data)):
+        with pytest.raises(CorruptCheckpointError):
+            read(data[:stop])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\0" * 4096, b"\xff\xfe", b"[]", b"null", b"1" * 5000, b"[" * 100_000, b'{"a":1,"a":2}', b'{"step": NaN}'],
+)
+def test_what_is_no_record_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        read(data)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from(sorted(body_of(FULL))), json_values)
+def test_any_json_in_any_field_is_read_or_refused_with_an_error_of_ours(name: str, value: Any) -> None:
+    with contextlib.suppress(CkptkitError):
+        read(sealed({**body_of(FULL), name: value}))
+
+
+def test_a_record_that_can_not_be_written_is_a_usage_error() -> None:
+    for fields in (
+        {"client_state": {1, 2}},
+        {"client_state": {"x": math.nan}},
+        {"metrics": {"loss": "low"}},
+        {"client_state": {"a": [{1: 2}]}},
+    ):
+        with pytest.raises(UsageError, match=r"JSON|expected a number"):
+            dataclasses.replace(FULL, **fields).to_json()
+
+
+def test_steps_have_names_that_sort_and_are_read_back() -> None:
+    assert step_name(7) == "step_00000007" and step_name(10**9) == "step_1000000000"
+    assert [step_of_name(name) for name in ("step_00000007", "step_1000000000")] == [7, 10**9]
+
+
+@pytest.mark.parametrize("name", ["step_7", "step_0000000007", "step_00000007x", "Step_00000007", "step_-0000007", "7"])
+def test_only_the_one_spelling_of_a_step_is_its_name(name: str) -> None:
+    assert step_of_name(name) is None
+
+
+def test_a_record_that_is_a_link_or_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path))
+    assert find_record(store) is None
+    (tmp_path / "real").write_bytes(FULL.to_json())
+    (tmp_path / "checkpoint.json").symlink_to(tmp_path / "real")
+    with pytest.raises(UnsafePathError, match="symlink"):
+        find_record(store)
+    monkeypatch.setattr(layout, "MAX_RECORD_BYTES", 10)
+    with pytest.raises(CorruptCheckpointError, match="larger"):
+        find_record(store, "real")
+
+
+def test_the_data_lie_beside_the_record_or_in_the_folder_of_the_save(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    assert data_store(store, FULL).url == f"{store.url}/0123456789abcdef"
+    assert data_store(store, dataclasses.replace(FULL, data="")) is store

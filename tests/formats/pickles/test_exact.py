@@ -1,0 +1,149 @@
+"""The one place where torch unpickles, in a job: nothing runs, nothing unfolds."""
+
+from __future__ import annotations
+
+import ast
+import io
+import zipfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, SaveError, UnsafePickleError
+from ckptkit.formats.pickles.exact import dump_object, parse_object
+from tests.formats import interop_cases as interop
+from tests.formats.interop_cases import CODE, OBJECTS, same
+from tests.hostile.sources import Evil
+
+
+def saved(value: Any, **settings: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out, **settings)
+    return out.getvalue()
+
+
+def packed_again(data: bytes, method: int, *, pad: int = 0) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", method) as new:
+        for item in old.infolist():
+            new.writestr(item.filename, old.read(item) + bytes(pad if "/data/" in item.filename else 0))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("value", [{"a": 1, "t": torch.arange(3)}, [], torch.zeros(0, 2), (1.5, "x", None)])
+@pytest.mark.parametrize("modern", [True, False])
+def test_what_torch_saves_is_read(value: Any, modern: bool) -> None:
+    found = parse_object(saved(value, _use_new_zipfile_serialization=modern), file="f")
+    assert str(found) == str(value)
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unfolded() -> None:
+    data = saved({"t": torch.zeros(4)})
+    assert parse_object(packed_again(data, zipfile.ZIP_STORED), file="f")["t"].tolist() == [0, 0, 0, 0]
+    bomb = packed_again(data, zipfile.ZIP_DEFLATED, pad=64 << 20)
+    assert len(bomb) < 1 << 20
+    with pytest.raises(CorruptCheckpointError, match=r"f: the object 'x'.*compressed"):
+        parse_object(bomb, file="f", name="x")
+
+
+def test_two_members_of_one_name_are_refused() -> None:
+    data = saved(1)
+    with zipfile.ZipFile(io.BytesIO(data)) as old:
+        name = next(item.filename for item in old.infolist() if item.filename.endswith("/data.pkl"))
+        content = old.read(name)
+    out = io.BytesIO(data)
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(out, "a") as again:
+        again.writestr(name, content)
+    with pytest.raises(CorruptCheckpointError):
+        parse_object(out.getvalue(), file="f")
+
+
+def test_a_view_larger_than_what_is_stored_is_refused() -> None:
+    with pytest.raises(CorruptCheckpointError, match="stored"):
+        parse_object(saved({"a": [{"w": torch.zeros(1).expand(2**40)}]}), file="f")
+
+
+@pytest.mark.parametrize("modern", [True, False])
+def test_a_payload_is_named_and_not_run(modern: bool, tmp_path: Path) -> None:
+    data = saved(Evil(tmp_path / "PWNED"), _use_new_zipfile_serialization=modern)
+    with pytest.raises(UnsafePickleError, match=r"f: the object 'x'.*mkdir.*nothing of it was run.*add_safe_globals"):
+        parse_object(data, file="f", name="x")
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, that some of its tensors are new or go away
+@pytest.mark.parametrize("make", [make for _, make in OBJECTS], ids=[name for name, _ in OBJECTS])
+def test_plain_data_is_read_as_it_was(make: Callable[[], Any]) -> None:
+    data = saved({"of": [make()] * 2})
+    found, again = parse_object(data, file="f")["of"]
+    assert same(found, make())
+    assert found is again or isinstance(found, (int, float, complex, str, bytes, tuple, frozenset, range, slice))
+
+
+@pytest.mark.parametrize("make", [make for _, make in CODE], ids=[name for name, _ in CODE])
+def test_what_needs_code_of_its_own_is_refused_by_the_name_of_that_code(make: Callable[[], Any]) -> None:
+    with pytest.raises(
+        UnsafePickleError, match=r"asks for '.*interop_cases\..*nothing of it was run.*add_safe_globals"
+    ):
+        parse_object(saved({"of": [deque([make()])]}), file="f")
+
+
+def test_a_class_that_the_caller_allows_is_made_beside_plain_data() -> None:
+    classes = [interop.Colour, interop.Settings, interop.Point, interop.Plain, interop.Sized]
+    value = (deque([interop.Colour.RED]), *(kind() for kind in classes[1:]))
+    data = saved(value)
+    with torch.serialization.safe_globals(classes):
+        assert parse_object(data, file="f") == value
+    with pytest.raises(UnsafePickleError, match="Colour"):
+        parse_object(data, file="f")
+
+
+def test_a_container_that_holds_itself_comes_back_so() -> None:
+    circle: Any = deque([1])
+    circle.append([circle])
+    found = parse_object(saved(circle), file="f")
+    assert found[1][0] is found and len(found) == 2
+
+
+def test_an_array_that_was_read_can_be_written() -> None:
+    parse_object(saved((np.zeros(2),)), file="f")[0][0] = 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"PK", b"PK\x03\x04" + bytes(200), b"\x80\x02.", b"\x80\x02K\x01.", b"\t" * 72, b"PK\x05\x06" + bytes(18)],
+)  # fmt: skip
+def test_bytes_that_torch_did_not_write_are_an_error_of_ours(data: bytes) -> None:
+    with pytest.raises(CkptkitError, match="f"):
+        parse_object(data, file="f")
+
+
+class Unsaveable:
+    pass
+
+
+def test_what_would_need_code_to_load_is_not_saved() -> None:
+    with pytest.raises(SaveError, match=r"type builtins\.dict.*or else"):
+        dump_object({"a": Unsaveable()}, name="x", advice="or else")
+    assert parse_object(dump_object({"a": 1}, name="x", advice=""), file="f") == {"a": 1}
+
+
+# Between the processes of one job, over their own connections.
+OF_ONE_JOB = {"checkpoint/run/coordinator.py", "checkpoint/save/writer_child.py"}
+
+
+def test_torch_unpickles_nowhere_else_and_never_without_limits() -> None:
+    top = Path(ckptkit.__file__).parent
+    found: dict[str, list[str]] = {}
+    for path in top.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "pickle.load", "pickle.loads"):
+                found.setdefault(path.relative_to(top).as_posix(), []).append(ast.unparse(node))
+    assert set(found) == {"formats/pickles/exact.py"} | OF_ONE_JOB
+    assert all("weights_only=True" in call for call in found["formats/pickles/exact.py"])

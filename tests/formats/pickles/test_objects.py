@@ -1,0 +1,132 @@
+"""read_object gives plain Python values, runs nothing, and refuses what it does not know by name."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import os
+import pathlib
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptkit.catalog.entry import ObjectEntry
+from ckptkit.errors import CorruptCheckpointError, UnsafePickleError
+from ckptkit.formats.pickles.objects import Inert, TensorValue, load_object_torch, read_object
+from ckptkit.storage.local import LocalStore
+
+
+def entry_of(folder: Path, value: object, *, protocol: int = 2) -> tuple[LocalStore, ObjectEntry]:
+    import torch
+
+    torch.save(value, folder / "o.pt", pickle_protocol=protocol)
+    return LocalStore(folder), ObjectEntry("o", "o.pt", 0, (folder / "o.pt").stat().st_size)
+
+
+PLAIN = {
+    "rng": ("MT19937", np.arange(624, dtype=np.uint32), 3, 0, 0.0),
+    "when": datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+    "for": datetime.timedelta(days=2, seconds=3),
+    "where": pathlib.PurePosixPath("/a/b"),
+    "args": argparse.Namespace(lr=0.1, names=["x"]),
+    "ordered": collections.OrderedDict(a=1),
+    "counts": collections.Counter("aab"),
+    "last": collections.deque([1, 2], 5),
+    "set": {1, 2},
+    "frozen": frozenset("ab"),
+    "scalar": np.float64(2.5),
+    "complex": 1 + 2j,
+    "slice": slice(1, None, 2),
+    "bytes": b"\x00\xff",
+    "range_": [True, None, -(1 << 40)],
+}
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_the_values_of_training_states_come_back_equal(tmp_path: Path, protocol: int) -> None:
+    found = read_object(*entry_of(tmp_path, PLAIN, protocol=protocol))
+    assert found["rng"][0] == "MT19937"
+    assert (found["rng"][1] == PLAIN["rng"][1]).all()
+    assert found["where"] == "/a/b"
+    assert found["args"] == {"lr": 0.1, "names": ["x"]}
+    assert found["last"] == [1, 2]
+    same = ("when", "for", "ordered", "counts", "set", "frozen", "scalar", "complex", "slice", "bytes", "range_")
+    assert {k: found[k] for k in same} == {k: PLAIN[k] for k in same}
+
+
+def test_tensors_become_arrays_and_dtypes_numpy_lacks_keep_their_bytes(tmp_path: Path) -> None:
+    import torch
+
+    t = torch.arange(6.0).reshape(2, 3)
+    found = read_object(*entry_of(tmp_path, {"t": t.t(), "b": t.bfloat16(), "empty": torch.empty(0, 3)}))
+    assert found["t"].tolist() == t.t().tolist()
+    assert found["b"] == TensorValue("bfloat16", (2, 3), t.bfloat16().view(torch.int16).numpy().tobytes())
+    assert found["empty"].shape == (0, 3)
+
+
+class Foreign:
+    def __init__(self) -> None:
+        self.x = [1]
+
+
+def test_a_foreign_class_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsafePickleError, match=r"o\.pt.*test_objects\.Foreign"):
+        read_object(*entry_of(tmp_path, Foreign()))
+
+
+def test_a_foreign_class_is_an_inert_record_where_asked_for(tmp_path: Path) -> None:
+    found = read_object(*entry_of(tmp_path, Foreign()), allow_pickle=True)
+    assert found == Inert("tests.formats.pickles.test_objects.Foreign", (), {"x": [1]}, [], known=False)
+
+
+def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    loop: list[object] = []
+    loop.append(loop)
+    with pytest.raises(CorruptCheckpointError, match="contains itself"):
+        read_object(*entry_of(tmp_path, loop))
+
+
+def test_a_value_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
+    laugh: list[object] = ["ha"]
+    for _ in range(60):
+        laugh = [laugh, laugh]
+    with pytest.raises(CorruptCheckpointError, match="unfolds"):
+        read_object(*entry_of(tmp_path, laugh))
+
+
+def test_torch_loads_the_same_value_into_a_job(tmp_path: Path) -> None:
+    import torch
+
+    store, entry = entry_of(tmp_path, {"t": torch.arange(3), "n": 1})
+    assert load_object_torch(store, entry)["t"].tolist() == [0, 1, 2]
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, ("PWNED",))
+
+
+def test_loading_into_a_job_runs_nothing_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, entry = entry_of(tmp_path, Evil())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsafePickleError, match="nothing of it was run"):
+        load_object_torch(store, entry)
+    with pytest.raises(UnsafePickleError):
+        read_object(store, entry)
+    read_object(store, entry, allow_pickle=True)
+    assert not (tmp_path / "PWNED").exists()
+
+
+def test_a_plain_pickle_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "s.pkl").write_bytes(pickle.dumps({"a": (1, 2)}))
+    assert read_object(LocalStore(tmp_path), ObjectEntry("s", "s.pkl")) == {"a": (1, 2)}
+
+
+def test_records_do_not_take_each_others_fields(tmp_path: Path) -> None:
+    """Containers that a conversion makes and drops leave their address to the next one."""
+    values = [argparse.Namespace(a=i, b=str(i)) for i in range(500)]
+    found = read_object(*entry_of(tmp_path, values))
+    assert found == [vars(value) for value in values]

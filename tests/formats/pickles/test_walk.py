@@ -1,0 +1,310 @@
+"""The unpickler runs nothing, whatever opcode asks for it; each refusal has a benign twin that is accepted."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.errors import CorruptCheckpointError, UnsafePickleError
+from ckptkit.formats.pickles.inert import Record, UnknownGlobal
+from ckptkit.formats.pickles.walk import load_prefix, loads
+
+P = b"\x80\x04"
+
+
+def text(value: str) -> bytes:
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def stack_global(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+def line_global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Payloads make a directory PWNED in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not list(tmp_path.iterdir())
+
+
+ARGS = text("PWNED") + b"\x85"
+ORDERED = ("collections", "OrderedDict")
+
+# Each way to call a global: hostile with os.mkdir, benign with a class that is allowed.
+CALLS: dict[str, Any] = {
+    "REDUCE of GLOBAL": lambda g, a: line_global(*g) + a + b"R.",
+    "REDUCE of STACK_GLOBAL": lambda g, a: P + stack_global(*g) + a + b"R.",
+    "NEWOBJ": lambda g, a: P + stack_global(*g) + a + b"\x81.",
+    "NEWOBJ_EX": lambda g, a: P + stack_global(*g) + a + b"}\x92.",
+    "INST": lambda g, a: b"(" + a[:-1] + f"i{g[0]}\n{g[1]}\n.".encode(),
+    "OBJ": lambda g, a: b"(" + line_global(*g) + a[:-1] + b"o.",
+    "nested in the arguments of an allowed call": lambda g, a: (
+        P + stack_global("builtins", "list") + b"]" + stack_global(*g) + a + b"Ra\x85R."
+    ),
+    "in a state": lambda g, a: P + stack_global("argparse", "Namespace") + b")\x81}" + text("x") + stack_global(*g) + a
+    + b"Rsb.",
+    "as a dict's value": lambda g, a: P + b"}K\x01" + stack_global(*g) + a + b"Rs.",
+    "behind a memo": lambda g, a: P + stack_global(*g) + b"\x940h\x00" + a + b"R.",
+    "popped again": lambda g, a: P + stack_global(*g) + a + b"R0N.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_no_opcode_calls_a_global_that_is_not_allowed(how: str) -> None:
+    for module in ("posix", "os"):
+        with pytest.raises(UnsafePickleError, match=rf"file\.pt: its pickle asks for '{module}\.mkdir'"):
+            loads(CALLS[how]((module, "mkdir"), ARGS), file="file.pt")
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_the_same_opcode_with_an_allowed_class_is_accepted(how: str) -> None:
+    assert loads(CALLS[how](("pathlib", "PurePosixPath"), ARGS), file="f") is not NotImplemented
+
+
+GLOBALS = (
+    "builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__", "builtins.open", "builtins.print",
+    "builtins.globals", "builtins.vars", "builtins.setattr", "builtins.type", "builtins.super", "builtins.map",
+    "builtins.breakpoint", "__builtin__.eval", "__builtin__.execfile", "__builtin__.apply", "nt.system",
+    "os.system", "os.popen", "posix.system", "subprocess.Popen", "subprocess.check_output", "pty.spawn",
+    "importlib.import_module", "runpy._run_code", "runpy.run_path", "code.interact", "pdb.run", "timeit.timeit",
+    "operator.attrgetter", "operator.methodcaller", "functools.partial", "functools.reduce", "types.CodeType",
+    "types.FunctionType", "marshal.loads", "pickle.loads", "_pickle.loads", "shelve.open", "webbrowser.open",
+    "socket.socket", "ctypes.CDLL", "asyncio.run", "pip._internal.main", "cProfile.run", "bdb.Bdb.run",
+    "torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "torch.storage._load_from_bytes",
+    "torch.utils._config_module.load_config", "torch._utils._import_dotted_name", "torch.serialization.load",
+    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save", "torch.nn.modules.linear.Linear",
+    "torch.distributed._shard.sharded_tensor.api.os", "torch.distributed.device_mesh.init_device_mesh",
+    "torch.distributed.tensor.os.system", "numpy.load", "numpy.f2py.crackfortran.getlincoef",
+    "numpy.testing._private.utils.runstring", "numpy.core.multiarray.fromfile", "pathlib.Path.touch",
+    "collections.OrderedDict.fromkeys", "collections.namedtuple", "_codecs.decode", "codecs.open",
+    "copyreg.add_extension", "copyreg.__newobj__", "datetime.datetime.now", "megatron.core.utils.run",
+    "deepspeed.runtime.config.Config",
+    "оs.system", "os .system", "OS.system", ".system", "os.",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GLOBALS)
+def test_a_global_that_is_not_allowed_is_refused_by_name(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    for data in (P + stack_global(module, attribute) + b".", P + b"]" + stack_global(module, attribute) + b"a."):
+        with pytest.raises(UnsafePickleError) as caught:
+            loads(data, file="f")
+        assert repr(name) in str(caught.value)
+
+
+def test_a_dotted_name_is_no_way_around() -> None:
+    with pytest.raises(UnsafePickleError, match=r"collections\.OrderedDict\.__init__\.__globals__"):
+        loads(P + stack_global("collections", "OrderedDict.__init__.__globals__") + b".", file="f")
+
+
+def getattr_of(*names: str) -> bytes:
+    made = stack_global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+    for name in names:
+        made = stack_global("builtins", "getattr") + made + text(name) + b"\x86R"
+    return P + made + b"."
+
+
+def test_getattr_gives_a_nested_class_of_torch_distributed() -> None:
+    found = loads(getattr_of("ProcessGroupState"), file="f")
+    assert issubclass(found, Record)
+    assert found.kind.endswith(".ShardedTensor.ProcessGroupState")
+
+
+@pytest.mark.parametrize("names", [("__init__",), ("__class__", "__base__"), ("__subclasses__",), ("kind",), ("a b",)])
+def test_getattr_reaches_nothing_else(names: tuple[str, ...]) -> None:
+    with pytest.raises((UnsafePickleError, CorruptCheckpointError)):
+        loads(getattr_of(*names), file="f")
+
+
+@pytest.mark.parametrize("target", [text("x"), stack_global("collections", "OrderedDict"), b"K\x01", b"]"])
+def test_getattr_of_anything_else_is_refused(target: bytes) -> None:
+    with pytest.raises((UnsafePickleError, CorruptCheckpointError)):
+        loads(P + stack_global("builtins", "getattr") + target + text("X") + b"\x86R.", file="f")
+
+
+# --- stubs can't be turned into anything
+
+RECORD = stack_global("argparse", "Namespace")
+BUILDS = {
+    "a state named __setstate__": RECORD + b")\x81}" + text("__setstate__") + text("x") + b"sb",
+    "a state named __class__": RECORD + b")\x81}" + text("__class__") + text("x") + b"sb",
+    "a state of slots": RECORD + b")\x81N}" + text("args") + text("x") + b"s\x86b",
+}
+
+
+@pytest.mark.parametrize("what", BUILDS)
+def test_a_state_is_only_data(what: str) -> None:
+    made = loads(P + BUILDS[what] + b".", file="f")
+    assert type(made).__name__ == "Record"
+    assert made.args == ()
+
+
+NO_STATE = {
+    "a class": RECORD,
+    "a function": stack_global("collections", "OrderedDict"),
+    "a dtype": stack_global("torch", "float32"),
+    "a storage class": stack_global("torch", "FloatStorage"),
+    "a list": b"]",
+    "a tuple class": stack_global("torch", "Size"),
+    "text": text("x"),
+}
+
+
+@pytest.mark.parametrize("what", NO_STATE)
+def test_what_is_shared_takes_no_state(what: str) -> None:
+    for state in (b"}" + text("_call") + b"Ns", b"N}" + text("_call") + b"Ns\x86", b"N"):
+        with pytest.raises(CorruptCheckpointError):
+            loads(P + NO_STATE[what] + state + b"b.", file="f")
+    assert loads(P + stack_global("collections", "OrderedDict") + b")R.", file="f") == {}
+
+
+@pytest.mark.parametrize("callee", [b"K\x01", b"N", text("x"), b"]", b")", RECORD + b")\x81", b"}"])
+def test_only_allowed_globals_are_called(callee: bytes) -> None:
+    for call in (b")R.", b")\x81.", b")}\x92."):
+        with pytest.raises(CorruptCheckpointError):
+            loads(P + callee + call, file="f")
+
+
+def test_unknown_globals_become_records_only_where_asked_for() -> None:
+    data = P + stack_global("posix", "mkdir") + ARGS + b"R."
+    found = loads(data, file="f", unknown="record")
+    assert isinstance(found, UnknownGlobal)
+    assert (found.kind, found.args) == ("posix.mkdir", ("PWNED",))
+
+
+# --- malformed, and made to exhaust: (hostile, benign twin)
+
+DEEP = b"N" + b"\x85" * 200_000
+DAG = b"N\x85" + b"2\x86" * 64
+PAIRS: dict[str, tuple[bytes, bytes]] = {
+    "a global named by numbers": (P + b"K\x01K\x02\x93.", P + b"K\x01K\x02\x86."),
+    "a global named by bytes": (P + b"C\x02osC\x06system\x93.", P + b"C\x02osC\x06system\x86."),
+    "EXT1": (P + b"\x82\x01.", P + b"K\x01."),
+    "EXT2": (P + b"\x83\x01\x00.", P + b"M\x01\x00."),
+    "EXT4": (P + b"\x84\x01\x00\x00\x00.", P + b"J\x01\x00\x00\x00."),
+    "a persistent id in text": (b"Pos.system\n.", b"Vos.system\n."),
+    "a persistent id": (P + text("os") + b"Q.", P + text("os") + b"."),
+    "a buffer from outside": (P + b"\x97.", P + b"N."),
+    "a read-only buffer": (P + b"N\x98.", P + b"N."),
+    "a newer protocol": (b"\x80\x06N.", b"\x80\x05N."),
+    "an integer of a gigabyte": (P + b"\x8b\x00\x00\x00\x40.", P + b"\x8b\x01\x00\x00\x00\x05."),
+    "an integer of a million digits": (b"L" + b"9" * 1_000_000 + b"L\n.", b"L" + b"9" * 600 + b"L\n."),
+    "text of an exabyte": (P + b"\x8d" + b"\xff" * 7 + b"\x0fx.", P + b"\x8d\x01" + bytes(7) + b"x."),
+    "bytes of an exabyte": (P + b"\x8e" + b"\xff" * 7 + b"\x0fx.", P + b"\x8e\x01" + bytes(7) + b"x."),
+    "a bytearray of an exabyte": (P + b"\x96" + b"\xff" * 7 + b"\x0fx.", P + b"\x96\x01" + bytes(7) + b"x."),
+    "a bytearray by number": (
+        P + stack_global("builtins", "bytearray") + b"J\xff\xff\xff\x7f\x85R.",
+        P + stack_global("builtins", "bytearray") + b"C\x01x\x85R.",
+    ),
+    "bytes by number": (
+        P + stack_global("builtins", "bytes") + b"J\xff\xff\xff\x7f\x85R.",
+        P + stack_global("builtins", "bytes") + b"]K\x07a\x85R.",
+    ),
+    "a frame past the end": (P + b"\x95" + b"\xff" * 8 + b"N.", P + b"\x95\x02" + bytes(7) + b"N."),
+    "a memo index of two billion": (P + b"]r\xff\xff\xff\x7f.", P + b"]r\x01\x00\x00\x00."),
+    "a memo index in text": (b"(lp99999999999\n.", b"(lp1\n."),
+    "a memo index that is not there": (P + b"h\x05.", P + b"N\x940h\x00."),
+    "a million empty lists": (P + b"(" + b"]" * 1_000_000 + b"l.", P + b"(" + b"]" * 1_000 + b"l."),
+    "a million empty dicts in a memo": (P + b"}\x94" * 1_000_000 + b".", P + b"}\x94" * 1_000 + b"."),
+    "a key nested too deeply to hash": (P + b"}" + DEEP + b"Ns.", P + DEEP[:60] + b"."),
+    "a key that takes for ever to hash": (P + b"}" + DAG + b"Ns.", P + b"}N\x85\x85Ns."),
+    "a member of a set that takes for ever": (P + b"\x8f(" + DAG + b"\x90.", P + b"\x8f(N\x85\x90."),
+    "a frozenset that takes for ever": (P + b"(" + DAG + b"\x91.", P + b"(N\x85\x91."),
+    "a pair of an OrderedDict that takes for ever": (
+        P + stack_global(*ORDERED) + b"](" + DAG + b"Nt\x61\x85R.",
+        P + stack_global(*ORDERED) + b"](K\x01Nt\x61\x85R.",
+    ),
+    "a key that collides": (P + b"}\x8a\x09" + b"\xff" * 8 + b"\x1fNs.", P + b"}\x8a\x07" + b"\xff" * 6 + b"\x1fNs."),
+    "a list as a key": (P + b"}]Ns.", P + b"})Ns."),
+    "items of a list": (P + b"]K\x01K\x02s.", P + b"}K\x01K\x02s."),
+    "an odd number of items": (P + b"}(K\x01u.", P + b"}(K\x01K\x02u."),
+    "appending to a tuple": (P + b")K\x01a.", P + b"]K\x01a."),
+    "adding to a list": (P + b"](K\x01\x90.", P + b"\x8f(K\x01\x90."),
+    "an empty stack": (P + b".", P + b"N."),
+    "too few for a tuple": (P + b"N\x87.", P + b"NNN\x87."),
+    "below the mark": (P + b"N(\x85.", P + b"(N\x85t."),
+    "no mark": (P + b"Nt.", P + b"(Nt."),
+    "no end": (P + b"N", P + b"N."),
+    "nothing": (b"", P + b"N."),
+    "an unknown opcode": (P + b"\xff.", P + b"N."),
+    "a line without end": (b"Vabc", b"Vabc\n."),
+    "a string with escapes": (b"S'\\x41'\n.", b"S'A'\n."),
+    "a string without quotes": (b"Sabc\n.", b"S'abc'\n."),
+    "a float that is none": (b"Fabc\n.", b"F1.5\n."),
+    "text that is no UTF-8": (P + b"X\x01\x00\x00\x00\xff.", P + b"X\x01\x00\x00\x00a."),
+    "keywords that are no text": (P + RECORD + b")}K\x01Ns\x92.", P + RECORD + b")}" + text("k") + b"Ns\x92."),
+    "a codec that runs": (
+        P + stack_global("_codecs", "encode") + text("x") + text("zip") + b"\x86R.",
+        P + stack_global("_codecs", "encode") + text("x") + text("latin1") + b"\x86R.",
+    ),
+    "complex of an object": (
+        P + stack_global("builtins", "complex") + RECORD + b")\x81\x85R.",
+        P + stack_global("builtins", "complex") + b"K\x01\x85R.",
+    ),
+    "a class that is no record": (
+        P + stack_global("copyreg", "_reconstructor") + b"NNN\x87R.",
+        P + stack_global("copyreg", "_reconstructor") + RECORD + b"NN\x87R.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PAIRS)
+@pytest.mark.timeout(10)
+def test_what_no_pickler_writes_is_refused(what: str) -> None:
+    hostile, benign = PAIRS[what]
+    with pytest.raises((CorruptCheckpointError, UnsafePickleError), match="f: "):
+        loads(hostile, file="f")
+    loads(benign, file="f")
+
+
+# --- and what they do write comes back
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, 255, 256, 65535, 65536, -1, 1 << 31, -(1 << 31), 1 << 70, -(1 << 70), 1.5, float("inf"),
+    "", "x", "é\ud800", "x" * 300, b"", b"x" * 300, bytearray(b"y"), (),
+    (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1, 2],
+    {}, {"a": 1, (1, "b"): 2}, set(), {1, 2}, frozenset(), frozenset("ab"), [[[[]]]], {"s": [1] * 2000},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_plain_values_come_back_equal(protocol: int) -> None:
+    for value in VALUES:
+        found = loads(pickle.dumps(value, protocol), file="f")
+        assert found == value
+        assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_shared_and_recursive_values_stay_so(protocol: int) -> None:
+    shared: list[Any] = [1]
+    value: list[Any] = [shared, shared]
+    value.append(value)
+    found = loads(pickle.dumps(value, protocol), file="f")
+    assert found[0] is found[1]
+    assert found[2] is found
+
+
+def test_pickles_in_a_row_are_read_one_by_one() -> None:
+    data = pickle.dumps(1) + pickle.dumps("two") + b"rest"
+    first, pos = load_prefix(data, file="f")
+    second, pos = load_prefix(data, pos, file="f")
+    assert (first, second, data[pos:]) == (1, "two", b"rest")
+
+
+def test_a_pickle_larger_than_any_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptkit.formats.pickles import walk
+
+    monkeypatch.setattr(walk, "MAX_PICKLE_BYTES", 10)
+    with pytest.raises(CorruptCheckpointError, match="larger than any"):
+        loads(pickle.dumps("x" * 20), file="f")

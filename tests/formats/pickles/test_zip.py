@@ -1,0 +1,210 @@
+"""read_archive finds every tensor of a torch.save zip without torch, and refuses what torch.save never writes."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
+from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.storage.local import LocalStore
+
+ARCHIVES = (
+    "verl_fsdp2_w2/global_step_4/actor/model_world_size_2_rank_1.pt",
+    "verl_old_torch23_dtensor_emulated_w2/global_step_4/actor/model_world_size_2_rank_1.pt",
+    "accelerate_fsdp2_nodcp_llama_untied_w2/checkpoint/pytorch_model_fsdp_0_rank1.bin",
+)
+
+
+@pytest.mark.parametrize("path", ARCHIVES)
+def test_dtensors_arrive_with_their_mesh_placements_and_rank(zoo: Path, path: str) -> None:
+    value = read_archive(LocalStore(zoo), path).value
+    record = value["model.embed_tokens.weight"]
+    assert isinstance(record, DTensorRecord)
+    assert record.shape == (128, 32)
+    assert record.local.shape == (64, 32)
+    assert [p.kind for p in record.placements] == ["shard"]
+    assert record.mesh.ranks.tolist() == [0, 1]
+    assert record.rank == 1
+
+
+def test_sharded_tensors_arrive_without_a_process_group(zoo: Path) -> None:
+    path = "verl_fsdp1_nomesh_w2/global_step_4/actor/model_world_size_2_rank_1.pt"
+    record = read_archive(LocalStore(zoo), path).value["model.embed_tokens.weight"]
+    assert isinstance(record, ShardedTensorRecord)
+    assert (record.rank, record.world_size) == (1, 2)
+    assert [b.offsets for b in record.boxes] == [(0, 0), (64, 0)]
+    assert record.shards[0].offsets == (64, 0)
+
+
+def test_a_tensor_is_the_byte_range_that_torch_reads(tmp_path: Path) -> None:
+    import torch
+
+    base = torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
+    torch.save({"view": base[1:, :, 2], "t": base.transpose(0, 2)}, tmp_path / "x.pt")
+    value = read_archive(LocalStore(tmp_path), "x.pt").value
+    raw = (tmp_path / "x.pt").read_bytes()
+    for name, expected in (("view", base[1:, :, 2]), ("t", base.transpose(0, 2))):
+        tensor: StoredTensor = value[name]
+        flat = np.frombuffer(raw[tensor.start : tensor.start + tensor.nbytes], np.float32)
+        found = np.lib.stride_tricks.as_strided(flat, tensor.shape, [4 * s for s in tensor.strides])
+        assert (found == expected.numpy()).all()
+    assert value["view"].storage is value["t"].storage
+
+
+def rezip(path: Path, change, method: int = zipfile.ZIP_STORED) -> bytes:
+    """Return the archive with each (name, data) passed through `change`, which returns pairs to write."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(out, "w", method) as target:
+        for name in source.namelist():
+            for new, data in change(name, source.read(name)):
+                target.writestr(new, data)
+    return out.getvalue()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    import torch
+
+    torch.save({"w": torch.arange(6.0)}, tmp_path / "x.pt")
+    return tmp_path / "x.pt"
+
+
+def test_an_archive_that_python_zipped_anew_is_read(saved: Path) -> None:
+    saved.write_bytes(rezip(saved, lambda n, d: [(n, d)]))
+    assert read_archive(LocalStore(saved.parent), "x.pt").value["w"].shape == (6,)
+
+
+def test_compressed_members_are_refused(saved: Path) -> None:
+    saved.write_bytes(rezip(saved, lambda n, d: [(n, d)], zipfile.ZIP_DEFLATED))
+    with pytest.raises(CorruptCheckpointError, match=r"x\.pt: member .* is compressed"):
+        read_archive(LocalStore(saved.parent), "x.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_duplicate_members_are_refused(saved: Path) -> None:
+    saved.write_bytes(rezip(saved, lambda n, d: [(n, d), (n, d)] if n.endswith("data/0") else [(n, d)]))
+    with pytest.raises(CorruptCheckpointError, match="two members are called"):
+        read_archive(LocalStore(saved.parent), "x.pt")
+
+
+@pytest.mark.parametrize("name", ["../x", "x/../../y", "/etc/passwd", "x//y", "a\\b", "C:/x", "x/\x07"])
+def test_members_that_could_escape_are_refused(saved: Path, name: str) -> None:
+    saved.write_bytes(rezip(saved, lambda n, d: [(n, d), (name, d)] if n.endswith("data/0") else [(n, d)]))
+    with pytest.raises(CorruptCheckpointError, match="unsafe name"):
+        read_archive(LocalStore(saved.parent), "x.pt")
+
+
+def test_big_endian_archives_are_refused(saved: Path) -> None:
+    saved.write_bytes(rezip(saved, lambda n, d: [(n, b"big" if n.endswith("byteorder") else d)]))
+    with pytest.raises(UnsupportedFormatError, match="endian"):
+        read_archive(LocalStore(saved.parent), "x.pt")
+
+
+def test_a_storage_smaller_than_its_tensor_is_refused(saved: Path) -> None:
+    saved.write_bytes(rezip(saved, lambda n, d: [(n, d[:-4] if n.endswith("data/0") else d)]))
+    with pytest.raises(CorruptCheckpointError, match="declares 24 bytes, but 20 are stored"):
+        read_archive(LocalStore(saved.parent), "x.pt")
+
+
+def test_an_expanded_tensor_is_refused(tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"w": torch.zeros(1).expand(2**40)}, tmp_path / "x.pt")
+    with pytest.raises(CorruptCheckpointError, match="declares 4398046511104 bytes, but its storage holds 4"):
+        read_archive(LocalStore(tmp_path), "x.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ["sparse", "quantized"])
+def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    import torch
+
+    make = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "quantized": lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),
+    }[kind]
+    torch.save(make(), tmp_path / "x.pt")
+    with pytest.raises(UnsupportedFormatError, match=f"{kind} tensor|qint8"):
+        read_archive(LocalStore(tmp_path), "x.pt")
+
+
+@pytest.mark.parametrize("keep", [0, 1, 21, 100, 700])
+def test_a_truncated_archive_is_refused(saved: Path, keep: int) -> None:
+    saved.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
+        read_archive(LocalStore(saved.parent), "x.pt")
+
+
+def test_an_archive_behind_a_symlink_of_a_hub_cache_is_read(saved: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models/blobs", tmp_path / "models/snapshots/abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    saved.rename(blobs / "1234")
+    (snapshot / "x.pt").symlink_to("../../blobs/1234")
+    assert read_archive(LocalStore(snapshot), "x.pt").value["w"].shape == (6,)
+
+
+def patched(raw: bytes, magic: bytes, offset: int, value: bytes) -> bytes:
+    """Overwrite a field of the first record with this magic number in the directory at the end."""
+    at = raw.index(magic, raw.index(b"PK\x01\x02")) + offset
+    return raw[:at] + value + raw[at + len(value) :]
+
+
+ZIP_FAULTS = {
+    "a directory of a billion members": (b"PK\x06\x06", 24, b"\xff" * 16),
+    "a directory of exabytes": (b"PK\x06\x06", 40, b"\xff" * 8),
+    "a directory beyond the end": (b"PK\x06\x06", 48, b"\xff\xff\xff\xff\xff\xff\xff\x7f"),
+    "an end record elsewhere": (b"PK\x06\x07", 8, b"\x00" * 8),
+    "two end records that differ": (b"PK\x05\x06", 8, b"\x01\x00\x01\x00"),
+    "a comment": (b"PK\x05\x06", 20, b"\x05\x00"),
+    "an encrypted member": (b"PK\x01\x02", 8, b"\x01\x00"),
+    "a member beyond the directory": (b"PK\x01\x02", 42, b"\xf0\xff\xff\x0f"),
+    "a member of gigabytes": (b"PK\x01\x02", 20, b"\xf0\xff\xff\x7f" * 2),
+    "a member compressed a thousandfold": (b"PK\x01\x02", 24, b"\xf0\xff\xff\x7f"),
+    "a member with a name of 64 kB": (b"PK\x01\x02", 28, b"\xff\xff"),
+    "a member on another disk": (b"PK\x01\x02", 34, b"\x01\x00"),
+    "a member that is a directory": (b"PK\x01\x02", 38, b"\x10\x00"),
+    "a pickle that is not the one checked": (b"PK\x01\x02", 16, b"\x00\x00\x00\x00"),
+}
+
+
+@pytest.mark.parametrize("fault", ZIP_FAULTS)
+def test_a_directory_that_lies_is_refused(saved: Path, fault: str) -> None:
+    saved.write_bytes(patched(saved.read_bytes(), *ZIP_FAULTS[fault]))
+    with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
+        read_archive(LocalStore(saved.parent), "x.pt")
+
+
+def test_the_directory_rewritten_unchanged_is_accepted(saved: Path) -> None:
+    raw = saved.read_bytes()
+    at = raw.index(b"PK\x01\x02")
+    saved.write_bytes(patched(raw, b"PK\x01\x02", 16, raw[at + 16 : at + 20]))
+    assert read_archive(LocalStore(saved.parent), "x.pt").value["w"].shape == (6,)
+
+
+def test_storages_that_overlap_are_refused(tmp_path: Path) -> None:
+    import torch
+
+    torch.save([torch.arange(6.0), torch.arange(6.0) + 6], tmp_path / "x.pt")
+    raw = (tmp_path / "x.pt").read_bytes()
+    entries = [i for i in range(len(raw)) if raw[i : i + 4] == b"PK\x01\x02"]
+    named = {raw[i + 46 : i + 46 + raw[i + 28]].decode(): i for i in entries}
+    first, second = named["x/data/0"], named["x/data/1"]
+    raw = raw[: second + 42] + raw[first + 42 : first + 46] + raw[second + 46 :]
+    (tmp_path / "x.pt").write_bytes(raw)
+    with pytest.raises(CorruptCheckpointError, match="overlaps"):
+        read_archive(LocalStore(tmp_path), "x.pt")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_of_torchscript_is_named_as_one(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.jit.script(torch.nn.Linear(2, 3)).save(tmp_path / "m.pt")
+    with pytest.raises(UnsupportedFormatError, match=r"m\.pt: it is a program of TorchScript"):
+        read_archive(LocalStore(tmp_path), "m.pt")

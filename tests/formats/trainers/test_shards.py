@@ -1,0 +1,155 @@
+"""The geometry of DTensor placements, against torch's own."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ckptkit.catalog.box import Box
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.formats.pickles.tensors import PlacementRecord as Placement
+from ckptkit.formats.pickles.tensors import Storage, StoredTensor
+from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate, slices_of
+
+S0, S1, R = Placement("shard", 0), Placement("shard", 1), Placement("replicate")
+
+
+def _torch_placement(placement: Placement):
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if placement.kind == "replicate":
+        return Replicate()
+    if placement.kind == "shard":
+        return Shard(placement.dim)
+    return _StridedShard(placement.dim, split_factor=placement.split_factor)
+
+
+CASES = [((n,), (S0,), (7, 5)) for n in (1, 2, 3, 4, 8)] + [
+    ((2, 2), (S0, S0), (7, 5)),
+    ((2, 3), (S0, S1), (7, 5)),
+    ((2, 2), (R, S0), (3, 2)),
+    ((3, 2), (S0, R), (2, 9)),
+    ((2, 2), (Placement("strided_shard", 0, 2), S0), (8, 3)),
+    ((2, 2), (Placement("strided_shard", 0, 2), S0), (5, 3)),
+    ((4, 2), (Placement("strided_shard", 0, 2), S0), (21, 3)),
+    ((2, 2, 2), (R, Placement("strided_shard", 1, 2), S1), (3, 13)),
+    ((2,), (Placement("strided_shard", 0, 3),), (11, 2)),
+    ((2, 2), (S1, Placement("strided_shard", 1, 3)), (2, 17)),
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "placements", "shape"), CASES)
+def test_shapes_and_first_offsets_are_those_of_torch(mesh_shape, placements, shape):
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    theirs = [_torch_placement(placement) for placement in placements]
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        parts = local_parts(shape, mesh_shape, coordinate, placements)
+        local_shape, offset = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), theirs)
+        assert _local_shape(parts) == tuple(local_shape)
+        if 0 not in local_shape:
+            assert parts[0].box.offsets == tuple(offset)
+        assert local_parts(shape, mesh_shape, coordinate, placements, local_shape=tuple(local_shape)) == parts
+
+
+@pytest.mark.parametrize(("mesh_shape", "placements", "shape"), CASES)
+def test_each_element_lies_where_torch_puts_it(mesh_shape, placements, shape):
+    import torch
+
+    whole = torch.arange(np.prod(shape)).reshape(shape)
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        local = whole
+        for mesh_dim, placement in enumerate(map(_torch_placement, placements)):
+            if hasattr(placement, "dim"):
+                shards, _ = placement._split_tensor(local, mesh_shape[mesh_dim], with_padding=False)
+                local = shards[coordinate[mesh_dim]]
+        assert np.array_equal(_gather(whole.numpy(), local_parts(shape, mesh_shape, coordinate, placements)), local)
+
+
+def test_fsdp_on_uneven_tensor_parallel_shards_is_told_by_the_local_shape():
+    # 7 rows: tp cuts 4 + 3, then dp cuts each over 3 ranks. At (2, 0) nothing is left, at (2, 1) row 6;
+    # read from left to right the placements would say the opposite.
+    placements = (Placement("strided_shard", 0, 2), S0)
+    assert local_parts((7,), (3, 2), (2, 1), placements, local_shape=(1,))[0].box == Box((6,), (1,))
+    assert local_parts((7,), (3, 2), (2, 0), placements, local_shape=(0,))[0].box.numel == 0
+
+
+def test_a_shard_order_from_right_to_left_is_followed():
+    parts = local_parts((8,), (2, 2), (1, 0), (S0, S0), order=(1, 0))
+    assert parts[0].box == Box((2,), (2,))
+
+
+def test_a_partial_placement_is_refused():
+    with pytest.raises(UnsupportedFormatError, match="summed"):
+        local_parts((4,), (2,), (0,), (Placement("partial"),))
+
+
+def test_a_local_shape_that_does_not_fit_is_refused():
+    with pytest.raises(CorruptCheckpointError, match=r"\[3\].*\[2\]"):
+        local_parts((4,), (2,), (0,), (S0,), local_shape=(3,))
+
+
+def test_a_shard_of_a_missing_dimension_is_refused():
+    with pytest.raises(CorruptCheckpointError, match=r"Shard\(1\)"):
+        local_parts((4,), (2,), (0,), (S1,))
+
+
+def test_slices_point_at_the_bytes_of_their_box():
+    local = np.arange(12, dtype=np.float32).reshape(4, 3)
+    parts = local_parts((8, 3), (2,), (1,), (Placement("strided_shard", 0, 2),), local_shape=(4, 3))
+    stored = StoredTensor(Storage("f", "0", 48, "float32", start=100), "float32", (4, 3), (3, 1))
+    slices = slices_of(parts, stored, rank=1)
+    assert [s.box for s in slices] == [Box((2, 0), (2, 3)), Box((6, 0), (2, 3))]
+    assert [(s.start, s.nbytes, s.strides) for s in slices] == [(100, 24, None), (100 + 24, 24, None)]
+    assert local[2:].tobytes() == local.tobytes()[24:48]
+
+
+def test_a_transposed_local_tensor_keeps_its_strides():
+    parts = local_parts((4, 3), (2,), (0,), (S0,))
+    (found,) = slices_of(
+        parts, StoredTensor(Storage("f", "0", 24, "float32", start=0), "float32", (2, 3), (1, 2)), rank=0
+    )
+    assert (found.strides, found.nbytes) == ((1, 2), 24)
+
+
+def test_mesh_coordinate_finds_a_rank_in_a_permuted_mesh():
+    assert mesh_coordinate(5, (2, 3)) == (1, 2)
+    assert mesh_coordinate(4, (2, 2), [0, 4, 2, 6]) == (0, 1)
+    assert mesh_coordinate(1, (2, 2), [0, 4, 2, 6]) is None
+
+
+def _local_shape(parts):
+    ndim = len(parts[0].box.sizes)
+    return tuple(max(part.local_offsets[d] + part.box.sizes[d] for part in parts) for d in range(ndim))
+
+
+def _gather(whole, parts):
+    local = np.empty(_local_shape(parts), whole.dtype)
+    for part in parts:
+        source = tuple(slice(a, b) for a, b in zip(part.box.offsets, part.box.stops, strict=True))
+        target = tuple(slice(o, o + s) for o, s in zip(part.local_offsets, part.box.sizes, strict=True))
+        local[target] = whole[source]
+    return local
+
+
+@pytest.mark.parametrize(
+    ("shape", "local", "placements"),
+    [
+        ((2**40,), (4,), (Placement("strided_shard", 0, 2**16),) * 4),
+        (
+            (2**20, 2**20, 0),
+            (2**16, 2**16, 0),
+            (Placement("strided_shard", 0, 2**15), Placement("strided_shard", 1, 2**15)),
+        ),
+    ],
+    ids=["runs", "boxes"],
+)
+def test_placements_that_cut_a_tensor_into_billions_of_parts_are_refused_at_once(
+    shape: tuple[int, ...], local: tuple[int, ...], placements: tuple[Placement, ...]
+) -> None:
+    mesh = (2,) * len(placements)
+    with pytest.raises(CorruptCheckpointError):
+        local_parts(shape, mesh, (0,) * len(mesh), placements, local_shape=local)

@@ -1,0 +1,202 @@
+"""`save_hf` writes what `from_pretrained` reads, of PEFT's or transformers', or refuses by name before it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+peft = pytest.importorskip("peft")
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from ckptkit.errors import SaveError  # noqa: E402
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy  # noqa: E402
+from ckptkit.fsdp.hf_save import save_hf  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+IDS = torch.arange(8)[None]
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def trained(model: nn.Module) -> Any:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += torch.randn_like(p) / 10
+    return model.eval()
+
+
+def lora(**options: Any) -> Any:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **options)
+    return trained(peft.get_peft_model(llama(), config))
+
+
+def two_adapters() -> Any:
+    model = lora()
+    model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
+    return model
+
+
+def taken_by_transformers() -> Any:
+    model = llama()
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    return trained(model)
+
+
+def prompt() -> Any:
+    return trained(peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)))
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__ == "LlamaDecoderLayer")
+    return model
+
+
+class Actor(nn.Module):
+    """A trainer's own module around the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.model(ids)
+
+
+class Critic(Actor):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.v_head = nn.Linear(16, 1)
+
+
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "LoRA": lora,
+    "LoRA with biases": lambda: lora(bias="all"),
+    "DoRA": lambda: lora(use_dora=True),
+    "modules_to_save": lambda: lora(modules_to_save=["lm_head"]),
+    "several": two_adapters,
+    "taken by a transformers model": taken_by_transformers,
+    "prompt tuning": prompt,
+    "IA3": lambda: trained(peft.get_peft_model(llama(), peft.IA3Config(task_type="CAUSAL_LM"))),
+    "below activation checkpoints": lambda: checkpointed(lora(modules_to_save=["lm_head"])),
+    "compiled": lambda: torch.compile(lora()),
+    "in a module of its own": lambda: Actor(lora()),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_is_exported_as_peft_reads_it(tmp_path: Path, kind: str) -> None:
+    model = ADAPTERS[kind]()
+    save_hf(model, str(tmp_path / "out"))
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, getattr(model, "_orig_mod", model)(IDS).logits)
+    assert (tmp_path / "out" / "other").exists() == (kind == "several")
+    save_hf(model, str(tmp_path / "out"), overwrite=True)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "merged adapter": lambda: lora().merge_and_unload(),
+    "compiled": lambda: torch.compile(llama()),
+    "activation checkpoints": lambda: checkpointed(llama()),
+    "in a module of its own": lambda: Actor(llama()),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_is_exported_without_the_names_of_wrappers(tmp_path: Path, kind: str) -> None:
+    model = MODELS[kind]()
+    save_hf(model, str(tmp_path / "out"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, getattr(model, "_orig_mod", model)(IDS).logits)
+
+
+def trained_beside_the_adapter() -> Any:
+    model = lora()
+    model.base_model.model.lm_head.weight.requires_grad_(True)
+    return model
+
+
+def changed() -> Any:
+    model = llama()
+    model.model.layers[0].extra = nn.Linear(2, 2)
+    return model
+
+
+def pruned() -> Any:
+    model = llama()
+    del model.model.layers[1]
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a value head": (lambda: Critic(llama()), r"'v_head\.weight', 'v_head\.bias' beside it"),
+    "a value head of an adapter": (lambda: Critic(lora()), r"v_head"),
+    "a head trained beside the adapter": (trained_beside_the_adapter, r"part of no adapter: .*lm_head\.weight"),
+    "a module that the class has not": (changed, r"not known there: 'model\.layers\.0\.extra"),
+    "a layer that is gone": (pruned, r"missing: 'model\.layers\.1"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_from_pretrained_would_not_read_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    make, words = REFUSED[kind]
+    with pytest.raises(SaveError, match=words):
+        save_hf(make(), str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == []
+
+
+def sharded_adapter(folder: str) -> torch.Tensor:
+    strategy = FSDPStrategy(FSDPConfig(activation_checkpointing=True))
+    model = strategy.prepare_model(lora(modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        logits = model(IDS).logits
+    strategy.save_model(model, None, folder)
+    return logits
+
+
+def test_a_sharded_adapter_is_exported_whole(ranks: Any, tmp_path: Path) -> None:
+    logits = ranks.run(sharded_adapter, 2, str(tmp_path / "out"))[0]
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.allclose(again(IDS).logits, logits, atol=1e-5)  # sums in another order
+
+
+def sharded_refusal(folder: str) -> str:
+    model = FSDPStrategy().prepare_model(pruned())
+    with pytest.raises(SaveError) as caught:
+        save_hf(model, folder)
+    return str(caught.value)
+
+
+def test_a_refusal_is_every_ranks_error(ranks: Any, tmp_path: Path) -> None:
+    one, other = ranks.run(sharded_refusal, 2, str(tmp_path / "out"))
+    assert one == other
+    assert "missing" in one
+
+
+def test_the_config_of_an_adapter_says_which_base_it_fits(tmp_path: Path) -> None:
+    model = lora()
+    model.base_model.model.name_or_path = model.peft_config["default"].base_model_name_or_path = "some/base"
+    save_hf(model, str(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "some/base"
+    assert config["inference_mode"] is True
+    assert model.peft_config["default"].inference_mode is False

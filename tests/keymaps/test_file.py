@@ -1,0 +1,164 @@
+"""Key-map files: what they may say, and that each fault is named by rule and key."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.keymaps.builtin import builtin_map
+from ckptkit.keymaps.file import parse_key_map
+from tests.catalog.materialize import materialize
+from tests.keymaps.test_builtin import targets_of
+
+toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+
+EXPERTS = """
+name = "mine"
+rest = "keep"
+
+[[rules]]
+op = "unstack"
+from = "{p:*}.mlp.experts.gate_up_proj"
+to = "{p}.mlp.experts.{i}.gate_up_proj"
+
+[[rules]]
+op = "split"
+from = "{p:*}.mlp.experts.{i:d}.gate_up_proj"
+to = ["{p}.mlp.experts.{i}.gate_proj.weight", "{p}.mlp.experts.{i}.up_proj.weight"]
+
+[[rules]]
+op = "unstack"
+from = "{p:*}.mlp.experts.down_proj"
+to = "{p}.mlp.experts.{i}.down_proj.weight"
+"""
+
+
+@toml
+def test_a_file_can_say_what_a_built_in_map_says() -> None:
+    assert parse_key_map(EXPERTS, file="mine.toml").rules == builtin_map("hf5-experts").rules
+
+
+def test_every_operation_can_be_written_in_json() -> None:
+    rules = [
+        {"op": "drop", "match": r".*inv_freq", "why": "recomputed"},
+        {"op": "concat", "from": ["{x}.a", "{x}.b"], "to": "{x}.ab", "sizes": [2, "half"]},
+        {"op": "rope_permute", "from": "{x}.ab", "heads": "heads"},
+        {"op": "transpose", "from": "{x}.ab", "dims": [1, 0]},
+        {"op": "cast", "from": "{x}.ab", "dtype": "bf16"},
+        {"op": "split", "from": "{x}.ab", "dim": 1, "to": ["{x}.l", "{x}.r"], "sizes": ["half", 2]},
+        {"op": "unstack", "from": "{x}.l", "to": "{x}.l.{k}", "dim": 1, "index": "k"},
+        {"op": "stack", "from": "{x}.l.{k:d}", "to": "{x}.l", "dim": 1, "index": "k"},
+        {"op": "rename", "from": "{x}.r", "to": "right.{x}"},
+    ]
+    key_map = parse_key_map(json.dumps({"rules": rules, "rest": "refuse"}), file="m.json")
+    sources = {"t.a": np.arange(6).reshape(2, 3), "t.b": np.arange(6, 12).reshape(2, 3), "x.inv_freq": np.ones(1)}
+    mapped = key_map.apply(targets_of(sources), config={"heads": 2, "half": 2})
+    whole = np.concatenate([sources["t.a"], sources["t.b"]]).T  # heads of two rows keep their order
+    assert {n: t.dtype for n, t in mapped.targets.items()} == {"t.l": "bfloat16", "right.t": "bfloat16"}
+    assert np.array_equal(materialize(mapped.targets["t.l"], sources), whole[:, :2])
+    assert np.array_equal(materialize(mapped.targets["right.t"], sources), whole[:, 2:])
+    assert dict(mapped.dropped) == {"x.inv_freq": "recomputed"}
+
+
+@toml
+def test_faults_name_the_line_of_the_rule() -> None:
+    text = EXPERTS.replace('op = "split"', 'op = "slice"')
+    with pytest.raises(UsageError, match=r"mine\.toml, rule 2, line 10: op = 'slice' is none of rename, drop"):
+        parse_key_map(text, file="mine.toml")
+
+
+@toml
+def test_broken_toml_is_refused_with_its_line() -> None:
+    with pytest.raises(UsageError, match=r"m\.toml is no TOML: .*line 1"):
+        parse_key_map("rules = =", file="m.toml")
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"op": "rename", "from": "a"}, "'to' must be text, not missing"),
+        ({"op": "rename", "to": "a"}, "give 'from' (a template) or 'match' (a regex), one of them"),
+        ({"op": "rename", "from": "a", "match": "a", "to": "b"}, "one of them"),
+        ({"op": "rename", "from": "a", "to": "b", "dim": 0}, "unknown key 'dim'"),
+        ({"op": "rename", "from": "a.{", "to": "b"}, "has a brace"),
+        ({"op": "rename", "from": "a", "to": "{x}"}, "uses {x}, which a does not bind"),
+        ({"op": "split", "from": "a", "to": ["b"]}, "'to' must be a list of two names"),
+        ({"op": "split", "from": "a", "to": ["b", "c"], "sizes": [1]}, "1 'sizes' for 2 names"),
+        ({"op": "split", "from": "a", "to": ["b", "c"], "dim": "0"}, "'dim' must be an integer, not str '0'"),
+        ({"op": "concat", "match": "a", "to": "b"}, "unknown key 'match'"),
+        ({"op": "transpose", "from": "a", "dims": [1.5]}, "'dims' must be a list of integers"),
+        ({"op": "rope_permute", "from": "a"}, "'heads' must be a number or a key"),
+        ({"op": "rope_permute", "from": "a", "heads": 2, "to": "half"}, "to = 'half' is none of"),
+        ({"op": "unstack", "from": "a", "to": "b"}, "lacks {i}"),
+        ({"op": "cast", "from": "a", "dtype": "int8"}, "dtype = 'int8' is no float dtype"),
+        ({"op": "cast", "from": "a", "dtype": "b16"}, "dtype = 'b16' is no float dtype"),
+        ({"op": "run"}, "op = 'run' is none of"),
+        ("rename", "a rule is a table, not str"),
+    ],
+)
+def test_each_fault_is_named_by_rule_and_key(rule: object, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_key_map(json.dumps({"rules": [{"op": "drop", "from": "z"}, rule]}), file="m.json")
+    assert "m.json" in str(caught.value)
+    assert "rule 2" in str(caught.value)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"rules": []}', '{"rules": {}}', '{"rules": [], "extra": 1}', "{", "[" * 9999]
+)
+def test_what_is_no_key_map_is_refused(text: str) -> None:
+    with pytest.raises(CkptkitError, match=r"m\.json"):
+        parse_key_map(text, file="m.json")
+
+
+def test_rest_must_be_a_known_word() -> None:
+    with pytest.raises(UsageError, match="rest = 'maybe'"):
+        parse_key_map('{"rules": [{"op": "drop", "from": "a"}], "rest": "maybe"}', file="m.json")
+
+
+@toml
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "9" * 5000, "a" + ".a" * 5000 + " = 1", "a = {" * 3000],
+                         ids=["deep", "digits", "dotted", "tables"])  # fmt: skip
+def test_toml_that_would_exhaust_its_parser_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"m\.toml"):
+        parse_key_map(text, file="m.toml")
+
+
+@pytest.mark.parametrize("op", [[], {}, None, 1, "x" * 10**6], ids=lambda op: type(op).__name__)
+def test_an_operation_of_any_type_is_refused_in_a_short_message(op: object) -> None:
+    with pytest.raises(UsageError, match="rule 1") as caught:
+        parse_key_map(json.dumps({"rules": [{"op": op, "from": "a"}]}), file="m.json")
+    assert len(str(caught.value)) < 1000
+
+
+def test_rules_that_double_a_name_again_and_again_are_stopped() -> None:
+    doubling = [{"op": "rename", "from": "{x:*}", "to": "{x}{x}"}] * 40
+    key_map = parse_key_map(json.dumps({"rules": doubling}), file="m.json")
+    with pytest.raises(UsageError, match="65536 are allowed"):
+        key_map.apply(targets_of({"ab": np.zeros(2)}))
+
+
+def test_a_tensor_without_elements_is_not_cut_into_its_billions_of_rows() -> None:
+    key_map = parse_key_map('{"rules": [{"op": "unstack", "from": "a", "to": "a.{i}"}]}', file="m.json")
+    with pytest.raises(CkptkitError, match="65536 are allowed"):
+        key_map.apply(targets_of({"a": np.empty((2**40, 0))}))
+
+
+@pytest.mark.parametrize("index", ["²", "٣", "9" * 5000, "-1"])
+def test_an_index_that_is_no_plain_number_is_none(index: str) -> None:
+    key_map = parse_key_map(
+        '{"rules": [{"op": "stack", "match": "a\\\\.(?P<i>.*)", "to": "a", "index": "i"}]}', file="m.json"
+    )
+    assert list(key_map.apply(targets_of({f"a.{index}": np.zeros(2)})).targets) == [f"a.{index}"]
+
+
+@pytest.mark.parametrize("sizes", [[-1, 5], ["²", 4], [0, "9" * 4999]])
+def test_sizes_that_are_no_sizes_are_refused(sizes: list[object]) -> None:
+    rule = {"op": "split", "from": "a", "to": ["b", "c"], "sizes": sizes}
+    with pytest.raises(CkptkitError):
+        parse_key_map(json.dumps({"rules": [rule]}), file="m.json").apply(targets_of({"a": np.zeros(4)}))

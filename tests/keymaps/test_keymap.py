@@ -1,0 +1,372 @@
+"""Key maps: every operation does what numpy says, one to one, and can be undone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.targets import Part, Target
+from ckptkit.errors import CheckpointMismatchError, UsageError
+from ckptkit.keymaps.keymap import NameMap, check_one_to_one, strip_infixes, strip_prefix
+from ckptkit.keymaps.patterns import NamePattern
+from ckptkit.keymaps.rules import Cast, Concat, Drop, Rename, RopePermute, Rule, Split, Stack, Transpose, Unstack
+from tests.catalog.materialize import materialize
+
+
+def pattern(template: str) -> NamePattern:
+    return NamePattern(template)
+
+
+def target(name: str, shape: tuple[int, ...], dtype: str = "float32") -> Target:
+    box = Box.whole(shape)
+    return Target(name, dtype, shape, (Part(box, name, box),), dtype)
+
+
+def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    start, made = 0, {}
+    for name, shape in shapes.items():
+        n = int(np.prod(shape))
+        made[name] = np.arange(start, start + n, dtype=np.int64).reshape(shape)
+        start += n
+    return made
+
+
+def apply(rules: list[Rule], sources: dict[str, Any], **options: Any) -> dict[str, Any]:
+    given_targets = {name: target(name, array.shape) for name, array in sources.items()}
+    config = options.pop("config", None)
+    mapped = NameMap("test", tuple(rules), **options).apply(given_targets, config=config)
+    assert all(name == made.name for name, made in mapped.targets.items())
+    return {name: materialize(made, sources) for name, made in mapped.targets.items()}
+
+
+def test_rename_carries_placeholders_over() -> None:
+    sources = {"layers.3.wq.weight": np.ones((2, 2)), "norm.weight": np.ones(2)}
+    made = apply([Rename(pattern("layers.{i:d}.wq.{what}"), "model.{i}.q.{what}")], sources)
+    assert list(made) == ["norm.weight", "model.3.q.weight"]
+
+
+def test_rename_by_regex_uses_its_groups() -> None:
+    made = apply(
+        [Rename(NamePattern(regex=r"layers\.(\d+)\.(?P<rest>.*)"), "h.{1}.{rest}")], {"layers.3.a.b": np.ones(1)}
+    )
+    assert list(made) == ["h.3.a.b"]
+
+
+def test_a_pattern_must_match_the_whole_name() -> None:
+    assert list(apply([Rename(pattern("norm"), "x")], {"norm.weight": np.ones(1)})) == ["norm.weight"]
+
+
+def test_split_into_equal_parts_is_numpy_split() -> None:
+    sources = arrays(w=(6, 4))
+    made = apply([Split(pattern("w"), ("a", "b"), dim=0)], sources)
+    assert np.array_equal(made["a"], sources["w"][:3])
+    assert np.array_equal(made["b"], sources["w"][3:])
+
+
+def test_split_sizes_may_be_products_of_config_keys() -> None:
+    sources = arrays(qkv=(16, 3))
+    rule = Split(pattern("qkv"), ("q", "k", "v"), sizes=("num_attention_heads*head_dim", "4", 4))
+    made = apply([rule], sources, config={"num_attention_heads": 4, "head_dim": 2})
+    assert np.array_equal(made["k"], sources["qkv"][8:12])
+
+
+def test_split_that_does_not_add_up_is_refused() -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"'w' of shape \[7, 4\] can't be split"):
+        apply([Split(pattern("w"), ("a", "b"))], arrays(w=(7, 4)))
+
+
+def test_concat_lays_parts_one_after_the_other() -> None:
+    sources = arrays(a=(2, 3), b=(4, 3))
+    made = apply([Concat((pattern("a"), pattern("b")), "c")], sources)
+    assert np.array_equal(made["c"], np.concatenate([sources["a"], sources["b"]]))
+
+
+def test_concat_names_the_part_that_is_missing() -> None:
+    sources = {"0.gate": np.ones((2, 2)), "0.up": np.ones((2, 2)), "1.gate": np.ones((2, 2))}
+    with pytest.raises(CheckpointMismatchError, match=r"'1\.both' lacks \{n:d\}\.up; there is 1\.gate"):
+        apply([Concat((pattern("{n:d}.gate"), pattern("{n:d}.up")), "{n}.both")], sources)
+
+
+def test_stack_orders_by_number_not_by_text() -> None:
+    sources = {f"e.{i}.w": np.full((2,), i) for i in (10, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9)}
+    made = apply([Stack(pattern("e.{i:d}.w"), "e.w")], sources)
+    assert made["e.w"][:, 0].tolist() == list(range(11))
+
+
+def test_stack_names_the_gaps() -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"'e' lacks \{i\} = \[1\]"):
+        apply([Stack(pattern("e.{i:d}"), "e")], {"e.0": np.ones(1), "e.2": np.ones(1)})
+
+
+def test_unstack_gives_one_tensor_an_index() -> None:
+    sources = arrays(w=(3, 2, 4))
+    made = apply([Unstack(pattern("w"), "w.{i}", dim=1)], sources)
+    assert list(made) == ["w.0", "w.1"]
+    assert np.array_equal(made["w.1"], sources["w"][:, 1])
+
+
+def test_transpose_swaps_the_last_two_dimensions() -> None:
+    sources = arrays(w=(3, 2, 4))
+    assert np.array_equal(apply([Transpose(pattern("w"))], sources)["w"], sources["w"].transpose(0, 2, 1))
+
+
+def llama_permute(w: Any, heads: int) -> Any:
+    """The formula of transformers' llama conversion script."""
+    rest = w.shape[1:]
+    return w.reshape(heads, w.shape[0] // heads // 2, 2, *rest).swapaxes(1, 2).reshape(w.shape)
+
+
+@pytest.mark.parametrize("shape", [(16, 5), (16,)])
+def test_rope_permutation_is_the_one_of_llama(shape: tuple[int, ...]) -> None:
+    sources = arrays(wq=shape)
+    made = apply([RopePermute(pattern("wq"), "num_key_value_heads")], sources, config={"num_key_value_heads": 2})
+    assert np.array_equal(made["wq"], llama_permute(sources["wq"], 2))
+
+
+def test_rope_permutation_works_on_what_other_rules_made() -> None:
+    sources = arrays(qk=(5, 48))
+    rules: list[Rule] = [
+        Transpose(pattern("qk")),
+        Split(pattern("qk"), ("q", "k"), sizes=(32, 16)),
+        RopePermute(pattern("q"), 4),
+        RopePermute(pattern("k"), 2),
+        Transpose(pattern("q")),
+    ]
+    made = apply(rules, sources)
+    assert np.array_equal(made["q"], llama_permute(sources["qk"].T[:32], 4).T)
+    assert np.array_equal(made["k"], llama_permute(sources["qk"].T[32:], 2))
+
+
+def test_rope_permutation_of_a_head_cut_afterwards_is_right() -> None:
+    sources = arrays(q=(12, 6))
+    rules: list[Rule] = [RopePermute(pattern("q"), 2), Split(pattern("q"), ("a", "b"), sizes=(4, 8)),
+                         Split(pattern("b"), ("c", "d"), dim=1)]  # fmt: skip
+    made = apply(rules, sources)
+    whole = llama_permute(sources["q"], 2)
+    assert np.array_equal(made["a"], whole[:4])
+    assert np.array_equal(made["d"], whole[4:, 3:])
+
+
+def test_odd_heads_are_refused() -> None:
+    with pytest.raises(CheckpointMismatchError, match="does not fall into 3 heads of even size"):
+        apply([RopePermute(pattern("q"), 3)], arrays(q=(9, 2)))
+
+
+def test_a_missing_config_key_says_to_give_a_base() -> None:
+    with pytest.raises(UsageError, match=r"there is no config\.json\. Give --base"):
+        apply([RopePermute(pattern("q"), "num_attention_heads")], arrays(q=(8, 2)))
+
+
+def test_cast_changes_the_dtype_and_keeps_the_sources() -> None:
+    mapped = NameMap("test", (Cast(pattern("w"), "bf16"),)).apply({"w": target("w", (2,))})
+    assert (mapped.targets["w"].dtype, mapped.targets["w"].source_dtype) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "float8_e4m3fn"])
+def test_cast_refuses_what_is_no_plain_float(dtype: str) -> None:
+    with pytest.raises(CheckpointMismatchError, match=f"'w' is {dtype}: it is never cast"):
+        NameMap("test", (Cast(pattern("w"), "bf16"),)).apply({"w": target("w", (2,), dtype)})
+
+
+def test_concat_of_two_dtypes_is_refused() -> None:
+    given_targets = {"a": target("a", (2,)), "b": target("b", (2,), "bfloat16")}
+    with pytest.raises(CheckpointMismatchError, match="'a' is float32, 'b' is bfloat16"):
+        NameMap("test", (Concat((pattern("a"), pattern("b")), "c"),)).apply(given_targets)
+
+
+def test_all_collisions_are_listed() -> None:
+    sources = {f"{side}.{i}": np.ones(1) for side in ("l", "r") for i in range(2)}
+    with pytest.raises(CheckpointMismatchError) as caught:
+        apply([Rename(pattern("{side}.{i:d}"), "x.{i}")], sources)
+    assert "two tensors would be called 'x.0': 'l.0' and 'r.0'" in str(caught.value)
+    assert "'x.1'" in str(caught.value)
+
+
+def test_tensors_no_rule_matches_are_refused_in_full() -> None:
+    with pytest.raises(CheckpointMismatchError) as caught:
+        apply([Rename(pattern("a"), "b")], arrays(a=(1,), x=(2,), y=(3,)), rest="refuse")
+    assert re.findall(r"no rule matches '(\w)'", str(caught.value)) == ["x", "y"]
+
+
+def test_a_name_that_a_rule_left_as_it_is_counts_as_matched() -> None:
+    assert list(apply([Transpose(pattern("a"))], arrays(a=(1, 2)), rest="refuse")) == ["a"]
+
+
+def test_dropped_sources_carry_the_reason() -> None:
+    rules = (Drop(pattern("{x:*}rotary_emb.inv_freq"), "recomputed"),)
+    mapped = NameMap("test", rules).apply({"a.rotary_emb.inv_freq": target("a.rotary_emb.inv_freq", (2,))})
+    assert (dict(mapped.targets), dict(mapped.dropped)) == ({}, {"a.rotary_emb.inv_freq": "recomputed"})
+
+
+def test_rules_that_match_nothing_are_reported() -> None:
+    mapped = NameMap("test", (Rename(pattern("a"), "b"), Drop(pattern("zz")))).apply({"a": target("a", (1,))})
+    assert mapped.unused == ("rule 2 (drop zz)",)
+
+
+def test_a_lost_source_is_caught_by_the_final_check() -> None:
+    whole = target("w", (4, 2))
+    half = whole.split(0, [2, 2])[0]
+    with pytest.raises(CheckpointMismatchError, match="source 'w': 4 of 8 elements are used"):
+        check_one_to_one({"w": whole}, {"w": half})
+
+
+def test_an_unfilled_target_is_caught_by_the_final_check() -> None:
+    whole = target("w", (4, 2))
+    with pytest.raises(CheckpointMismatchError, match="target 'w': 8 of 16 elements"):
+        check_one_to_one({"w": whole}, {"w": Target("w", "float32", (8, 2), whole.parts, "float32")})
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rename(pattern("{a}.x"), "{b}.x"),
+        Unstack(pattern("w"), "w"),
+        Stack(pattern("w.{i:d}"), "w.{i}"),
+        Concat((pattern("{n}.a"), pattern("b")), "{n}.c"),
+    ],
+)
+def test_templates_that_do_not_bind_are_refused_when_the_map_is_made(rule: Rule) -> None:
+    with pytest.raises(UsageError, match=r"key map 'test', rule 1"):
+        NameMap("test", (rule,))
+
+
+@pytest.mark.parametrize("text", ["a.{", "a.{i:x}", "a}b", "{1}"])
+def test_malformed_templates_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        NamePattern(text)
+
+
+def test_malformed_regexes_are_refused() -> None:
+    with pytest.raises(UsageError, match="malformed"):
+        NamePattern(regex="a(")
+
+
+# --- maps turned round
+
+PAIRS: list[tuple[list[Rule], dict[str, Any]]] = [
+    ([Rename(pattern("l.{i:d}.{x:*}"), "model.l.{i}.{x}")], {"l.0.a.b": np.arange(3), "l.1.a.b": np.arange(2)}),
+    ([Split(pattern("w{n:d}"), ("a{n}", "b{n}"), dim=1, sizes=(1, 3))], {"w0": np.arange(8).reshape(2, 4)}),
+    ([Concat((pattern("a"), pattern("b")), "c", sizes="equal")], arrays(a=(2, 3), b=(2, 3))),
+    ([Stack(pattern("e.{i:d}.w"), "e.w", dim=1)], {"e.0.w": np.arange(3), "e.1.w": np.arange(3, 6)}),
+    ([Unstack(pattern("{x}.w"), "{x}.{i}.w")], {"e.w": np.arange(6).reshape(3, 2)}),
+    ([Transpose(pattern("w"), (2, 0, 1))], arrays(w=(2, 3, 4))),
+    ([RopePermute(pattern("w"), 2)], arrays(w=(8, 3))),
+    (
+        [
+            Unstack(pattern("{p}.gate_up"), "{p}.{i}.gate_up"),
+            Split(pattern("{p}.{i:d}.gate_up"), ("{p}.{i}.gate", "{p}.{i}.up")),
+            Transpose(pattern("{p}.{i:d}.up")),
+        ],
+        {"x.gate_up": np.arange(3 * 4 * 5).reshape(3, 4, 5)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("rules", "sources"), PAIRS)
+def test_a_map_and_its_inverse_give_the_sources_back(rules: list[Rule], sources: dict[str, Any]) -> None:
+    there = NameMap("test", tuple(rules))
+    given_targets = {name: target(name, array.shape) for name, array in sources.items()}
+    mapped = there.apply(given_targets)
+    back = there.inverse().apply(mapped.targets)
+    assert set(back.targets) == set(sources)
+    for name, made in back.targets.items():
+        assert np.array_equal(materialize(made, sources), sources[name])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Drop(pattern("w")),
+        Cast(pattern("w"), "bf16"),
+        Rename(NamePattern(regex="w.*"), "x"),
+        Concat((pattern("a"), pattern("b")), "c"),
+        Rename(pattern("a.{x}"), "b"),
+    ],
+)
+def test_what_loses_something_can_not_be_turned_round(rule: Rule) -> None:
+    with pytest.raises(UsageError, match="can't be turned round: rule 1"):
+        NameMap("test", (rule,)).inverse()
+
+
+class _Numpy:
+    """The same operations, on whole arrays, by numpy."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.rules: list[Rule] = []
+
+    def step(self, draw: Any) -> None:
+        w = pattern("w")
+        kind = draw(st.sampled_from(["transpose", "rope", "cut", "unstack_stack"]))
+        dim = draw(st.integers(0, self.array.ndim - 1))
+        if kind == "transpose":
+            dims = tuple(draw(st.permutations(range(self.array.ndim))))
+            self.rules.append(Transpose(w, dims))
+            self.array = self.array.transpose(dims)
+        elif kind == "rope":
+            rows = self.array.shape[0]
+            heads = [h for h in range(1, rows + 1) if rows % (2 * h) == 0]
+            if heads:
+                n = draw(st.sampled_from(heads))
+                self.rules.append(RopePermute(w, n))
+                self.array = llama_permute(self.array, n)
+        elif kind == "cut":  # split in two, and joined the other way round
+            at = draw(st.integers(0, self.array.shape[dim]))
+            self.rules.append(Split(w, ("l", "r"), dim, (at, self.array.shape[dim] - at)))
+            self.rules.append(Concat((pattern("r"), pattern("l")), "w", dim))
+            left, right = np.split(self.array, [at], axis=dim)
+            self.array = np.concatenate([right, left], axis=dim)
+        elif self.array.shape[dim] > 0 and self.array.ndim < 4:
+            onto = draw(st.integers(0, self.array.ndim - 1))
+            self.rules += [Unstack(w, "w.{i}", dim), Stack(pattern("w.{i:d}"), "w", onto)]
+            self.array = np.moveaxis(self.array, dim, onto)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_chain_of_operations_is_what_numpy_gives(data: Any) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    source = np.arange(int(np.prod(shape))).reshape(shape)
+    model = _Numpy(source)
+    for _ in range(data.draw(st.integers(1, 5))):
+        model.step(data.draw)
+    if model.rules:
+        assert np.array_equal(apply(model.rules, {"w": source})["w"], model.array)
+
+
+# --- wrappers and prefixes
+
+
+def test_wrapper_infixes_go_wherever_they_are() -> None:
+    name = "_orig_mod.model.layers.0._checkpoint_wrapped_module._fsdp_wrapped_module.mlp._orig_mod.w"
+    assert strip_infixes([name]) == {name: "model.layers.0.mlp.w"}
+
+
+def test_an_infix_inside_a_longer_word_stays() -> None:
+    assert strip_infixes(["my_orig_mod.w"]) == {"my_orig_mod.w": "my_orig_mod.w"}
+
+
+def test_module_goes_only_where_every_name_starts_with_it() -> None:
+    assert strip_infixes(["module.a", "module.module.b"]) == {"module.a": "a", "module.module.b": "module.b"}
+    assert strip_infixes(["_forward_module.a", "_forward_module.module.b"])["_forward_module.a"] == "a"  # Lightning's
+    assert strip_infixes(["module.a", "head.b"]) == {"module.a": "module.a", "head.b": "head.b"}
+
+
+def test_infixes_that_make_names_collide_are_refused() -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"'a' from '_orig_mod\.a' and 'a'"):
+        strip_infixes(["_orig_mod.a", "a"])
+
+
+def test_strip_prefix_keeps_only_names_that_carry_it() -> None:
+    assert strip_prefix(["net.a", "net.b.c", "loss.w"], "net") == {"net.a": "a", "net.b.c": "b.c"}
+
+
+def test_a_prefix_nothing_carries_is_refused_with_an_example() -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"starts with 'actor\.'; the names are like 'net\.a'"):
+        strip_prefix(["net.a"], "actor.")

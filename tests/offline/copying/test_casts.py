@@ -1,0 +1,78 @@
+"""Casts in numpy against torch's, over every bit pattern of 16 bits and the hard ones of 32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ckptkit.errors import UnsupportedFormatError
+from ckptkit.offline.copying.casts import cast_into, is_cast
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def patterns(dtype: str) -> np.ndarray:
+    """Bits of a dtype: all of them, or each upper half with the lower halves where rounding turns."""
+    every = np.arange(1 << 16, dtype=np.uint32)
+    if SIZES[dtype] == 2:
+        return every.astype(np.uint16)
+    lows = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    hard = (every[:, None] << 16 | lows).ravel()
+    if dtype == "float32":
+        return hard
+    finite = hard.view(np.float32)[np.isfinite(hard.view(np.float32))].astype(np.float64)
+    extremes = np.array([5e-324, 1e-310, 1e300, -1e300, np.inf, -np.inf, np.nan, 65519.999, 65520.0])
+    return np.concatenate([finite, finite * (1 + 2.0**-40), extremes]).view(np.uint64)
+
+
+def both(source: str, target: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Our bits, torch's bits, and which of torch's are NaN."""
+    data = patterns(source).view(np.uint8)
+    reference = torch.from_numpy(data.copy()).view(getattr(torch, source)).to(getattr(torch, target))
+    out = np.empty(reference.numel() * SIZES[target], np.uint8)
+    cast_into(data, out, source, target)
+    unit = {2: np.uint16, 4: np.uint32, 8: np.uint64}[SIZES[target]]
+    return out.view(unit), reference.view(torch.uint8).numpy().view(unit), reference.isnan().numpy()
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_a_cast_rounds_every_number_as_torch_does(source, target):
+    ours, torchs, nan = both(source, target)
+    assert (ours == torchs)[~nan].all()
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_a_nan_stays_a_nan(source, target):
+    ours, _, nan = both(source, target)
+    made = torch.from_numpy(ours.view(np.uint8).copy()).view(getattr(torch, target)).isnan().numpy()
+    assert (made == nan).all()
+
+
+@pytest.mark.parametrize("pair", [("float16", "float32"), ("float32", "float16"), ("bfloat16", "float32")])
+def test_nans_keep_the_payload_that_torch_keeps(pair):
+    ours, torchs, _ = both(*pair)
+    assert (ours == torchs).all()
+
+
+def test_a_nan_in_bfloat16_is_the_one_of_c10():
+    ours, _, nan = both("float32", "bfloat16")
+    assert set(ours[nan].tolist()) == {0x7FC0}
+
+
+def test_a_warning_of_numpy_reaches_nobody(recwarn):
+    both("float32", "float16")
+    assert not recwarn.list
+
+
+def test_the_same_dtype_is_no_cast():
+    assert not is_cast("int64", "int64")
+
+
+@pytest.mark.parametrize("pair", [("int64", "float32"), ("float32", "float8_e4m3fn"), ("bool", "bfloat16")])
+def test_what_is_no_plain_float_is_never_cast(pair):
+    with pytest.raises(UnsupportedFormatError, match="only floats"):
+        is_cast(*pair)

@@ -1,0 +1,284 @@
+"""Slices that are digested while they are copied: each byte is read once, and every digest is that of the bytes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import IntegrityError
+from ckptkit.formats.detect import open_source
+from ckptkit.offline.copying import chains
+from ckptkit.offline.copying.execute import CopyReport, execute
+from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, Placement, Plan
+from ckptkit.offline.copying.sources import SourceReader
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage import journal
+from ckptkit.storage.local import LocalStore
+from tests.catalog.boxes import columns, partitions, shapes
+from tests.offline.engine import Made, make_source, read_placed
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+def all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "_LEAST", 0)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each read, of the source and of what was written."""
+    counted: list[int] = []
+    real = SourceReader.read
+
+    def counting(self: SourceReader, origin: int, start: int, view: memoryview) -> None:
+        counted.append(len(view))
+        real(self, origin, start, view)
+
+    monkeypatch.setattr(SourceReader, "read", counting)
+    return counted
+
+
+def run(made: Made, plan: Plan, out: Path, **options: Any) -> CopyReport:
+    out.mkdir()
+    return execute(plan, LocalStore(str(made.folder)), LocalStore(str(out)), digests=True, **options)
+
+
+def digests_of(out: Path, plan: Plan, report: CopyReport) -> dict[tuple[int, int], int]:
+    """The digests that were taken, by file and start, each compared with the bytes that were written."""
+    assert report.digested is not None
+    found = {}
+    for file, start, nbytes, digest in report.digested.table().tolist():
+        data = (out / plan.files[file].path).read_bytes()[start : start + nbytes]
+        assert digest == xxhash.xxh3_64_intdigest(data)
+        assert (file, start) not in found
+        found[file, start] = nbytes
+    return found
+
+
+def boxes_of(plan: Plan) -> dict[tuple[int, int], int]:
+    rows = [
+        (int(p.files[i]), int(p.starts[i]), int(p.nbytes()[i])) for p in plan.placements for i in range(len(p.starts))
+    ]
+    return {(file, start): nbytes for file, start, nbytes in rows if nbytes}
+
+
+def placed(made: Made, boxes: list[Box], files: list[int], count: int) -> Plan:
+    """Each tensor of a source cut into boxes, which lie in files back to back, a CRC behind each box."""
+    ends, crcs, placements = [0] * count, [[] for _ in range(count)], []
+    for name, entry in made.catalog.tensors.items():
+        starts = []
+        for box, file in zip(boxes, files, strict=True):
+            nbytes = box.numel * 4
+            starts.append(ends[file])
+            crcs[file].append(CrcField((ends[file] + nbytes,), ends[file], nbytes))
+            ends[file] += nbytes + 4
+        offsets, sizes = columns(boxes, len(entry.shape))
+        target = Target.of(entry, name)
+        placements.append(Placement(target, np.array(files, np.int32), np.array(starts, np.int64), offsets, sizes))
+    made_of = [
+        OutputFile(f"out-{i}", end, tuple(Literal(c.at[0], bytes(4)) for c in crc), tuple(crc))
+        for i, (end, crc) in enumerate(zip(ends, crcs, strict=True))
+    ]
+    return Plan(made.catalog, tuple(made_of), tuple(placements))
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_digest_that_is_taken_is_that_of_the_bytes_however_tensors_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, all_runs: None, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("chains")
+    shape = data.draw(shapes.filter(lambda s: math.prod(s) > 0))
+    digest = data.draw(st.sampled_from(["crc32", "xxh3_64", None]))
+    tensors = {name: ("float32", shape, data.draw(partitions(shape))) for name in NAMES}
+    made = make_source(folder / "in", tensors, digest=digest, transposed=data.draw(st.integers(0, 3)) == 0)
+    boxes = data.draw(partitions(shape))
+    plan = placed(made, boxes, [data.draw(st.integers(0, 1)) for _ in boxes], 2)
+    report = run(made, plan, folder / "out", workers=3, check=data.draw(st.booleans()))
+    got = read_placed(folder / "out", plan)
+    assert all((got[name] == made.arrays[name]).all() for name in NAMES)
+    found = digests_of(folder / "out", plan, report)
+    assert found.items() <= boxes_of(plan).items()
+    for file in plan.files:
+        written = (folder / "out" / file.path).read_bytes()
+        for item in file.crcs:
+            covered = written[item.start : item.start + item.nbytes]
+            assert written[item.at[0] : item.at[0] + 4] == chain_crc(covered)
+
+
+def chain_crc(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "little")
+
+
+def rows(count: int, parts: int) -> list[Box]:
+    cuts = [count * i // parts for i in range(parts + 1)]
+    return [Box((a, 0), (b - a, 5)) for a, b in itertools.pairwise(cuts)]
+
+
+@pytest.mark.parametrize(("source", "target"), [(4, 6), (3, 1), (1, 5), (2, 2), (5, 4)])
+def test_every_row_shard_is_digested_and_every_byte_read_once(
+    tmp_path: Path, all_runs: None, read: list[int], source: int, target: int
+) -> None:
+    made = make_source(tmp_path / "in", {name: ("float32", (60, 5), rows(60, source)) for name in NAMES})
+    plan = placed(made, rows(60, target), list(range(target)), target)
+    report = run(made, plan, tmp_path / "out", workers=2)
+    assert digests_of(tmp_path / "out", plan, report) == boxes_of(plan)
+    assert report.records == source * len(NAMES)
+    assert sum(read) == report.nbytes_read == len(NAMES) * 60 * 5 * 4
+
+
+def test_every_column_shard_is_digested(tmp_path: Path, all_runs: None) -> None:
+    made = make_source(tmp_path / "in", {name: ("float32", (60, 6), [Box((0, 0), (60, 6))]) for name in NAMES})
+    halves = [Box((0, 0), (60, 3)), Box((0, 3), (60, 3))]
+    plan = placed(made, halves, [0, 1], 2)
+    report = run(made, plan, tmp_path / "out", workers=2)
+    assert digests_of(tmp_path / "out", plan, report) == boxes_of(plan)
+
+
+@pytest.mark.parametrize("kind", ["crc32", "xxh3_64"])
+def test_a_flipped_bit_of_a_slice_that_is_digested_anew_names_the_tensor(
+    tmp_path: Path, all_runs: None, kind: str
+) -> None:
+    made = make_source(tmp_path / "in", {n: ("float32", (60, 5), rows(60, 4)) for n in NAMES}, digest=kind)
+    part = made.catalog.tensors["b"].slices[2]
+    data = bytearray((tmp_path / "in" / part.path).read_bytes())
+    data[part.start + 7] ^= 8
+    (tmp_path / "in" / part.path).write_bytes(data)
+    with pytest.raises(IntegrityError, match="'b'"):
+        run(made, placed(made, rows(60, 6), list(range(6)), 6), tmp_path / "out")
+
+
+def test_a_slice_that_two_tensors_are_read_from_is_checked(tmp_path: Path, all_runs: None) -> None:
+    made = make_source(tmp_path / "in", {"a": ("float32", (60, 5), rows(60, 4))})
+    entry = made.catalog.tensors["a"]
+    made.catalog = replace(made.catalog, tensors={"a": entry, "b": replace(entry, name="b")})
+    plan = placed(made, rows(60, 6), list(range(6)), 6)
+    report = run(made, plan, tmp_path / "out")
+    assert report.records == 4
+    assert digests_of(tmp_path / "out", plan, report) == boxes_of(plan)
+
+
+def test_slices_of_which_a_process_needs_a_part_are_checked_whole(tmp_path: Path, all_runs: None) -> None:
+    made = make_source(tmp_path / "in", {name: ("float32", (60, 5), rows(60, 4)) for name in NAMES})
+    plan = placed(made, rows(60, 6), list(range(6)), 6)
+    report = run(made, plan, tmp_path / "out", only=lambda index: index == 1)
+    assert report.records == 2 * len(NAMES)
+    assert digests_of(tmp_path / "out", plan, report) == {k: n for k, n in boxes_of(plan).items() if k[0] == 1}
+
+
+# --- whole checkpoints
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> str:
+    """A checkpoint of four ranks whose slices are large enough to be digested on the way."""
+    rng = np.random.default_rng(0)
+    save_file({name: rng.random((600, 513), np.float32) for name in NAMES}, tmp_path / "m.safetensors")
+    reshard(str(tmp_path / "m.safetensors"), str(tmp_path / "large"), world_size=4)
+    return str(tmp_path / "large")
+
+
+def same_content(one: Path, other: Path) -> bool:
+    names = sorted(path.name for path in one.iterdir() if path.name != "checkpoint.json")
+    assert names == sorted(path.name for path in other.iterdir() if path.name != "checkpoint.json")
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize("options", [{}, {"type": "local"}, {"check": False}], ids=["sharded", "local", "no-check"])
+def test_a_reshard_reads_the_source_once_and_of_its_result_little(
+    large: str, tmp_path: Path, read: list[int], options: dict[str, Any]
+) -> None:
+    read.clear()
+    report = reshard(large, str(tmp_path / "new"), world_size=6, **options)
+    nbytes = sum(path.stat().st_size for path in (tmp_path / "new").iterdir())
+    assert sum(read) <= nbytes + (64 << 10)
+    assert report.nbytes_read <= nbytes
+    assert verify(str(tmp_path / "new")).ok
+    if not options:
+        found = [part for entry in open_source(str(tmp_path / "new")).catalog.tensors.values() for part in entry.slices]
+        assert len(found) == 18
+        for part in found:
+            data = (tmp_path / "new" / part.path).read_bytes()[part.start : part.start + part.nbytes]
+            assert part.digest is not None
+            assert part.digest.value == xxhash.xxh3_64_intdigest(data)
+
+
+def test_what_an_interrupted_reshard_had_written_is_digested_by_the_next(
+    large: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chains, "_STEP", 1)
+    done: Callable[[Any, int], None] = journal.Journal.done
+    steps: Iterator[int] = iter(range(3))
+
+    def interrupted(self: Any, step: int) -> None:
+        done(self, step)
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(journal.Journal, "done", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reshard(large, str(tmp_path / "new"), world_size=6, workers=1)
+    monkeypatch.setattr(journal.Journal, "done", done)
+    report = reshard(large, str(tmp_path / "new"), world_size=6)
+    assert any("4 of 6 steps" in note for note in report.notes)
+    reshard(large, str(tmp_path / "whole"), world_size=6)
+    assert same_content(tmp_path / "new", tmp_path / "whole")
+    assert verify(str(tmp_path / "new")).ok
+
+
+def test_a_damaged_source_leaves_nothing(large: str, tmp_path: Path) -> None:
+    part = open_source(large).catalog.tensors["model.b"].slices[3]
+    shutil.copytree(large, tmp_path / "bad")
+    data = bytearray((tmp_path / "bad" / part.path).read_bytes())
+    data[part.start] ^= 1
+    (tmp_path / "bad" / part.path).write_bytes(data)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(IntegrityError, match=r"model\.b"):
+        reshard(str(tmp_path / "bad"), str(tmp_path / "new"), world_size=6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def torchrun(source: str, target: str) -> int:
+    """Reshard as one of several, and return the bytes that this rank has read."""
+    counted = []
+    real = SourceReader.read
+
+    def counting(self: SourceReader, origin: int, start: int, view: memoryview) -> None:
+        counted.append(len(view))
+        real(self, origin, start, view)
+
+    SourceReader.read = counting  # type: ignore[method-assign]
+    try:
+        reshard(source, target, world_size=6, check=False)
+    finally:
+        SourceReader.read = real  # type: ignore[method-assign]
+    return sum(counted)
+
+
+def test_of_what_other_ranks_have_written_their_digests_are_taken(ranks: Any, large: str, tmp_path: Path) -> None:
+    done = ranks.run(torchrun, 2, large, str(tmp_path / "new"))
+    nbytes = sum(path.stat().st_size for path in (tmp_path / "new").iterdir())
+    assert sum(done) <= nbytes + (64 << 10)
+    reshard(large, str(tmp_path / "alone"), world_size=6)
+    assert verify(str(tmp_path / "new")).ok
+    assert same_content(tmp_path / "new", tmp_path / "alone")
+    record = json.loads((tmp_path / "new" / "checkpoint.json").read_text())
+    assert all("outline" in item for path, item in record["files"].items() if path.endswith(".distcp"))

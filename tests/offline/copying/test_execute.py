@@ -1,0 +1,451 @@
+"""The engine: whatever the slices, the targets and their places, every element arrives, and only undamaged ones."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.targets import Target, concatenated
+from ckptkit.errors import (
+    CheckpointMismatchError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    NoSpaceError,
+    UsageError,
+)
+from ckptkit.offline.copying import execute as engine
+from ckptkit.offline.copying import sinks
+from ckptkit.offline.copying.casts import cast_into
+from ckptkit.offline.copying.execute import execute
+from ckptkit.offline.copying.plan import ComputedTensor, CrcField, Literal, OutputFile, Placement, Plan
+from ckptkit.offline.copying.sinks import chunks, copy_range
+from ckptkit.offline.prove import prove_equal
+from ckptkit.storage.local import LocalStore, start_writing
+from tests.catalog.boxes import columns, partitions, shapes
+from tests.catalog.materialize import materialize
+from tests.offline.engine import Made, make_source, plan_whole, read_placed
+
+ROWS = [Box((i * 2, 0), (2, 6)) for i in range(4)]
+COLUMNS = [Box((0, i * 2), (8, 2)) for i in range(3)]
+
+
+class ReadOnlyStore:
+    """A store that only offers what every store does: nothing of the local fast path."""
+
+    def __init__(self, root: Path) -> None:
+        self.inner = LocalStore(str(root))
+        self.url = self.inner.url
+        self.local_root = None
+
+    def __getattr__(self, name: str):
+        if name in ("open_file", "create", "path_of"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def run(made: Made, plan: Plan, out: Path, **options) -> dict[str, np.ndarray]:
+    out.mkdir(exist_ok=True)
+    execute(plan, LocalStore(str(made.folder)), LocalStore(str(out)), **options)
+    return read_placed(out, plan)
+
+
+def changed(array: np.ndarray, source: str, target: str) -> np.ndarray:
+    if source == target:
+        return array
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    out = np.empty(array.size * dtype_of(target).itemsize, np.uint8)
+    cast_into(flat, out, source, target)
+    return out.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype_of(target).itemsize]).reshape(array.shape)
+
+
+def expected(made: Made, target: Target) -> np.ndarray:
+    array = materialize(target, {key: made.arrays[key] for key in target.sources})
+    return changed(array, target.source_dtype, target.dtype)
+
+
+# --- everything against numpy
+
+
+@st.composite
+def jobs(draw: st.DrawFn):
+    """A tensor, how it is cut, what is made of it, and how that is cut."""
+    shape = draw(shapes.filter(lambda s: math.prod(s) > 0))
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", "int64", "uint8"]))
+    source = draw(partitions(shape))
+    floats = ["float32", "bfloat16", "float16"]
+    into = draw(st.sampled_from(floats)) if dtype in floats else dtype
+    change = draw(st.sampled_from(["copy", "split", "twice", "transpose", "rope"]))
+    return shape, dtype, source, into, change
+
+
+def derived(made: Made, shape: tuple[int, ...], into: str, change: str, draw) -> list[Target]:
+    whole = Target.of(made.catalog.tensors["t"], "t")
+    if change == "split" and shape and shape[0] > 1:
+        cut = draw(st.integers(1, shape[0] - 1))
+        made_of = [replace(t, name=f"t{i}") for i, t in enumerate(whole.split(0, [cut, shape[0] - cut]))]
+    elif change == "twice" and shape:
+        made_of = [concatenated("t", [whole, whole], draw(st.integers(0, len(shape) - 1)))]
+    elif change == "transpose" and len(shape) > 1:
+        made_of = [whole.transposed(tuple(draw(st.permutations(range(len(shape))))))]
+    elif change == "rope" and shape and shape[0] % 2 == 0:
+        made_of = [whole.rope_permuted(1, to_halves=draw(st.booleans()))]
+    else:
+        made_of = [whole]
+    return [replace(target, dtype=into) for target in made_of]
+
+
+def placed(draw, made: Made, targets: list[Target]) -> Plan:
+    """Cut the targets into boxes and lay them into two files, back to back."""
+    ends, placements = [0, 0], []
+    for target in targets:
+        boxes = draw(partitions(target.shape))
+        files = [draw(st.integers(0, 1)) for _ in boxes]
+        starts = []
+        for box, file in zip(boxes, files, strict=True):
+            starts.append(ends[file])
+            ends[file] += box.numel * dtype_of(target.dtype).itemsize
+        offsets, sizes = columns(boxes, len(target.shape))
+        placements.append(Placement(target, np.array(files, np.int32), np.array(starts, np.int64), offsets, sizes))
+    files = tuple(OutputFile(f"out-{i}", end) for i, end in enumerate(ends))
+    return Plan(made.catalog, files, tuple(placements))
+
+
+@given(job=jobs(), data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_tensor_cut_anyhow_arrives_anyhow_placed(tmp_path_factory, job, data):
+    shape, dtype, source, into, change = job
+    folder = tmp_path_factory.mktemp("engine")
+    digest = data.draw(st.sampled_from(["crc32", "xxh3_64", None]))
+    made = make_source(
+        folder / "in",
+        {"t": (dtype, shape, source)},
+        digest=digest,
+        codec=data.draw(st.integers(0, 3)) == 0,
+        transposed=data.draw(st.integers(0, 3)) == 0,
+    )
+    targets = derived(made, shape, into, change, data.draw)
+    plan = placed(data.draw, made, targets)
+    check = data.draw(st.booleans())
+    origin = LocalStore(str(folder / "in")) if data.draw(st.booleans()) else ReadOnlyStore(folder / "in")
+    (folder / "out").mkdir()
+    remote = data.draw(st.booleans())
+    out = ReadOnlyStore(folder / "out") if remote else LocalStore(str(folder / "out"))
+    report = execute(plan, origin, out, check=check, workers=2)
+    got = read_placed(folder / "out", plan)
+    for target in targets:
+        assert (got[target.name] == expected(made, target)).all()
+    if check and digest:
+        assert report.records == len({(s.path, s.codec, s.start) for s in made.catalog.tensors["t"].slices if s.nbytes})
+    assert prove_equal(plan, origin, LocalStore(str(folder / "out")), max_memory=10**8, workers=1) == len(targets)
+
+
+@pytest.mark.parametrize("boxes", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("check", [True, False])
+def test_large_tensors_go_through_small_buffers(tmp_path, monkeypatch, boxes, check):
+    monkeypatch.setattr(engine, "_CHUNK", 4096)
+    monkeypatch.setattr(engine, "_TILE", 1)
+    scaled = [Box(tuple(o * 64 for o in b.offsets), tuple(s * 64 for s in b.sizes)) for b in boxes]
+    made = make_source(tmp_path / "in", {"t": ("float32", (512, 384), scaled)})
+    target = replace(Target.of(made.catalog.tensors["t"]), dtype="bfloat16")
+    got = run(made, plan_whole(made.catalog, [target]), tmp_path / "out", check=check, max_memory=1 << 20)
+    assert (got["t"] == expected(made, target)).all()
+
+
+def test_an_element_that_two_chunks_share_is_cast_whole(tmp_path, monkeypatch):
+    made = make_source(tmp_path / "in", {"t": ("float32", (40_000,), [Box((0,), (40_000,))])}, digest=None)
+    entry = made.catalog.tensors["t"]
+    data = (tmp_path / "in" / "data-0").read_bytes()
+    begin = int(entry.slices.starts[0])
+    record = replace(entry.slices[0], digest=None)
+    from ckptkit.catalog.entry import Digest, SliceArray
+
+    # A digest that begins one byte before the tensor shifts the chunks against the elements.
+    record = replace(record, digest=Digest("crc32", zlib.crc32(data[begin - 1 :]), begin - 1, len(data) - begin + 1))
+    entry = replace(entry, slices=SliceArray.of([record], 1))
+    made.catalog = replace(made.catalog, tensors={"t": entry})
+    target = replace(Target.of(entry), dtype="bfloat16")
+    got = run(made, plan_whole(made.catalog, [target]), tmp_path / "out", max_memory=1 << 20, workers=4)
+    assert (got["t"] == expected(made, target)).all()
+
+
+def test_what_a_function_makes_is_written(tmp_path):
+    made = make_source(tmp_path / "in", {n: ("uint8", (8, 6), ROWS) for n in "ab"})
+    inputs = tuple(Target.of(made.catalog.tensors[n]) for n in "ab")
+    total = ComputedTensor("sum", "uint8", (8, 6), inputs, lambda parts: parts[0] + parts[1], "a + b")
+    got = run(made, plan_whole(made.catalog, [total]), tmp_path / "out")
+    assert (got["sum"] == made.arrays["a"] + made.arrays["b"]).all()
+
+
+def test_a_function_that_needs_more_memory_than_allowed_is_refused(tmp_path):
+    made = make_source(tmp_path / "in", {"a": ("uint8", (1 << 20,), [Box((0,), (1 << 20,))])})
+    inputs = (Target.of(made.catalog.tensors["a"]),)
+    made_of = ComputedTensor("c", "uint8", (1 << 20,), inputs, lambda parts: parts[0], "a")
+    with pytest.raises(UsageError, match="--max-memory"):
+        run(made, plan_whole(made.catalog, [made_of]), tmp_path / "out", max_memory=1 << 20)
+
+
+# --- CRC fields
+
+
+def crc_plan(made: Made) -> Plan:
+    whole = plan_whole(made.catalog, [Target.of(made.catalog.tensors["t"])])
+    body = whole.files[0].nbytes
+    literals = (*whole.files[0].literals, Literal(body, bytes(8)))
+    file = OutputFile("out", body + 8, literals, (CrcField((body, body + 4), 0, body),))
+    return replace(whole, files=(file,))
+
+
+@pytest.mark.parametrize("boxes", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_crc_fields_hold_the_crc_of_what_was_written(tmp_path, boxes, remote):
+    made = make_source(tmp_path / "in", {"t": ("uint8", (8, 6), boxes)}, files=1)
+    (tmp_path / "out").mkdir()
+    out = ReadOnlyStore(tmp_path / "out") if remote else LocalStore(str(tmp_path / "out"))
+    execute(crc_plan(made), LocalStore(str(made.folder)), out, check=False)
+    data = (tmp_path / "out" / "out").read_bytes()
+    assert struct.unpack("<II", data[-8:]) == (zlib.crc32(data[:-8]),) * 2
+
+
+# --- damage
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("digest", ["crc32", "xxh3_64"])
+@pytest.mark.parametrize("boxes", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_flipped_bit_names_the_file_and_the_tensor(tmp_path, digest, boxes, remote):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), boxes)}, digest=digest)
+    flip(tmp_path / "in" / "data-1", int(made.catalog.tensors["w"].slices.starts[1]))
+    (tmp_path / "out").mkdir()
+    out = ReadOnlyStore(tmp_path / "out") if remote else LocalStore(str(tmp_path / "out"))
+    plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
+    with pytest.raises(IntegrityError, match=r"data-1: tensor 'w'"):
+        execute(plan, LocalStore(str(made.folder)), out)
+
+
+def test_damage_outside_of_what_is_taken_from_a_record_is_found_too(tmp_path):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["w"].slices.starts[0]))
+    second_row = Target.of(made.catalog.tensors["w"]).split(0, [1, 7])[1]
+    with pytest.raises(IntegrityError):
+        run(made, plan_whole(made.catalog, [second_row]), tmp_path / "out")
+
+
+def test_damage_in_a_tensor_that_is_not_taken_is_nobodys_business(tmp_path):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS), "v": ("uint8", (8, 6), ROWS)})
+    flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["v"].slices.starts[0]))
+    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out")
+    assert (got["w"] == made.arrays["w"]).all()
+
+
+def test_without_check_damage_is_copied(tmp_path):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["w"].slices.starts[0]))
+    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=False)
+    assert (got["w"] != made.arrays["w"]).sum() == 1
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_truncated_file_is_incomplete(tmp_path, check):
+    size = 1 << 20
+    made = make_source(tmp_path / "in", {"w": ("uint8", (size,), [Box((0,), (size,))])}, files=1)
+    os.truncate(tmp_path / "in" / "data-0", size - 100)
+    with pytest.raises(IncompleteCheckpointError, match="data-0"):
+        run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=check)
+
+
+def test_a_result_that_was_changed_is_told_from_its_source(tmp_path):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), COLUMNS)})
+    plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
+    run(made, plan, tmp_path / "out")
+    flip(tmp_path / "out" / "out", 20)
+    with pytest.raises(IntegrityError, match="differ from the source: w"):
+        prove_equal(plan, LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")), max_memory=10**8)
+
+
+# --- plans that do not add up
+
+
+def test_a_gap_in_the_source_stops_before_anything_is_written(tmp_path):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS[:3])})
+    with pytest.raises(IncompleteCheckpointError, match="'w'"):
+        run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("nbytes", [7 + 48 - 1, 7 + 48 + 1])
+def test_a_file_that_is_not_filled_exactly_is_refused(tmp_path, nbytes):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
+    plan = replace(plan, files=(replace(plan.files[0], nbytes=nbytes),))
+    with pytest.raises(CheckpointMismatchError, match="gap or writes twice"):
+        run(made, plan, tmp_path / "out")
+
+
+def test_a_target_that_is_not_placed_whole_is_refused(tmp_path):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    offsets, sizes = columns(ROWS[:3], 2)
+    starts = np.arange(3) * 12
+    placement = Placement(Target.of(made.catalog.tensors["w"]), np.zeros(3, np.int32), starts, offsets, sizes)
+    with pytest.raises(CheckpointMismatchError, match="do not cover"):
+        run(made, Plan(made.catalog, (OutputFile("out", 36),), (placement,)), tmp_path / "out")
+
+
+def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 10)
+    with pytest.raises(NoSpaceError, match="10 B free"):
+        run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# --- how it is done
+
+
+def test_kernel_copies_give_way_to_reading_where_they_are_not_possible(tmp_path, monkeypatch):
+    size = 1 << 20
+    made = make_source(tmp_path / "in", {"w": ("uint8", (size,), [Box((0,), (size,))])})
+
+    def refuse(*_, **__):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr("ckptkit.offline.copying.sinks.pick", lambda *_: copy_range)
+    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=False)
+    assert (got["w"] == made.arrays["w"]).all()
+
+
+@pytest.mark.parametrize("start", [0, 1, 4095, 70_001])
+def test_a_range_copied_in_the_kernel_is_the_range(tmp_path, start):
+    data = np.random.default_rng(0).bytes(3 << 20)
+    (tmp_path / "in").write_bytes(data)
+    nbytes = len(data) - start
+    with open(tmp_path / "in", "rb") as source, open(tmp_path / "out", "wb") as target:
+        done = copy_range(source.fileno(), start, target.fileno(), 77, nbytes + 1000)  # more than there is
+    assert done == (nbytes, True)
+    assert (tmp_path / "out").read_bytes() == bytes(77) + data[start:]
+
+
+def test_without_check_long_runs_do_not_pass_through_python(tmp_path, monkeypatch):
+    size = 1 << 20
+    made = make_source(tmp_path / "in", {"w": ("uint8", (size,), [Box((0,), (size,))])})
+    monkeypatch.setattr(
+        "ckptkit.offline.copying.sinks.pick", lambda *_, **__: copy_range
+    )  # ext4 alone is quicker without
+    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read"))
+    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=False)
+    assert (got["w"] == made.arrays["w"]).all()
+
+
+@pytest.mark.parametrize(("start", "stop", "shift"), [(0, 0, 0), (3, 100, 0), (3, 100, 13), (40, 61, -39), (5, 6, -9)])
+def test_chunks_end_where_the_pages_of_the_target_do(start, stop, shift):
+    found = list(chunks(start, stop, 16, shift=shift))
+    assert [at for a, b in found for at in range(a, b)] == list(range(start, stop))
+    assert all((b + shift) % 16 == 0 for _, b in found[:-1])
+    assert all(0 < b - a <= 16 for a, b in found)
+
+
+def test_the_disk_is_set_to_work_while_more_is_written(tmp_path, monkeypatch):
+    begun: list[str] = []
+    monkeypatch.setattr("ckptkit.offline.copying.sinks._DIRTY", 20)
+    monkeypatch.setattr(
+        "ckptkit.offline.copying.sinks.start_writing", lambda fd: begun.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    made = make_source(tmp_path / "in", {f"w{i}": ("uint8", (8, 6), ROWS) for i in range(3)})
+    plan = plan_whole(made.catalog, [Target.of(e) for e in made.catalog.tensors.values()])
+    got = run(made, plan, tmp_path / "out", workers=1)
+    assert all((got[name] == made.arrays[name]).all() for name in got)
+    assert set(begun) == {str(tmp_path / "out" / "out")}
+    assert 1 < len(begun) <= plan.nbytes // 20
+
+
+def test_a_disk_that_can_not_be_set_to_work_is_no_error(tmp_path):
+    start_writing(-1)
+    with open(tmp_path / "file", "wb") as file:
+        file.write(b"x")
+        file.flush()
+        start_writing(file.fileno())
+    assert (tmp_path / "file").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("tmpfs", copy_range), ("ext4", None), ("xfs", copy_range)])
+def test_the_kernel_copies_except_on_file_systems_that_are_slow_at_it(tmp_path, monkeypatch, kind, chosen):
+    monkeypatch.setattr(sinks, "_file_system", lambda _: kind)
+    assert sinks.pick(str(tmp_path)) is chosen
+
+
+@pytest.mark.parametrize(
+    ("kind", "turns"), [("tmpfs", True), ("ext4", True), ("nfs4", False), ("fuse", False), ("", False)]
+)
+def test_threads_take_turns_at_a_file_where_the_kernel_would_make_them(tmp_path, monkeypatch, kind, turns):
+    monkeypatch.setattr(sinks, "_file_system", lambda _: kind)
+    assert sinks.takes_turns(str(tmp_path)) is turns
+
+
+def test_progress_ends_at_the_whole(tmp_path):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    seen: list[tuple[int, int]] = []
+    plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
+    run(made, plan, tmp_path / "out", progress=lambda done, total, what: seen.append((done, total)))
+    assert seen[-1] == (plan.nbytes, plan.nbytes) or seen[-1][0] <= plan.nbytes
+
+
+def test_an_interrupt_stops_all_workers(tmp_path):
+    made = make_source(tmp_path / "in", {f"w{i}": ("uint8", (8, 6), ROWS) for i in range(20)})
+    plan = plan_whole(made.catalog, [Target.of(e) for e in made.catalog.tensors.values()])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(made, plan, tmp_path / "out", progress=interrupt)
+
+
+def test_each_process_writes_the_files_that_are_its_own(tmp_path):
+    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    offsets, sizes = columns(ROWS, 2)
+    files = tuple(OutputFile(f"f{i}", 12) for i in range(4))
+    placement = Placement(
+        Target.of(made.catalog.tensors["w"]), np.arange(4, dtype=np.int32), np.zeros(4, np.int64), offsets, sizes
+    )
+    plan = Plan(made.catalog, files, (placement,))
+    (tmp_path / "out").mkdir()
+    for rank in (0, 1):
+        execute(
+            plan, LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")), only=lambda i, r=rank: i % 2 == r
+        )
+    assert (read_placed(tmp_path / "out", plan)["w"] == made.arrays["w"]).all()
+
+
+@pytest.mark.parametrize("into", ["float32", "bfloat16"])
+@pytest.mark.parametrize("check", [True, False])
+def test_whole_tensors_of_uneven_rows_empty_slices_and_replicas_are_copied(tmp_path, into, check):
+    rows = [Box((4, 0), (3, 5)), Box((0, 0), (4, 5)), Box((7, 0), (0, 5)), Box((0, 0), (4, 5))]
+    tensors = {
+        "rows": ("float32", (7, 5), rows),
+        "flat": ("float32", (6,), [Box((5,), (1,)), Box((0,), (5,))]),
+        "one": ("float32", (1, 1, 3), [Box((0, 0, 0), (1, 1, 3))]),
+        "columns": ("float32", (4, 4), [Box((0, 0), (4, 1)), Box((0, 1), (4, 3))]),
+        "scalar": ("float32", (), [Box((), ())]),
+    }
+    made = make_source(tmp_path / "source", tensors)
+    targets = [replace(Target.of(entry, name), dtype=into) for name, entry in made.catalog.tensors.items()]
+    found = run(made, plan_whole(made.catalog, targets), tmp_path / "out", check=check)
+    for target in targets:
+        assert np.array_equal(found[target.name], expected(made, target)), target.name

@@ -1,0 +1,241 @@
+"""Plans as values: how files are laid out, what is printed, who writes what."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.catalog.box import Box, chunk_box
+from ckptkit.catalog.dtypes import DTYPES
+from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry, TensorSlice
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import UnsupportedFormatError, UsageError
+from ckptkit.formats.hf.header import TensorToWrite, encode_header, lay_out, shard_names, split_into_shards
+from ckptkit.offline.copying.checks import RecordTable, crc32, crc32_combine
+from ckptkit.offline.copying.coverage import check_plan
+from ckptkit.offline.copying.execute import share_out
+from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, Placement, Plan
+from ckptkit.offline.export.files import hf_files, in_disk_order
+from ckptkit.offline.export.key_maps import resolve_key_map
+from ckptkit.offline.resharding.rank_files import chunked, dcp_files
+
+STORABLE = [d.name for d in DTYPES.values() if d.safetensors and d.kind != "float8"]
+
+
+def catalog_of(*names: str, shape: tuple[int, ...] = (4, 2), dtype: str = "float32") -> Catalog:
+    """Tensors that lie in one file in the opposite order."""
+    entries = {}
+    for i, name in enumerate(names):
+        box = Box.whole(shape)
+        nbytes = box.numel * DTYPES[dtype].itemsize
+        slices = SliceArray.of([TensorSlice(box, "f", (len(names) - i) * nbytes, nbytes)], len(shape))
+        entries[name] = TensorEntry(name, dtype, shape, slices, fqn=name)
+    return Catalog(entries)
+
+
+def targets_of(catalog: Catalog) -> list[Target]:
+    return [Target.of(entry) for entry in catalog.tensors.values()]
+
+
+# --- safetensors
+
+
+@given(st.lists(st.tuples(st.sampled_from(STORABLE), st.lists(st.integers(0, 3), max_size=3)), max_size=8))
+def test_safetensors_itself_reads_what_is_laid_out(described):
+    tensors = [TensorToWrite(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(described)]
+    layout = lay_out(tensors, {"format": "pt"})
+    read = dict(safetensors.deserialize(layout.header + bytes(layout.nbytes - len(layout.header))))
+    assert {name: tuple(value["shape"]) for name, value in read.items()} == {t.name: t.shape for t in tensors}
+
+
+@given(st.lists(st.sampled_from(STORABLE), max_size=8))
+def test_every_tensor_of_a_file_is_aligned_to_its_elements(dtypes):
+    layout = lay_out([TensorToWrite(f"t{i}", dtype, (3,)) for i, dtype in enumerate(dtypes)])
+    assert len(layout.header) % 8 == 0
+    assert all(start % min(8, DTYPES[d].itemsize) == 0 for d, start in zip(dtypes, layout.starts, strict=True))
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("__metadata__",)])
+def test_a_name_that_a_header_cannot_hold_is_refused(names):
+    with pytest.raises(UnsupportedFormatError):
+        encode_header([TensorToWrite(name, "float32", ()) for name in names], [0] * len(names), {"format": "pt"})
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused():
+    with pytest.raises(UnsupportedFormatError, match="complex32"):
+        encode_header([TensorToWrite("a", "complex32", ())], [0])
+
+
+@given(st.lists(st.integers(0, 10), min_size=1), st.integers(1, 20))
+def test_shards_hold_everything_in_order_and_no_more_than_allowed(sizes, limit):
+    shards = split_into_shards(sizes, limit)
+    assert [i for shard in shards for i in shard] == list(range(len(sizes)))
+    assert all(len(shard) == 1 or sum(sizes[i] for i in shard) <= limit for shard in shards)
+
+
+def test_shards_are_numbered_as_the_hub_does():
+    assert shard_names(1) == ["model.safetensors"]
+    assert shard_names(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_tensors_follow_the_disk():
+    catalog = catalog_of("a", "b", "c")
+    assert [t.name for t in in_disk_order(catalog, targets_of(catalog))] == ["c", "b", "a"]
+
+
+# --- by rank
+
+
+@given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 6))
+def test_chunks_are_the_boxes_of_fsdp2(shape, world_size):
+    shape = tuple(shape)
+    boxes = chunked(shape, world_size)
+    found = {
+        (int(rank), Box(tuple(o.tolist()), tuple(s.tolist())))
+        for rank, o, s in zip(boxes.ranks, boxes.offsets, boxes.sizes, strict=True)
+    }
+    if not shape or 0 in shape:
+        assert found == {(0, Box.whole(shape))}
+    else:
+        every = {(rank, chunk_box(shape, 0, world_size, rank)) for rank in range(world_size)}
+        assert found == {(rank, box) for rank, box in every if box.numel}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5, 3), (0, 3)])
+def test_files_by_rank_are_filled_exactly(shape):
+    catalog = catalog_of("a", "b", shape=shape)
+    files, placements, last = dcp_files(catalog, targets_of(catalog), world_size=3)
+    check_plan(Plan(catalog, tuple(files), tuple(placements), last))
+
+
+# --- printing
+
+
+def plan_of_two() -> Plan:
+    catalog = catalog_of("a", "b", "rest")
+    first, second = targets_of(catalog)[:2]
+    files, placements, last = hf_files(catalog, [first, replace(second, dtype="bfloat16")], max_shard_size=10**9)
+    return Plan(catalog, tuple(files), tuple(placements), last, (("rest", "no reason"),), ("gone",), ("a note",))
+
+
+def test_a_plan_prints_each_source_with_its_target():
+    lines = "\n".join(plan_of_two().lines())
+    assert re.search(r"^a  float32 \[4, 2\] 32 B  model.safetensors @ \d+  from \S+$", lines, re.M)
+    assert "b  float32 -> bfloat16 [4, 2] 16 B" in lines
+
+
+def test_a_plan_prints_what_is_left_over_and_what_is_missing():
+    lines = list(plan_of_two().lines())
+    assert {"left over: rest (no reason)", "missing: gone", "note: a note"} <= set(lines)
+
+
+def test_a_plan_does_not_list_what_many_are_left_over_for():
+    many = tuple((f"optimizer.state.{i}", "optimizer state") for i in range(300))
+    lines = [
+        line for line in replace(plan_of_two(), leftovers=(("rest", "no reason"), *many)).lines() if "left" in line
+    ]
+    assert lines == [
+        "left over: rest (no reason)",
+        "left over: 300 tensors, optimizer.state.0, ... (optimizer state); --json names each",
+    ]
+
+
+def test_a_plan_is_json():
+    document = json.loads(json.dumps(plan_of_two().to_json()))
+    assert document["tensors"][0]["boxes"][0]["file"] == "model.safetensors"
+    assert document["tensors"][1]["sources"][0]["files"] == ["f"]
+
+
+def test_a_computed_tensor_prints_what_it_is_made_of():
+    catalog = catalog_of("a")
+    made = ComputedTensor("c", "float32", (4, 2), tuple(targets_of(catalog)), lambda parts: parts[0], "2 * a")
+    plan = Plan(catalog, (OutputFile("out", 32),), (Placement.whole(made, 0, 0),))
+    assert next(plan.lines()).startswith("2 * a of (a) -> c ")
+    assert plan.to_json()["tensors"][0]["computed"] == "2 * a"
+
+
+# --- shares
+
+
+def test_files_are_shared_out_evenly_and_the_last_goes_to_the_first_rank():
+    files = tuple(OutputFile(f"f{i}", size) for i, size in enumerate([5, 9, 4, 4, 1]))
+    plan = Plan(Catalog({}), (*files, OutputFile("index.json", 99)), (), ("index.json",))
+    owners = share_out(plan, 2)
+    loads = [sum(f.nbytes for f, rank in zip(files, owners, strict=False) if rank == r) for r in (0, 1)]
+    assert max(loads) - min(loads) <= 4  # the last that was given out
+    assert owners[-1] == 0
+
+
+# --- digests
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_the_crc_of_two_pieces_follows_from_theirs(first, second):
+    assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@given(st.binary(), st.binary())
+def test_the_fast_crc_is_that_of_zlib(first, second):
+    assert crc32(second, crc32(first)) == zlib.crc32(first + second)
+
+
+def test_a_record_is_found_by_its_exact_range_only():
+    column = np.array([0, 0, 1])
+    table = RecordTable(column, np.array([0, 10, 0]), np.array([10, 5, 7]), column.astype(np.uint64), column, column)
+    wanted = [(0, 10, 5), (0, 10, 4), (0, 3, 5), (1, 0, 7), (2, 0, 7)]
+    sources, starts, nbytes = np.array(wanted).T
+    assert table.find(sources, starts, nbytes).tolist() == [1, -1, -1, 2, -1]
+
+
+# --- key maps
+
+
+def test_a_key_map_is_found_by_name_file_or_as_it_is(tmp_path):
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps({"name": "mine", "rules": [{"op": "rename", "from": "a", "to": "b"}]}))
+    found = resolve_key_map(str(path))
+    assert found is not None
+    assert found.name == "mine"
+    assert resolve_key_map(found) is found
+    assert resolve_key_map(None) is None
+    built_in = resolve_key_map("torchtitan-llama3")
+    assert built_in is not None
+
+
+RULES = """
+from ckptkit.keymaps.builtin import builtin_map
+MAP = builtin_map("torchtitan-llama3")
+def made():
+    return MAP
+NOTHING = 3
+"""
+
+
+def test_a_key_map_is_what_an_installed_package_says(tmp_path, monkeypatch):
+    (tmp_path / "my_rules.py").write_text(RULES)
+    info = tmp_path / "my_rules-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-rules\nVersion: 1.0\n")
+    points = "mine = my_rules:MAP\nby-function = my_rules:made\nwrong = my_rules:NOTHING.real.__int__\n"
+    (info / "entry_points.txt").write_text(f"[ckptkit.key_maps]\n{points}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_rules
+
+    assert resolve_key_map("mine") is my_rules.MAP
+    assert resolve_key_map("by-function") is my_rules.MAP
+    with pytest.raises(UsageError, match="gives int, no NameMap"):
+        resolve_key_map("wrong")
+
+
+@pytest.mark.parametrize("name", ["no-such-map", "missing.toml"])
+def test_an_unknown_key_map_is_wrong_usage(name):
+    with pytest.raises(UsageError):
+        resolve_key_map(name)

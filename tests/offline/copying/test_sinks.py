@@ -1,0 +1,30 @@
+"""The sink of local files."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptkit.errors import NoSpaceError
+from ckptkit.offline.copying.plan import OutputFile
+from ckptkit.offline.copying.sinks import LocalSink
+from ckptkit.storage.local import LocalStore
+from tests.checkpoint.full_disk import disk
+
+NBYTES = 1 << 20
+
+
+def made_sink(folder, nbytes: int = NBYTES) -> LocalSink:
+    sink = LocalSink(LocalStore(str(folder)), [OutputFile("file", nbytes)])
+    sink.create(0)
+    return sink
+
+
+def test_a_full_file_system_is_an_error_that_says_to_free_space(tmp_path):
+    with disk(tmp_path / "disk", "tmpfs", kib=1024) as place:
+        sink = made_sink(place, nbytes=8 << 20)
+        try:
+            with pytest.raises(NoSpaceError, match="Free some space"):
+                for start in range(0, 8 << 20, NBYTES):
+                    sink.write(0, start, [memoryview(bytes(NBYTES))])
+        finally:
+            sink.close()

@@ -1,0 +1,423 @@
+"""Merging adapters: bit for bit what PEFT's merge_and_unload makes of the same tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptkit import convert
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.targets import Part, Target
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.formats.hf import safetensors
+from ckptkit.keymaps.keymap import NameMap
+from ckptkit.keymaps.patterns import NamePattern
+from ckptkit.keymaps.rules import Concat, Split, Transpose
+from ckptkit.offline.copying.gather import Gatherer
+from ckptkit.offline.copying.jobs import prepare
+from ckptkit.offline.copying.plan import ComputedTensor, Placement, Plan
+from ckptkit.offline.copying.sources import SourceReader
+from ckptkit.offline.export.adapter_merge import merge_adapter
+from ckptkit.offline.export.adapters import split_adapter
+from ckptkit.offline.export.hf import ExportOptions, plan_export
+from ckptkit.storage.open import open_store
+from tests.offline.exports import bits_of, carried_out, same_bits
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+lora_config = pytest.importorskip("peft.tuners.lora.config")
+nn = torch.nn
+
+
+class Experts(nn.Module):  # type: ignore[misc,name-defined]
+    """Parameters of three experts: [experts, out, in], or [experts, in, out]."""
+
+    def __init__(self, *, is_transposed: bool = False) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        up, down = ((8, 20), (10, 8)) if is_transposed else ((20, 8), (8, 10))
+        self.gate_up = nn.Parameter(torch.randn(3, *up))
+        self.down = nn.Parameter(torch.randn(3, *down))
+        self.shift = nn.Parameter(torch.randn(3, 8))
+
+
+def model() -> Any:
+    from transformers.pytorch_utils import Conv1D
+
+    return nn.ModuleDict({
+        "q": nn.Linear(40, 24), "k": nn.Linear(40, 8), "square": nn.Linear(24, 24), "embed": nn.Embedding(33, 16),
+        "c_attn": Conv1D(48, 16), "c_proj": Conv1D(16, 16), "attention": nn.MultiheadAttention(16, 2),
+        "conv1": nn.Conv1d(6, 10, 3), "conv2": nn.Conv2d(6, 10, 3), "flat": nn.Conv2d(6, 10, 1),
+        "conv3": nn.Conv3d(4, 6, 2), "grouped": nn.Conv2d(6, 10, 3, groups=2), "flat3": nn.Conv3d(4, 6, 1),
+        "experts": Experts(), "transposed": Experts(is_transposed=True), "plain": nn.Linear(40, 24, bias=False),
+    })  # fmt: skip
+
+
+def trained(config: Mapping[str, Any], folder: Path, *, dtype: str, adapter_dtype: str | None = None) -> Any:
+    """A PEFT model whose adapter is not at its start any more; its state is written."""
+    torch.manual_seed(1)
+    made = {key: getattr(lora_config, v)() if str(v).endswith("Config") else v for key, v in config.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(
+            model().to(getattr(torch, dtype)), peft.LoraConfig(**made), autocast_adapter_dtype=False
+        )
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name or "trainable_tokens" in name:
+            random = torch.randn(parameter.shape)
+            random = random.abs() + 0.5 if "magnitude" in name else random
+            parameter.data = random.to(getattr(torch, adapter_dtype or dtype))
+    write({name: tensor for name, tensor in adapted.state_dict().items()}, folder / "model.safetensors")
+    return adapted
+
+
+def write(tensors: Mapping[str, Any], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def expected(adapted: Any, folder: Path) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        merged = adapted.merge_and_unload().state_dict()
+    write(merged, folder / "merged" / "model.safetensors")
+    return bits_of(folder / "merged" / "model.safetensors")
+
+
+def merged(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    store = open_store(str(folder))
+    catalog = safetensors.open_catalog(store)
+    options = ExportOptions(adapter_config=config, merge_adapter=True)
+    export = plan_export(store, catalog, options=options)
+    return carried_out(store, catalog, export)
+
+
+LINEAR = ["q", "k", "square", "plain"]
+CASES: dict[str, dict[str, Any]] = {
+    "linear and embedding": {"target_modules": [*LINEAR, "embed"]},
+    "rslora and patterns": {
+        "target_modules": [*LINEAR, "embed"], "use_rslora": True,
+        "rank_pattern": {"k": 2, "embed": 3}, "alpha_pattern": {"q": 9},
+    },
+    "dora": {"target_modules": [*LINEAR, "embed"], "use_dora": True},
+    "conv": {"target_modules": ["conv1", "conv2", "flat", "conv3"]},
+    "conv dora": {"target_modules": ["conv1", "conv2", "flat", "conv3"], "use_dora": True},
+    "conv bias": {"target_modules": ["conv1", "conv2", "flat", "conv3"], "lora_bias": True},
+    "linear bias": {"target_modules": ["q", "k", "square"], "lora_bias": True},
+    "fan in": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    "fan in dora": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
+    "fan in unsaid": {"target_modules": ["c_attn", "c_proj"]},
+    "attention": {"target_modules": ["attention"], "rank_pattern": {"attention": 3}},
+    "experts": {
+        "target_modules": [], "target_parameters": ["experts.gate_up", "experts.down", "experts.shift"],
+        "rank_pattern": {"experts.down": 2}, "alpha_pattern": {"experts.gate_up": 5},
+    },
+    "experts transposed": {"target_modules": ["k"], "target_parameters": ["transposed.gate_up", "transposed.down"]},
+    "weight as parameter": {"target_modules": [], "target_parameters": ["q.weight"]},
+    "modules to save": {"target_modules": ["q"], "modules_to_save": ["k", "embed"]},
+    "biases trained": {"target_modules": ["q"], "bias": "all"},
+    "tokens": {"target_modules": ["q"], "trainable_token_indices": {"embed": [7, 2, 30]}},
+    "blocks of A": {"target_modules": ["q", "k"], "use_bdlora": {"target_modules_bd_a": ["q", "k"], "nblocks": 2}},
+    "blocks of B": {"target_modules": ["q", "k"], "use_bdlora": {"target_modules_bd_b": ["q", "k"], "nblocks": 2}},
+    "kasa": {"target_modules": LINEAR, "kasa_config": "KasaConfig"},
+    "monteclora": {"target_modules": LINEAR, "monteclora_config": "MontecloraConfig"},
+    "velora": {"target_modules": LINEAR, "velora_config": "VeloraConfig"},
+    "mica": {"target_modules": [*LINEAR, "embed"], "init_lora_weights": "mica"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_is_merged_bit_for_bit_as_peft_does(tmp_path: Path, case: str, dtype: str) -> None:
+    config = {"r": 4, "lora_alpha": 6, **CASES[case]}
+    adapted = trained(config, tmp_path, dtype=dtype)
+    found = merged(tmp_path, config)
+    same_bits(found, expected(adapted, tmp_path))
+
+
+@pytest.mark.parametrize("case", ["rslora and patterns", "dora", "conv", "conv dora", "fan in dora", "attention",
+                                  "experts", "tokens", "kasa", "mica"])  # fmt: skip
+def test_an_adapter_in_float32_is_merged_into_16_bits_as_peft_does(tmp_path: Path, case: str) -> None:
+    config = {"r": 4, "lora_alpha": 6, **CASES[case]}
+    adapted = trained(config, tmp_path, dtype="bfloat16", adapter_dtype="float32")
+    found = merged(tmp_path, config)
+    same_bits(found, expected(adapted, tmp_path))
+
+
+def test_a_double_is_merged_as_peft_does(tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 6, **CASES["linear and embedding"]}
+    adapted = trained(config, tmp_path, dtype="float64")
+    same_bits(merged(tmp_path, config), expected(adapted, tmp_path))
+
+
+# --- with what comes after: key maps, casts, limits of memory, the whole command
+
+
+def by_rows(tensor: Any, rows: int) -> Any:
+    """The tensor made in pieces of some rows."""
+    store, catalog, made = tensor
+    pieces = [made.cut(start, min(made.shape[0], start + rows)) for start in range(0, made.shape[0], rows)]
+    return [_made(store, catalog, piece) for piece in pieces]
+
+
+def _made(store: Any, catalog: Any, tensor: ComputedTensor) -> Any:
+    from types import SimpleNamespace
+
+    return carried_out(store, catalog, SimpleNamespace(tensors=(tensor,)))[tensor.name]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", ["linear and embedding", "rslora and patterns", "fan in", "attention", "experts",
+                                  "blocks of A", "experts transposed", "tokens", "linear bias", "kasa"])  # fmt: skip
+def test_rows_that_are_merged_apart_are_those_of_the_whole(tmp_path: Path, case: str) -> None:
+    config = {"r": 4, "lora_alpha": 6, **CASES[case]}
+    trained(config, tmp_path, dtype="bfloat16")
+    store = open_store(str(tmp_path))
+    catalog = safetensors.open_catalog(store)
+    export = plan_export(store, catalog, options=ExportOptions(adapter_config=config, merge_adapter=True))
+    computed = [tensor for tensor in export.tensors if isinstance(tensor, ComputedTensor)]
+    assert computed
+    for tensor in computed:
+        assert tensor.cut is not None
+        whole = _made(store, catalog, tensor)
+        pieces = by_rows((store, catalog, tensor), 1 if len(whole) < 4 else 8)
+        assert sum(map(len, pieces)) == len(whole)
+        # The product is rounded to 16 bits: edges of its kernels do not show, but for a last bit.
+        near = [np.abs(np.concatenate(pieces).astype(np.int32) - whole.astype(np.int32))]
+        assert max(int(item.max()) for item in near) <= 1, tensor.name
+        assert not near[0][whole.astype(np.int32) == 0].any()
+
+
+def test_key_maps_cut_join_and_turn_what_was_merged(tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k", "square"], "use_dora": True}
+    adapted = trained(config, tmp_path, dtype="bfloat16")
+    store = open_store(str(tmp_path))
+    catalog = safetensors.open_catalog(store)
+    rules = (
+        Split(NamePattern("q.weight"), ("upper.weight", "lower.weight"), dim=0, sizes=(8, 16)),
+        Concat((NamePattern("k.weight"), NamePattern("plain.weight")), "joined.weight", dim=0),
+        Transpose(NamePattern("square.weight"), (1, 0)),
+    )
+    options = ExportOptions(adapter_config=config, merge_adapter=True, key_map=NameMap("mine", rules))
+    found = carried_out(store, catalog, plan_export(store, catalog, options=options))
+    whole = expected(adapted, tmp_path)
+    assert np.array_equal(np.concatenate([found["upper.weight"], found["lower.weight"]]), whole["q.weight"])
+    assert np.array_equal(found["joined.weight"], np.concatenate([whole["k.weight"], whole["plain.weight"]]))
+    assert np.array_equal(found["square.weight"], whole["square.weight"].T)
+
+
+@pytest.mark.parametrize("targets", [5, "experts.up", [5], {"a": 1}])
+def test_a_config_whose_parameters_are_no_list_is_refused(targets: object) -> None:
+    with pytest.raises(CorruptCheckpointError, match="target_parameters is"):
+        refused({"target_parameters": targets}, **LINEAR_Q)
+
+
+def test_dora_and_convolutions_are_not_cut(tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["embed", "conv2", "q"], "use_dora": True}
+    trained(config, tmp_path, dtype="bfloat16")
+    store = open_store(str(tmp_path))
+    options = ExportOptions(adapter_config=config, merge_adapter=True)
+    export = plan_export(store, safetensors.open_catalog(store), options=options)
+    cut = {t.name: t.cut is not None for t in export.tensors if isinstance(t, ComputedTensor)}
+    assert cut == {"embed.weight": False, "conv2.weight": False, "q.weight": True}  # norms of columns; kernels
+
+
+def tiny(kind: str) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    torch.manual_seed(3)
+    if kind == "moe":
+        config = transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    elif kind == "gpt_oss":
+        config = transformers.GptOssConfig(**{**sizes, "intermediate_size": 32}, num_local_experts=4)
+    else:
+        config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def run_of(kind: str, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A base, a DCP of what was trained on it, and what PEFT merges: the bits that its save_pretrained writes."""
+    import torch.distributed.checkpoint as dcp
+
+    base = tiny(kind)
+    base.save_pretrained(folder / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(base, peft.LoraConfig(**config), autocast_adapter_dtype=False)
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name or "trainable_tokens" in name:
+                parameter.data = torch.randn_like(parameter)
+        dcp.save({"model": dict(adapted.state_dict())}, checkpoint_id=folder / "run")
+        adapted.merge_and_unload().save_pretrained(folder / "merged")
+    return bits_of(folder / "merged" / "model.safetensors")
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(("kind", "case"), [
+    ("moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    ("moe", {"target_modules": [], "target_parameters": EXPERTS[1:], "rank_pattern": {"experts.down_proj": 2}}),
+    ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS[1:]}),
+    ("llama", {"target_modules": "all-linear", "use_dora": True}),
+    ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
+    ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 90]}),
+    ("llama", {"target_modules": ["lm_head"]}),
+    ("llama", {"target_modules": ["lm_head", "embed_tokens"]}),
+    ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
+    ("llama", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
+], ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value)  # fmt: skip
+def test_a_trained_model_is_merged_into_what_peft_saves(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    config = {"r": 4, "lora_alpha": 6, **case}
+    wanted = run_of(kind, tmp_path, config)
+    report = convert(
+        str(tmp_path / "run"), str(tmp_path / "out"), base=str(tmp_path / "base"), merge_adapter=True,
+        adapter_config=config, verify=True,
+    )  # fmt: skip
+    assert all("tied" in reason or "merged" in reason for _, reason in report.plan.leftovers), report.plan.leftovers
+    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), wanted)
+
+
+def test_a_tied_head_with_an_adapter_of_its_own_is_said_and_may_be_kept_apart(tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["lm_head"]}
+    together = run_of("llama", tmp_path, config)["model.embed_tokens.weight"]
+    of = {"base": str(tmp_path / "base"), "merge_adapter": True, "adapter_config": config}
+    report = convert(str(tmp_path / "run"), str(tmp_path / "tied"), **of)  # type: ignore[arg-type]
+    assert any("changes model.embed_tokens.weight as well" in note for note in report.notes)
+    convert(str(tmp_path / "run"), str(tmp_path / "apart"), untie=True, **of)  # type: ignore[arg-type]
+    found = bits_of(tmp_path / "apart" / "model.safetensors")
+    assert (found["lm_head.weight"] == together).all()
+    before = bits_of(tmp_path / "base" / "model.safetensors")["model.embed_tokens.weight"]
+    assert (found["model.embed_tokens.weight"] == before).all()
+
+
+def test_what_is_too_large_for_the_memory_is_merged_by_rows(tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["big"]}
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = nn.ModuleDict({"big": nn.Linear(512, 16384)}).to(torch.bfloat16)
+        adapted = peft.get_peft_model(base, peft.LoraConfig(**config), autocast_adapter_dtype=False)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            parameter.data = torch.randn_like(parameter)
+    write(adapted.state_dict(), tmp_path / "run" / "model.safetensors")
+    convert(
+        str(tmp_path / "run"), str(tmp_path / "out"), merge_adapter=True, adapter_config=config, max_memory="16MB",
+        workers=2, verify=True,
+    )  # fmt: skip
+    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
+
+
+def test_dora_of_columns_says_how_much_memory_it_takes(tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["embed"], "use_dora": True}
+    trained(config, tmp_path / "run", dtype="bfloat16")
+    store = open_store(str(tmp_path / "run"))
+    catalog = safetensors.open_catalog(store)
+    options = ExportOptions(adapter_config=config, merge_adapter=True)
+    (embed,) = (t for t in plan_export(store, catalog, options=options).tensors if isinstance(t, ComputedTensor))
+    work = prepare(Plan(catalog, (), (Placement.whole(embed, 0, 0),)), check=False, by_boxes=True)
+    gatherer = Gatherer(SourceReader(store, work.origins), work.maps, None, max_bytes=4 << 10)
+    with pytest.raises(UsageError, match=r"'embed.weight' \(DoRA of .* at once, .* Give a larger --max-memory"):
+        gatherer.make_box(embed, Box.whole(embed.shape), np.empty(embed.numel * 2, np.uint8))
+
+
+# --- what can't be merged
+
+
+def plain_targets(**shapes: tuple[int, ...]) -> dict[str, Target]:
+    made = {}
+    for key, shape in shapes.items():
+        name = key.replace("__", ".")
+        made[name] = Target(name, "float32", shape, (Part(Box.whole(shape), name, Box.whole(shape)),), "float32")
+    return made
+
+
+def refused(config: Mapping[str, Any], model_type: str | None = None, **shapes: tuple[int, ...]) -> None:
+    split = split_adapter(plain_targets(**shapes))
+    assert split is not None
+    merge_adapter(split, {"r": 2, "lora_alpha": 1, **config}, model_type=model_type)
+
+
+LINEAR_Q = {"q__base_layer__weight": (6, 4), "q__lora_A__default__weight": (2, 4), "q__lora_B__default__weight": (6, 2)}
+
+
+@pytest.mark.parametrize("flag", ["alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"])
+def test_what_peft_can_not_merge_is_refused_with_advice(flag: str) -> None:
+    with pytest.raises(UnsupportedFormatError, match=rf"{flag} can't be merged, by PEFT either.*Export the adapter"):
+        refused({flag: [1]}, **LINEAR_Q)
+
+
+def test_convolutions_in_groups_and_flat_ones_in_3d_are_refused_as_peft_refuses_them(tmp_path: Path) -> None:
+    for module, message in (("grouped", "convolution in groups"), ("flat3", "flat kernel")):
+        config = {"r": 4, "lora_alpha": 6, "target_modules": [module]}
+        adapted = trained(config, tmp_path / module, dtype="float32")
+        with pytest.raises(UnsupportedFormatError, match=f"'{module}' is a convolution .*{message}|{message}"):
+            merged(tmp_path / module, config)
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            expected(adapted, tmp_path / module)
+
+
+def test_a_bias_for_a_layer_that_has_none_is_refused_as_peft_refuses_it(tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["plain"], "lora_bias": True}
+    adapted = trained(config, tmp_path, dtype="float32")
+    with pytest.raises(UnsupportedFormatError, match="a bias for 'plain', whose base layer has none"):
+        merged(tmp_path, config)
+    with pytest.raises(RuntimeError, match="base layer has no bias"):
+        expected(adapted, tmp_path)
+
+
+def test_a_config_that_contradicts_the_tensors_is_refused() -> None:
+    with pytest.raises(CheckpointMismatchError, match="'q' lacks the magnitude of DoRA"):
+        refused({"use_dora": True}, **LINEAR_Q)
+    with pytest.raises(CheckpointMismatchError, match=r"'q' has a magnitude of DoRA, .* use_dora=False"):
+        refused({}, **LINEAR_Q, q__lora_magnitude_vector__default__weight=(6,))
+    tokens = {
+        "e__token_adapter__base_layer__weight": (9, 4),
+        "e__token_adapter__trainable_tokens_delta__default": (2, 4),
+    }
+    with pytest.raises(CheckpointMismatchError, match="do not say which rows of 'e'"):
+        refused({}, **LINEAR_Q, **tokens)
+    with pytest.raises(CheckpointMismatchError, match=r"are 3 rows of 'e' \[9, 4\], the checkpoint's are \[2, 4\]"):
+        refused({"trainable_token_indices": [1, 2, 3]}, **LINEAR_Q, **tokens)
+
+
+def test_factors_that_do_not_fit_the_weight_are_refused() -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"do not fit the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"):
+        refused({}, **{**LINEAR_Q, "q__base_layer__weight": (6, 5)})
+
+
+def test_experts_are_merged_only_where_it_is_proved_which_factors_are_whose() -> None:
+    square = {
+        "experts__base_layer__up": (3, 4, 4),
+        "experts__lora_A__weight": (6, 4),
+        "experts__lora_B__weight": (4, 6),
+    }
+    config = {"target_parameters": ["experts.up"]}
+    with pytest.raises(UnsupportedFormatError, match=r"which way round\. Its config.json may tell: give --base"):
+        refused(config, **square)
+    refused(config, "qwen3_moe", **square)
+    refused(config, "gpt_oss", **square)
+    two = {
+        "experts__base_layer__base_layer__up": (3, 6, 4), "experts__base_layer__base_layer__gate": (3, 6, 4),
+        "experts__lora_A__weight": (6, 4), "experts__lora_B__weight": (6, 6),
+        "experts__base_layer__lora_A__weight": (6, 4), "experts__base_layer__lora_B__weight": (6, 6),
+    }  # fmt: skip
+    with pytest.raises(
+        UnsupportedFormatError, match=r"which factors are of which parameter, of experts\.up, experts\.gate"
+    ):
+        refused({"target_parameters": ["experts.up", "experts.gate"]}, "qwen3_moe", **two)
+    with pytest.raises(CheckpointMismatchError, match="2 adapters of parameters, and 1 parameters"):
+        refused({"target_parameters": ["experts.up"]}, "qwen3_moe", **two)

@@ -1,0 +1,130 @@
+"""SHA256SUMS of an export: written where asked, proved by verify, no way out of the directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.export.checksums import SUMS_NAME
+from ckptkit.offline.verify import verify
+
+SOURCE = "hf_ref_llama_untied"
+
+
+@pytest.fixture
+def export(zoo: Path, tmp_path: Path) -> Path:
+    target = tmp_path / "export"
+    convert(str(zoo / SOURCE), str(target), sha256=True, max_shard_size="100KB")
+    return target
+
+
+def _found(export: Path, name: str) -> list[str]:
+    """What verify says of a file; an index that names nothing sensible can't even be opened."""
+    try:
+        return [problem.message for problem in verify(str(export)).problems if problem.path == name]
+    except CkptkitError as error:
+        return [str(error)]
+
+
+def test_every_file_of_an_export_has_its_sha256_where_asked(export: Path) -> None:
+    lines = (export / SUMS_NAME).read_text().splitlines()
+    files = sorted(str(path.relative_to(export)) for path in export.rglob("*") if path.is_file())
+    assert lines == [
+        f"{hashlib.sha256((export / name).read_bytes()).hexdigest()}  {name}" for name in files if name != SUMS_NAME
+    ]
+    assert len([name for name in files if name.endswith(".safetensors")]) > 1
+
+
+def test_nobody_gets_sums_that_he_did_not_ask_for(zoo: Path, export: Path, tmp_path: Path) -> None:
+    convert(str(export), str(tmp_path / "again"))
+    assert not (tmp_path / "again" / SUMS_NAME).exists()
+
+
+def test_an_export_with_sums_is_proved(export: Path) -> None:
+    report = verify(str(export))
+    assert report.ok
+    assert report.unproved_bytes == 0
+    assert report.algorithms == ("sha256",)
+
+
+def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export: Path) -> None:
+    rng = random.Random(0)
+    for path in sorted(path for path in export.rglob("*") if path.is_file() and path.name != SUMS_NAME):
+        good = path.read_bytes()
+        tensors = path.suffix == ".safetensors"
+        for _ in range(4):
+            # Beyond the header, of which a flip may say more than this.
+            at = rng.randrange(8 + int.from_bytes(good[:8], "little") if tensors else 0, len(good))
+            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << rng.randrange(8)]) + good[at + 1 :])
+            (message,) = _found(export, path.name)
+            assert path.name in message
+            assert not tensors or "It holds " in message
+        path.write_bytes(good)
+    assert verify(str(export)).ok
+
+
+def test_a_zeroed_tail_is_found(export: Path) -> None:
+    other = export.with_name("other")
+    convert(str(export), str(other), max_shard_size="100KB")
+    shard = next(iter(sorted(other.glob("*.safetensors"))))
+    data = bytearray(shard.read_bytes())
+    data[-8:] = bytes(8)
+    (export / shard.name).write_bytes(data)
+    assert [problem.path for problem in verify(str(export)).problems] == [shard.name]
+
+
+def test_an_export_in_a_hub_cache_is_proved_through_its_links(export: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a/blobs", tmp_path / "models--a/snapshots/1234"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(export.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    report = verify(str(snapshot))
+    assert report.ok and report.unproved_bytes == 0
+    last = max(blobs.iterdir(), key=lambda path: path.stat().st_size)
+    last.write_bytes(last.read_bytes()[:-1] + b"?")
+    assert not verify(str(snapshot)).ok
+
+
+def test_a_listed_file_that_is_gone_is_named_even_by_a_quick_look(export: Path) -> None:
+    os.unlink(export / "config.json")
+    assert "config.json" in [problem.path for problem in verify(str(export), quick=True).problems]
+
+
+def test_a_list_that_lost_its_last_lines_is_found(export: Path) -> None:
+    lines = (export / SUMS_NAME).read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "model-00002" not in line]
+    (export / SUMS_NAME).write_text("".join(kept))
+    (problem,) = verify(str(export)).problems
+    assert problem.path.startswith("model-00002")
+    assert SUMS_NAME in problem.message
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["no sum at all", f"{'0' * 64}  ../outside", f"{'0' * 64}  /etc/hostname", f"{'0' * 63}  config.json", "\x1b[2J"],
+)
+def test_a_list_that_is_none_is_a_problem_of_its_own(export: Path, line: str) -> None:
+    with (export / SUMS_NAME).open("a") as file:
+        file.write(line + "\n")
+    problems = verify(str(export)).problems
+    assert [problem.path for problem in problems] == [SUMS_NAME]
+
+
+def test_a_fifo_in_place_of_the_list_is_no_trap(export: Path) -> None:
+    os.unlink(export / SUMS_NAME)
+    os.mkfifo(export / SUMS_NAME)
+    assert [problem.path for problem in verify(str(export)).problems] == [SUMS_NAME]
+
+
+def test_sums_go_with_hugging_face_exports_alone(zoo: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--sha256"):
+        convert(str(zoo / SOURCE), str(tmp_path / "out"), to="dcp", sha256=True)
+    assert not (tmp_path / "out").exists()

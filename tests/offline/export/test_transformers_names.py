@@ -1,0 +1,138 @@
+"""Families whose names only the installed transformers knows: the export is what its own save_pretrained writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from ckptkit.errors import CheckpointMismatchError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.export import transformers_names
+from ckptkit.offline.export.transformers_names import live_model
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16,
+    "patch_size": 8, "vocab_size": 32,
+}  # fmt: skip
+SEQUENCES: dict[str, Any] = {
+    "vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 16,
+    "pad_token_id": 0,
+}  # fmt: skip
+KINDS = {
+    "vit": ("ViTModel", SMALL),
+    "dinov2 with a fused gate": ("Dinov2Model", {**SMALL, "use_swiglu_ffn": True}),
+    "rope that is turned": ("HrmTextForCausalLM", {**SMALL, "num_key_value_heads": 2, "head_dim": 8}),
+    "gte, queries keys and values in one": ("GteForMaskedLM", {**SMALL, "max_position_embeddings": 16}),
+    "shared modules": ("XLMWithLMHeadModel", {"vocab_size": 32, "emb_dim": 16, "n_layers": 1, "n_heads": 2}),
+}  # fmt: skip
+
+
+def trained(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """Save a model as a run and as a release do; return what the release holds."""
+    model_class = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**settings))
+    model.save_pretrained(folder / "base")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "run", no_dist=True)
+    return load_file(folder / "base" / "model.safetensors")
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    convert(str(folder / "run"), str(folder / "out"), base=str(folder / "base"))
+    return load_file(folder / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_live_names_become_those_that_transformers_saves(case, tmp_path):
+    expected = trained(*KINDS[case], tmp_path)
+    got = exported(tmp_path)
+    assert sorted(got) == sorted(expected)
+    assert all(torch.equal(got[name], tensor) and got[name].shape == tensor.shape for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("ViTForImageClassification", SMALL),
+        ("DeiTModel", SMALL),
+        ("Dinov2Model", SMALL),
+        ("Dinov2Model", {**SMALL, "use_swiglu_ffn": True}),
+        ("AriaTextForCausalLM", {**SMALL, "num_key_value_heads": 2, "moe_num_experts": 4, "head_dim": 8}),
+        ("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}),
+        ("MarianMTModel", SEQUENCES),
+        ("MarianMTModel", {**SEQUENCES, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 24}),
+        ("BigBirdPegasusForConditionalGeneration", SEQUENCES),
+        ("BigBirdPegasusForSequenceClassification", SEQUENCES),
+        (
+            "Pop2PianoForConditionalGeneration",
+            {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
+        ),
+    ],
+)
+def test_these_families_need_no_transformers(kind, settings, tmp_path, monkeypatch):
+    expected = trained(kind, settings, tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    got = exported(tmp_path)
+    assert sorted(got) == sorted(expected)
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_fuyus_config_beside_the_run_tells_its_names(tmp_path, monkeypatch):
+    expected = trained("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}, tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "run")
+    convert(str(tmp_path / "run"), str(tmp_path / "out"))
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert sorted(got) == sorted(expected)
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_entry_of_the_table_that_is_not_known_leaves_the_names_and_the_refusal(tmp_path, monkeypatch):
+    trained(*KINDS["gte, queries keys and values in one"], tmp_path)
+    monkeypatch.delitem(transformers_names._STEPS, "Concatenate")
+    with pytest.raises(CheckpointMismatchError, match="qkv_proj"):
+        exported(tmp_path)
+
+
+def test_without_transformers_there_is_no_table(tmp_path, monkeypatch):
+    trained(*KINDS["vit"], tmp_path)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert live_model(config, ["a"] * 100) is not None
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    assert live_model(config, ["a"] * 100) is None
+
+
+def test_a_config_with_more_layers_than_tensors_is_not_built():
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 10**9}
+    assert live_model(config, ["a", "b"]) is None
+    assert live_model({**config, "num_hidden_layers": 1}, ["a", "b"]) is not None
+
+
+@pytest.mark.parametrize("name", ["Trainer", "load_tool", "pipeline", "nothing"])
+def test_only_classes_of_models_are_called(name):
+    assert live_model({"architectures": [name], "model_type": "llama"}, ["a"]) is None
+
+
+def test_a_fault_of_transformers_is_said_and_names_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import conversion_mapping
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("an odd version")
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", fails)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    assert live_model(config, ["a", "b"]) is None
+    assert "LlamaForCausalLM" in caplog.text and "an odd version" in caplog.text

@@ -1,0 +1,166 @@
+"""Which rank holds what: the rule of FSDP2 and DTensor, against torch itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.errors import UsageError
+from ckptkit.formats.pickles.tensors import PlacementRecord
+from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate
+from ckptkit.offline.resharding.mesh import Cut, TargetMesh, TPPlan, cut_of_placements
+
+SIZES = st.integers(1, 4)
+
+
+@given(st.tuples(st.integers(0, 9), st.integers(0, 9)), SIZES, SIZES, SIZES, st.sampled_from([None, 0, 1]),
+       st.sampled_from([None, 0, 1]), st.integers(0, 7))  # fmt: skip
+def test_boxes_cover_every_element_once_and_lie_with_their_holders(
+    shape: tuple[int, int], replicate: int, shard: int, tp: int, fsdp_dim: int | None, tp_dim: int | None, turn: int
+) -> None:
+    mesh, cut = TargetMesh(replicate, shard, tp), Cut(fsdp_dim, tp_dim)
+    boxes = mesh.boxes(shape, cut, turn=turn)
+    covered = np.zeros(shape, int)
+    for rank, offsets, sizes in zip(boxes.ranks, boxes.offsets, boxes.sizes, strict=True):
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        covered[box] += 1
+        assert math.prod(sizes) or not math.prod(shape)
+        if math.prod(shape):
+            assert (tuple(offsets), tuple(sizes)) == _held(mesh, cut, shape, int(rank))
+    assert (covered == 1).all()
+
+
+def _held(mesh: TargetMesh, cut: Cut, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the rank holds by the placements, as trainers/shards.py replays them for tensors that torch saved."""
+    sizes = (mesh.replicate, mesh.shard, mesh.tp)
+    coordinate = mesh_coordinate(rank, sizes)
+    assert coordinate is not None
+    # FSDP cuts what tensor parallelism left: the same as plain shards, tensor parallelism first.
+    placements = [PlacementRecord("replicate"), _shard(cut.fsdp), _shard(cut.tp)]
+    (part,) = local_parts(shape, sizes, coordinate, placements, order=[0, 2, 1])
+    return part.box.offsets, part.box.sizes
+
+
+def _shard(dim: int | None) -> PlacementRecord:
+    return PlacementRecord("replicate") if dim is None else PlacementRecord("shard", dim)
+
+
+def hold(shape: tuple[int, ...], style: str) -> tuple[Any, Any, Any]:
+    """Return (local rows by value, mesh shape, placements) of a parameter as FSDP2 shards it on this rank."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from ckptkit.checkpoint.state.local_part import layout_of
+
+    outer = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
+    with torch.no_grad():
+        outer[0].weight.copy_(torch.arange(math.prod(shape)).reshape(shape))
+    if style == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        parallelize_module(outer, whole["tp"], {"0": ColwiseParallel() if style == "col" else RowwiseParallel()})
+        mesh = whole["shard"]
+    fully_shard(outer, mesh=mesh)
+    weight = outer[0].weight
+    layout = layout_of(weight)
+    return weight.to_local().detach().numpy().copy(), layout.mesh_shape, layout.texts()
+
+
+SHAPES = {"hsdp": [(8, 6), (7, 6), (2, 4), (1, 4)], "row": [(8, 6), (7, 6), (1, 4)], "col": [(8, 6), (2, 4), (6, 4)]}
+
+
+@pytest.mark.parametrize(("style", "shape"), [(style, shape) for style, shapes in SHAPES.items() for shape in shapes])
+def test_boxes_and_placements_are_what_fsdp2_does(ranks: Any, shape: tuple[int, int], style: str) -> None:
+    mesh = TargetMesh(2, 2, 1) if style == "hsdp" else TargetMesh(1, 2, 2)
+    cut = {"hsdp": Cut(0), "col": Cut(0, 0), "row": Cut(0, 1)}[style]
+    boxes = mesh.boxes(shape, cut)
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    placement = mesh.placement(cut)
+    assert placement is not None
+    for rank, (local, mesh_shape, texts) in enumerate(ranks.run(hold, 4, shape, style)):
+        assert (list(mesh_shape), texts) == (mesh.describe(placement[0])["shape"], placement[1])
+        stores = rank % 2 if style == "hsdp" else rank  # the first replica stores for both
+        mine = np.flatnonzero(boxes.ranks == stores)
+        if not local.size:
+            assert not len(mine)
+            continue
+        box = tuple(slice(o, o + n) for o, n in zip(boxes.offsets[mine[0]], boxes.sizes[mine[0]], strict=True))
+        assert (whole[box] == local).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        (None, (1, 8, 1)),
+        ("tp=2", (1, 4, 2)),
+        ("replicate=2,shard=2,tp=2", (2, 2, 2)),
+        ("dp_replicate=2,dp_shard=4", (2, 4, 1)),
+        ({"tp": 4}, (1, 2, 4)),
+    ],
+)
+def test_what_is_left_out_of_a_mesh_shards(text: Any, sizes: tuple[int, int, int]) -> None:
+    mesh = TargetMesh.parse(text, world_size=8)
+    assert (mesh.replicate, mesh.shard, mesh.tp) == sizes
+
+
+@pytest.mark.parametrize("text", ["shard=3", "pp=2", "tp=0", "tp=x", "tp=2,tp=2", "tp=3", "tp=-1", "shard"])
+def test_a_mesh_that_does_not_fit_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        TargetMesh.parse(text, world_size=8)
+
+
+def test_a_dimension_that_was_named_counts_with_size_one() -> None:
+    mesh = TargetMesh.parse("replicate=1,fsdp=4", world_size=4)
+    assert mesh.describe() == {"shape": [1, 4], "names": ["replicate", "fsdp"], "ranks": [0, 1, 2, 3]}
+    assert mesh.placement(Cut(0)) == (("replicate", "shard"), ("R", "S(0)"))
+
+
+@pytest.mark.parametrize(
+    ("names", "texts", "cut"),
+    [
+        (("replicate", "shard"), ("R", "S(0)"), Cut(0)),
+        (("shard", "tp"), ("SS(0,2)", "S(0)"), Cut(0, 0)),
+        (("shard", "tp"), ("S(0)", "R"), Cut(0, None, ("tp",))),
+        (("dim0", "dim1"), ("S(0)", "S(1)"), Cut(0, 1)),
+        (("dim0",), ("S(1)",), Cut(1)),
+        (("tp",), ("S(0)",), Cut(None, 0)),
+    ],
+)
+def test_placements_tell_who_cut(names: tuple[str, ...], texts: tuple[str, ...], cut: Cut) -> None:
+    assert cut_of_placements(names, texts) == cut
+
+
+def test_a_plan_of_a_family_splits_by_outputs_and_inputs() -> None:
+    names = [f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "norm")]
+    plan = TPPlan.of_config({"model_type": "llama"}, names)
+    assert plan is not None
+    assert [plan.dim(name, (4, 4)) for name in names] == [0, 1, 1, None]
+    assert TPPlan.of_config({"model_type": "bert"}, names) is None
+    assert TPPlan.of_config({"model_type": "llama"}, ["wq"]) is None
+
+
+def test_a_plan_that_is_none_is_refused(tmp_path: Any) -> None:
+    bad = tmp_path / "plan.json"
+    for text in ("[]", "{}", '{"a": "0"}', '{"a": -1}', "{"):
+        bad.write_text(text)
+        with pytest.raises(UsageError):
+            TPPlan.of(str(bad))
+    with pytest.raises(UsageError, match="dimension 1"):
+        TPPlan.of({"*": 1}).dim("bias", (4,))
+
+
+def test_each_rank_order_counts_replicas_outermost() -> None:
+    mesh = TargetMesh(2, 2, 2)
+    for turn, (a, b) in enumerate(itertools.product(range(2), range(2))):
+        boxes = mesh.boxes((4, 4), Cut(None, 1), turn=turn)
+        assert boxes.ranks.tolist() == [(a * 2 + b) * 2, (a * 2 + b) * 2 + 1]

@@ -1,0 +1,122 @@
+"""What a reshard writes about its files: digests of every slice, object and file, which name what was damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import xxhash
+
+from ckptkit.checkpoint.load.mapping import open_checkpoint
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.run.pins import list_pins
+from ckptkit.formats.detect import open_source
+from ckptkit.offline import reading
+from ckptkit.offline.convert import convert
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage.open import open_store
+from tests.checkpoint import killed
+
+
+def made(zoo: Path, tmp_path: Path, kind: str = "sharded", **options: Any) -> Path:
+    reshard(str(zoo / "dcp_fsdp2_uneven_w4"), str(tmp_path / "new"), world_size=3, type=kind, **options)
+    return tmp_path / "new"
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_every_slice_and_file_has_the_digest_of_its_bytes(zoo: Path, tmp_path: Path, kind: str) -> None:
+    folder = made(zoo, tmp_path, kind)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    slices = [part for entry in open_source(str(folder)).catalog.tensors.values() for part in entry.slices]
+    assert slices
+    for part in slices:
+        assert part.digest is not None
+        data = files[part.path][part.start : part.start + part.nbytes]
+        assert (part.digest.algorithm, part.digest.value) == ("xxh3_64", xxhash.xxh3_64_intdigest(data))
+    record = json.loads(files["checkpoint.json"])
+    digests = {name: xxhash.xxh3_64_hexdigest(data) for name, data in files.items() if name != "checkpoint.json"}
+    assert {name: item["xxh3_64"] for name, item in record["files"].items()} == digests
+
+
+def test_every_object_has_a_digest(zoo: Path, tmp_path: Path) -> None:
+    folder = made(zoo, tmp_path)
+    objects = open_source(str(folder)).catalog.objects
+    records = [entry for entry in objects.values() if entry.encoding == "torch_save"]
+    assert records
+    for entry in records:
+        data = (folder / entry.path).read_bytes()[entry.start : entry.start + entry.nbytes]
+        assert entry.digest is not None
+        assert entry.digest.value == xxhash.xxh3_64_intdigest(data)
+
+
+def test_verify_finds_a_flipped_bit_of_the_result(zoo: Path, tmp_path: Path) -> None:
+    folder = made(zoo, tmp_path)
+    part = next(s for s in open_source(str(folder)).catalog.tensors["model.embed.weight"].slices if s.rank == 2)
+    damaged = bytearray((folder / part.path).read_bytes())
+    damaged[part.start] ^= 1
+    (folder / part.path).write_bytes(damaged)
+    assert not verify(str(folder)).ok
+
+
+def test_long_boxes_are_hashed_over_chunks(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    save_file({"a": rng.random((700, 513), np.float32), "b": rng.random((3,), np.float32)}, tmp_path / "m.safetensors")
+    reshard(str(tmp_path / "m.safetensors"), str(tmp_path / "new"), world_size=2, verify=True)
+    assert verify(str(tmp_path / "new")).ok
+
+
+def torchrun(source: str, target: str) -> int:
+    return reshard(source, target, world_size=3, verify=True).tensors
+
+
+def test_ranks_of_torchrun_share_the_work_and_publish_once(ranks: Any, zoo: Path, tmp_path: Path) -> None:
+    source, target = str(zoo / "dcp_fsdp2_uneven_w4"), str(tmp_path / "shared")
+    assert ranks.run(torchrun, 2, source, target) == [60, 60]
+    alone = made(zoo, tmp_path)
+    for path in alone.glob("__*"):
+        assert (tmp_path / "shared" / path.name).read_bytes() == path.read_bytes()
+    assert verify(target).ok
+
+
+def converts_what_rank_0_chose(run: str, target: str) -> list[str]:
+    """Convert and reshard the run while rank 1 takes another step for its latest."""
+    real = reading.resolve_url
+
+    def outdated(url: str, **options: Any) -> str:
+        return f"{run}/step_00000001" if url == run and dist.get_rank() else real(url, **options)
+
+    reading.resolve_url = outdated
+    try:
+        hf = convert(run, f"{target}/hf", max_shard_size=60)
+        dcp = reshard(run, f"{target}/step_00000002", world_size=2)
+    finally:
+        reading.resolve_url = real
+    return [hf.opened, dcp.opened]
+
+
+def test_ranks_of_torchrun_read_the_checkpoint_that_rank_0_has_chosen(ranks: Any, tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    with CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, killed.state(step))
+    found = ranks.run(converts_what_rank_0_chose, 2, run, str(tmp_path))
+    assert found == [[f"{run}/step_00000002"] * 2] * 2
+    assert (open_checkpoint(f"{tmp_path}/hf")["weight"].numpy() == killed.content(2, 0)).all()
+    assert (open_checkpoint(f"{tmp_path}/step_00000002")["model.weight"].numpy() == killed.content(2, 0)).all()
+    assert list_pins(open_store(run)) == []
+
+
+def test_an_object_store_takes_the_result(zoo: Path) -> None:
+    import uuid
+
+    target = f"memory://reshard-{uuid.uuid4().hex}/step_00000000"
+    reshard(str(zoo / "dcp_fsdp2_uneven_w4"), target, world_size=3, verify=True)
+    assert verify(target).ok
+    assert open_source(target).catalog.info.world_size == 3

@@ -1,0 +1,119 @@
+"""A dry run refuses what the real run would refuse, and writes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.cli.main import cli
+from ckptkit.errors import CkptkitError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.prune import prune
+from ckptkit.offline.reshard import reshard
+from ckptkit.storage.local import LocalStore
+from tests.checkpoint.saving import save
+
+UNEVEN = Path(__file__).parents[1] / "zoo" / "dcp_fsdp2_uneven_w4" / "ckpt"
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "hf": (convert, {"to": "hf"}),
+    "torch": (convert, {"to": "torch"}),
+    "dcp": (convert, {"to": "dcp"}),
+    "local": (convert, {"to": "local"}),
+    "reshard": (reshard, {"world_size": 2}),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    shutil.copytree(UNEVEN, tmp_path / "in")
+    return tmp_path / "in"
+
+
+def refused(name: str, source: Path, dst: Path, match: str, **more: Any) -> None:
+    """Assert that both runs refuse for the same reason, the dry one by name, and that neither writes."""
+    run, options = RUNS[name]
+    before = sorted(path for path in dst.parent.rglob("*"))
+    with pytest.raises((CkptkitError, OSError), match=match):
+        found = run(str(source), str(dst), dry_run=True, **options, **more)
+        if found.faults:
+            raise CkptkitError("; ".join(found.faults))
+    assert sorted(path for path in dst.parent.rglob("*")) == before
+    with pytest.raises((CkptkitError, OSError)):
+        run(str(source), str(dst), **options, **more)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_destination_that_exists(source: Path, tmp_path: Path, name: str) -> None:
+    run, options = RUNS[name]
+    run(str(source), str(tmp_path / "out"), **options)
+    refused(name, source, tmp_path / "out", "exists already")
+    assert not run(str(source), str(tmp_path / "out"), **options, overwrite=True, dry_run=True).faults
+    (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+    refused(name, source, tmp_path / "out", r"notes\.txt", overwrite=True)
+
+
+def test_a_single_file_that_exists(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.pt").write_bytes(b"mine")
+    refused("torch", source, tmp_path / "out.pt", "exists already")
+    refused("torch", source, tmp_path / "out.pt", "is not overwritten", overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["hf", "reshard"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_file_of_the_source_that_is_missing_or_truncated(
+    source: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    data = max(source.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data.unlink() if damage == "missing" else os.truncate(data, data.stat().st_size // 2)
+    refused(name, source, tmp_path / "out", data.name)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 10)
+    refused(name, source, tmp_path / "out", "10 B free")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_place_below_a_file(source: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_bytes(b"1")
+    refused(name, source, tmp_path / "file" / "out", "is no directory")
+
+
+def test_a_place_that_can_not_be_written_to(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write anywhere
+    found = convert(str(source), str(tmp_path / "deep" / "out"), dry_run=True)
+    assert f"{tmp_path} can't be written to" in found.faults[0] and not (tmp_path / "deep").exists()
+
+
+def test_the_command_prints_the_plan_and_why_and_ends_with_1(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+    done = CliRunner().invoke(cli, ["convert", str(source), str(tmp_path / "out"), "--dry-run"])
+    assert done.exit_code == 1 and "does not fit" in done.output and "exists already" in done.output
+    done = CliRunner().invoke(cli, ["convert", str(source), str(tmp_path / "new"), "--dry-run"])
+    assert done.exit_code == 0
+
+
+def test_a_dry_prune_of_a_run_that_can_not_be_written_to_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    assert not prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True).failed
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    found = prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True)
+    assert "can't be written to" in found.failed["step_00000001"]
+    done = CliRunner().invoke(cli, ["prune", str(tmp_path), "--max-num", "1", "--dry-run"])
+    assert done.exit_code == 1 and "would FAIL to delete" in done.output
+
+
+def test_a_push_from_a_remote_destination_is_refused_before_the_conversion(source: Path) -> None:
+    options = ["convert", str(source), "memory://out", "--push", "me/model", "--dry-run"]
+    assert CliRunner().invoke(cli, options).exit_code == 2

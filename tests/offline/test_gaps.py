@@ -1,0 +1,133 @@
+"""What an aborted save, or a copy that was cut off, leaves behind is never called ok."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, IncompleteCheckpointError
+from ckptkit.formats.detect import open_source
+from ckptkit.offline.diff import diff
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+
+ONLY = {  # what is left of the checkpoint
+    "megatron_torch_dist_emulated/iter_0000010": ("common.pt",),
+    "lightning_trainer_fsdp_w2/epoch=0-step=3.ckpt": ("meta.pt",),
+    "lightrft_naive_optim_w2/global_step6": ("optim_states/.metadata", "optim_states/*.distcp"),
+    "lightrft_mp_optim_w2/global_step7": ("client_state.pt",),
+    "accelerate_fsdp2_sharded_llama_tied_w2/checkpoint": ("optimizer_0/.metadata", "optimizer_0/*.distcp"),
+    "verl_fsdp1_nomesh_w2": ("**/optim_world_size_2_rank_0.pt",),
+    "verl_fsdp2_w2": ("**/extra_state_world_size_2_rank_0.pt",),
+    "deepspeed_zero2_bf16_w2/ckpt/global_step2": ("mp_rank_00_model_states.pt",),
+}
+WITHOUT = {  # what is gone, and who says so
+    "megatron_torch_dist_emulated/iter_0000010": (".metadata", "save did not finish"),
+    "lightning_trainer_fsdp_w2/epoch=0-step=3.ckpt": (".metadata", "save did not finish"),
+    "lightrft_naive_optim_w2/global_step6": (".metadata", "save did not finish"),
+    "lightrft_mp_optim_w2/global_step7": (".metadata", "save did not finish"),
+    "accelerate_fsdp2_sharded_llama_tied_w2/checkpoint": ("random_states_0.pkl", "random_states_0.pkl is missing"),
+    "accelerate_fsdp2_sharded_qwen3moe_w2/checkpoint": ("random_states_1.pkl", "random_states_1.pkl is missing"),
+    "hf_trainer_fsdp2_sharded_w2/out/checkpoint-2": ("rng_state_1.pth", "rng_state_1.pth is missing"),
+    "verl_fsdp1_nomesh_w2": ("**/optim_world_size_2_rank_1.pt", "optim_world_size_2_rank_1.pt is missing"),
+    "verl_fsdp2_w2": ("**/extra_state_world_size_2_rank_1.pt", "extra_state_world_size_2_rank_1.pt is missing"),
+}
+EMPTY = {
+    "hf_ref_llama_tied": "config.json",
+    "hf_trainer_fsdp2_sharded_w2/out/checkpoint-2": "scheduler.pt",
+    "lightning_trainer_fsdp_w2/epoch=0-step=3.ckpt": "meta.pt",
+    "lightrft_naive_optim_w2/global_step6": "client_state.pt",
+    "megatron_torch_dist_emulated/iter_0000010": "common.pt",
+    "verl_fsdp2_w2": "**/fsdp_config.json",
+}
+
+
+def _copy(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("EXPECTED*"))
+    for path in (target, *target.rglob("*")):
+        path.chmod(0o755)
+    return target
+
+
+def _found(url: Path) -> str:
+    """What verify finds; "" where it says ok."""
+    try:
+        return " ".join(problem.message for problem in verify(str(url)).problems)
+    except CkptkitError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_a_part_of_a_checkpoint_is_not_ok_and_no_other_command_takes_it(zoo: Path, tmp_path: Path, name: str) -> None:
+    copy = _copy(zoo / name, tmp_path / Path(name).name)
+    kept = {path for pattern in ONLY[name] for path in copy.glob(pattern)}
+    for path in [path for path in copy.rglob("*") if path.is_file() and path not in kept]:
+        path.unlink()
+    assert kept
+    assert _found(copy)
+    with pytest.raises((IncompleteCheckpointError, CheckpointNotFoundError)):
+        reshard(str(copy), str(tmp_path / "new"), world_size=2)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_file_that_is_missing_is_named(zoo: Path, tmp_path: Path, name: str) -> None:
+    copy = _copy(zoo / name, tmp_path / Path(name).name)
+    pattern, words = WITHOUT[name]
+    (gone,) = copy.glob(pattern)
+    gone.unlink()
+    assert words in _found(copy)
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_file_beside_the_tensors_is_named(zoo: Path, tmp_path: Path, name: str) -> None:
+    copy = _copy(zoo / name, tmp_path / Path(name).name)
+    (file,) = copy.glob(EMPTY[name])
+    file.write_bytes(b"")
+    assert f"{file.name} is empty" in _found(copy)
+
+
+def test_a_megatron_save_without_its_last_file_is_not_ok(zoo: Path, tmp_path: Path) -> None:
+    copy = _copy(zoo / "megatron_torch_dist_emulated" / "iter_0000010", tmp_path / "iter_0000010")
+    (copy / "metadata.json").unlink()
+    assert "Megatron writes it last" in _found(copy)
+
+
+def test_a_file_beside_the_tensors_that_lost_its_tail_is_named(zoo: Path, tmp_path: Path) -> None:
+    copy = _copy(zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint", tmp_path / "checkpoint")
+    file = copy / "random_states_1.pkl"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "random_states_1.pkl" in _found(copy)
+
+
+def test_a_reshard_refuses_half_an_optimizer(zoo: Path, tmp_path: Path) -> None:
+    copy = _copy(zoo / "verl_fsdp2_w2", tmp_path / "verl")
+    next(copy.rglob("optim_world_size_2_rank_1.pt")).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"optim_world_size_2_rank_1\.pt is missing"):
+        reshard(str(copy), str(tmp_path / "new"), world_size=2)
+
+
+def test_no_sample_of_a_real_library_is_called_incomplete(zoo: Path) -> None:
+    for case in sorted(zoo.iterdir()):
+        if case.is_dir() and not case.name.startswith(("broken", "hostile", "fsdp1_local", "peft")):
+            report = verify(str(case))
+            assert report.ok, (case.name, report.problems)
+
+
+def test_ranks_that_nothing_counts_are_said_not_to_be_proved(zoo: Path, tmp_path: Path) -> None:
+    copy = _copy(zoo / "hf_dcp_sharded_w2", tmp_path / "sharded")
+    next(copy.rglob("shard-00002*")).unlink()
+    assert "how many ranks" in verify(str(copy)).summary()
+
+
+def test_what_has_no_tensors_is_not_compared_as_equal(tmp_path: Path, zoo: Path) -> None:
+    with pytest.raises(CkptkitError):
+        diff(str(tmp_path), str(zoo / "hf_ref_llama_tied"))
+
+
+def test_an_optimizer_alone_is_opened_by_its_own_name(zoo: Path) -> None:
+    folder = zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint" / "optimizer_0"
+    assert verify(str(folder)).ok
+    assert open_source(str(folder)).catalog.tensors

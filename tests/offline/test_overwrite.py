@@ -1,0 +1,243 @@
+"""`--overwrite` replaces one checkpoint or one export, recognised as such, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from ckptkit.errors import CheckpointExistsError, UsageError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+
+ZOO = Path(__file__).parents[1] / "zoo"
+UNEVEN = ZOO / "dcp_fsdp2_uneven_w4" / "ckpt"
+LLAMA = ZOO / "hf_ref_llama_untied"
+TARGETS: dict[str, dict[str, Any]] = {
+    "hf": {"to": "hf"},
+    "hf in shards with sums": {"to": "hf", "max_shard_size": "1kB", "sha256": True},
+    "dcp": {"to": "dcp", "world_size": 2},
+    "torch": {"to": "torch"},
+    "local": {"to": "local", "world_size": 2},
+    "reshard": {"world_size": 2},
+    "reshard local": {"world_size": 2, "type": "local"},
+}
+
+
+def write(dst: Path, options: dict[str, Any], source: Path = UNEVEN) -> None:
+    (convert if "to" in options else reshard)(str(source), str(dst), **options)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def refused(dst: Path, *names: str) -> str:
+    """Assert that nothing replaces `dst`, and that the message names these files."""
+    before = tree(dst)
+    message = ""
+    for options in ({"to": "hf"}, {"to": "torch"}, {"to": "dcp"}, {"world_size": 2}):
+        with pytest.raises(CheckpointExistsError, match="is not overwritten") as error:
+            write(dst, {**options, "overwrite": True})
+        message = str(error.value)
+        assert all(name in message for name in names), message
+    assert tree(dst) == before
+    assert [name for name in os.listdir(dst.parent) if name.startswith(".")] == []
+    return message
+
+
+@pytest.mark.parametrize("new", TARGETS)
+@pytest.mark.parametrize("old", TARGETS)
+def test_what_one_command_wrote_another_replaces(tmp_path: Path, old: str, new: str) -> None:
+    write(tmp_path / "out", TARGETS[old])
+    write(tmp_path / "out", {**TARGETS[new], "overwrite": True})
+    write(tmp_path / "new" / "out", TARGETS[new])
+    assert tree(tmp_path / "out").keys() == tree(tmp_path / "new" / "out").keys()
+    assert not verify(str(tmp_path / "out")).problems and os.listdir(tmp_path).count("out") == 1
+
+
+@pytest.mark.parametrize("case", ["hf_ref_llama_tied", "hf_ref_llama_untied", "hf_ref_qwen3moe"])
+def test_what_transformers_saved_is_replaced(tmp_path: Path, case: str) -> None:
+    source = next(path.parent for path in (ZOO / case).rglob("config.json"))
+    shutil.copytree(source, tmp_path / "out", ignore=shutil.ignore_patterns("README.md", "*.py"))
+    (tmp_path / "out" / "training_args.bin").write_bytes(b"PK\x03\x04")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        (tmp_path / "out" / name).write_text("{}")
+    write(tmp_path / "out", {"to": "hf", "overwrite": True}, source)
+    assert not (tmp_path / "out" / "training_args.bin").exists() and not verify(str(tmp_path / "out")).problems
+
+
+def test_what_transformers_saves_with_its_tokenizer_is_replaced(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "in")
+    model.save_pretrained(tmp_path / "out", max_shard_size="1KB")
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "out")
+    write(tmp_path / "out", {"to": "hf", "overwrite": True}, tmp_path / "in")
+    assert "tokenizer.json" not in tree(tmp_path / "out")
+
+
+def test_an_export_with_the_files_of_a_base_is_replaced(tmp_path: Path) -> None:
+    base = next(path.parent for path in LLAMA.rglob("config.json"))
+    shutil.copytree(base, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling_x.X"}}))
+    for name in ("modeling_x.py", "tokenizer.json", "merges.txt", "LICENSE", "generation_config.json"):
+        (tmp_path / "base" / name).write_text("{}")
+    (tmp_path / "base" / "additional_chat_templates").mkdir()
+    (tmp_path / "base" / "additional_chat_templates" / "tools.jinja").write_text("x")
+    options = {"to": "hf", "base": str(tmp_path / "base")}
+    write(tmp_path / "out", options, base)
+    before = tree(tmp_path / "out")
+    assert "modeling_x.py" in before and "additional_chat_templates/tools.jinja" in before
+    write(tmp_path / "out", {**options, "overwrite": True}, base)
+    assert tree(tmp_path / "out") == before
+
+
+def test_documents_are_refused_with_the_first_three_names(tmp_path: Path) -> None:
+    for name in ("thesis.pdf", "notes.txt", "photo.jpg", "zebra.doc"):
+        (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "out" / name).write_bytes(b"mine")
+    assert "notes.txt, photo.jpg, thesis.pdf, ..." in refused(tmp_path / "out")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_run_at_any_depth_is_refused(tmp_path: Path, depth: int) -> None:
+    run = tmp_path.joinpath("out", *"abc"[: depth - 1])
+    write(run / "step_00000007", {"world_size": 1})
+    refused(tmp_path / "out", "a/" if depth > 1 else "step_00000007/")
+
+
+def test_a_directory_of_a_trainer_is_refused(tmp_path: Path) -> None:
+    source = next(path.parent for path in LLAMA.rglob("config.json"))
+    shutil.copytree(source, tmp_path / "out")
+    shutil.copytree(source, tmp_path / "out" / "checkpoint-500")
+    refused(tmp_path / "out", "checkpoint-500/")
+
+
+@pytest.mark.parametrize("target", ["hf", "dcp", "torch", "local", "reshard"])
+@pytest.mark.parametrize("name", ["results.json", "eval/results.json", ".git/HEAD", "notes.md"])
+def test_a_file_of_somebody_in_an_export_is_refused_by_name(tmp_path: Path, target: str, name: str) -> None:
+    write(tmp_path / "out", TARGETS[target])
+    (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "out" / name).write_bytes(b"mine")
+    refused(tmp_path / "out", name.partition("/")[0])
+
+
+def test_a_card_that_somebody_edited_is_refused_and_one_of_ours_is_not(tmp_path: Path) -> None:
+    write(tmp_path / "out", {"to": "hf"})
+    write(tmp_path / "out", {"to": "hf", "overwrite": True})
+    card = tmp_path / "out" / "README.md"
+    card.write_text(card.read_text().replace("# ", "# My model: ", 1))
+    refused(tmp_path / "out", "README.md")
+
+
+def test_a_file_that_the_record_of_a_checkpoint_does_not_name_is_refused_whatever_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "out", {"world_size": 2})
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"mine")
+    refused(tmp_path / "out", "model.safetensors")
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "LICENSE").write_bytes(b"mine")
+    refused(tmp_path / "out")
+
+
+def test_a_symbolic_link_in_an_export_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "out", {"to": "hf"})
+    (tmp_path / "out" / "config.json").symlink_to(tmp_path)
+    refused(tmp_path / "out", "config.json")
+
+
+@pytest.mark.parametrize("to", ["torch", "hf"])
+def test_a_single_file_is_replaced_only_if_it_is_a_checkpoint(tmp_path: Path, to: str) -> None:
+    dst = tmp_path / "model.pt"
+    dst.write_bytes(b"a firmware image, or whatever ends in .pt")
+    with pytest.raises(CheckpointExistsError, match=r"no file that torch\.save"):
+        write(dst, {"to": to, "overwrite": True})
+    assert dst.read_bytes().startswith(b"a firmware")
+    dst.unlink()
+    write(dst, {"to": "torch"})
+    write(dst, {"to": to, "overwrite": True})
+    assert dst.is_dir() == (to == "hf") and os.listdir(tmp_path) == ["model.pt"]
+
+
+def _zip(place: Path) -> None:
+    with zipfile.ZipFile(place, "w") as archive:
+        archive.writestr("word/document.xml", "mine")
+
+
+def _npz(place: Path) -> None:
+    with place.open("wb") as file:
+        numpy.savez(file, a=numpy.zeros(3))
+
+
+FILES: dict[str, Callable[[Path], Any]] = {
+    "a zip archive": _zip,
+    "arrays of numpy": _npz,
+    "a pickle": lambda place: place.write_bytes(pickle.dumps({"mine": 1})),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path: Path, kind: str) -> None:
+    dst = tmp_path / "out.pt"
+    FILES[kind](dst)
+    before = dst.read_bytes()
+    with pytest.raises(CheckpointExistsError, match=r"no file that torch\.save"):
+        write(dst, {"to": "torch", "overwrite": True})
+    assert dst.read_bytes() == before
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_single_file_of_torch_is_replaced(tmp_path: Path, zipped: bool) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "out.pt", _use_new_zipfile_serialization=zipped)
+    write(tmp_path / "out.pt", {"to": "torch", "overwrite": True})
+
+
+@pytest.mark.parametrize(
+    "name", ["train-00000-of-00010.bin", "model.backup.safetensors", "pytorch_model.old.bin", "b/adapter_model.bin"]
+)
+def test_what_only_resembles_weights_of_the_export_is_refused(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "out", {"to": "hf"})
+    (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "out" / name).write_bytes(b"mine")
+    refused(tmp_path / "out", name.partition("/")[0])
+
+
+def test_files_in_the_folder_of_another_adapter_are_refused(tmp_path: Path) -> None:
+    for folder in ("", "other/"):
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (tmp_path / "out" / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "out" / folder / name).write_bytes(b"{}")
+    (tmp_path / "out" / "other" / "scores.json").write_bytes(b"mine")
+    assert "other/scores.json" in refused(tmp_path / "out")
+
+
+@pytest.mark.parametrize("way", ["itself", "above", "through a link"])
+def test_a_destination_that_is_or_holds_the_source_is_refused(tmp_path: Path, way: str) -> None:
+    shutil.copytree(UNEVEN, tmp_path / "run" / "ckpt")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    before = tree(tmp_path / "run")
+    src = tmp_path / "run" / "ckpt"
+    dst = {"itself": src, "above": tmp_path / "run", "through a link": tmp_path / "link" / "ckpt"}[way]
+    for options in ({"to": "hf"}, {"world_size": 2}):
+        with pytest.raises(UsageError, match=r"that is read|holds what is read"):
+            write(dst, {**options, "overwrite": True}, src)
+    assert tree(tmp_path / "run") == before

@@ -1,0 +1,139 @@
+"""Tensors that only their own class can read (quantized, sparse, subclasses): no command calls them damaged, says that
+they are equal without a look, or leaves them out of a result without a word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+
+from ckptkit import CheckpointManager, TrainState, convert, reshard, verify
+from ckptkit.cli.main import cli
+from ckptkit.errors import CkptkitError, UnsupportedFormatError
+from ckptkit.offline.diff import diff
+from ckptkit.offline.inspect import inspect
+from tests.checkpoint.hidden import Scaled
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def small() -> Any:
+    return Scaled(torch.arange(16, dtype=torch.int8).view(4, 4), torch.tensor(0.5))
+
+
+def large() -> Any:
+    """One that declares four times the bytes that are stored for it."""
+    return Scaled(torch.ones(128, 64, dtype=torch.int8), torch.tensor(0.5))
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
+
+
+ODD = {"small": (small, "Scaled"), "large": (large, "Scaled"), "quantized": (quantized, "quantized")}
+
+
+def saved(url: Path, odd: Any) -> str:
+    dcp.save({"model": {"w": torch.arange(16.0).view(4, 4), "odd": odd}}, checkpoint_id=url, no_dist=True)
+    return str(url)
+
+
+def flipped(url: str, what: bytes) -> None:
+    """Flip a bit of what is stored of the odd tensor."""
+    path = Path(url) / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(what)] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_verify_calls_an_intact_one_intact_as_far_as_it_can_tell(tmp_path: Path, name: str) -> None:
+    make, why = ODD[name]
+    report = verify(saved(tmp_path / "c", make()))
+    assert report.ok and "1 record could not be interpreted" in report.summary()
+    assert list(report.uninterpreted) == ["model.odd"] and why in report.uninterpreted["model.odd"]
+    assert report.summary().startswith("intact as far as it can be checked")
+    assert report.to_json()["uninterpreted"] == report.uninterpreted
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_verify_finds_a_flipped_bit_in_one(tmp_path: Path, name: str) -> None:
+    url = saved(tmp_path / "c", ODD[name][0]())
+    flipped(url, bytes(range(16)) if name == "small" else b"\1" * 64)
+    report = verify(url)
+    assert [problem.tensor for problem in report.problems] == ["model.odd"]
+
+
+def test_verify_still_refuses_less_bytes_than_a_plain_tensor_has(tmp_path: Path) -> None:
+    url = saved(tmp_path / "c", torch.zeros(4, 4))
+    file = Path(url) / ".metadata"
+    file.write_bytes(file.read_bytes().replace(b"K\x04K\x04\x86", b"M\x00\x01K\x04\x86"))
+    with pytest.raises(CkptkitError):
+        verify(url)
+
+
+def test_the_command_exits_with_0_and_proposes_no_checkpoint_that_happens_to_lie_beside(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=torch.nn.Linear(2, 2)))
+    url = saved(tmp_path / "single", large())
+    done = CliRunner().invoke(cli, ["verify", url])
+    assert done.exit_code == 0 and "not interpreted: model.odd is a tests.checkpoint.hidden.Scaled" in done.output
+    flipped(url, b"\1" * 64)
+    done = CliRunner().invoke(cli, ["verify", url])
+    assert done.exit_code == 1 and "step_00000001" not in done.output
+    done = CliRunner().invoke(cli, ["verify", url, "--json"])
+    assert json.loads(done.stdout)["ok"] is False
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_inspect_shows_the_others_and_names_it(tmp_path: Path, name: str) -> None:
+    url = saved(tmp_path / "c", ODD[name][0]())
+    report = inspect(url, tensors="*")
+    assert "model.w" in [tensor.name for tensor in report.tensors] and list(report.uninterpreted) == ["model.odd"]
+    assert CliRunner().invoke(cli, ["inspect", url, "--html", str(tmp_path / "page.html")]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_diff_compares_its_records_byte_for_byte(tmp_path: Path, name: str) -> None:
+    a, b = (saved(tmp_path / key, ODD[name][0]()) for key in "ab")
+    report = diff(a, b)
+    assert report.equal and report.same == 2 and report.by_record == 1
+
+
+@pytest.mark.parametrize("other", [torch.eye(4), Scaled(torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.5))])
+def test_diff_says_where_another_one_lies(tmp_path: Path, other: Any) -> None:
+    report = diff(saved(tmp_path / "a", small()), saved(tmp_path / "b", other))
+    assert not report.equal and list(report.records) == ["model.odd"]
+    done = CliRunner().invoke(cli, ["diff", report.a, report.b])
+    assert done.exit_code == 1 and "not interpreted: model.odd" in done.output
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+@pytest.mark.parametrize("name", ODD)
+def test_convert_leaves_it_out_only_where_it_is_excluded(tmp_path: Path, name: str, to: Any) -> None:
+    url = saved(tmp_path / "c", ODD[name][0]())
+    with pytest.raises(UnsupportedFormatError, match=r"model\.odd is .*(?s:.*)--exclude"):
+        convert(url, str(tmp_path / "out"), to=to)
+    assert not (tmp_path / "out").exists()
+    assert convert(url, str(tmp_path / "out"), to=to, exclude=["odd"]).tensors == 1
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_reshard_refuses_it_by_name(tmp_path: Path, name: str) -> None:
+    url = saved(tmp_path / "c", ODD[name][0]())
+    with pytest.raises(UnsupportedFormatError, match=r"model\.odd is a tests"):
+        reshard(url, str(tmp_path / "out"), world_size=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_reshard_carries_a_quantized_one_as_it_is(tmp_path: Path) -> None:
+    url = saved(tmp_path / "c", quantized())
+    reshard(url, str(tmp_path / "out"), world_size=2)
+    state = {"model": {"w": torch.zeros(4, 4), "odd": torch.quantize_per_tensor(torch.zeros(4, 4), 1, 0, torch.qint8)}}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(state["model"]["odd"].int_repr(), quantized().int_repr())

@@ -1,0 +1,134 @@
+"""A server that heeds If-None-Match for some writes and ignores it for others: what is published all the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptkit import CheckpointManager
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.lease import STATE_DIRECTORY, acquire_lease
+from ckptkit.errors import CheckpointExistsError, LeaseHeldError, StorageError
+from ckptkit.offline.verify import verify
+from ckptkit.storage import open_store
+from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.owner import this_process
+from ckptkit.storage.publish import stage
+from tests.remote.test_end_to_end import state_of
+from tests.remote.test_turns import loads, save
+from tests.storage.proxy import Reply, proxy_of
+
+Options = dict[str, Any]
+_counter = itertools.count()
+
+
+class Ceph16:
+    """To be set between a proxy and its server: it ignores conditions on the completion of uploads, and on all puts to
+    buckets that keep versions."""
+
+    def __init__(self) -> None:
+        self.after: dict[str, Any] = {}  # what happens right after a put to a path that ends so, once
+
+    def __call__(self, handler: Any, body: bytes) -> Reply | None:
+        if "uploadId" in handler.path or handler.path.startswith("/kept"):
+            del handler.headers["If-None-Match"]
+        reply: Reply = handler.forward(body)
+        for ending in [ending for ending in self.after if handler.command == "PUT" and handler.path.endswith(ending)]:
+            self.after.pop(ending)()
+        return reply
+
+
+@pytest.fixture
+def ceph(s3: Options) -> Iterator[tuple[Ceph16, Options]]:
+    with proxy_of(s3["endpoint_url"]) as proxy:
+        proxy.between = server = Ceph16()
+        yield server, {**s3, "endpoint_url": proxy.url}
+
+
+@pytest.fixture(scope="module")
+def kept(s3: Options) -> str:
+    """A bucket that keeps versions."""
+    fs = open_store("s3://kept", storage_options=s3).fs
+    fs.mkdir("kept")
+    fs.call_s3("put_bucket_versioning", Bucket="kept", VersioningConfiguration={"Status": "Enabled"})
+    return "kept"
+
+
+@pytest.fixture
+def url(kept: str) -> str:
+    return f"s3://{kept}/run{next(_counter)}"
+
+
+def test_what_one_bucket_refuses_proves_nothing_about_another(ceph: tuple[Ceph16, Options], url: str) -> None:
+    _, options = ceph
+    plain = RemoteStore(f"s3://remote/conditions{next(_counter)}", storage_options=options)
+    plain.write("x", b"1")
+    assert plain.has_conditional_writes is True
+    kept = RemoteStore(url, storage_options=options)
+    kept.write("x", b"1")
+    assert kept.has_conditional_writes is False
+    with pytest.raises(FileExistsError):
+        kept.write("x", b"2")
+    assert kept.read("x") == b"1"
+
+
+def test_a_run_is_saved_and_loaded_where_conditions_are_ignored(ceph: tuple[Ceph16, Options], url: str) -> None:
+    _, options = ceph
+    save(url, options, 1)
+    save(url, options, 2)
+    with pytest.raises(CheckpointExistsError):
+        save(url, options, 2)
+    loads(url, options, 2)
+    assert verify(f"{url}/step_00000002", storage_options=options).ok
+
+
+def test_a_record_that_another_writer_replaced_at_once_is_not_reported_as_saved(
+    ceph: tuple[Ceph16, Options], s3: Options, url: str
+) -> None:
+    server, options = ceph
+    root = open_store(url, storage_options=s3)
+    save(url, s3, 1)
+    (first,) = list_checkpoints(root).committed
+    theirs = replace(first.record, save_id="0" * 16, data="0" * 16, step=3).to_json()
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(2, state_of(2))
+        server.after["step_00000003/checkpoint.json"] = lambda: root.write(
+            "step_00000003/checkpoint.json", theirs, overwrite=True
+        )
+        with pytest.raises(CheckpointExistsError, match="another writer"):
+            manager.save(3, state_of(3))
+    assert [item.path for item in root.list("step_00000003", recursive=True)] == ["step_00000003/checkpoint.json"]
+    assert list_checkpoints(root).find("step_00000002") is not None
+
+
+def test_two_jobs_that_take_the_lease_at_once_are_told_so(ceph: tuple[Ceph16, Options], s3: Options, url: str) -> None:
+    _, options = ceph
+    lease = acquire_lease(open_store(url, storage_options=options))
+    body = {"nonce": "0" * 16, "beat": 0, "released": False, **this_process().to_json()}
+    open_store(url, storage_options=s3).write(lease.path, json.dumps(body).encode(), overwrite=True)
+    assert lease.path.startswith(STATE_DIRECTORY)
+    with pytest.raises(LeaseHeldError, match="took the lease at once") as caught:
+        lease.check()
+    assert "did not renew" not in str(caught.value)
+
+
+def test_of_two_writers_of_a_directory_that_made_the_same_statement_the_first_publishes_nothing(
+    ceph: tuple[Ceph16, Options], s3: Options, url: str
+) -> None:
+    _, options = ceph
+    root = open_store(url, storage_options=s3)
+    names = {"data": 4, "index.json": -1}
+    body = {"nonce": "0" * 16, "leased": False, **this_process().to_json()}
+    with (
+        pytest.raises(StorageError, match="another process has taken it over"),
+        stage(url, last=["index.json"], names=names, storage_options=options) as store,
+    ):
+        store.write("data", b"data")
+        store.write("index.json", b"{}")
+        root.write(".ckptkit-owner.json", json.dumps(body).encode(), overwrite=True)
+    assert {item.path for item in root.list()} == {".ckptkit-owner.json", "data"}  # theirs, as far as anybody can tell

@@ -1,0 +1,82 @@
+"""A server that restarts while a job saves: the save waits for it, the next one too, and Ctrl-C does not."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from ckptkit import CheckpointManager
+from ckptkit.errors import CkptkitError
+from ckptkit.storage import retry
+from tests.remote.test_end_to_end import state_of
+from tests.remote.test_turns import loads
+from tests.storage.proxy import Proxy
+
+Options = dict[str, Any]
+LONG_S = 1000.0  # longer than a test may take: whoever waits for all of it is red
+
+
+def down(proxy: Proxy, seconds: float) -> threading.Timer:
+    """Refuse all requests for a while."""
+
+    def up() -> None:
+        proxy.rule = lambda number, method, path: "pass"
+
+    proxy.rule = lambda number, method, path: "503"
+    timer = threading.Timer(seconds, up)
+    timer.start()
+    return timer
+
+
+def test_a_save_in_the_background_waits_for_a_restart_that_others_do_not_wait_for(
+    counted: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy, options = counted
+    monkeypatch.setattr(retry, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(retry, "_LEAST", 1)
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, state_of(1))
+        timer = down(proxy, 2.0)
+        with pytest.raises(CkptkitError):
+            manager.save(2, state_of(2))
+        manager.save_async(3, state_of(3)).result()
+        timer.join()
+    loads(url, options, 3)
+
+
+def test_a_save_that_failed_does_not_take_the_patience_of_the_next_one(
+    counted: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy, options = counted
+    with CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, state_of(1))
+        proxy.rule = lambda number, method, path: "503"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
+            with pytest.raises(CkptkitError):
+                manager.save(2, state_of(2))
+        timer = down(proxy, 2.0)
+        manager.save(3, state_of(3))
+        timer.join()
+    loads(url, options, 3)
+
+
+def test_ctrl_c_ends_a_job_whose_save_waits_for_a_storage_out_of_reach(
+    counted: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy, options = counted
+    monkeypatch.setattr(retry, "BACKGROUND_S", LONG_S)
+    monkeypatch.setattr(retry, "WAIT_MAX_S", LONG_S)
+    monkeypatch.setattr("ckptkit.checkpoint.manager.BACKGROUND_S", LONG_S)
+    with pytest.raises(KeyboardInterrupt), CheckpointManager(url, storage_options=options) as manager:
+        manager.save(1, state_of(1))
+        proxy.clear()
+        proxy.rule = lambda number, method, path: "503"
+        manager.save_async(2, state_of(2))
+        while proxy.count < 5:
+            threading.Event().wait(0.05)
+        raise KeyboardInterrupt
+    proxy.rule = lambda number, method, path: "pass"
+    loads(url, options, 1)

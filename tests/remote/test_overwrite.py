@@ -1,0 +1,192 @@
+"""`--overwrite` on an object store: the old stays until the new one is whole, and nothing else is replaced."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.delete import BackgroundRotation, rotate
+from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, IntegrityError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.listing import list_run
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+from ckptkit.storage import open_store
+from ckptkit.storage.objects import RemoteStore
+from tests.checkpoint.saving import check, fork, save
+from tests.storage.proxy import Answer, Proxy
+
+Options = dict[str, Any]
+UNEVEN = Path(__file__).parents[1] / "zoo" / "dcp_fsdp2_uneven_w4" / "ckpt"
+MANY: Options = {"max_shard_size": "1kB"}  # ten files
+
+
+def objects(url: str, s3: Options) -> dict[str, bytes]:
+    store = open_store(url, storage_options=s3)
+    return {item.path: store.read(item.path) for item in store.list(recursive=True)}
+
+
+def write(url: str, s3: Options, source: str | Path = UNEVEN, **options: Any) -> None:
+    run = reshard if "world_size" in options and "to" not in options else convert
+    run(str(source), url, dst_storage_options=s3, **options)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({}, MANY),
+        (MANY, {"max_shard_size": "2kB"}),
+        ({"to": "dcp", "world_size": 2}, {}),
+        (MANY, {"world_size": 2}),
+        ({"world_size": 2}, {"world_size": 1}),
+        ({"to": "torch"}, {"to": "local"}),
+    ],
+)
+def test_what_one_command_wrote_another_replaces(url: str, s3: Options, old: Options, new: Options) -> None:
+    write(url, s3, **old)
+    write(url, s3, **new, overwrite=True)
+    write(f"{url}-new", s3, **new)
+    assert objects(url, s3).keys() == objects(f"{url}-new", s3).keys()
+    assert not verify(url, storage_options=s3).problems
+
+
+@pytest.mark.parametrize("options", [MANY, {"world_size": 2}, {"to": "torch"}], ids=str)
+def test_a_source_that_turns_out_to_be_damaged_leaves_the_old_one(
+    tmp_path: Path, url: str, s3: Options, options: Options
+) -> None:
+    write(url, s3, **options)
+    before = objects(url, s3)
+    shutil.copytree(UNEVEN, tmp_path / "in")
+    data = max((tmp_path / "in").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-400])
+    with pytest.raises((CorruptCheckpointError, IntegrityError)):
+        write(url, s3, tmp_path / "in", **options, overwrite=True)
+    assert objects(url, s3) == before
+
+
+@pytest.mark.parametrize("name", ["results.json", "eval/results.json", "checkpoint-500/model.safetensors"])
+def test_objects_of_somebody_are_refused_by_name(url: str, s3: Options, name: str) -> None:
+    write(url, s3)
+    open_store(url, storage_options=s3).write(name, b"mine")
+    before = objects(url, s3)
+    with pytest.raises(CheckpointExistsError, match=f"is not overwritten: .*{name.partition('/')[0]}"):
+        write(url, s3, **MANY, overwrite=True)
+    assert objects(url, s3) == before
+
+
+def test_a_single_object_stays_until_the_new_one_takes_its_place(tmp_path: Path, url: str, s3: Options) -> None:
+    file = f"{url}/model.pt"
+    write(file, s3, to="torch")
+    before = objects(url, s3)
+    shutil.copytree(UNEVEN, tmp_path / "in")
+    data = max((tmp_path / "in").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-400])
+    with pytest.raises((CorruptCheckpointError, IntegrityError)):
+        write(file, s3, tmp_path / "in", to="torch", overwrite=True)
+    assert objects(url, s3) == before
+    write(file, s3, to="torch", dtype="bf16", overwrite=True)
+    after = objects(url, s3)
+    assert after.keys() == before.keys() and after != before
+    open_store(url, storage_options=s3).write("notes.pt", b"mine")
+    with pytest.raises(CheckpointExistsError, match=r"no file that torch\.save"):
+        write(f"{url}/notes.pt", s3, to="torch", overwrite=True)
+
+
+def _killed_after_copies(say: Any, url: str, s3: Options, copies: int) -> None:
+    left, copy = [copies], RemoteStore.copy_to
+
+    def counted(self: RemoteStore, *args: Any) -> None:
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        copy(self, *args)
+
+    RemoteStore.copy_to = counted  # type: ignore[method-assign]
+    write(url, s3, **MANY, overwrite=True)
+
+
+@pytest.mark.parametrize("copies", [0, 1, 5])
+def test_killed_while_the_new_one_takes_its_place_it_lies_whole_beside_and_the_same_command_goes_on(
+    url: str, s3: Options, copies: int
+) -> None:
+    write(url, s3, max_shard_size="2kB")
+    before = objects(url, s3)
+    assert fork(_killed_after_copies, url, s3, copies)[0] == -signal.SIGKILL
+    if not copies:  # nothing of the old was touched yet
+        assert {name: data for name, data in objects(url, s3).items() if not name.startswith(".")} == before
+    convert(f"{url}/.ckptkit-new", f"{url}-copy", src_storage_options=s3, dst_storage_options=s3)
+    with pytest.raises(CheckpointExistsError):
+        write(url, s3, **MANY)
+    write(url, s3, **MANY, overwrite=True)
+    write(f"{url}-new", s3, **MANY)
+    assert objects(url, s3) == objects(f"{url}-new", s3)
+
+
+# --- files of others in a checkpoint's keys
+
+
+def test_rotation_and_overwrites_keep_and_name_what_the_record_does_not_name(
+    url: str, s3: Options, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = open_store(url, storage_options=s3)
+    first, second = save(root, 1), save(root, 2)
+    theirs = {
+        "step_00000001/eval/results.json": b"1",
+        f"step_00000001/{first.data}/results.json": b"2",
+        "step_00000002/notes.txt": b"3",
+        f"step_00000002/{second.data}/results.json": b"4",
+    }
+    for name, data in theirs.items():
+        root.write(name, data)
+    save(root, 2, overwrite=True)
+    save(root, 3)
+    done = rotate(root, RetentionPolicy(max_num=1), clean=True)
+    assert "does not name" in caplog.text and not done.failed
+    rotate(root, RetentionPolicy(max_num=1), clean=True)
+    for step in (4, 5):  # its cleaning has the lease
+        save(root, step)
+    found = objects(url, s3)
+    assert {name: found.get(name) for name in theirs} == theirs
+    steps = ("step_00000001", "step_00000002")
+    ours = [name for name in found if name.startswith(steps) and ".ckptkit-deleted-" not in name]
+    assert sorted(ours) == sorted(theirs)
+    rows = {row["name"]: row for row in list_run(url, storage_options=s3).to_json()["checkpoints"]}
+    assert "eval/results.json" in rows["step_00000001"]["kept_files"]
+    save(root, 1)
+    assert {name: objects(url, s3).get(name) for name in theirs} == theirs
+
+
+@pytest.mark.parametrize("refused", ["deletions", "listings"])
+def test_a_rotation_that_the_store_does_not_permit_says_so_in_one_line_and_saves_go_on(
+    counted: tuple[Proxy, Options], url: str, refused: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy, options = counted
+    root = open_store(url, storage_options=options)
+    for step in (1, 2, 3):
+        save(root, step)
+    rotation = BackgroundRotation(root, RetentionPolicy(max_num=1))
+
+    def rule(number: int, method: str, path: str) -> str | Answer:
+        listing, deletion = "list-type" in path, method == "DELETE" or path.endswith("?delete")
+        denied = listing if refused == "listings" else deletion
+        return Answer(403, "AccessDenied") if denied else "pass"
+
+    proxy.rule = rule
+    caplog.clear()
+    rotation.submit()
+    rotation.wait()
+    lines = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert len(lines) == 1 and "AccessDenied" in lines[0] and "next save tries again" in lines[0]
+    assert not any(record.exc_info for record in caplog.records)
+    proxy.rule = lambda number, method, path: "pass"
+    save(root, 4)
+    rotation.submit()
+    rotation.wait()
+    rotation.close()
+    assert check(root) == [4]

@@ -1,0 +1,123 @@
+"""The two halves of the tests: `make test` by day, `make test-night` for the rest. The only place that divides them.
+
+`NIGHT` maps a directory, a file or a test (`file::name`) to `every`: of the cases of each test there, each `every`-th
+runs by day and the others at night. 0 leaves the whole test to the night: its rule is then listed in tests/README.md.
+The longest path that matches wins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol
+
+__all__ = ["NIGHT", "PARTS", "at_night"]
+
+PARTS = 5  # The seeds of a fuzzer are dealt out over this many tests; the first one runs by day.
+
+NIGHT: dict[str, int] = {
+    # Kills: every kind of kill by day, every kill point at night.
+    "tests/checkpoint/test_kill.py": 5,
+    "tests/checkpoint/test_kill_manager.py": 3,
+    "tests/checkpoint/test_kill_manager.py"
+    "::test_a_writing_process_killed_at_any_file_operation_fails_one_save_and_loses_nothing": 0,
+    "tests/offline/test_kill_commands.py": 10,
+    "tests/offline/test_resume_kills.py": 0,
+    "tests/offline/copying/test_resume.py": 2,
+    # Faults, damage and full disks: one of each kind by day.
+    "tests/checkpoint/test_damage.py": 3,
+    "tests/checkpoint/test_faults.py": 3,
+    "tests/checkpoint/test_faults.py::test_an_error_of_any_operation_is_a_failed_save_or_none": 0,
+    "tests/checkpoint/test_flaky_store.py": 2,
+    "tests/checkpoint/test_fresh_start.py": 2,
+    "tests/checkpoint/test_full_disk.py": 3,
+    "tests/checkpoint/run/test_coordinator.py": 2,
+    "tests/checkpoint/run/test_delete.py": 2,
+    "tests/checkpoint/test_manager_faults.py": 3,
+    "tests/checkpoint/save/test_full.py": 2,
+    "tests/cli/test_terminal.py": 2,
+    "tests/checkpoint/save/test_writer_process.py": 2,
+    "tests/checkpoint/save/test_writer_process.py::test_a_fork_of_the_training_that_ends_leaves_the_process_alone": 0,
+    "tests/checkpoint/run/test_hold.py::test_a_job_in_a_copy_of_a_live_run_is_not_taken_for_a_second_one": 0,
+    "tests/formats/test_dcp_mishaps.py": 3,
+    "tests/offline/test_reading.py": 4,
+    "tests/offline/test_gaps.py": 3,
+    # World sizes, meshes, precisions and optimizers: some combinations by day.
+    "tests/checkpoint/test_resume.py": 6,
+    "tests/checkpoint/test_world_sizes.py": 6,
+    "tests/checkpoint/test_load_memory.py": 3,
+    "tests/checkpoint/test_hidden_values.py": 4,
+    "tests/checkpoint/test_adoption.py": 3,
+    "tests/checkpoint/load/test_foreign.py": 4,
+    "tests/checkpoint/load/test_shared_memory.py": 4,
+    "tests/checkpoint/save/test_background.py": 3,
+    "tests/checkpoint/save/test_local.py": 3,
+    "tests/checkpoint/save/test_replicas.py": 3,
+    "tests/checkpoint/load/test_mapping.py::test_reading_a_float_tensor_does_not_import_torch": 3,
+    "tests/checkpoint/load/test_shared_reads.py": 4,
+    "tests/fsdp/test_cross_loads.py": 4,
+    "tests/fsdp/test_gradients.py": 2,
+    "tests/fsdp/test_hf_save.py": 3,
+    "tests/fsdp/test_master_weights.py": 3,
+    "tests/fsdp/test_meta.py": 3,
+    "tests/fsdp/test_numerics.py": 5,
+    "tests/fsdp/test_precision.py": 2,
+    "tests/fsdp/test_strategy.py": 6,
+    "tests/fsdp/test_tensor_parallel.py": 3,
+    "tests/integrations": 6,
+    # Sources of every kind, from every system: some by day.
+    "tests/formats/test_rank_sources.py": 4,
+    "tests/formats/test_many_slices.py::test_a_hundred_thousand_slices_open_without_an_object_for_each": 0,
+    "tests/offline/test_convert.py": 3,
+    "tests/offline/test_overwrite.py": 3,
+    "tests/offline/test_reshard.py": 4,
+    "tests/offline/test_reshard_dcp.py": 6,
+    "tests/offline/test_reshard_foreign.py": 5,
+    "tests/offline/test_zoo_convert.py": 4,
+    "tests/offline/export/test_adapter_merge.py": 6,
+    # Hostile and damaged input: every fifth attack by day, and a fifth of the seeds.
+    "tests/fuzz/test_foreign_formats.py::test_damaged_files_of_others_are_refused_or_harmless": PARTS,
+    "tests/fuzz/test_own_formats.py::test_damaged_files_of_ours_are_refused_or_harmless": PARTS,
+    "tests/fuzz/test_torch_formats.py::test_damaged_bytes_are_refused_or_harmless": PARTS,
+    "tests/hostile/test_attacks.py": 5,
+    "tests/hostile/test_hostile.py": 5,
+    "tests/hostile/test_links.py": 4,
+    "tests/hostile/test_secrets.py": 3,
+    # Object stores: moto by day, with the other servers at night.
+    "tests/remote": 3,
+    "tests/storage/test_objects.py::TestGcs": 0,
+    "tests/storage/test_objects.py::TestRclone": 0,
+    # Documents, examples and the browser.
+    "tests/docs/test_code_blocks.py::test_commands_run_and_print_what_the_page_shows": 3,
+    "tests/offline/test_pictures.py::test_a_browser_shows_every_bar_and_asks_for_nothing": 0,
+    "tests/offline/test_pictures.py::test_a_page_prints_on_paper": 0,
+    "tests/test_examples.py::test_the_example_runs": 0,
+}
+
+
+class Test(Protocol):
+    """What is needed of pytest's item."""
+
+    nodeid: str
+
+
+def at_night(items: Iterable[Test]) -> list[Test]:
+    """Return those of `items`, all that were collected, that the night half runs."""
+    seen: Counter[str] = Counter()
+    found = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        every = _every(test)
+        if every == 0 or seen[test] % every:
+            found.append(item)
+        seen[test] += 1
+    return found
+
+
+def _every(test: str) -> int:
+    place = test
+    while place:
+        if place in NIGHT:
+            return NIGHT[place]
+        place = place.rpartition("::" if "::" in place else "/")[0]
+    return 1

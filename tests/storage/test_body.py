@@ -1,0 +1,131 @@
+"""What goes up in one request: pieces of memory in a row, read as a file by the HTTP client."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import threading
+import zlib
+
+import pytest
+
+from ckptkit.storage.body import Body, Collected, Content
+from ckptkit.storage.connection import Budget
+
+SIZES = [1, 300, 700_000, 20, 1_500_000, 40_000, 262_144, 5]
+
+
+def collected(data: bytes) -> Collected:
+    """Collect `data` in pieces of SIZES, copied and lent in turn."""
+    found, source, at = Collected(checked=True), memoryview(data), 0
+    for i, size in enumerate(SIZES):
+        if i % 2:
+            found.copy(source[at : at + size])
+        else:
+            middle = at + size // 2
+            found.lend(source, at, middle, None)
+            found.lend(source, middle, at + size, None)
+        at += size
+    return found
+
+
+def test_a_body_reads_as_the_pieces_in_a_row() -> None:
+    data = os.urandom(sum(SIZES))
+    content = collected(data).content()
+    assert content.joined() == data
+    body = Body(content)
+    with body.getbuffer() as buffer:
+        assert len(buffer) == len(data)
+    for _ in range(2):  # a second time after a seek, as a signature and then a request do
+        body.seek(0)
+        assert b"".join(iter(lambda: bytes(body.read(1 << 16)), b"")) == data
+        assert body.tell() == len(data)
+    rng = random.Random(0)
+    for at in rng.sample(range(len(data)), 50):
+        assert body.seek(at) == at
+        piece = bytes(body.read(100))
+        assert piece and data[at : at + len(piece)] == piece
+    assert body.seek(0, io.SEEK_END) == len(data)
+    assert not body.read(10)
+
+
+def test_lent_memory_is_not_copied_and_pieces_side_by_side_are_one() -> None:
+    data = bytearray(os.urandom(1 << 20))
+    found, source = Collected(checked=False), memoryview(data)
+    for start in range(0, len(data), 1 << 16):
+        found.lend(source, start, start + (1 << 16), None)
+    content = found.content()
+    assert (len(content.pieces), content.copied) == (1, 0)
+    data[0] ^= 1
+    assert content.pieces[0][0] == data[0]
+
+
+def test_what_was_copied_may_be_changed_afterwards() -> None:
+    data = bytearray(b"before")
+    found = Collected(checked=True)
+    found.copy(memoryview(data))
+    data[:] = b"after!"
+    content = found.content()
+    assert (content.joined(), content.copied) == (b"before", 6)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_crc_is_that_of_all_pieces(known: bool) -> None:
+    data = os.urandom(sum(SIZES))
+    content = collected(data).content()
+    if not known:
+        content = Content(content.pieces, copied=0)
+    assert content.crc32_base64() == Content.of(data).crc32_base64()
+    assert collected(data).crc32 == zlib.crc32(data)
+
+
+@pytest.mark.parametrize("sizes", [[9 << 20], [100, 5 << 20, 300_000], [200_000] * 50, [1] * 9])
+def test_what_is_copied_may_be_changed_and_comes_in_its_order(sizes: list[int]) -> None:
+    found, whole = Collected(checked=True), os.urandom(sum(sizes))
+    at = 0
+    for size in sizes:
+        given = bytearray(whole[at : at + size])
+        found.copy(memoryview(given))
+        given[:] = bytes(size)
+        at += size
+    content = found.content()
+    assert content.joined() == whole and content.copied == content.nbytes == len(whole)
+    assert content.crc32 == zlib.crc32(whole)
+
+
+def test_a_budget_lets_no_more_go_than_it_has() -> None:
+    budget, lock = Budget(3, 100), threading.Lock()
+    held: list[int] = []
+    worst = [0, 0]
+
+    def go(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(200):
+            nbytes = rng.choice([0, 10, 40, 100])
+            budget.acquire(nbytes)
+            with lock:
+                held.append(nbytes)
+                worst[:] = max(worst[0], len(held)), max(worst[1], sum(held))
+            with lock:
+                held.remove(nbytes)
+            budget.release(nbytes)
+
+    threads = [threading.Thread(target=go, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert worst[0] <= 3 and worst[1] <= 100
+
+
+def test_what_is_larger_than_the_budget_goes_alone() -> None:
+    budget = Budget(3, 100)
+    budget.acquire(1000)
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (budget.acquire(1), done.set()), daemon=True)
+    thread.start()
+    assert not done.wait(0.05)
+    budget.release(1000)
+    assert done.wait(30)

@@ -1,0 +1,293 @@
+"""`stage`: a directory appears whole and durable, or nothing of it does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.errors import CheckpointExistsError
+from ckptkit.storage import local, publish, staging
+from ckptkit.storage.journal import Journal, Section, _parse
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.publish import stage
+from ckptkit.storage.staging import owner_path, staging_name
+from ckptkit.storage.store import Store
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def anything(store: Store, path: str, known: Collection[str]) -> None:
+    """Let whatever is there be replaced: which things may be is a question of formats."""
+
+
+def put(path: Path, *, content: bytes = b"new", overwrite: bool = False) -> None:
+    with stage(str(path), replaceable=anything if overwrite else None) as store:
+        store.write("a/model.bin", content, sync=False)
+        store.write("index.json", b"{}" + content, sync=False)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def test_a_staged_directory_is_there_with_exactly_what_was_written(tmp_path: Path) -> None:
+    put(tmp_path / "out")
+    assert tree(tmp_path) == {"out/a/model.bin": b"new", "out/index.json": b"{}new"}
+
+
+def test_nothing_is_visible_before_the_block_ends(tmp_path: Path) -> None:
+    with stage(str(tmp_path / "out")) as store:
+        store.write("x", b"1")
+        assert not (tmp_path / "out").exists()
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), stage(str(tmp_path / "out")) as store:
+        store.write("x", b"1")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == []
+
+
+def test_an_existing_target_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    put(tmp_path / "out", content=b"old")
+    with pytest.raises(CheckpointExistsError, match="overwrite"):
+        put(tmp_path / "out")
+    assert tree(tmp_path)["out/a/model.bin"] == b"old" and names(tmp_path) == ["out"]
+
+
+def test_an_empty_directory_may_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    put(tmp_path / "out")
+    assert tree(tmp_path)["out/a/model.bin"] == b"new"
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_overwrite_replaces_all_of_the_old(tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "out", content=b"old")
+    (tmp_path / "out" / "stray").write_bytes(b"x")
+    if not swap:
+        monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
+    put(tmp_path / "out", overwrite=True)
+    assert tree(tmp_path) == {"out/a/model.bin": b"new", "out/index.json": b"{}new"}
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
+    put(tmp_path / "out", content=b"old")
+    before = tree(tmp_path)
+    with pytest.raises(ValueError), stage(str(tmp_path / "out"), replaceable=anything) as store:
+        store.write("index.json", b"half")
+        raise ValueError
+    assert tree(tmp_path) == before
+
+
+def test_a_single_file_is_replaced_by_a_directory_only_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"file")
+    with pytest.raises(CheckpointExistsError):
+        put(tmp_path / "out")
+    put(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "index.json").is_file() and names(tmp_path) == ["out"]
+
+
+def test_a_symlink_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "x").write_bytes(b"1")
+    (tmp_path / "out").symlink_to(tmp_path / "target")
+    with pytest.raises(CheckpointExistsError, match="symbolic link"):
+        put(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "target" / "x").read_bytes() == b"1"
+
+
+def test_overwrite_refuses_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "out", content=b"old")
+    monkeypatch.chdir(tmp_path / "out" / "a")
+    with pytest.raises(CheckpointExistsError, match="the current directory is in it"):
+        put(tmp_path / "out", overwrite=True)
+    assert tree(tmp_path)["out/a/model.bin"] == b"old"
+
+
+def test_what_may_not_be_replaced_is_refused_before_anything_is_written_and_again_before_the_swap(
+    tmp_path: Path,
+) -> None:
+    def refuse(store: Store, path: str, known: Collection[str]) -> None:
+        if store.info(f"{path}/notes.txt") is not None:
+            raise CheckpointExistsError("notes.txt")
+
+    put(tmp_path / "out", content=b"old")
+    with pytest.raises(CheckpointExistsError), stage(str(tmp_path / "out"), replaceable=refuse) as store:
+        store.write("x", b"1")
+        (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+    assert tree(tmp_path / "out")["notes.txt"] == b"mine" and names(tmp_path) == ["out"]
+    with pytest.raises(CheckpointExistsError), stage(str(tmp_path / "out"), replaceable=refuse):
+        raise AssertionError("the block must not run")
+
+
+def test_a_target_that_appears_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointExistsError, match="appeared"), stage(str(tmp_path / "out")) as store:
+        store.write("x", b"1")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_bytes(b"2")
+    assert tree(tmp_path) == {"out/theirs": b"2"} and names(tmp_path) == ["out"]
+
+
+def test_what_a_living_writer_stages_is_left_alone(tmp_path: Path) -> None:
+    with stage(str(tmp_path / "out")) as first:
+        first.write("x", b"1")
+        put(tmp_path / "out")
+        assert first.info("x") is not None
+        (tmp_path / "out").rename(tmp_path / "other")
+    assert tree(tmp_path / "out") == {"x": b"1"}
+
+
+def test_what_a_dead_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom ckptkit.storage.publish import stage\n"
+        "with stage(sys.argv[1]) as store:\n    store.write('x', b'1' * 9)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
+    assert done.returncode == -signal.SIGKILL and len(names(tmp_path)) == 2
+    put(tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_writer_on_another_machine_is_not_judged(tmp_path: Path) -> None:
+    path = staging_name("out", "0123456789abcdef")
+    (tmp_path / path).mkdir()
+    owner = {"nonce": "0123456789abcdef", "host": "far", "pid": 1, "started": "1", "machine": "m/n/o"}
+    (tmp_path / owner_path(path)).write_text(json.dumps(owner))
+    put(tmp_path / "out")
+    assert names(tmp_path) == sorted([path, owner_path(path), "out"])
+
+
+def test_where_writes_are_short_a_writer_is_stated_whole_and_a_step_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, path = os.write, str(tmp_path / "x.owner")
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:1]))
+    publish.write_owner(LocalStore(tmp_path), "x.owner", "0" * 16)
+    journal = Journal(path)
+    journal.begin("a" * 32)
+    journal.done(12)  # half of it is on the disk
+    monkeypatch.undo()
+    journal.done(34)
+    journal.close()
+    stated = staging.read_owner(LocalStore(tmp_path), "x.owner")
+    assert stated is not None and stated.owner.pid == os.getpid()
+    assert _parse((tmp_path / "x.owner").read_bytes())[1] == [Section("a" * 32, steps=frozenset({34}))]
+
+
+# --- killed at every file operation
+
+
+def _killed_overwrite(root: str, nth: int, swap: bool) -> None:
+    from tests.checkpoint.crash import kill_at
+
+    kill_at(nth)
+    if not swap:
+        publish._exchange = lambda first, second: False
+    put(Path(root) / "out", overwrite=True)
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
+    tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "STARTING_S", -1.0)
+    context: Any = multiprocessing.get_context("fork")
+    old = {"a/model.bin": b"old", "index.json": b"{}old"}
+    new = {"a/model.bin": b"new", "index.json": b"{}new"}
+    gaps = 0
+    for nth in range(1, 1000):
+        root = tmp_path / str(nth)
+        put(root / "out", content=b"old")
+        process = context.Process(target=_killed_overwrite, args=(str(root), nth, swap))
+        process.start()
+        process.join()
+        there = tree(root / "out") if (root / "out").exists() else {}
+        # Without an atomic swap (NFS) there may be neither for a moment, never a mixture; and neither is lost.
+        assert there in ([old, new] if swap else [old, new, {}]), f"operation {nth}"
+        gaps += not there
+        publish.clean_siblings(LocalStore(root), "out")
+        assert tree(root / "out") in (old, new), f"operation {nth}"
+        put(root / "out", overwrite=True)
+        assert tree(root) == {f"out/{name}": data for name, data in new.items()}, f"operation {nth}"
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert nth > 20
+    assert (gaps > 0) == (not swap)
+
+
+@pytest.mark.parametrize("fails", ["rename", "sync"])
+def test_an_error_between_the_steps_of_a_replacement_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    put(tmp_path / "out", content=b"old")
+    before = tree(tmp_path)
+    monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
+    rename, sync = LocalStore.rename, LocalStore.sync_directory
+    renamed: list[str] = []
+
+    def failing_rename(self: LocalStore, source: str, target: str) -> None:
+        if fails == "rename" and target == "out" and not renamed:
+            renamed.append(target)
+            raise OSError(errno.EIO, "Input/output error")
+        rename(self, source, target)
+        renamed.extend([target] if target == "out" else [])
+
+    def failing_sync(self: LocalStore, path: str = "") -> None:
+        if fails == "sync" and renamed == ["out"]:
+            renamed.append("and its sync failed")
+            raise OSError(errno.EIO, "Input/output error")
+        sync(self, path)
+
+    monkeypatch.setattr(LocalStore, "rename", failing_rename)
+    monkeypatch.setattr(LocalStore, "sync_directory", failing_sync)
+    with pytest.raises(OSError, match="Input/output"):
+        put(tmp_path / "out", overwrite=True)
+    monkeypatch.undo()
+    publish.clean_siblings(LocalStore(tmp_path), "out")
+    assert tree(tmp_path) == before
+
+
+def test_a_directory_that_appears_at_the_last_moment_is_not_replaced_where_rename_can_not_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS has no renameat2; rename(2) itself fails on a directory with content."""
+    monkeypatch.setattr(local, "_libc", lambda: None)
+    (tmp_path / "new").mkdir()
+    real = os.path.lexists
+
+    def appears(path: str) -> bool:
+        found = real(path)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_bytes(b"1")
+        return found
+
+    with monkeypatch.context() as during:
+        during.setattr(os.path, "lexists", appears)
+        with pytest.raises(FileExistsError):
+            LocalStore(tmp_path).rename("new", "out")
+    assert tree(tmp_path / "out") == {"theirs": b"1"}
+
+
+def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        put(tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+    assert LocalStore(tmp_path / "out").info("index.json") is not None

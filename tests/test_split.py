@@ -1,0 +1,44 @@
+"""What the table of the two halves names is there, and what only the night checks is listed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.split import NIGHT, at_night
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Item:
+    nodeid: str
+
+
+@pytest.mark.parametrize("place", NIGHT)
+def test_each_place_of_the_table_exists(place: str) -> None:
+    file, *names = place.split("::")
+    assert (ROOT / file).exists()
+    for name in names:
+        assert re.search(rf"^ *(def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_rules_that_only_the_night_checks_are_listed() -> None:
+    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(tests/[^`]+)` \|", page, re.MULTILINE)
+    assert listed == [place for place, every in NIGHT.items() if every == 0]
+
+
+def test_every_nth_case_of_each_test_runs_by_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.split.NIGHT", {"a": 2, "a/x.py": 3, "a/x.py::T": 0})
+    items = [Item(f"a/x.py::f[{n}]") for n in range(4)] + [Item("a/y.py::g[0]"), Item("a/y.py::g[1]")]
+    items += [Item("a/x.py::T::m"), Item("a/y.py::one"), Item("b/a/x.py::h[0]"), Item("b/a/x.py::h[1]")]
+    assert [item.nodeid for item in at_night(items)] == [
+        "a/x.py::f[1]",
+        "a/x.py::f[2]",
+        "a/y.py::g[1]",
+        "a/x.py::T::m",
+    ]

@@ -1,0 +1,65 @@
+"""The structure of the package: imports make no cycle, and torch's private names stay in one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import ckptkit
+
+PACKAGE = Path(ckptkit.__file__).parent
+
+
+def sources() -> dict[str, ast.Module]:
+    """Return the parsed modules of the package by their dotted names."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ("ckptkit", *path.relative_to(PACKAGE).with_suffix("").parts)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def imports(modules: Mapping[str, ast.Module]) -> dict[str, set[str]]:
+    """Return which modules each one imports: at the top, inside functions, and for type checkers only."""
+    found: dict[str, set[str]] = {name: set() for name in modules}
+    for name, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in modules:
+                targets = {f"{node.module}.{item.name}" for item in node.names}
+                found[name] |= {target if target in modules else node.module for target in targets}
+            elif isinstance(node, ast.Import):
+                found[name] |= {item.name for item in node.names if item.name in modules}
+        found[name].discard(name)
+    return found
+
+
+def cycles(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """Yield one path for each module that can be reached from itself."""
+    for start in edges:
+        paths, seen = [[start]], set[str]()
+        while paths:
+            path = paths.pop()
+            for target in sorted(edges[path[-1]]):
+                if target == start:
+                    yield [*path, start]
+                    paths.clear()
+                    break
+                if target not in seen:
+                    seen.add(target)
+                    paths.append([*path, target])
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert [" -> ".join(path) for path in cycles(imports(sources()))] == []
+
+
+def test_a_cycle_would_be_found() -> None:
+    modules = {
+        "a": ast.parse("from b import f"),
+        "b": ast.parse("def f():\n    from c import g"),
+        "c": ast.parse("if TYPE_CHECKING:\n    import a"),
+        "d": ast.parse("import a"),
+    }
+    assert {frozenset(path) for path in cycles(imports(modules))} == {frozenset("abc")}
