@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c tests/constraints.txt
 
 # Two workers, each with its own ranks and servers; what one has not begun the other takes.
-PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist worksteal --durations 10
+PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
 
 .PHONY: demo test test-night test-all lint clean
 
