@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -31,6 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves to `make test-night`."""
     for item in at_night(items):
         item.add_marker("night")
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Undo `--quiet` and `--verbose` of a command that a test ran: they set the level of the package's logger."""
+    logger = logging.getLogger("ckptkit")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

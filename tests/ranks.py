@@ -148,6 +148,7 @@ class Pool:
         self.size = size
         self._processes: list[Any] = []
         self._conns: list[Connection] = []
+        self._last = ""
 
     def _start(self) -> None:
         for rank in range(self.size):
@@ -160,8 +161,13 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
         """Run `fn(*args)` on ranks 0 to world_size - 1 and return their results. Raises RankError."""
+        dead = [f"rank {rank}: {p.exitcode}" for rank, p in enumerate(self._processes) if not p.is_alive()]
+        if dead:  # of what it did before: a thread left behind, a signal that came late
+            print(f"after {self._last} ranks of the pool ended ({', '.join(dead)}); new ones are started")
+            self.close()
         if not self._processes:
             self._start()
+        self._last = fn.__qualname__
         rendezvous = _rendezvous()
         task = pickle.dumps((fn, world_size, rendezvous, args, timeout))
         try:

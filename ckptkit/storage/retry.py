@@ -215,6 +215,7 @@ BRIEF_S = 5.0  # of what is given back at the end: others do without it after a 
 _LEAST = 3  # one that sends much, or waits for an answer, may take all that time
 WAIT_S = 0.1  # before the second try; then twice as long each time
 WAIT_MAX_S = 8.0
+_HURRIED_WAIT_S = 0.1  # before the one more try of an operation that is to end
 _QUIET_S = 2.0  # a failure that is over by then is not worth a warning
 _SAY_EVERY_S = 30.0
 TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
@@ -383,9 +384,9 @@ class Patience:
         return min(wait, left) if left > 0 else None
 
     def sleep(self, seconds: float) -> None:
-        """Wait; less where somebody is in a hurry from now on."""
+        """Wait before the next try; `hurry`, also one that came just before, cuts it short."""
         if self._hurried.is_set():
-            time.sleep(seconds)
+            time.sleep(min(seconds, _HURRIED_WAIT_S))
         else:
             self._hurried.wait(seconds)
 

@@ -100,6 +100,15 @@ def test_a_wait_ends_when_somebody_hurries(monkeypatch: pytest.MonkeyPatch) -> N
     thread.join()
 
 
+def test_a_wait_is_cut_short_by_a_hurry_that_came_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience, slept = Patience(LONG_S), []
+    wait = patience.wait_before(1, 0.0, ConnectionRefusedError("nobody there"))
+    patience.hurry()
+    monkeypatch.setattr("time.sleep", slept.append)
+    patience.sleep(wait or LONG_S)
+    assert slept and slept[0] < 1
+
+
 @pytest.mark.parametrize("what", ["upload", "reads"])
 def test_ctrl_c_does_not_wait_for_threads_that_wait_for_a_storage_out_of_reach(
     store: RemoteStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, what: str
