@@ -47,6 +47,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_world_sizes.py": 6,
     "tests/checkpoint/test_load_memory.py": 3,
     "tests/checkpoint/test_hidden_values.py": 4,
+    "tests/checkpoint/test_quantizing_libraries.py": 0,
     "tests/checkpoint/test_adoption.py": 3,
     "tests/checkpoint/load/test_foreign.py": 4,
     "tests/checkpoint/load/test_shared_memory.py": 4,
