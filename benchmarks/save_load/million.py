@@ -48,15 +48,15 @@ def describe(directory: str, slices: int, tensors: int) -> float:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from benchmarks.save_load.planning import shifted, state_of
+    from ckptkit.formats.dcp.index import write_index
     from ckptkit.formats.dcp.plan import plan_sharded
-    from ckptkit.formats.dcp.write import write_index, write_part
     from ckptkit.storage.local import LocalStore
 
     world = -(-slices // tensors)
     dist.init_process_group("fake", rank=1, world_size=world, store=FakeStore())
     plan = plan_sharded(state_of(world, tensors), rank=1, world_size=world)
     store = LocalStore(directory)
-    part = write_part(plan, store, sync=False).to_bytes()
+    part = plan.write(store, sync=False).part
     parts = [shifted(part, rank, plan.table) for rank in range(world)]
     started = time.perf_counter()
     write_index(parts, store, sync=False)

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptkit.formats.dcp.index import write_index
 from ckptkit.formats.dcp.plan import plan_sharded
-from ckptkit.formats.dcp.write import write_index, write_part
 from ckptkit.formats.own.columns import pack, unpack
 from ckptkit.storage.local import LocalStore
 
@@ -75,7 +75,7 @@ def ours(world: int, state: dict[str, Any], directory: str) -> dict[str, float]:
     plan = plan.settle(gathered(plan.signature), gathered)
     again, plan = seconds(lambda: plan_sharded(state, rank=1, world_size=world, previous=plan))
     store = LocalStore(f"{directory}/{world}")
-    part = write_part(plan, store, sync=False).to_bytes()
+    part = plan.write(store, sync=False).part
     parts = [shifted(part, rank, plan.table) for rank in range(world)]
     index, files = seconds(lambda: write_index(parts, store, sync=False))
     return {

@@ -9,6 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -265,7 +266,8 @@ class CheckpointManager:
         """
         self._settle()
         prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
-        return self._publish(prepared, None, None)
+        record = self._saver.publish(prepared)
+        return self._reported(prepared, record, None)
 
     def save_async(
         self,
@@ -294,9 +296,10 @@ class CheckpointManager:
         self._settle()
         with collecting_later():
             request = self._request(step, metrics, client_state, tag, overwrite)
-            prepared = self._saver.prepare(state, request, stage=self._stage)
-            stall = prepared.clock.seconds()
-            self._in_flight = SaveHandle(step, lambda: self._publish_staged(prepared, stall), self._patience())
+            prepared = self._saver.prepare(state, request)
+            self._stage(prepared)
+            publish = partial(self._publish_staged, prepared, prepared.clock.seconds())
+            self._in_flight = SaveHandle(step, publish, self._patience())
             return self._in_flight.start()
 
     def wait(self) -> SaveReport | None:
@@ -495,8 +498,6 @@ class CheckpointManager:
     def _stage(self, prepared: Prepared) -> None:
         """Copy what is to be written. A failure waits for `publish`: the other ranks are on their way."""
         started = prepared.clock.seconds()
-        if not prepared.plan.reused:
-            self._stager.forget()
         try:
             prepared.staged = (self._writer.stage if self._writer else self._buffers.copy)(prepared.plan.tensors)
         except Exception as error:  # noqa: BLE001  memory, most likely: `publish` raises it on every rank
@@ -525,8 +526,12 @@ class CheckpointManager:
                 "that made it, or make another manager here."
             )
 
-    def _publish(self, prepared: Prepared, tensors: Any, stall: float | None) -> SaveReport:
-        record = self._saver.publish(prepared, tensors)
+    def _publish_staged(self, prepared: Prepared, stall: float) -> SaveReport:
+        return self._reported(prepared, self._saver.publish(prepared), stall)
+
+    def _reported(self, prepared: Prepared, record: CommitRecord, stall: float | None) -> SaveReport:
+        """Rotate, and return the report of a save that is committed; `stall`: how long it stopped training, if not for
+        all of it."""
         self._last_saved = record.step
         self._loader.given_up.discard(record.name)
         deleted: tuple[tuple[int, int], ...] = ()
@@ -549,33 +554,6 @@ class CheckpointManager:
             exempt=exempt,
             phases=prepared.clock.phases,
         )
-        self._announce(report)
-        return report
-
-    def _publish_staged(self, prepared: Prepared, stall: float) -> SaveReport:
-        return self._publish(prepared, prepared.staged, stall)
-
-    def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int | None, int]:
-        """Return (step, bytes) of what was deleted, how many are kept, and how many of them are exempt from the limit.
-        Raises nothing: the save is done."""
-        try:
-            return self._rotated()
-        except (CkptkitError, OSError) as error:
-            _log.warning("step %d is saved, but rotating failed; the next save tries again: %s", record.step, error)
-            return (), None, 0
-
-    def _rotated(self) -> tuple[tuple[tuple[int, int], ...], int, int]:
-        seen = self._saver.seen
-        if self.retention is None:
-            return (), len((seen or list_checkpoints(self._root)).committed), 0
-        protected = {self._loader.resumed_from: "the run was resumed from it"} if self._loader.resumed_from else {}
-        done = rotate(self._root, self.retention, protected=protected, among=self.rotates, seen=seen)
-        self._hold.remember(done.left, among=self.rotates)
-        gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
-        older = done.decisions[: -self.retention.max_num] if self.retention.max_num is not None else ()
-        return gone, len(done.decisions) - len(done.deleted), sum(item.keep for item in older)
-
-    def _announce(self, report: SaveReport) -> None:
         if self._coordinator.is_main:
             _log.info("%s", report.line())
             _log.info("step %d: %s", report.step, report.phase_line())
@@ -585,6 +563,25 @@ class CheckpointManager:
                 self._on_commit(report)
             except Exception:  # noqa: BLE001  a logger's fault must not undo a checkpoint that is there
                 _log.exception("on_commit failed; the checkpoint of step %d is committed", report.step)
+        return report
+
+    def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int | None, int]:
+        """Return (step, bytes) of what was deleted, how many are kept, and how many of them are exempt from the limit.
+        Raises nothing: the save is done."""
+        try:
+            seen = self._saver.seen
+            if self.retention is None:
+                return (), len((seen or list_checkpoints(self._root)).committed), 0
+            resumed_from = self._loader.resumed_from
+            protected = {resumed_from: "the run was resumed from it"} if resumed_from else {}
+            done = rotate(self._root, self.retention, protected=protected, among=self.rotates, seen=seen)
+            self._hold.remember(done.left, among=self.rotates)
+            gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
+            older = done.decisions[: -self.retention.max_num] if self.retention.max_num is not None else ()
+            return gone, len(done.decisions) - len(done.deleted), sum(item.keep for item in older)
+        except (CkptkitError, OSError) as error:
+            _log.warning("step %d is saved, but rotating failed; the next save tries again: %s", record.step, error)
+            return (), None, 0
 
     def _busy(self) -> bool:
         """Whether the save before is under way on any rank; the same answer on all."""

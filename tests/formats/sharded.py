@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
+from ckptkit.formats.dcp.index import WrittenFiles, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 from ckptkit.formats.dcp.read import ReadReport, plan_read
-from ckptkit.formats.dcp.write import Gather, WrittenFiles, write_index, write_part
 from ckptkit.storage.store import Store
+
+Gather = Callable[[bytes], "list[bytes] | None"]
 
 
 def write_sharded(
@@ -24,16 +26,15 @@ def write_sharded(
     sync: bool = True,
     workers: int = 0,
     save_id: str = "",
-    report: Callable[[str, float, int], None] | None = None,
 ) -> tuple[WrittenFiles | None, ShardedPlan]:
     """Plan, write and index a state. All ranks must call it. Returns the files on rank 0 only, and the plan."""
     plan = plan_sharded(state_dict, rank=rank, world_size=world_size, previous=previous)
     plan = plan.settle(all_gather(plan.signature), all_gather)
-    part = write_part(plan, store, sync=sync, workers=workers, report=report)
-    parts = gather(part.to_bytes())
+    part = plan.write(store, sync=sync, workers=workers)
+    parts = gather(part.part)
     if parts is None:
         return None, plan
-    return write_index(parts, store, save_id=save_id, sync=sync, report=report), plan
+    return write_index(parts, store, save_id=save_id, sync=sync), plan
 
 
 def read_sharded(

@@ -21,13 +21,12 @@ import xxhash
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.checkpoint.save.stream import FileTensor, SafetensorsStream, open_stream, report_phases
-from ckptkit.checkpoint.save.writers import Report, WrittenTensors
+from ckptkit.checkpoint.save.stream import FileTensor, SafetensorsStream, open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import Layout, PartView, boxes_of, check_safetensors, host_bytes, part_view
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import row_major
-from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
+from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
 from ckptkit.formats.own.slice_table import SliceRow, TablePart, write_manifest
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.storage.pool import WorkerPool
@@ -128,10 +127,6 @@ class FullTensors:
     def nbytes(self) -> int:
         return sum(item.nbytes for file in self.files if file.writer == self.rank for item in file.items)
 
-    @property
-    def reused(self) -> bool:
-        return bool(self.files)
-
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> FullTensors:
         known = tuple(signatures)
         if known != self.signatures or not self.files:
@@ -140,9 +135,7 @@ class FullTensors:
             self.signatures = known
         return self
 
-    def write(
-        self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool, report: Report
-    ) -> WrittenTensors:
+    def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
         memory = dict(zip(self.views, self.tensors if tensors is None else tensors, strict=True))
         started = time.perf_counter()
         part = TablePart(self.rank)
@@ -168,20 +161,12 @@ class FullTensors:
                     SliceRow(i.key, i.dtype, i.shape, Box.whole(i.shape), file.path, *written[i.name])
                     for i in file.items
                 ]
-        report_phases(report, [stream.written for stream in streams.values()], time.perf_counter() - started)
-        return WrittenTensors(part.to_bytes(), part.files)
+        phases = phases_of([stream.written for stream in streams.values()], time.perf_counter() - started)
+        return WrittenTensors(part.to_bytes(), part.files, phases)
 
     def index(
-        self,
-        parts: Sequence[bytes],
-        store: Store,
-        *,
-        save_id: str,
-        extra: Mapping[str, Any],
-        sync: bool,
-        report: Report,
+        self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        started = time.perf_counter()
         table = [TablePart.from_bytes(part) for part in parts]
         small = {**self.configs, **_hf_indexes(self.files)}
         for path, data in small.items():
@@ -189,9 +174,7 @@ class FullTensors:
             table[0].files[path] = FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
         extra = {**extra, "aliases": self.aliases} if self.aliases else extra
         files = write_manifest(table, store, format="ckptkit-full", save_id=save_id, extra=extra, sync=sync)
-        nbytes = files[MANIFEST_NAME].nbytes + sum(map(len, small.values()))
-        report("index", time.perf_counter() - started, nbytes)
-        return files
+        return {path: files[path] for path in (*small, MANIFEST_NAME)}
 
 
 # --- the plan

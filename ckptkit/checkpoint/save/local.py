@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from ckptkit.catalog.box import Box
-from ckptkit.checkpoint.save.stream import FileTensor, open_stream, report_phases
-from ckptkit.checkpoint.save.writers import Report, WrittenTensors
+from ckptkit.checkpoint.save.stream import FileTensor, open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import Layout, PartView, check_safetensors, host_bytes, part_view
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
-from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
+from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
 from ckptkit.formats.own.slice_table import SliceRow, TablePart, write_manifest
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class LocalTensors:
     signature: bytes
 
     @classmethod
-    def of(cls, captured: Captured, rank: int, world_size: int, previous: object) -> LocalTensors:
+    def of(cls, captured: Captured, rank: int, world_size: int) -> LocalTensors:
         """Return the plan for a captured state. No communication."""
         views = tuple(part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False))
         check_safetensors(views)
@@ -58,10 +57,6 @@ class LocalTensors:
     def nbytes(self) -> int:
         return sum(view.nbytes for view in self.mine) + 512 * len(self.mine)
 
-    @property
-    def reused(self) -> bool:
-        return False
-
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
         """Where ranks hold different plain tensors, each writes all of its own: one may be alone in having it."""
         if len(set(signatures)) <= 1:
@@ -69,9 +64,7 @@ class LocalTensors:
         mine = {view.key for view in self.mine}
         return replace(self, mine=tuple(v for v in self.views if v.layout is None or v.key in mine))
 
-    def write(
-        self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool, report: Report
-    ) -> WrittenTensors:
+    def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
         memory = self.tensors if tensors is None else tensors
         meshes: list[dict[str, Any]] = []
         stored = [_stored(view, meshes) for view in self.mine]
@@ -84,30 +77,21 @@ class LocalTensors:
                 for item, piece in zip(items, _pieces(view, local), strict=True):
                     out.write(item.name, host_bytes(piece))
         written = out.written
-        report_phases(report, [written], time.perf_counter() - started)
+        phases = phases_of([written], time.perf_counter() - started)
         files = {path: written.record}
         rows = [
             SliceRow(t.key, t.dtype, t.shape, t.box, path, *written.tensors[t.name], placement=t.placement)
             for t in flat
         ]
-        return WrittenTensors(TablePart(self.rank, rows, meshes, files).to_bytes(), files)
+        return WrittenTensors(TablePart(self.rank, rows, meshes, files).to_bytes(), files, phases)
 
     def index(
-        self,
-        parts: Sequence[bytes],
-        store: Store,
-        *,
-        save_id: str,
-        extra: Mapping[str, Any],
-        sync: bool,
-        report: Report,
+        self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        started = time.perf_counter()
         table = [TablePart.from_bytes(part) for part in parts]
         extra = {**extra, "aliases": self.aliases} if self.aliases else extra
         files = write_manifest(table, store, format="ckptkit-local", save_id=save_id, extra=extra, sync=sync)
-        report("index", time.perf_counter() - started, files[MANIFEST_NAME].nbytes)
-        return files
+        return {MANIFEST_NAME: files[MANIFEST_NAME]}
 
 
 def _is_writer(view: PartView, rank: int, world_size: int) -> bool:

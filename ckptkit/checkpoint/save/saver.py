@@ -10,22 +10,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
 from ckptkit.checkpoint.report import PhaseClock
-from ckptkit.checkpoint.run.commit import begin_save
+from ckptkit.checkpoint.run.commit import SaveAttempt, begin_save
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.save.full import FullTensors
 from ckptkit.checkpoint.save.hf_config import side_files
+from ckptkit.checkpoint.save.local import LocalTensors
 from ckptkit.checkpoint.save.replicas import Fingerprints, holding, part_ways, warn_of
-from ckptkit.checkpoint.save.writers import ShardedTensors, TensorPlan, load_writers
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture
-from ckptkit.checkpoint.state.values import Seen
+from ckptkit.checkpoint.state.values import Seen, decode
 from ckptkit.errors import UsageError
 from ckptkit.formats.own.reader import OBJECTS_NAME
-from ckptkit.formats.own.record import MANIFEST_NAME, CommitRecord, FileRecord, check_given
+from ckptkit.formats.own.record import MANIFEST_NAME, CommitRecord, FileRecord, WrittenTensors, check_given
 from ckptkit.storage.retry import patient
 
 if TYPE_CHECKING:
@@ -35,9 +37,37 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.run.lease import Lease
     from ckptkit.storage.store import Store
 
-__all__ = ["Prepared", "SaveRequest", "Saver"]
+__all__ = ["Prepared", "SaveRequest", "Saver", "TensorPlan", "dcp_state_dict"]
 
 _log = logging.getLogger(__name__)
+
+
+class TensorPlan(Protocol):
+    """What this rank contributes to a save: one plan a state-dict type, all with the same verbs.
+
+    Attributes:
+        tensors: The memory it contributes; a stager copies these, nothing else.
+        nbytes: About how much it will write.
+        signature: Equal on all ranks that agree on what they hold in common.
+    """
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def signature(self) -> bytes: ...
+
+    def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
+        """Return the plan that fits what the other ranks hold. Collective where signatures are new."""
+
+    def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
+        """Write this rank's files; `tensors` are copies of its own, in its order, None for the live ones."""
+
+    def index(
+        self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
+    ) -> Mapping[str, FileRecord]:
+        """Write what describes all parts, on rank 0; return the files that this takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +94,11 @@ class SaveRequest:
 
 @dataclass(slots=True)
 class Prepared:
-    """A save that every rank has agreed to: what it writes, and the objects as they were at that moment.
+    """What this rank saves, with the objects as they were when it was captured.
 
     Attributes:
         side_files: On rank 0, what `index` writes beside the tensors.
+        prints: Of the plain tensors, where there are other ranks.
         failure: What went wrong on this rank since: `publish` tells all ranks.
         staged: Copies of `plan.tensors`; None where nobody asked for them.
     """
@@ -79,23 +110,9 @@ class Prepared:
     mesh: dict[str, Any] | None
     clock: PhaseClock
     side_files: Mapping[str, bytes] = field(default_factory=dict)
+    prints: Fingerprints | None = None
     failure: Exception | None = None
     staged: Sequence[torch.Tensor] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Proposal:
-    """What one rank would save, before all have agreed."""
-
-    captured: Captured
-    prepared: Prepared
-    prints: Fingerprints | None
-
-    def message(self) -> Any:
-        """Return what the other ranks must know of it."""
-        request = self.prepared.request
-        wanted = (request.step, request.tag, request.state_dict_type.value)
-        return self.prepared.plan.signature, wanted, self.prints and self.prints.digests
 
 
 class Saver:
@@ -130,85 +147,95 @@ class Saver:
         """What is known to be there after the last save, on rank 0, where looking again costs requests."""
         self._plans: dict[StateDictType, TensorPlan] = {}
         self._seen = Seen()
-        load_writers()
+        import ckptkit.formats.dcp.plan  # noqa: F401  now: the training does not stand still for it at the first save
+
         self._transfers: Any = None
         # Plain tensors that ranks differ in -> the rank whose copy is everybody's; None: not seen on any rank.
         self._keepers: dict[str, int] | None = None
         self._holdings: list[bytes] = []  # which plain tensors each rank had when they were compared one by one
 
-    def prepare(
-        self, state: TrainState, request: SaveRequest, *, stage: Callable[[Prepared], None] | None = None
-    ) -> Prepared:
+    def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
         """Capture and plan; all ranks agree. Nothing is written. All ranks must call it, in the training's thread.
-
-        Args:
-            stage: Sets `staged`, or `failure`; raises nothing. It runs while ranks agree, where that is likely to
-                change nothing, and again where it did.
 
         Raises:
             RankFailedError: Some rank could not capture its state; the same on every rank.
             UsageError: Ranks want to save different steps.
         """
         clock = PhaseClock()
-        made: list[_Proposal] = []
         self._open_transfers(request)
-
-        def propose() -> Any:
-            nonlocal request
-            if not made:
+        captured = Captured()
+        with clock.phase("plan"):
+            try:
                 if self._coordinator.is_main:  # only rank 0's are written
                     check_given(request.metrics, request.client_state)
                 # The record is written when training goes on.
                 request = replace(request, client_state=copy.deepcopy(request.client_state))
-            captured = (
-                made[0].captured
-                if made
-                else capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
-            )
-            made.append(self._proposed(captured, state, request, clock, copied=stage is not None))
-            return made[-1].message()
-
-        with clock.phase("plan"):
-            outcome = Outcome.of(propose)
-        started, staging = clock.seconds(), 0.0
-
-        def meanwhile() -> None:
-            nonlocal staging
-            if stage is not None and outcome.error is None and made[0].prepared.plan.reused:
-                before = clock.seconds()
-                stage(made[0].prepared)
-                staging = clock.seconds() - before
-
-        signatures, alike = self._exchanged(outcome, meanwhile)
-        if not alike and self._found_differences(made[0]):
-            signatures, _ = self._exchanged(Outcome.of(propose))
-        prepared = made[-1].prepared
-        before, prepared.plan = prepared.plan, prepared.plan.settle(signatures, self._all_gather)
-        clock.add("agree", clock.seconds() - started - staging)
-        self._plans[request.state_dict_type] = prepared.plan
-        same = prepared.plan is before or prepared.plan.tensors is before.tensors
-        if stage is not None and not (same and prepared.staged is not None):
-            stage(prepared)
-        return prepared
+                captured = capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
+            except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
+                made, outcome = None, Outcome.of_error(error)
+            else:
+                made, outcome = self._plan(captured, state, request, clock)
+        with clock.phase("agree"):
+            signatures, alike = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
+            assert made is not None  # else `settle` has raised
+            if not alike and self._found_differences(captured, made.prints):
+                made, outcome = self._plan(captured, state, request, clock)
+                signatures, _ = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
+                assert made is not None
+            made.plan = made.plan.settle(signatures, self._all_gather)
+        self._plans[request.state_dict_type] = made.plan
+        return made
 
     @patient()
-    def publish(self, prepared: Prepared, tensors: Sequence[torch.Tensor] | None = None) -> CommitRecord:
-        """Write, and commit once every rank has written. All ranks must call it; another thread than the training's
-        may.
-
-        Args:
-            tensors: Copies of `prepared.plan.tensors`; None writes the live ones.
+    def publish(self, prepared: Prepared) -> CommitRecord:
+        """Write what was staged, or else the live tensors, and commit once every rank has written. All ranks must call
+        it; another thread than the training's may.
 
         Raises:
             RankFailedError: Some rank failed; nothing was published. The same on every rank.
         """
+        request, clock, plan = prepared.request, prepared.clock, prepared.plan
         try:
-            return self._published(prepared, tensors)
+            with clock.phase("begin"):
+                attempt = begin_save(
+                    self._root,
+                    request.step,
+                    tag=request.tag,
+                    planned_bytes=plan.nbytes,
+                    coordinator=self._coordinator,
+                    overwrite=request.overwrite,
+                    set_aside=request.set_aside,
+                    lease=self._lease,
+                )
+            try:
+                written = plan.write(attempt.store, prepared.staged, sync=self._sync)
+                clock.add_in_turn(written.phases)
+                if prepared.failure is not None:
+                    raise prepared.failure
+                digests = {key: xxhash.xxh3_64_hexdigest(_json(tree)) for key, tree in prepared.objects.items()}
+                payload = (written.part, _json(prepared.rank_objects), digests)
+            except BaseException as error:  # noqa: BLE001  a rank's failure is every rank's: abort raises it
+                attempt.abort(prepared.failure or error)
+            fields = {
+                "state_dict_type": request.state_dict_type.value,
+                "manifest": MANIFEST_NAME,
+                "mesh": prepared.mesh,
+                "metrics": dict(request.metrics),
+                "client_state": request.client_state,
+                "objective": self._objective,
+                "versions": _versions(),
+                "extra": {**self._extra, **({"resumed_from": request.resumed_from} if request.resumed_from else {})},
+            }
+            with clock.phase("commit"):
+                complete = partial(self._index, prepared, attempt)
+                record = attempt.commit(written.files, fields, payload=payload, complete=complete)
         except BaseException:
             # All ranks raise together. Messages may be left in the group: the next FULL save makes another.
             self._drop_transfers()
-            self._plans.clear()  # what was wrong with a tensor is found, and said, where it is planned for anew
+            self._plans.clear()
             raise
+        self.seen = attempt.after
+        return record
 
     def close(self) -> None:
         """Give back the group that whole tensors are gathered over. Collective."""
@@ -220,93 +247,47 @@ class Saver:
 
     # --- steps
 
-    def _published(self, prepared: Prepared, tensors: Sequence[torch.Tensor] | None) -> CommitRecord:
-        request, clock, plan = prepared.request, prepared.clock, prepared.plan
-        with clock.phase("begin"):
-            attempt = begin_save(
-                self._root,
-                request.step,
-                tag=request.tag,
-                planned_bytes=plan.nbytes,
-                coordinator=self._coordinator,
-                overwrite=request.overwrite,
-                set_aside=request.set_aside,
-                lease=self._lease,
-            )
-        try:
-            done: list[tuple[str, float, int]] = []
-            written = plan.write(attempt.store, tensors, sync=self._sync, report=lambda *phase: done.append(phase))
-            clock.add_in_turn(done)
-            if prepared.failure is not None:
-                raise prepared.failure
-            digests = {key: xxhash.xxh3_64_hexdigest(_json(tree)) for key, tree in prepared.objects.items()}
-            payload = (written.part, _json(prepared.rank_objects), digests)
-        except BaseException as error:  # noqa: BLE001  a rank's failure is every rank's: abort raises it
-            attempt.abort(prepared.failure or error)
-        fields = {
-            "state_dict_type": request.state_dict_type.value,
-            "manifest": MANIFEST_NAME,
-            "mesh": prepared.mesh,
-            "metrics": dict(request.metrics),
-            "client_state": request.client_state,
-            "objective": self._objective,
-            "versions": _versions(),
-            "extra": {**self._extra, **({"resumed_from": request.resumed_from} if request.resumed_from else {})},
-        }
-        with clock.phase("commit"):
-            record = attempt.commit(
-                written.files,
-                fields,
-                payload=payload,
-                complete=lambda answers: self._index(prepared, attempt.store, attempt.save_id, answers),
-            )
-        self.seen = attempt.after
-        return record
+    def _plan(
+        self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock
+    ) -> tuple[Prepared | None, Outcome]:
+        """Return what this rank would save, and what the others must know of it, or why there is nothing."""
+        from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 
-    def _proposed(
-        self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock, *, copied: bool
-    ) -> _Proposal:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        part_ways(captured, self._keepers, rank)
-        small = {**self._side_files, **side_files(state)} if rank == 0 else {}
-        plan = self._tensor_plan(captured, request.state_dict_type, rank, world_size, small, copied)
-        if request.state_dict_type is StateDictType.FULL:
-            small = {}  # they lie among the model's own files, and its plan writes them
-        prepared = Prepared(request, plan, captured.objects, captured.rank_objects, _mesh(captured), clock, small)
-        return _Proposal(captured, prepared, Fingerprints(captured) if world_size > 1 else None)
-
-    def _tensor_plan(
-        self,
-        captured: Captured,
-        kind: StateDictType,
-        rank: int,
-        world_size: int,
-        configs: Mapping[str, bytes],
-        copied: bool,
-    ) -> TensorPlan:
-        previous = self._plans.get(kind)
-        if kind is StateDictType.SHARDED:
-            return ShardedTensors.of(captured, rank, world_size, previous, copied=copied)
-        if kind is StateDictType.LOCAL:
-            from ckptkit.checkpoint.save.local import LocalTensors
-
-            return LocalTensors.of(captured, rank, world_size, previous)
-        from ckptkit.checkpoint.save.full import FullTensors
-
-        return FullTensors.of(
-            captured,
-            rank,
-            world_size,
-            previous,
-            group=self._transfers,
-            configs=configs,
-            max_shard_bytes=self._max_shard_bytes,
-        )
+        kind, previous = request.state_dict_type, self._plans.get(request.state_dict_type)
+        try:
+            part_ways(captured, self._keepers, rank)
+            small = {**self._side_files, **side_files(state)} if rank == 0 else {}
+            plan: TensorPlan
+            if kind is StateDictType.SHARDED:
+                nested, private = dcp_state_dict(captured)
+                last = previous if isinstance(previous, ShardedPlan) else None
+                plan = plan_sharded(nested, rank=rank, world_size=world_size, previous=last, private=private)
+            elif kind is StateDictType.LOCAL:
+                plan = LocalTensors.of(captured, rank, world_size)
+            else:
+                plan = FullTensors.of(
+                    captured,
+                    rank,
+                    world_size,
+                    previous,
+                    group=self._transfers,
+                    configs=small,
+                    max_shard_bytes=self._max_shard_bytes,
+                )
+                small = {}  # they lie among the model's own files, and its plan writes them
+            prints = Fingerprints(captured) if world_size > 1 else None
+            mesh = _mesh(captured)
+            made = Prepared(request, plan, captured.objects, captured.rank_objects, mesh, clock, small, prints)
+        except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
+            return None, Outcome.of_error(error)
+        wanted = (request.step, request.tag, kind.value)
+        return made, Outcome((plan.signature, wanted, prints and prints.digests))
 
     def _index(
-        self, prepared: Prepared, store: Store, save_id: str, answers: Sequence[tuple[bytes, bytes, dict[str, str]]]
+        self, prepared: Prepared, attempt: SaveAttempt, answers: Sequence[tuple[bytes, bytes, dict[str, str]]]
     ) -> dict[str, FileRecord]:
-        """Write the manifest and objects.json; return all files."""
+        """Write the manifest and objects.json, and return these files. Rank 0, once all ranks have written."""
         started = time.perf_counter()
         objects = dict(prepared.objects)
         for _, own, _ in answers:
@@ -314,46 +295,43 @@ class Saver:
         _warn_of_differences([digests for _, _, digests in answers])
         small = {**prepared.side_files, OBJECTS_NAME: _json({"format": 1, "objects": objects})}
         for path, data in small.items():
-            store.write(path, data, sync=self._sync)
-        indexed = [len(data) for data in small.values()]
+            attempt.store.write(path, data, sync=self._sync)
         files = prepared.plan.index(
             [part for part, _, _ in answers],
-            store,
-            save_id=save_id,
+            attempt.store,
+            save_id=attempt.save_id,
             extra={"step": prepared.request.step, "objects": OBJECTS_NAME},
             sync=self._sync,
-            report=lambda phase, seconds, nbytes: indexed.append(nbytes),
         )
-        prepared.clock.add("index", time.perf_counter() - started, sum(indexed))
         records = {path: FileRecord(len(data), xxhash.xxh3_64_hexdigest(data)) for path, data in small.items()}
-        return {**files, **records}
+        found = {**files, **records}
+        prepared.clock.add("index", time.perf_counter() - started, sum(item.nbytes for item in found.values()))
+        return found
 
     # --- talking
 
-    def _exchanged(self, outcome: Outcome, meanwhile: Callable[[], None] | None = None) -> tuple[list[bytes], bool]:
+    def _agreed(self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None]]) -> tuple[list[bytes], bool]:
         """Return all ranks' signatures, and whether their plain tensors are the same, as far as digests tell: ranks
-        that have the same ones also have the same in them, and who has which was looked into before."""
+        that have the same ones also have the same in them, and who has which was looked into before. Rank 0."""
+        for rank, (_, wanted, _) in enumerate(answers):
+            if wanted != answers[0][1]:
+                raise UsageError(
+                    f"ranks want to save different things: rank 0 (step, tag, type) {answers[0][1]}, rank {rank} "
+                    f"{wanted}. Call save with the same arguments on every rank."
+                )
+        digests = [digest for _, _, digest in answers if digest is not None]
+        held = [which for which, _ in digests]
+        one_each = len(set(digests)) == len(set(held))
+        return [signature for signature, _, _ in answers], one_each and (len(set(held)) <= 1 or held == self._holdings)
 
-        def agreed(answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None]]) -> tuple[list[bytes], bool]:
-            signatures = _agreed([(signature, wanted) for signature, wanted, _ in answers])
-            digests = [digest for _, _, digest in answers if digest is not None]
-            held = [which for which, _ in digests]
-            one_each = len(set(digests)) == len(set(held))
-            return signatures, one_each and (len(set(held)) <= 1 or held == self._holdings)
-
-        exchanged: tuple[list[bytes], bool] = self._coordinator.settle(
-            outcome, "planning the save", then=agreed, meanwhile=meanwhile
-        )
-        return exchanged
-
-    def _found_differences(self, proposal: _Proposal) -> bool:
+    def _found_differences(self, captured: Captured, prints: Fingerprints | None) -> bool:
         """Compare plain tensors one by one; all ranks call it and get the same answer. What differs is remembered."""
-        assert proposal.prints is not None  # there are several ranks
-        tables = self._all_gather(proposal.prints.to_bytes())
+        assert prints is not None  # there are several ranks
+        tables = self._all_gather(prints.to_bytes())
         self._holdings = [holding(table) for table in tables]
-        found, anywhere = proposal.prints.differing(tables)
+        found, anywhere = prints.differing(tables)
         if self._coordinator.is_main:
-            warn_of(found, proposal.captured)
+            warn_of(found, captured)
         if anywhere:
             self._keepers = {**(self._keepers or {}), **found}
         return anywhere
@@ -379,14 +357,30 @@ class Saver:
         self._transfers = None
 
 
-def _agreed(answers: list[tuple[bytes, Any]]) -> list[bytes]:
-    for rank, (_, wanted) in enumerate(answers):
-        if wanted != answers[0][1]:
-            raise UsageError(
-                f"ranks want to save different things: rank 0 (step, tag, type) {answers[0][1]}, rank {rank} {wanted}. "
-                "Call save with the same arguments on every rank."
-            )
-    return [signature for signature, _ in answers]
+def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
+    """Return a captured state as a state dict for DCP, and the keys that only this rank has.
+
+    Nested as torch's own `get_state_dict` nests it, so that plain DCP restores a model and an optimizer from it.
+    Tied weights stand under each of their names, as in `Module.state_dict`.
+    """
+    nested: dict[str, Any] = {name: dict(tensors) for name, tensors in captured.models.items()}
+    for name, taken in captured.optimizers.items():
+        states: dict[str, dict[str, Any]] = {}
+        for (fqn, state), tensor in taken.tensors.items():
+            states.setdefault(fqn, {})[state] = tensor
+        for fqn, values in taken.tree["values"].items():
+            states.setdefault(fqn, {}).update({k: v for k, v in values.items() if not isinstance(v, (dict, list))})
+        groups = [
+            # torch asks for names where the optimizer that it loads into was given named parameters.
+            {key: decode(value, captured.loose.__getitem__) for key, value in group.items()}
+            | {"param_names": group["params"]}
+            for group in taken.tree["param_groups"]
+        ]
+        nested[name] = {"state": states, "param_groups": groups, **({"master": taken.masters} if taken.masters else {})}
+    loose = captured.loose
+    if not nested.keys().isdisjoint(loose):
+        loose = {key: tensor for key, tensor in loose.items() if key not in nested}
+    return {**nested, **loose}, captured.own - nested.keys()
 
 
 def _warn_of_differences(digests: Sequence[Mapping[str, str]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.store import BlobWriter, Store
 
-__all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream", "report_phases"]
+__all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream", "phases_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,9 @@ def open_stream(
     stream.written.seconds["sync"] = time.perf_counter() - finished
 
 
-def report_phases(report: Callable[[str, float, int], None], files: Iterable[WrittenFile], seconds: float) -> None:
-    """Report what writing these files took, `seconds` in all: digests, making them durable, and the rest."""
-    done = list(files)
-    nbytes = sum(item.nbytes for item in done)
-    spent = {phase: sum(item.seconds[phase] for item in done) for phase in ("digest", "sync")}
-    for phase, part in spent.items():
-        report(phase, part, nbytes)
-    report("write", max(0.0, seconds - sum(spent.values())), nbytes)
+def phases_of(files: Sequence[WrittenFile], seconds: float) -> list[tuple[str, float, int]]:
+    """Return what writing these files took, `seconds` in all: digests, making them durable, and the rest."""
+    nbytes = sum(item.nbytes for item in files)
+    spent = {phase: sum(item.seconds[phase] for item in files) for phase in ("digest", "sync")}
+    spent["write"] = max(0.0, seconds - sum(spent.values()))
+    return [(phase, part, nbytes) for phase, part in spent.items()]

@@ -65,11 +65,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a request: `written`, or the error; and what took the time."""
+    """What came of a request: `written`, or the error."""
 
     written: Written | None
     error: BaseException | None
-    phases: Sequence[tuple[str, float, int]]
 
 
 def send(connection: socket.socket, message: Any, fd: int | None = None) -> None:
@@ -131,7 +130,6 @@ def _mapped(fd: int, nbytes: int) -> memoryview:
 
 
 def _answer(request: Request, block: memoryview) -> Answer:
-    phases: list[tuple[str, float, int]] = []
     try:
         pieces = [block[s : s + f.nbytes] for s, f in zip(request.starts, request.frames, strict=True)]
         store = open_store(request.url, storage_options=request.storage_options)
@@ -146,11 +144,10 @@ def _answer(request: Request, block: memoryview) -> Answer:
                 request.records,
                 workers=request.workers,
                 sync=request.sync,
-                report=lambda *phase: phases.append(phase),
             )
     except Exception as error:  # noqa: BLE001  the boundary of a process: the training raises it
-        return Answer(None, _portable(error), phases)
-    return Answer(written, None, phases)
+        return Answer(None, _portable(error))
+    return Answer(written, None)
 
 
 def _portable(error: Exception) -> BaseException:

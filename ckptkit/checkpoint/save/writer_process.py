@@ -22,7 +22,7 @@ from ckptkit.storage.retry import current_limit_s
 if TYPE_CHECKING:
     import torch
 
-    from ckptkit.formats.dcp.files import Report, Written
+    from ckptkit.formats.dcp.files import Written
     from ckptkit.formats.dcp.records import RecordFrame
     from ckptkit.storage.store import Store
 
@@ -79,9 +79,8 @@ class WriterProcess:
         *,
         workers: int = 0,
         sync: bool = True,
-        report: Report | None = None,
     ) -> Written:
-        """Do what `dcp_files.write_records` does with the tensors of the last snapshot, in the other process.
+        """Do what `dcp.files.write_records` does with the tensors of the last snapshot, in the other process.
 
         Raises:
             SaveError: The process died.
@@ -97,9 +96,6 @@ class WriterProcess:
                 self._child.end()
                 self._child = _Child()
             answer = self._child.ask(request, self.buffers)
-        if report is not None:
-            for phase in answer.phases:
-                report(*phase)
         if answer.error is not None:
             raise answer.error
         written: Written = answer.written
@@ -113,10 +109,10 @@ class WriterProcess:
 
 
 class SharedSnapshot(Sequence["torch.Tensor"]):
-    """Staged tensors that the process of `writer` sees as well."""
+    """Staged tensors that the process of `writer` sees as well, and writes."""
 
     def __init__(self, writer: WriterProcess, views: Sequence[torch.Tensor]) -> None:
-        self.writer = writer
+        self.write_records = writer.write_records
         self._views = views
 
     def __len__(self) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import heapq
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,12 +26,10 @@ from ckptkit.storage.store import Store
 if TYPE_CHECKING:
     import torch
 
-    from ckptkit.formats.dcp.host_bytes import HostBytes
+__all__ = ["ROW", "FileJob", "Phase", "Written", "default_workers", "write_records"]
 
-__all__ = ["ROW", "Report", "Written", "default_workers", "write_records"]
-
-Report = Callable[[str, float, int], None]
-"""Gets (phase, seconds, bytes)."""
+Phase = tuple[str, float, int]
+"""(name, seconds, bytes)."""
 ROW = np.dtype(
     [("key", "<i4"), ("file", "<i4"), ("start", "<i8"), ("length", "<i8"), ("payload", "<i8"), ("digest", "<u8")]
 )
@@ -48,7 +45,7 @@ _DIRTY = 16 << 20  # a GiB takes 0.36 s on a disk so; 0.38 at 32 MiB, 0.47 where
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Written:
     """Where the records lie, in the order they were given.
 
@@ -59,6 +56,7 @@ class Written:
         starts, lengths: [n] the whole records.
         payloads: [n] where the payload starts.
         digests: [n] xxh3_64 of the payload.
+        phases: (phase, seconds, bytes) of what took the time.
     """
 
     paths: list[str]
@@ -68,6 +66,7 @@ class Written:
     lengths: npt.NDArray[np.int64]
     payloads: npt.NDArray[np.int64]
     digests: npt.NDArray[np.uint64]
+    phases: list[Phase] = field(default_factory=list)
 
 
 def default_workers(store: Store) -> int:
@@ -103,7 +102,6 @@ def write_records(
     *,
     workers: int = 0,
     sync: bool = True,
-    report: Report | None = None,
 ) -> Written:
     """Write tensor records, then finished records, to files `<prefix><n>.distcp`, and return where they lie.
 
@@ -123,24 +121,37 @@ def write_records(
     bins = _bins(lengths, min(workers or _workers(store, tensors), most))
     if store.local_root is None:
         bins = _worth_a_request(bins, lengths)
-    jobs = [_File(f"{prefix}{i}.distcp", rows, frames, tensors, records) for i, rows in enumerate(bins)]
-    result = _empty(len(lengths), [job.path for job in jobs])
+    paths = [f"{prefix}{number}.distcp" for number in range(len(bins))]
+    starts, lengths_of, payloads = np.zeros((3, len(lengths)), np.int64)
+    digests = np.zeros(len(lengths), np.uint64)
+    result = Written(paths, {}, np.zeros(len(lengths), np.int32), starts, lengths_of, payloads, digests)
     turn = threading.BoundedSemaphore(_cores())
-    _run([_Job(job, store, sync, result, i, turn) for i, job in enumerate(jobs)])
+    jobs = [FileJob(store, i, rows, frames, tensors, records, result, sync, turn) for i, rows in enumerate(bins)]
+    if len(jobs) == 1:
+        jobs[0].run()
+    elif jobs:
+        with WorkerPool(len(jobs), thread_name_prefix="ckptkit-write") as pool:
+            futures = [pool.submit(job.run) for job in jobs]
+            failed = [error for error in (future.exception() for future in futures) if error is not None]
+        if failed:
+            raise failed[0]
     if sync and isinstance(store, LocalStore) and jobs:
         store.sync_directory()
-    if report is not None:
-        _report(report, [job.times for job in jobs], time.perf_counter() - started, sum(lengths))
+    seconds, nbytes = time.perf_counter() - started, sum(lengths)
+    digest_s, sync_s = (max((job.seconds[phase] for job in jobs), default=0.0) for phase in ("digest", "sync"))
+    write_s = max(0.0, seconds - digest_s - sync_s)
+    result.phases += [("digest", digest_s, nbytes), ("sync", sync_s, nbytes), ("write", write_s, nbytes)]
     return result
 
 
 def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Spread the records over files: longest first to the emptiest, each file in descending order of length."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if count <= 1 or len(lengths) <= 1:
-        return [sorted(range(len(lengths)), key=lambda row: -lengths[row])] if lengths else []
+        return [order] if order else []
     rows: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, i) for i in range(count)]
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in order:
         load, i = heapq.heappop(loads)
         rows[i].append(row)
         heapq.heappush(loads, (load + lengths[row], i))
@@ -159,205 +170,136 @@ def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list
     return large
 
 
-def _empty(count: int, paths: list[str]) -> Written:
-    starts, lengths, payloads = (np.zeros(count, np.int64) for _ in range(3))
-    return Written(paths, {}, np.zeros(count, np.int32), starts, lengths, payloads, np.zeros(count, np.uint64))
+@dataclass(slots=True)
+class FileJob:
+    """Writes one file.
 
+    Attributes:
+        number: Of the file, in `result.paths`.
+        rows: Its records, in order; the rows past those of `frames` are of `records`.
+        result: Gets where they lie.
+        turn: Held by files that are digested before anything of them is on its way: the first ones go up while the
+            others wait.
+        seconds: Spent so far in the phases "digest" and "sync".
+    """
 
-def _run(jobs: Sequence[_Job]) -> None:
-    if len(jobs) <= 1:
-        for job in jobs:
-            job.run()
-        return
-    with WorkerPool(len(jobs), thread_name_prefix="ckptkit-write") as pool:
-        futures = [pool.submit(job.run) for job in jobs]
-        failed = [error for error in (future.exception() for future in futures) if error is not None]
-    if failed:
-        raise failed[0]
-
-
-def _report(report: Report, times: Sequence[dict[str, float]], seconds: float, nbytes: int) -> None:
-    longest = {phase: max((t.get(phase, 0.0) for t in times), default=0.0) for phase in ("digest", "sync")}
-    report("digest", longest["digest"], nbytes)
-    report("sync", longest["sync"], nbytes)
-    report("write", max(0.0, seconds - sum(longest.values())), nbytes)
-
-
-class _File:
-    """The records of one file, in order, and the clock of its phases."""
-
-    def __init__(
-        self,
-        path: str,
-        rows: Sequence[int],
-        frames: Sequence[RecordFrame],
-        tensors: Sequence[torch.Tensor] | Sequence[memoryview],
-        records: Sequence[bytes],
-    ) -> None:
-        self.path = path
-        self.rows = rows
-        self.frames = frames
-        self.tensors = tensors
-        self.records = records
-        self.times: dict[str, float] = {"digest": 0.0, "sync": 0.0}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the records, without what aligns them."""
-        frames, records = self.frames, self.records
-        return sum(frames[row].length if row < len(frames) else len(records[row - len(frames)]) for row in self.rows)
-
-
-class _Job:
-    """Writes one file."""
-
-    def __init__(
-        self,
-        file: _File,
-        store: Store,
-        sync: bool,
-        result: Written,
-        index: int,
-        turn: AbstractContextManager[object],
-    ) -> None:
-        self.file = file
-        self.store = store
-        self.sync = sync
-        self.result = result
-        self.index = index
-        self._turn = turn
-        self._write: Callable[[Any], None] = lambda data: None
-        self._lend: Callable[..., None] | None = None  # for memory that may go up as it lies there
-        self._outline = xxhash.xxh3_64()
-        self._pending = bytearray()
-        self._at = 0
+    store: Store
+    number: int
+    rows: Sequence[int]
+    frames: Sequence[RecordFrame]
+    tensors: Sequence[torch.Tensor] | Sequence[memoryview]
+    records: Sequence[bytes]
+    result: Written
+    sync: bool
+    turn: AbstractContextManager[object]
+    seconds: dict[str, float] = field(default_factory=lambda: {"digest": 0.0, "sync": 0.0})
+    _fd: int = -1
+    _remote: Any = None
+    _dirty: int = 0
 
     def run(self) -> None:
-        """Write the file, durable where asked."""
+        """Write the file, durable where asked. Where that fails, it is removed."""
         from ckptkit.formats.dcp.host_bytes import HostBytes
 
-        source = HostBytes()
-        with self._opened() as write:
-            self._write = write
-            with self._turn if self._is_one_request() else contextlib.nullcontext():
-                for row in self.file.rows:
-                    self._record(row, source)
-                self._flush()
-        self.result.files[self.file.path] = FileRecord(self._at, self._outline.hexdigest(), outlined=True)
+        result, clock, source = self.result, time.perf_counter, HostBytes()
+        outline, pending, at = xxhash.xxh3_64(), bytearray(), 0
+        with self._open():
+            lend = getattr(self._remote, "lend", None)  # for memory that may go up as it lies there
+            for row in self.rows:
+                if row < len(self.frames):
+                    frame, tensor = self.frames[row], self.tensors[row]
+                    padding = -at % frame.alignment
+                    pending += bytes(padding)
+                    at += padding
+                    payload_at, length = at + len(frame.prefix), frame.length
+                    if not frame.streamed:
+                        payload = source.whole(tensor)
+                        pending += frame.record(payload)
+                        digest = xxhash.xxh3_64_intdigest(payload)
+                    else:
+                        pending += frame.prefix
+                        outline.update(pending)
+                        self.append(pending)
+                        state, crc, sent = xxhash.xxh3_64(), 0, 0
+                        whole = source.at_rest(tensor) if lend is not None else None
+                        for piece in source.pieces(tensor):
+                            before = clock()
+                            state.update(piece)
+                            crc = crc32(piece, crc)
+                            self.seconds["digest"] += clock() - before
+                            if lend is None or whole is None:
+                                self.append(piece)
+                            else:
+                                lend(whole, sent, sent + len(piece), owner=tensor)
+                            sent += len(piece)
+                        digest = state.intdigest()
+                        outline.update(digest.to_bytes(8, "little"))
+                        pending = bytearray(frame.suffix(crc))
+                else:
+                    record = self.records[row - len(self.frames)]
+                    payload_at, length, digest = at, len(record), xxhash.xxh3_64_intdigest(record)
+                    pending += record
+                result.file[row], result.starts[row], result.lengths[row] = self.number, at, length
+                result.payloads[row], result.digests[row] = payload_at, digest
+                at += length
+                if len(pending) >= _PACK:
+                    outline.update(pending)
+                    self.append(pending)
+                    pending = bytearray()
+            if pending:
+                outline.update(pending)
+                self.append(pending)
+        result.files[self.path] = FileRecord(at, outline.hexdigest(), outlined=True)
 
-    def _is_one_request(self) -> bool:
-        """Whether nothing is on its way before all is digested: then the first files go up while the others wait."""
-        return not isinstance(self.store, LocalStore) and self.file.nbytes <= _ONE_REQUEST
+    def append(self, data: bytes | bytearray | memoryview) -> None:
+        """Write the next bytes of the file. The disk is told to begin long before the sync."""
+        if self._remote is not None:
+            self._remote.write(memoryview(data))
+            return
+        view = memoryview(data)
+        self._dirty += len(view)
+        with _naming(self.path):
+            while view:
+                view = view[os.write(self._fd, view) :]
+        if self.sync and self._dirty >= _DIRTY:
+            self._dirty = 0
+            start_writing(self._fd)
+
+    @property
+    def path(self) -> str:
+        return self.result.paths[self.number]
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[Callable[[Any], None]]:
+    def _open(self) -> Iterator[None]:
         if not isinstance(self.store, LocalStore):
-            with self.store.writer(self.file.path, sync=self.sync) as writer:
-                self._lend = getattr(writer, "lend", None)
-                yield writer.write
+            known = len(self.frames)
+            lengths = (self.frames[i].length if i < known else len(self.records[i - known]) for i in self.rows)
+            turn = self.turn if sum(lengths) <= _ONE_REQUEST else contextlib.nullcontext()
+            with self.store.writer(self.path, sync=self.sync) as self._remote, turn:
+                yield
             return
         # Not reserved beforehand: the space was checked, appending is laid out well, and reserving costs 3 % on tmpfs.
-        fd = self.store.create(self.file.path)
-        write = functools.partial(_write_all, fd, path=self.file.path)
+        self._fd = self.store.create(self.path)
         try:
-            yield _begun_early(fd, write) if self.sync else write
+            yield
             if self.sync:
                 started = time.perf_counter()
-                _checked(self.file.path, os.fsync, fd)
-                self.file.times["sync"] = time.perf_counter() - started
+                with _naming(self.path):
+                    os.fsync(self._fd)
+                self.seconds["sync"] = time.perf_counter() - started
         except BaseException:
-            os.close(fd)
-            self.store.delete([self.file.path])
+            os.close(self._fd)
+            self.store.delete([self.path])
             raise
-        _checked(self.file.path, os.close, fd)  # NFS reports a full disk here
-
-    def _record(self, row: int, source: HostBytes) -> None:
-        result, frames = self.result, self.file.frames
-        if row >= len(frames):
-            record = self.file.records[row - len(frames)]
-            self._place(row, self._at, self._at, len(record), xxhash.xxh3_64_intdigest(record))
-            self._put(record)
-            return
-        frame, tensor = frames[row], self.file.tensors[row]
-        if -self._at % frame.alignment:
-            self._put(bytes(-self._at % frame.alignment))
-        start = self._at
-        if not frame.streamed:
-            payload = source.whole(tensor)
-            self._put(frame.record(payload))
-            digest = xxhash.xxh3_64_intdigest(payload)
-        else:
-            digest = self._stream(frame, tensor, source)
-        self._place(row, start, start + len(frame.prefix), frame.length, digest)
-        result.file[row] = self.index
-
-    def _place(self, row: int, start: int, payload: int, length: int, digest: int) -> None:
-        result = self.result
-        result.file[row], result.starts[row], result.lengths[row] = self.index, start, length
-        result.payloads[row], result.digests[row] = payload, digest
-
-    def _stream(self, frame: RecordFrame, tensor: torch.Tensor | memoryview, source: HostBytes) -> int:
-        self._put(frame.prefix)
-        self._flush()
-        state, crc, clock = xxhash.xxh3_64(), 0, time.perf_counter
-        spent = 0.0
-        lend = self._lend
-        whole = source.at_rest(tensor) if lend is not None else None
-        at = 0
-        for piece in source.pieces(tensor):
-            before = clock()
-            state.update(piece)
-            crc = crc32(piece, crc)
-            spent += clock() - before
-            if lend is None or whole is None:
-                self._write(piece)
-            else:
-                lend(whole, at, at + len(piece), owner=tensor)
-            at += len(piece)
-        self._at += frame.nbytes
-        self.file.times["digest"] += spent
-        digest = state.intdigest()
-        self._outline.update(digest.to_bytes(8, "little"))
-        self._put(frame.suffix(crc))
-        return digest
-
-    def _put(self, data: bytes) -> None:
-        self._pending += data
-        self._at += len(data)
-        if len(self._pending) >= _PACK:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._pending:
-            self._outline.update(self._pending)
-            self._write(memoryview(self._pending))
-            self._pending = bytearray()
+        with _naming(self.path):
+            os.close(self._fd)  # NFS reports a full disk here
 
 
-def _begun_early(fd: int, write: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return what writes, and has the disk begin long before the sync."""
-    dirty = 0
-
-    def write_and_begin(data: Any) -> None:
-        nonlocal dirty
-        write(data)
-        dirty += len(data)
-        if dirty >= _DIRTY:
-            dirty = 0
-            start_writing(fd)
-
-    return write_and_begin
-
-
-def _write_all(fd: int, data: Any, path: str) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[_checked(path, os.write, fd, view) :]
-
-
-def _checked(path: str, call: Callable[..., Any], *arguments: Any) -> Any:
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Name the file in what the system reports."""
     try:
-        return call(*arguments)
+        yield
     except OSError as error:
         text = f"{path}: {error.strerror}"
         if error.errno in _FULL:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ckptkit.catalog.columns import first_of_equal
 from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
@@ -21,9 +22,12 @@ from ckptkit.formats.own.columns import Columns, unpack, unpack_texts
 from ckptkit.formats.own.manifest import DIGEST, MESHES, Manifest, Objects, Slices, Tensors
 from ckptkit.formats.own.outline import LEAST, Spare, spare_fields
 from ckptkit.formats.own.reader import role_of
-from ckptkit.formats.own.record import FileRecord
+from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
+from ckptkit.storage.store import Store
 
-__all__ = ["Index", "Kind", "Part", "Arranged", "RankSlices", "arrange"]
+__all__ = ["METADATA_NAME", "Arranged", "Index", "Kind", "Part", "RankSlices", "WrittenFiles", "arrange", "write_index"]
+
+METADATA_NAME = ".metadata"
 
 # Bringing the slices of all ranks into the order of their tensors, a few ranks at a time.
 
@@ -164,12 +168,18 @@ Kind = Literal["ckptkit-sharded", "dcp"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank sent: `WrittenPart.to_bytes`, unpacked."""
+    """What one rank sent: `ShardedPlan.write`'s `part`, unpacked."""
 
     columns: Columns
     names: list[str]
     paths: list[str]
     objects: list[str]
+
+    @classmethod
+    def of(cls, data: bytes, rank: int) -> Part:
+        """Return the part that a rank of this save sent."""
+        columns = unpack(data, file=f"the part of rank {rank}")
+        return cls(columns, *(unpack_texts(columns, name) for name in ("names", "paths", "objects")))
 
     @property
     def rank(self) -> int:
@@ -553,3 +563,54 @@ def _are_split(shapes: Int64, offsets: Int64, sizes: Int64) -> npt.NDArray[np.bo
     split &= (begins[:, 1:] == ends[:, :-1]).all(axis=1)
     split &= ends[:, -1] == np.take_along_axis(shapes, dim[:, 0], axis=1)[:, 0]
     return split
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """A complete sharded state on disk.
+
+    Attributes:
+        files: Every file of all ranks, `.metadata` and the manifest included.
+        tensors, slices: How many.
+        nbytes: Bytes of tensor data, each element once.
+    """
+
+    files: Mapping[str, FileRecord]
+    tensors: int
+    slices: int
+    nbytes: int
+
+
+def write_index(
+    parts: Sequence[bytes],
+    store: Store,
+    *,
+    save_id: str = "",
+    sync: bool = True,
+    extra: Mapping[str, Any] | None = None,
+    kind: Kind = "ckptkit-sharded",
+) -> WrittenFiles:
+    """Write `manifest.safetensors` and `.metadata` of what all ranks wrote. Rank 0 alone calls it.
+
+    Args:
+        parts: what `ShardedPlan.write` told of each rank.
+        save_id: Recorded in both files.
+        extra: JSON, into the manifest's `info.extra`.
+        kind: What the manifest says that this is.
+
+    Raises:
+        SaveError: The parts disagree about a tensor, overlap, or leave elements of one uncovered.
+    """
+    index = Index.of(Part.of(data, rank) for rank, data in enumerate(parts))
+    index.check()
+    state, size = xxhash.xxh3_64(), 0
+    with store.writer(METADATA_NAME, sync=sync) as writer:  # it appears at the end of the block, after the manifest
+        for chunk in index.metadata(store.url, save_id):
+            state.update(chunk)
+            size += len(chunk)
+            writer.write(chunk)
+        files = {**index.files, METADATA_NAME: FileRecord(size, state.hexdigest())}
+        manifest = index.manifest(files, save_id, extra or {}, kind).to_bytes()
+        store.write(MANIFEST_NAME, manifest, sync=sync)
+    files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
+    return WrittenFiles(files, index.tensor_count, index.slice_count, index.nbytes)

@@ -95,10 +95,10 @@ class _Turn:
 
 
 class DCPSavePlanner(DefaultSavePlanner):
-    """Plans a `dcp.save` by columns, and only what has changed since the last save with the same planner.
+    """Plans a `dcp.save` on each rank alone: no object a tensor is sent.
 
-    Keep one for a state, on all ranks alike: the layout of the save before is taken over where keys, shapes, dtypes,
-    meshes and placements are the same. Replicas are written once, spread evenly over their holders. With another
+    Keep one for a state, on all ranks alike: where their keys, shapes, dtypes, meshes and placements are those of the
+    save before, nothing is agreed on anew. Replicas are written once, spread evenly over their holders. With another
     writer than `DCPWriter`, or without collectives, this is torch's `DefaultSavePlanner`.
 
     Objects must be plain data, or of classes allowed by `torch.serialization.add_safe_globals`; others are a SaveError.
@@ -129,11 +129,11 @@ class DCPSavePlanner(DefaultSavePlanner):
         if self._meta is None:
             return super().create_local_plan()
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1  # a guess
-        rank, previous = self._meta.rank, self._sharded
-        plan = plan_sharded(self._values, rank=rank, world_size=max(world_size, rank + 1), previous=previous)
+        rank = self._meta.rank
+        plan = plan_sharded(self._values, rank=rank, world_size=max(world_size, rank + 1), previous=self._sharded)
         self._sharded: ShardedPlan | None = plan
         is_known = plan.digest == self._agreed
-        settlement = self._settlement if is_known and plan.reused else _UNSETTLED
+        settlement = self._settlement if is_known else _UNSETTLED
         hashes = None if is_known else np.array(sorted(plan.replicated().values()), "<u8").tobytes()
         self.plan = SavePlan([], planner_data=_Share(plan.digest, settlement, hashes))
         return self.plan

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
@@ -23,9 +22,8 @@ from ckptkit.errors import CheckpointMismatchError, UnsafePickleError
 from ckptkit.formats.dcp.digests import check_bytes
 from ckptkit.formats.dcp.fill import Filler, Verify, add_box
 from ckptkit.formats.dcp.host_bytes import host_view
-from ckptkit.formats.dcp.plan import local_boxes
+from ckptkit.formats.dcp.plan import flatten, local_boxes
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims, overlapping
-from ckptkit.formats.dcp.unchanged import Flattened
 from ckptkit.formats.own.manifest import DIGEST, Entries, Manifest
 from ckptkit.formats.pickles.exact import parse_object
 from ckptkit.formats.pickles.objects import load_object_torch
@@ -389,11 +387,8 @@ def plan_read(
         IncompleteCheckpointError: A part of a tensor is not in the checkpoint.
     """
     started = time.perf_counter()
-    flattened = Flattened.of(state_dict)
-    if flattened is None:
-        flat, by_name = flatten_state_dict(state_dict)
-        flattened = Flattened(flat, list(by_name.values()))
-    flat, paths = flattened.values, dict(zip(flattened.values, flattened.paths, strict=True))
+    flat, of_each = flatten(state_dict)
+    paths = dict(zip(flat, of_each, strict=True))
     exact = ExactReads.of(catalog, store, _Boxes())
     check_shared_memory(
         store, {n: (v, catalog.tensors[n]) for n, v in sharing(flat) if n in catalog.tensors}, cast=cast

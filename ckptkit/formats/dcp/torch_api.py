@@ -68,6 +68,7 @@ from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.dcp.files import write_records
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import is_dense, why_not_dense, without_subclass
+from ckptkit.formats.dcp.index import write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
 from ckptkit.formats.dcp.planners import CachedSavePlanner, DCPLoadPlanner, WriterMeta
 from ckptkit.formats.dcp.read import (
@@ -81,7 +82,6 @@ from ckptkit.formats.dcp.read import (
 )
 from ckptkit.formats.dcp.records import RecordColumns, encode_metadata, frame_tensor, payload_nbytes
 from ckptkit.formats.dcp.roles import RoleTable
-from ckptkit.formats.dcp.write import write_index, write_part
 from ckptkit.formats.own import reader as own
 from ckptkit.formats.own.manifest import DIGEST, Entries, Manifest
 from ckptkit.formats.own.outline import LEAST, spare_fields
@@ -488,8 +488,9 @@ class DCPWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         sharded = plan.planner_data
         if isinstance(sharded, ShardedPlan):
-            part = write_part(sharded, self._store(), sync=self.sync, workers=self.workers)
-            future.set_result([WriteResult(MetadataIndex(""), part.nbytes, part.to_bytes())])
+            written = sharded.write(self._store(), sync=self.sync, workers=self.workers)
+            nbytes = sum(item.nbytes for item in written.files.values())
+            future.set_result([WriteResult(MetadataIndex(""), nbytes, written.part)])
         else:
             future.set_result(self._write_items(plan, planner))
         return future

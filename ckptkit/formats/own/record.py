@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = [
     "RECORD_NAME",
     "CommitRecord",
     "FileRecord",
+    "WrittenTensors",
     "checkpoint_name",
     "check_given",
     "check_tag",
@@ -179,6 +180,21 @@ class FileRecord:
     def to_json(self) -> dict[str, int | str]:
         """Return what the commit record says of the file."""
         return {"nbytes": self.nbytes, "outline" if self.outlined else "xxh3_64": self.xxh3_64}
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTensors:
+    """What one rank wrote of a state.
+
+    Attributes:
+        part: What rank 0 must know of it to write the index.
+        files: Size and digest of each file.
+        phases: (phase, seconds, bytes) of what took the time.
+    """
+
+    part: bytes
+    files: Mapping[str, FileRecord]
+    phases: Sequence[tuple[str, float, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

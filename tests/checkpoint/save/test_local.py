@@ -40,9 +40,9 @@ def save_counted(url: str, layout: str) -> Any:
     store = LocalStore(url)
     with Collectives() as counted:
         captured = capture(job.state(), rank=dist.get_rank())
-        plan = LocalTensors.of(captured, dist.get_rank(), dist.get_world_size(), None)
+        plan = LocalTensors.of(captured, dist.get_rank(), dist.get_world_size())
         plan = plan.settle([plan.signature] * dist.get_world_size(), lambda _: pytest.fail("talked"))
-        plan.write(store, None, sync=False, report=lambda *_: None)
+        plan.write(store, None, sync=False)
     silent = list(counted.seen)
     with counted:  # the counter does count
         dist.barrier()

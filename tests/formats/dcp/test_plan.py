@@ -1,0 +1,60 @@
+"""What a rank plans to write: names, and memory that is what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ckptkit.errors import SaveError
+from ckptkit.formats.dcp.plan import flatten, plan_sharded
+
+State = dict[str, Any]
+
+
+def test_how_names_are_nested_is_part_of_what_ranks_agree_on() -> None:
+    nested = [{"a": {"b": torch.ones(2)}}, {"a.b": torch.ones(2)}, {"a": {"b": torch.ones(3)}}, {"a": {"b": 1}}]
+    assert len({plan_sharded(one).digest for one in nested}) == len(nested)
+    assert plan_sharded(nested[0]).digest == plan_sharded({"a": {"b": torch.zeros(2)}}).digest
+
+
+def test_memory_that_does_not_fit_its_placement_is_refused_on_the_spot(ranks: Any) -> None:
+    dtypes = "w: it says that it is torch.float32, this rank holds torch.float16."
+    shapes = "w: this rank holds [3, 2], its placement says [4, 2]."
+    assert ranks.run(misfits, 1)[0] == [shapes, "meta", dtypes]
+
+
+def misfits() -> list[str]:
+    mesh = init_device_mesh("cpu", (1,))
+    found = []
+    for local in (torch.ones(3, 2), torch.ones(4, 2, device="meta"), torch.ones(4, 2).half()):
+        made = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        made._local_tensor = local
+        with pytest.raises(SaveError) as caught:
+            plan_sharded({"w": made})
+        found.append("meta" if "meta device" in str(caught.value) else str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        {"a": {"b": 1, 2: [1, 2]}, "c": [{"d": torch.ones(1)}, 3], "e": [[torch.ones(1)], [4]], "f": [[1], 2], "g": ()},
+        {"a": [], "b": {}, "c": [[{}]], "d": (torch.ones(1), 2), 3: None},
+    ],
+)
+def test_names_are_those_that_torch_gives(nested: State) -> None:
+    flat, paths = flatten_state_dict(nested)
+    values, found = flatten(nested)
+    assert list(values) == list(flat)
+    assert all(value is values[name] for name, value in flat.items())
+    assert found == list(paths.values())
+
+
+def test_two_values_of_one_name_are_refused_as_by_torch() -> None:
+    with pytest.raises(ValueError, match="duplicated"):
+        flatten({"a": {"b": 1}, "a.b": 2})
