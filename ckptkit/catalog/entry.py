@@ -195,9 +195,13 @@ class SliceArray(Sequence[TensorSlice]):
     def __len__(self) -> int:
         return len(self.starts)
 
+    def record(self, row: int) -> tuple[str, int, int]:
+        """Return (path, start, nbytes) of one row, without a view of it."""
+        return self.paths[int(self.files[row])], int(self.starts[row]), int(self.nbytes[row])
+
     def records(self) -> list[tuple[str, int, int]]:
         """Return (path, start, nbytes) of what was stored for each slice, whether it can be read or not."""
-        files = [self.paths[file] for file in self.files]
+        files = [self.paths[file] for file in self.files.tolist()]
         return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
 
     @overload
@@ -253,6 +257,7 @@ class _WholeSlice(SliceArray):
 
     __slots__ = ("_nbytes", "_path", "_shape", "_start")
 
+    ranks = None
     algorithm = None
     digests = None
     digest_starts = None
@@ -293,9 +298,11 @@ class _WholeSlice(SliceArray):
     def sizes(self) -> Int64:  # type: ignore[override]
         return np.array(self._shape, np.int64).reshape(1, -1)
 
-    @property
-    def ranks(self) -> npt.NDArray[np.int32]:  # type: ignore[override]
-        return np.full(1, -1, np.int32)
+    def record(self, row: int) -> tuple[str, int, int]:
+        return self._path, self._start, self._nbytes
+
+    def records(self) -> list[tuple[str, int, int]]:
+        return [(self._path, self._start, self._nbytes)]
 
     def __len__(self) -> int:
         return 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
@@ -99,6 +100,9 @@ class Part:
             yield Part(_index_box(self.target_box, 0, row), self.source, _index_box(self.source_box, row_dim, origin))
 
 
+_source_of = attrgetter("source")
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A tensor to be made. Its parts cover it once.
@@ -132,7 +136,7 @@ class Target:
     @property
     def sources(self) -> tuple[str, ...]:
         """The keys of the sources, each once."""
-        return tuple(dict.fromkeys(part.source for part in self.parts))
+        return tuple(dict.fromkeys(map(_source_of, self.parts)))
 
     def renamed(self, name: str) -> Target:
         """Return the target under another name."""

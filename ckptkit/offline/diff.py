@@ -240,7 +240,7 @@ class _Side:
         source = open_pinned(url, storage_options=storage_options)
         opaque = source.catalog.opaque()
         readable = [entry for name, entry in source.catalog.tensors.items() if name not in opaque]
-        targets = [Target.of(entry) for entry in readable if entry.nbytes > _SMALL or _piece(entry) is None]
+        targets = [Target.of(entry) for entry in readable if (n := entry.nbytes) > _SMALL or _piece(entry, n) is None]
         plan = Plan(source.catalog, (), tuple(Placement.whole(target, 0, 0) for target in targets), (), (), (), ())
         work = prepare(plan, check=False, by_boxes=True)
         reader = SourceReader(source.store, work.origins)
@@ -253,7 +253,7 @@ class _Side:
         for entry in entries:
             data = np.empty(entry.nbytes, np.uint8)
             found.append(data)
-            piece = _piece(entry)
+            piece = _piece(entry, len(data))
             if piece is None:
                 self.gatherer.read_box(entry.name, Box.whole(entry.shape), data)
             elif len(data):
@@ -263,13 +263,13 @@ class _Side:
         return found
 
 
-def _piece(entry: TensorEntry) -> tuple[str, int] | None:
-    """The file and the first byte of a tensor that lies there in one piece, as it is; None for others."""
+def _piece(entry: TensorEntry, size: int) -> tuple[str, int] | None:
+    """The file and the first byte of a tensor of `size` bytes that lies there in one piece; None for others."""
     slices = entry.slices
     if len(slices) != 1 or slices.strides or slices.codecs:
         return None
-    row = slices[0]
-    return (row.path, row.start) if row.box.sizes == entry.shape and row.nbytes == entry.nbytes else None
+    path, start, nbytes = slices.record(0)
+    return (path, start) if nbytes == size else None
 
 
 def _named(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
@@ -308,13 +308,15 @@ def _compare(a: _Side, b: _Side, include: Sequence[str], progress: Progress | No
     shapes = {n: (left[n].shape, right[n].shape) for n in both if left[n].shape != right[n].shape}
     dtypes = {n: (left[n].dtype, right[n].dtype) for n in both if left[n].dtype != right[n].dtype}
     both = [name for name in both if name not in shapes]
-    total = sum(left[n].nbytes for n in both)
+    sizes = {n: max(left[n].nbytes, right[n].nbytes) for n in both}  # once: there may be 300,000
+    total = sum(sizes.values())
     done = same = by_digest = 0
     different: list[TensorDiff] = []
     changes: dict[str, float] = {}
-    for names in _batches(both, left, right):
+    for names in _batches(sizes):
         known = {name for name in names if _same_digests(left[name], right[name])}
-        for name, found in _compared([name for name in names if name not in known], (a, left), (b, right)):
+        rest = {name: sizes[name] for name in names if name not in known}
+        for name, found in _compared(rest, (a, left), (b, right)):
             if found is not None:
                 different.append(found)
                 changes[name] = math.inf if found.max_rel is None else found.max_rel
@@ -323,7 +325,7 @@ def _compare(a: _Side, b: _Side, include: Sequence[str], progress: Progress | No
                 same += name not in dtypes
         same, by_digest = same + len(known), by_digest + len(known)
         changes.update(dict.fromkeys(known, 0.0))
-        done += sum(left[name].nbytes for name in names)
+        done += sum(sizes[name] for name in names)
         if progress is not None:
             progress(done, total, names[-1])
     shared = [name for name in values if name in others]
@@ -392,14 +394,11 @@ def _weights_alone(tensors: Mapping[str, TensorEntry], objects: Mapping[str, Obj
     return {entry.role for entry in tensors.values()} | {item.role for item in objects.values()} <= {_WEIGHTS}
 
 
-def _batches(
-    names: Iterable[str], left: Mapping[str, TensorEntry], right: Mapping[str, TensorEntry]
-) -> Iterator[list[str]]:
-    """Yield the names, in order: small tensors many at a time, a large one by itself."""
+def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names, in order: small tensors many at a time, a large one by itself. `sizes`: bytes by name."""
     batch: list[str] = []
     held = 0
-    for name in names:
-        nbytes = max(left[name].nbytes, right[name].nbytes)
+    for name, nbytes in sizes.items():
         if batch and (nbytes > _SMALL or held + nbytes > _TILE):
             yield batch
             batch, held = [], 0
@@ -410,14 +409,14 @@ def _batches(
 
 
 def _compared(
-    names: Sequence[str], a: tuple[_Side, Mapping[str, TensorEntry]], b: tuple[_Side, Mapping[str, TensorEntry]]
+    sizes: Mapping[str, int], a: tuple[_Side, Mapping[str, TensorEntry]], b: tuple[_Side, Mapping[str, TensorEntry]]
 ) -> Iterator[tuple[str, TensorDiff | None]]:
-    """Yield how the tensors of one batch differ, None for those that are equal."""
+    """Yield how the tensors of one batch, of these bytes, differ; None for those that are equal."""
     (first, left), (second, right) = a, b
-    small = [name for name in names if max(left[name].nbytes, right[name].nbytes) <= _SMALL]
+    small = [name for name, nbytes in sizes.items() if nbytes <= _SMALL]
     pairs = zip(first.read(left[name] for name in small), second.read(right[name] for name in small), strict=True)
     read = dict(zip(small, pairs, strict=True))
-    for name in names:
+    for name in sizes:
         found = _Comparison(name, left[name], right[name])
         data = read.pop(name, None)
         if data is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.entry import TensorEntry
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError
 from ckptkit.formats.detect import Source
@@ -45,12 +44,14 @@ def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
         slices = entry.slices
         if slices.opaque:  # was compared with its file when the metadata were read
             continue
-        for index in distinct(slices.files).tolist():
-            path, rows = slices.paths[index], slices.files == index
-            plain = not slices.codecs
-            ends[path] = max(ends.get(path, 0), int((slices.starts[rows] + slices.nbytes[rows]).max()) if plain else 0)
-            if slices.ranks is not None:
-                ranks.setdefault(path, set()).update(distinct(slices.ranks[rows]).tolist())
+        records = slices.records()
+        for path, start, nbytes in records:
+            end = 0 if slices.codecs else start + nbytes
+            if ends.setdefault(path, end) < end:
+                ends[path] = end
+        if slices.ranks is not None:
+            for (path, _, _), rank in zip(records, slices.ranks.tolist(), strict=True):
+                ranks.setdefault(path, set()).add(rank)
     folders = {path.rpartition("/")[0] for path in ends}
     there = {item.path: item.size for folder in folders for item in store.list(folder)}
     for path, end in ends.items():

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, MeshInfo, Role, TensorEntry
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
+from ckptkit.gc_pause import collector_paused
 
 __all__ = ["InspectReport", "Section", "TensorInfo", "TreeNode", "inspect", "summarise"]
 
@@ -117,6 +119,7 @@ def inspect(
     return summarise(source.catalog, url=source.url, note=source.note or "", tensors=tensors, depth=depth)
 
 
+@collector_paused()
 def summarise(
     catalog: Catalog, *, url: str = "", note: str = "", tensors: str | None = None, depth: int = 2
 ) -> InspectReport:
@@ -124,7 +127,7 @@ def summarise(
     info = catalog.info
     entries = list(catalog.tensors.values())
     shown = [e for e in entries if tensors and _matches(e, tensors)]
-    sizes = {e.name: (e.numel, e.nbytes) for e in entries}  # once: a file may have 300,000
+    sizes = {e.name: (n := e.numel, n * dtype_of(e.dtype).itemsize) for e in entries}  # once: there may be 300,000
     model = [e for e in entries if e.role is Role.MODEL]
     opaque = dict(info.extra.get("opaque", {}))
     opaque.update((e.name, why) for e in model if (why := e.slices.opaque))
@@ -141,7 +144,7 @@ def summarise(
         largest=tuple(_tensor(e, slices=False) for e in largest),
         tensors=tuple(_tensor(e, slices=True) for e in shown),
         tree=_tree("", [(e.fqn.split("."), *sizes[e.name]) for e in model], depth),
-        tied=_tied(catalog),
+        tied=_tied(catalog, sizes),
         objects=tuple(name for name in catalog.objects if name not in opaque),
         uninterpreted=opaque,
         files=dict(info.files),
@@ -187,16 +190,15 @@ def _cut(entry: TensorEntry) -> str:
     return " x ".join(cuts) or "whole, in replicas"
 
 
-def _tied(catalog: Catalog) -> dict[str, str]:
+def _tied(catalog: Catalog, sizes: Mapping[str, tuple[int, int]]) -> dict[str, str]:
     """Names that share their bytes: as the format records them, or because their slices are the same."""
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)
     first: dict[tuple[str, int, int], tuple[str, tuple[int, ...]]] = {}
     for entry in catalog.tensors.values():
-        if entry.role is Role.MODEL and entry.nbytes and not entry.slices.opaque:
-            one = entry.slices[0]
-            kept, shape = first.setdefault((one.path, one.start, one.nbytes), (entry.fqn, entry.shape))
+        if entry.role is Role.MODEL and sizes[entry.name][1] and not entry.slices.opaque:
+            kept, shape = first.setdefault(entry.slices.record(0), (entry.fqn, entry.shape))
             if kept != entry.fqn and entry.shape == shape:
                 found.setdefault(entry.fqn, kept)
     return found

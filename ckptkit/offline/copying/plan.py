@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Target
@@ -172,7 +171,7 @@ class Plan:
             tensor = placement.tensor
             yield (
                 f"{_renamed(tensor)}  {_dtypes(self.catalog, tensor)} {list(tensor.shape)} "
-                f"{format_size(int(placement.nbytes().sum()))}  {_places(self, placement)}"
+                f"{format_size(sum(placement.nbytes().tolist()))}  {_places(self, placement)}"
                 f"  from {_listed(_source_files(self.catalog, tensor.sources))}"
             )
         for file in self.files:
@@ -225,7 +224,7 @@ def _dtypes(catalog: Catalog, tensor: OutputTensor) -> str:
 
 
 def _places(plan: Plan, placement: Placement) -> str:
-    files = [plan.files[i].path for i in distinct(placement.files).tolist()]
+    files = [plan.files[i].path for i in sorted(set(placement.files.tolist()))]
     if len(placement) == 1:
         return f"{files[0]} @ {int(placement.starts[0])}"
     return f"{len(placement)} boxes in {_listed(files)}"
@@ -238,7 +237,7 @@ def _listed(files: Sequence[str]) -> str:
 def _source_files(catalog: Catalog, names: Iterable[str]) -> list[str]:
     """Return the files that hold the slices of these tensors, in order."""
     slices = [catalog.tensors[name].slices for name in dict.fromkeys(names)]
-    return sorted({item.paths[i] for item in slices for i in distinct(item.files).tolist()})
+    return sorted({path for item in slices for path, _, _ in item.records()})
 
 
 def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:

@@ -125,12 +125,10 @@ class _Records:
     @classmethod
     def laid(cls, tensor: OutputTensor, index: int, boxes: RankBoxes, cursors: Int64) -> _Records:
         """Append the records to the files of their ranks; `cursors` are the ends of the files, and move on."""
-        starts, heads, lengths, alignments = (np.zeros(len(boxes.ranks), np.int64) for _ in range(4))
-        shapes, which = np.unique(boxes.sizes, axis=0, return_inverse=True)
-        for i, sizes in enumerate(map(tuple, shapes.tolist())):
-            frame = frame_tensor(tensor.dtype, sizes)
-            rows = which.reshape(-1) == i
-            heads[rows], lengths[rows], alignments[rows] = len(frame.prefix), frame.length, frame.alignment
+        frames = [frame_tensor(tensor.dtype, tuple(sizes)) for sizes in boxes.sizes.tolist()]
+        table = [(len(frame.prefix), frame.length, frame.alignment) for frame in frames]
+        heads, lengths, alignments = np.array(table, np.int64).reshape(-1, 3).T
+        starts = np.zeros(len(frames), np.int64)
         if len(distinct(boxes.ranks)) == len(boxes.ranks):
             starts = -(-cursors[boxes.ranks] // alignments) * alignments
             cursors[boxes.ranks] = starts + lengths

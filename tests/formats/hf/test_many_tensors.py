@@ -1,0 +1,76 @@
+"""How much work a safetensors file of many tensors is: calls of Python functions for each tensor, never seconds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptkit.offline.convert import convert
+from ckptkit.offline.diff import diff
+from ckptkit.offline.inspect import inspect
+from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
+
+_FEW, _MANY = 100, 400
+
+
+def _write(root: Path, count: int) -> Path:
+    header = {
+        f"model.layers.{i // 10}.block.{i % 10}.weight": {
+            "dtype": "F32",
+            "shape": [2],
+            "data_offsets": [8 * i, 8 * i + 8],
+        }
+        for i in range(count)
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    root.mkdir(parents=True)
+    data = np.arange(2 * count, dtype=np.float32).tobytes()
+    (root / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return root
+
+
+def _calls(work: Callable[[], Any]) -> int:
+    """Return how many functions were called in this thread, C functions included."""
+    count = 0
+
+    def on_event(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(on_event)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+_COMMANDS: dict[str, tuple[Callable[[str, str, str], Any], int]] = {  # and the most calls for a tensor
+    "inspect": (lambda a, b, out: inspect(a), 55),
+    "verify": (lambda a, b, out: verify(a), 36),
+    "diff": (lambda a, b, out: diff(a, b), 140),
+    "convert --dry-run": (lambda a, b, out: convert(a, out, dry_run=True).plan_lines(), 225),
+    "convert": (lambda a, b, out: convert(a, out), 225),
+    "convert --to dcp": (lambda a, b, out: convert(a, out, to="dcp"), 310),
+    "reshard": (lambda a, b, out: reshard(a, out, world_size=2), 720),
+}
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_a_tensor_more_costs_a_bounded_number_of_calls(tmp_path: Path, command: str) -> None:
+    work, most = _COMMANDS[command]
+    counts = []
+    for count in (_FEW, _FEW, _MANY):  # the first time also imports
+        root = tmp_path / str(len(counts))
+        a, b = str(_write(root / "a", count)), str(_write(root / "b", count))
+        counts.append(_calls(lambda a=a, b=b, root=root: work(a, b, str(root / "out"))))
+    each = (counts[2] - counts[1]) / (_MANY - _FEW)
+    assert each <= most, f"{command}: {each:.0f} calls a tensor, at most {most} are allowed"
