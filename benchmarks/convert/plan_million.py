@@ -118,8 +118,8 @@ def read(path: Path, to_ranks: int) -> None:
     from ckptkit.catalog.targets import Target
     from ckptkit.formats.own.manifest import read_manifest
     from ckptkit.offline.copying.coverage import check_plan
-    from ckptkit.offline.copying.jobs import prepare
     from ckptkit.offline.copying.plan import Plan
+    from ckptkit.offline.copying.runs import prepare
     from ckptkit.offline.export.files import hf_files
     from ckptkit.offline.resharding.rank_files import dcp_files
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.offline.copying.execute import CopyReport, Progress, execute
+from ckptkit.offline.copying.copier import Digested, Progress
+from ckptkit.offline.copying.execute import CopyReport, execute
 from ckptkit.offline.copying.plan import Plan
-from ckptkit.offline.copying.streams import Digested
 from ckptkit.offline.prove import prove_masters
 from ckptkit.offline.publish import OutputPlace
 from ckptkit.offline.reading import check_read_as_seen

@@ -12,8 +12,8 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.conversion import ConvertReport, How, Outcome, carry_out
+from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.coverage import check_plan
-from ckptkit.offline.copying.execute import Progress
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor, Plan
 from ckptkit.offline.dry_run import refusals
 from ckptkit.offline.export.files import check_headers

@@ -21,8 +21,8 @@ from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.gather import Gatherer
-from ckptkit.offline.copying.jobs import prepare
 from ckptkit.offline.copying.plan import Placement, Plan
+from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, records_of
 from ckptkit.storage.store import ReadInto

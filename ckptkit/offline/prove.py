@@ -9,33 +9,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.columns import distinct, first_of_equal, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Role, SliceArray
+from ckptkit.catalog.entry import Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import IntegrityError
-from ckptkit.offline.copying.boxes import tile_numel
 from ckptkit.offline.copying.casts import cast_into
-from ckptkit.offline.copying.chains import SliceRuns, slice_runs
 from ckptkit.offline.copying.checks import new_hasher
-from ckptkit.offline.copying.execute import Progress
+from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.gather import Gatherer
-from ckptkit.offline.copying.jobs import EntryMap, prepare
 from ckptkit.offline.copying.plan import OutputTensor, Placement, Plan
 from ckptkit.offline.copying.pool import Pool, Worker
+from ckptkit.offline.copying.runs import EntryMap, prepare
 from ckptkit.offline.copying.sources import Origin, SourceReader
 from ckptkit.storage.store import Store
 
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
 
-__all__ = ["prove_equal", "Fingerprint", "fingerprint_of", "prove_masters"]
+__all__ = ["Fingerprint", "fingerprint_of", "prove_equal", "prove_masters", "slice_runs"]
 
 # A fingerprint of a tensor's bits that is additive over its parts, so that any sharding gives the same one.
 #
@@ -45,6 +43,7 @@ __all__ = ["prove_equal", "Fingerprint", "fingerprint_of", "prove_masters"]
 
 
 Bytes = npt.NDArray[np.uint8]
+Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 _MODULUS = 1 << 64
@@ -149,9 +148,8 @@ def prove_equal(
     """
     workers = workers or 4
     prover = _Prover(plan, source, result, max_memory=max_memory, workers=workers, progress=progress)
-    pool = Pool(workers, _CHUNK)
     try:
-        pool.run([partial(prover.compare, index) for index in range(len(plan.placements))])
+        Pool(workers).run(prover.compare, range(len(plan.placements)))
     finally:
         prover.close()
     if prover.different:
@@ -179,9 +177,9 @@ class _Prover:
         self._maps: dict[str, EntryMap] = work.maps
         self._source = SourceReader(source, work.origins)
         self._result = SourceReader(result, [Origin(file.path) for file in plan.files])
-        self._gatherer = Gatherer(self._source, work.maps, None, max_bytes=max_memory)
-        self._tile_nbytes = max(_CHUNK, min(_TILE, max_memory // (4 * workers)))
-        self._big_nbytes = max(self._tile_nbytes, max_memory // (4 * workers))
+        each = max_memory // (4 * workers)
+        small = max(_CHUNK, min(_TILE, each))
+        self._gatherer = Gatherer(self._source, work.maps, None, max_bytes=max_memory, small=small, big=each)
         self._lock = threading.Lock()
         self._progress, self._done = progress, 0
         self._total = sum(int(p.sizes.prod(axis=1).sum()) * dtype_of(p.tensor.dtype).itemsize for p in plan.placements)
@@ -240,8 +238,8 @@ class _Prover:
         for row in range(*rows):
             inner, file, start = int(runs.inner[row]), int(runs.files[row]), int(runs.starts[row])
             nbytes = int(runs.nbytes[row])
-            for at in range(0, nbytes, len(worker.buffer)):
-                data = worker.buffer[: min(len(worker.buffer), nbytes - at)]
+            for at in range(0, nbytes, _CHUNK):
+                data = worker.buffer(min(_CHUNK, nbytes - at))
                 self._result.read(file, start + at, data.data)
                 self._report(len(data), file)
                 yield inner + at, data
@@ -255,8 +253,8 @@ class _Prover:
         for row in range(len(placement)):
             box = placement.box(row)
             total, at = Fingerprint(), int(placement.starts[row])
-            for tile in box.tiles(max(1, len(worker.buffer) // itemsize)):
-                data = worker.buffer[: tile.numel * itemsize]
+            for tile in box.tiles(max(1, _CHUNK // itemsize)):
+                data = worker.buffer(tile.numel * itemsize)
                 file = int(placement.files[row])
                 self._result.read(file, at, data.data)
                 self._report(len(data), file)
@@ -281,8 +279,7 @@ class _Prover:
             return self._of_slices(key, tensor, worker)
         total = Fingerprint()
         itemsize = dtype_of(tensor.dtype).itemsize
-        numel = tile_numel(tensor, self._maps, self._tile_nbytes, self._big_nbytes, gatherer=self._gatherer)
-        for tile in Box.whole(tensor.shape).tiles(numel):
+        for tile in Box.whole(tensor.shape).tiles(self._gatherer.tile_numel(tensor)):
             data = worker.room(tile.numel * itemsize)
             self._gatherer.make_box(tensor, tile, data)
             total += fingerprint_of(data, tile, tensor.shape, itemsize)
@@ -296,8 +293,8 @@ class _Prover:
         for row in slices.distinct().tolist():
             part = slices[row]
             at = part.start
-            for tile in part.box.tiles(max(1, len(worker.buffer) // into)):
-                data = worker.buffer[: tile.numel * into]
+            for tile in part.box.tiles(max(1, _CHUNK // into)):
+                data = worker.buffer(tile.numel * into)
                 self._source.read(int(where.origins[row]), at, data.data)
                 at += len(data)
                 if entry.dtype != tensor.dtype:
@@ -325,6 +322,81 @@ def _copied(tensor: OutputTensor) -> str | None:
     part = tensor.parts[0]
     whole = part.is_plain and part.target_box == Box.whole(tensor.shape) and part.source_box.sizes == tensor.shape
     return part.source if whole else None
+
+
+# Where the bytes of each source slice lie in a result, where that is in runs. Made from the boxes alone and not by the
+# planner of copies, so that one can prove the other.
+
+
+_MAX_PAIRS = 1 << 22  # of a slice and a box
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRuns:
+    """Runs of bytes, sorted by slice and by their place in it; those of a slice make it up. One row a run.
+
+    Attributes:
+        slices: [n] row of the entry's slices.
+        inner: [n] where the run starts in the slice.
+        files, starts: [n] where it lies in the result.
+        nbytes: [n].
+    """
+
+    slices: Int64
+    inner: Int64
+    files: Int64
+    starts: Int64
+    nbytes: Int64
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """Return the rows [a, b) of each slice."""
+        first = np.flatnonzero(np.concatenate([[True], self.slices[1:] != self.slices[:-1]]))
+        return list(zip(first.tolist(), [*first[1:].tolist(), len(self.slices)], strict=True))
+
+
+def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
+    """Return where the slices of a tensor lie in the boxes it was copied to, as they are.
+
+    None where a slice, or what a box has of it, is no run (column shards, strides); where boxes repeat (replicas);
+    where there is nothing; or where slices and boxes are too many to look at every pair.
+    """
+    slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
+    rows = slices.distinct()
+    boxes = np.concatenate([placement.offsets, placement.sizes], axis=1)
+    if (
+        slices.strides
+        or not entry.shape
+        or len(rows) * len(placement) > _MAX_PAIRS
+        or first_of_equal(boxes) is not None
+    ):
+        return None
+    lo = np.maximum(slices.offsets[rows][:, None], placement.offsets[None])
+    hi = np.minimum((slices.offsets + slices.sizes)[rows][:, None], (placement.offsets + placement.sizes)[None])
+    which, box = np.nonzero((hi > lo).all(axis=2))
+    lo, sizes, row = lo[which, box], (hi - lo)[which, box], rows[which]
+    inside, outside = row_major(slices.sizes[row]), row_major(placement.sizes[box])
+    if not len(row) or not (is_dense(sizes, inside) & is_dense(sizes, outside)).all():
+        return None
+    inner = ((lo - slices.offsets[row]) * inside).sum(axis=1) * itemsize
+    starts = placement.starts[box] + ((lo - placement.offsets[box]) * outside).sum(axis=1) * itemsize
+    order = np.lexsort((inner, row))
+    found = SliceRuns(
+        row[order], inner[order], placement.files[box][order].astype(np.int64), starts[order],
+        (sizes.prod(axis=1) * itemsize)[order],
+    )  # fmt: skip
+    return found if _is_whole(found, entry, placement) else None
+
+
+def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool:
+    """Whether the runs make up each slice from its first to its last byte, and all that was placed."""
+    ends = runs.inner + runs.nbytes
+    new = np.concatenate([[True], runs.slices[1:] != runs.slices[:-1]])
+    before = np.concatenate([[0], ends[:-1]])
+    whole = int(runs.nbytes.sum()) == int(placement.nbytes().sum())
+    last = np.concatenate([new[1:], [True]])
+    seen = distinct(runs.slices)
+    sizes = entry.slices.nbytes[seen]
+    return whole and bool((runs.inner == np.where(new, 0, before)).all() and (ends[last] == sizes).all())
 
 
 # Whether the fp32 masters of a source are those of its weights, where their names were not saved with them.

@@ -14,8 +14,7 @@ from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
 from ckptkit.errors import CheckpointExistsError, RankFailedError, UsageError
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME
 from ckptkit.formats.replaceable import check_replaceable
-from ckptkit.offline.copying.execute import share_out
-from ckptkit.offline.copying.plan import Plan, check_room
+from ckptkit.offline.copying.plan import Plan, check_room, share_out
 from ckptkit.offline.copying.resume import clear_strays, left_beside
 from ckptkit.offline.export.checksums import SUMS_NAME
 from ckptkit.storage.journal import Journal, adopt, dead_statements, give_up, resumable

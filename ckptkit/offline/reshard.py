@@ -12,8 +12,8 @@ from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
 from ckptkit.offline.conversion import ConvertReport, How, Outcome, carry_out
+from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.coverage import check_plan
-from ckptkit.offline.copying.execute import Progress
 from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.dry_run import check_source_files, refusals
 from ckptkit.offline.gaps import refuse_partial

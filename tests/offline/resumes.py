@@ -14,6 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from ckptkit.offline.convert import convert
+from ckptkit.offline.copying import runs
 from ckptkit.storage import upload
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.open import open_store
@@ -83,6 +84,7 @@ def _run(src: str, dst: str, options: Options, kills: dict[int, int]) -> tuple[i
     """Steps taken over, steps, bytes written, file operations of this rank."""
     operations = kill_at(kills.get(int(os.environ.get("RANK", "0")), 0))
     moved = counted_writes()
+    runs._STEP = 200_000
     report = convert(src, dst, **options)
     return (*_note(report), sum(moved), operations())
 

@@ -14,9 +14,8 @@ from ckptkit.errors import IntegrityError
 from ckptkit.formats.hf.header import read_header
 from ckptkit.offline import prove
 from ckptkit.offline.convert import convert
-from ckptkit.offline.copying.chains import slice_runs
 from ckptkit.offline.copying.plan import Placement
-from ckptkit.offline.prove import prove_equal
+from ckptkit.offline.prove import prove_equal, slice_runs
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage.local import LocalStore
 

@@ -13,16 +13,22 @@ import pytest
 from ckptkit.checkpoint.run import coordinator
 from ckptkit.errors import RankFailedError
 from ckptkit.offline.convert import convert
+from ckptkit.offline.copying import runs
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import owner
 from ckptkit.storage.journal import Journal
 from ckptkit.storage.local import LocalStore
-from tests.offline.copying.test_resume import COLUMNS, UNEVEN, content, went_on
+from tests.offline.copying.test_resume import COLUMNS, STEP, UNEVEN, content, went_on
 from tests.ranks import RankError, run_ranks
 
 MANY = {"max_shard_size": "1kB"}  # ten files
 Options = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_STEP", STEP)
 
 
 @pytest.fixture
@@ -33,6 +39,7 @@ def source(tmp_path: Path) -> Path:
 
 def run(src: str, dst: str, options: Options) -> tuple[str, int, int]:
     """What the report of this rank says: on what it went on from, and the bytes of the source that were read."""
+    runs._STEP = STEP  # of this process, too
     command = reshard if "world_size" in options else convert
     report = command(src, dst, workers=1, **options)
     return went_on(report.notes), report.nbytes_read, report.checked

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ckptkit.errors import IntegrityError, UnsupportedFormatError
 
-__all__ = ["RecordTable", "Verifier", "crc32", "crc32_combine", "new_hasher"]
+__all__ = ["Crcs", "RecordTable", "Verifier", "crc32", "crc32_combine", "new_hasher"]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -150,29 +150,51 @@ class RecordTable:
         return np.where(found.astype(bool), at, -1)
 
 
-class _Progress:
-    __slots__ = ("at", "hasher", "lock", "lost")
+class Crcs:
+    """The CRC-32 of parts of a file that pass by, in any order and from any thread. Parts that touch are joined."""
 
-    def __init__(self, at: int, hasher: Hasher) -> None:
-        self.at = at
-        self.hasher = hasher
-        self.lock = threading.Lock()
-        self.lost = False
+    def __init__(self) -> None:
+        self._by_stop: dict[int, tuple[int, int]] = {}  # stop -> start, CRC
+        self._by_start: dict[int, int] = {}  # start -> stop
+        self._lock = threading.Lock()
+
+    def feed(self, start: int, data: memoryview) -> tuple[int, int]:
+        """Take bytes from `start`; return the part [start, stop) that they are of now."""
+        with self._lock:
+            first, value = self._by_stop.pop(start, (start, 0))
+            self._by_start.pop(first, None)
+        value, stop = _crc32(data, value), start + len(data)  # without the lock: threads hash side by side
+        with self._lock:
+            if first in self._by_stop:  # another thread has brought what lies before
+                before, crc = self._by_stop.pop(first)
+                self._by_start.pop(before, None)
+                value, first = crc32_combine(crc, value, stop - first), before
+            end = self._by_start.pop(stop, -1)
+            if self._by_stop.get(end, (-1, 0))[0] == stop:  # parts may overlap: then it is of another one
+                value, stop = crc32_combine(value, self._by_stop.pop(end)[1], end - stop), end
+            self._by_stop[stop], self._by_start[first] = (first, value), stop
+        return first, stop
+
+    def parts(self) -> list[tuple[int, int, int]]:
+        """Return what is known, in order: (start, bytes, CRC-32)."""
+        with self._lock:
+            return sorted((start, stop - start, crc) for stop, (start, crc) in self._by_stop.items())
 
 
 class Verifier:
     """Proves records against their digests from bytes that pass by. Safe for several threads.
 
-    A record is proved when all its bytes came once, in order. Whatever came otherwise stays in `unproved`,
-    and is to be read again for its own sake.
+    A record of CRC-32 is proved when all its bytes came, in whatever order; another one when they came in order.
+    What is left is `unproved`, and is to be read again for its own sake.
     """
 
     def __init__(self, table: RecordTable, describe: Callable[[int], str]) -> None:
         self._table = table
         self._describe = describe
-        self._live: dict[int, _Progress] = {}
+        self._crcs: dict[int, Crcs] = {}
+        self._begun: dict[tuple[int, int], Hasher] = {}  # (record, where its next bytes lie)
         self._lock = threading.Lock()
-        self.proved = np.zeros(len(table), bool)
+        self.proved = table.nbytes == 0
 
     def feed(self, record: int, start: int, data: memoryview) -> None:
         """Take the bytes from `start` of a record's source; they must lie in the record.
@@ -181,37 +203,36 @@ class Verifier:
             IntegrityError: The record is complete and its digest is another one.
         """
         table = self._table
+        algorithm = table.names[int(table.algorithms[record])]
+        first, end = int(table.starts[record]), int(table.starts[record] + table.nbytes[record])
+        stop = start + len(data)
+        if self.proved[record] or start == stop:
+            return
+        if algorithm == "crc32" and (start, stop) != (first, end):
+            with self._lock:
+                crcs = self._crcs.setdefault(record, Crcs())
+            if crcs.feed(start, data) == (first, end):
+                self._finish(record, crcs.parts()[0][2])
+            return
         with self._lock:
-            progress = self._live.get(record)
-            if progress is None:
-                if self.proved[record]:
-                    return
-                algorithm = table.names[int(table.algorithms[record])]
-                progress = self._live[record] = _Progress(int(table.starts[record]), new_hasher(algorithm))
-        # Hash under the record's own lock: another thread may bring the next piece while this one is hashed. Not under
-        # the lock of all records, which would let one thread hash at a time.
-        with progress.lock:
-            if progress.lost or progress.at != start:
-                progress.lost = True
-                return
-            progress.hasher.update(data)
-            progress.at += len(data)
-            complete = progress.at == int(table.starts[record]) + int(table.nbytes[record])
-        if complete:
-            self._finish(record, progress.hasher.intdigest())
+            hasher = self._begun.pop((record, start), None)
+        if hasher is None:
+            if start != first:
+                return  # out of order
+            hasher = new_hasher(algorithm)
+        hasher.update(data)
+        if stop == end:
+            self._finish(record, hasher.intdigest())
+        else:
+            with self._lock:
+                self._begun[record, stop] = hasher
 
     def _finish(self, record: int, value: int) -> None:
         with self._lock:
-            self._live.pop(record, None)
+            self._crcs.pop(record, None)
         if value != int(self._table.values[record]):
             self.fail(record, value)
         self.proved[record] = True
-
-    def whole(self, record: int, data: memoryview) -> None:
-        """Take all bytes of a record at once."""
-        hasher = new_hasher(self._table.names[int(self._table.algorithms[record])])
-        hasher.update(data)
-        self._finish(record, hasher.intdigest())
 
     def fail(self, record: int, value: int) -> None:
         """Raise the error about a record whose bytes have the digest `value`."""
@@ -226,5 +247,6 @@ class Verifier:
     def unproved(self) -> Int64:
         """Return the records that are not proved, and forget what was seen of them."""
         with self._lock:
-            self._live.clear()
+            self._crcs.clear()
+            self._begun.clear()
         return np.flatnonzero(~self.proved)

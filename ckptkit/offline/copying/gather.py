@@ -12,13 +12,13 @@ import numpy.typing as npt
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.columns import is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.targets import Part, Target
+from ckptkit.catalog.targets import Target
 from ckptkit.catalog.tiles import pieces, source_layout
 from ckptkit.errors import UsageError
 from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.checks import Verifier
-from ckptkit.offline.copying.jobs import EntryMap
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+from ckptkit.offline.copying.runs import EntryMap
 from ckptkit.offline.copying.sources import Range, SourceReader
 from ckptkit.units import format_size
 
@@ -29,6 +29,8 @@ Array = npt.NDArray[Any]
 
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _BLOCK = 64  # rows
+_TILE = 4 << 20
+_READ = 64 << 10  # of a slice, at least, where a tile takes a part of each
 _SMALL_SPAN = 1 << 20  # bytes that are read at once whatever part of them is wanted
 
 
@@ -45,11 +47,21 @@ class Gatherer:
 
     Attributes:
         max_bytes: The most that one computed tensor and its inputs may take.
+        small, big: Bytes that are made at once: few, and as many as that where small tiles would read the source many
+            times over.
     """
 
     def __init__(
-        self, reader: SourceReader, maps: dict[str, EntryMap], verifier: Verifier | None, *, max_bytes: int
+        self,
+        reader: SourceReader,
+        maps: dict[str, EntryMap],
+        verifier: Verifier | None,
+        *,
+        max_bytes: int,
+        small: int = _TILE,
+        big: int = 0,
     ) -> None:
+        self._small, self._big = small, max(small, big)
         self._reader = reader
         self._maps = maps
         self._verifier = verifier
@@ -83,18 +95,15 @@ class Gatherer:
                 data = np.empty(length, np.uint8)
                 scattered.append((data, i))
             ranges.append(Range(int(where.origins[row]), start, data.data, int(where.records[row])))
-        self._read(ranges)
-        for data, i in scattered:
-            sizes = tuple(found.sizes[i].tolist())
-            source = strided(data, 0, sizes, row_major_strides(sizes), itemsize)
-            strided(out, int(firsts[i]), sizes, tuple(steps[i].tolist()), itemsize)[...] = source
-
-    def _read(self, ranges: list[Range]) -> None:
         self._reader.read_many(ranges)
         if self._verifier is not None:
             for item in ranges:
                 if item.record >= 0:
                     self._verifier.feed(item.record, item.start, item.view)
+        for data, i in scattered:
+            sizes = tuple(found.sizes[i].tolist())
+            source = strided(data, 0, sizes, row_major_strides(sizes), itemsize)
+            strided(out, int(firsts[i]), sizes, tuple(steps[i].tolist()), itemsize)[...] = source
 
     def _read_strided(self, origin: int, start: int, target: Array, strides: tuple[int, ...], itemsize: int) -> None:
         span = (1 + sum((n - 1) * s for n, s in zip(target.shape, strides, strict=True))) * itemsize
@@ -109,38 +118,45 @@ class Gatherer:
         for i in range(target.shape[outer]):
             self._read_strided(origin, start + i * strides[outer] * itemsize, moved[i], rest, itemsize)
 
+    def tile_numel(self, tensor: OutputTensor) -> int:
+        """Return how many elements of a target to make at once: few, unless each tile reads all over the source."""
+        if isinstance(tensor, ComputedTensor):
+            rows = self.rows_at_once(tensor, 2 * self._big)
+            return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
+        entries = [self._maps[key].entry for key in tensor.sources]
+        widest = max([dtype_of(tensor.dtype).itemsize, *(dtype_of(entry.dtype).itemsize for entry in entries)])
+        scattered = any(part.axes and not part.unfold for part in tensor.parts)
+        scattered = scattered or any(entry.slices.strides for entry in entries)
+        slices = max([0, *(len(entry.slices) for entry in entries)])
+        nbytes = self._big if scattered else max(self._small, min(self._big, slices * _READ))
+        return max(1, nbytes // widest)
+
     def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> None:
         """Fill `out` with a box of a tensor to be made, row-major, in its dtype."""
         if isinstance(tensor, ComputedTensor):
             out[:] = self._computed(tensor, box)
             return
-        for part in tensor.parts:
-            for piece in part.cut(box):
-                self._make_part(tensor, piece, box, out)
-
-    def _make_part(self, tensor: Target, part: Part, box: Box, out: Bytes) -> None:
-        source_dtype = self._maps[part.source].entry.dtype
         itemsize = dtype_of(tensor.dtype).itemsize
-        inside = part.target_box.relative_to(box)
-        first = inside.flat_start(box.sizes) * itemsize
-        nbytes = inside.numel * itemsize
-        fits = part.is_plain and inside.is_contiguous_in(box.sizes)
-        if fits and source_dtype == tensor.dtype:
-            self.read_box(part.source, part.source_box, out[first : first + nbytes])
-            return
-        data = np.empty(inside.numel * dtype_of(source_dtype).itemsize, np.uint8)
-        self.read_box(part.source, part.source_box, data)
-        if source_dtype != tensor.dtype:
-            changed = out[first : first + nbytes] if fits else np.empty(nbytes, np.uint8)
-            cast_into(data, changed, source_dtype, tensor.dtype)
-            if fits:
-                return
-            data = changed
-        view: Array = data.view(_UNITS[itemsize]).reshape(part.unfold or part.source_box.sizes)
-        view = view.transpose(part.axes or tuple(range(view.ndim)))
-        strides = row_major_strides(box.sizes)
-        target = strided(out, first, inside.sizes, strides, itemsize)
-        target[...] = view.reshape(inside.sizes)
+        for part in [piece for whole in tensor.parts for piece in whole.cut(box)]:
+            entry = self._maps[part.source].entry
+            inside = part.target_box.relative_to(box)
+            first, nbytes = inside.flat_start(box.sizes) * itemsize, inside.numel * itemsize
+            fits = part.is_plain and inside.is_contiguous_in(box.sizes)
+            if fits and entry.dtype == tensor.dtype:
+                self.read_box(part.source, part.source_box, out[first : first + nbytes])
+                continue
+            data = np.empty(inside.numel * dtype_of(entry.dtype).itemsize, np.uint8)
+            self.read_box(part.source, part.source_box, data)
+            if entry.dtype != tensor.dtype:
+                changed = out[first : first + nbytes] if fits else np.empty(nbytes, np.uint8)
+                cast_into(data, changed, entry.dtype, tensor.dtype)
+                if fits:
+                    continue
+                data = changed
+            view: Array = data.view(_UNITS[itemsize]).reshape(part.unfold or part.source_box.sizes)
+            view = view.transpose(part.axes or tuple(range(view.ndim)))
+            target = strided(out, first, inside.sizes, row_major_strides(box.sizes), itemsize)
+            target[...] = view.reshape(inside.sizes)
 
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
         """Return how many rows of a tensor can be computed in half of the memory, their bytes being at most `most`."""

@@ -20,7 +20,18 @@ from ckptkit.errors import NoSpaceError
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
 
-__all__ = ["ComputedTensor", "CrcField", "Literal", "OutputFile", "OutputTensor", "Placement", "Plan", "check_room"]
+__all__ = [
+    "ComputedTensor",
+    "CrcField",
+    "Literal",
+    "OutputFile",
+    "OutputTensor",
+    "Placement",
+    "Plan",
+    "check_room",
+    "restricted",
+    "share_out",
+]
 
 Bytes = npt.NDArray[np.uint8]
 _NAMED = 8  # more that are left over for one reason are counted
@@ -282,3 +293,39 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
             f"{destination.url} has {format_size(free)} free, and {format_size(wanted)} are to be written. "
             "Free some space or write elsewhere."
         )
+
+
+# Which rank writes which files of a plan, and what of the plan is left for it.
+
+
+def share_out(plan: Plan, world_size: int) -> list[int]:
+    """Return the rank that writes each file: the largest files first, each to who has least.
+
+    What is published last goes to rank 0, which publishes.
+    """
+    late = set(plan.last)
+    owners = [0] * len(plan.files)
+    loads = [0] * world_size
+    for index in sorted(range(len(plan.files)), key=lambda i: -plan.files[i].nbytes):
+        if plan.files[index].path in late and not plan.files[index].path.endswith(".safetensors"):
+            continue
+        rank = loads.index(min(loads))
+        owners[index] = rank
+        loads[rank] += plan.files[index].nbytes
+    return owners
+
+
+def restricted(plan: Plan, kept: Sequence[int]) -> Plan:
+    """Return the same plan with some of its files, and what lies in them. Files keep their order."""
+    if len(kept) == len(plan.files):
+        return plan
+    renumbered = np.full(len(plan.files), -1, np.int32)
+    renumbered[list(kept)] = np.arange(len(kept))
+    placements = []
+    for placement in plan.placements:
+        rows = np.flatnonzero(renumbered[placement.files] >= 0)
+        if len(rows):
+            files = renumbered[placement.files[rows]]
+            columns = (placement.starts[rows], placement.offsets[rows], placement.sizes[rows])
+            placements.append(type(placement)(placement.tensor, files, *columns))
+    return Plan(plan.catalog, tuple(plan.files[index] for index in kept), tuple(placements), plan.last)

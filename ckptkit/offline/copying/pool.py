@@ -1,4 +1,4 @@
-"""Threads that do jobs in order; the first failure stops them all."""
+"""Threads that do one thing to many items, in order; the first failure stops them all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import TypeAlias
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.storage.retry import hurry, patient
 
-__all__ = ["Job", "Pool", "Stopped", "Worker"]
+__all__ = ["Pool", "Stopped", "Worker"]
+
+T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -21,45 +23,46 @@ class Stopped(Exception):
 
 
 class Worker:
-    """What one thread keeps between jobs."""
+    """What one thread keeps between jobs: two buffers, the same memory each time."""
 
-    def __init__(self, chunk: int) -> None:
-        self.buffer = np.empty(chunk, np.uint8)
-        self._room = np.empty(0, np.uint8)
+    def __init__(self) -> None:
+        self._buffer = self._room = np.empty(0, np.uint8)
+
+    def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return room for what is read."""
+        if len(self._buffer) < nbytes:
+            self._buffer = np.empty(nbytes, np.uint8)
+        return self._buffer[:nbytes]
 
     def room(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return a second buffer of `nbytes`, the same memory each time."""
+        """Return room for what is made of it."""
         if len(self._room) < nbytes:
             self._room = np.empty(nbytes, np.uint8)
         return self._room[:nbytes]
 
 
-Job: TypeAlias = Callable[[Worker], None]
-
-
 class Pool:
-    """Threads that take jobs in order; the first failure stops all and is raised."""
+    """Threads that take items in order; the first failure stops all and is raised."""
 
-    def __init__(self, workers: int, chunk: int) -> None:
+    def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._chunk = chunk
         self.stopped = threading.Event()
         self._running = 0
         self._change = threading.Condition()
 
     @patient()
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Do all jobs. Raises what the first failed job raised, once every thread has stopped."""
-        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in jobs:
-            waiting.put(job)
+    def run(self, do: Callable[[T, Worker], None], items: Sequence[T]) -> None:
+        """Call `do` with each item. Raises what the first failed call raised, once every thread has stopped."""
+        waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
+        for item in items:
+            waiting.put(item)
         failures: list[BaseException] = []
         # Not Thread.join: up to Python 3.12, one that a signal interrupts takes the thread for ended ever after; what
         # cleans up would then delete files, or end the process, under threads that still write.
         try:
-            for i in range(min(self._workers, len(jobs))):
+            for i in range(min(self._workers, len(items))):
                 name = f"ckptkit-copy-{i}"
-                work = (copy_context().run, self._work, waiting, failures)  # of the same operation
+                work = (copy_context().run, self._work, do, waiting, failures)  # of the same operation
                 threading.Thread(target=work[0], args=work[1:], name=name, daemon=True).start()
             with self._change:
                 self._change.wait_for(lambda: not self._running and (waiting.empty() or self.stopped.is_set()))
@@ -72,19 +75,21 @@ class Pool:
         if failures:
             raise failures[0]
 
-    def _work(self, waiting: queue.SimpleQueue[Job], failures: list[BaseException]) -> None:
+    def _work(
+        self, do: Callable[[T, Worker], None], waiting: queue.SimpleQueue[T], failures: list[BaseException]
+    ) -> None:
         with self._change:
             if self.stopped.is_set():
                 return
             self._running += 1
         try:
-            worker = Worker(self._chunk)
+            worker = Worker()
             while not self.stopped.is_set():
                 try:
-                    job = waiting.get_nowait()
+                    item = waiting.get_nowait()
                 except queue.Empty:
                     return
-                job(worker)
+                do(item, worker)
         except BaseException as error:  # noqa: BLE001 - a thread's boundary: raised by `run`
             failures.append(error)
             self.stopped.set()

@@ -7,9 +7,9 @@ wrote, and by the digests that they compared: so another number of ranks, which 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,9 @@ import xxhash
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.targets import Part
 from ckptkit.catalog.tiles import pieces
-from ckptkit.offline.copying.jobs import EntryMap, Work
-from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan
+from ckptkit.offline.copying.checks import Verifier
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan, restricted, share_out
+from ckptkit.offline.copying.runs import EntryMap, RunStep, Step, Work, prepare
 from ckptkit.offline.copying.sources import Origin
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.staging import leftover_of, staging_name
@@ -28,34 +29,13 @@ from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.storage.journal import Journal, Section
+    from ckptkit.storage.ledger import Ledger
 
-__all__ = [
-    "Share",
-    "Step",
-    "Taken",
-    "clear_strays",
-    "fingerprint",
-    "left_beside",
-    "take_over",
-    "Contents",
-    "records_of",
-]
+__all__ = ["Share", "Spoken", "Taken", "clear_strays", "left_beside", "take_over"]
 
 Int64 = npt.NDArray[np.int64]
-Written = tuple[Int64, Int64, Int64]
 _Record = tuple[Origin, int, int]
 _MAX_RANKS = 100_000
-
-
-class Step(Protocol):
-    """A part of the work that is done as a whole; `records` are the digests that are proved then."""
-
-    @property
-    def records(self) -> Int64: ...
-
-    @property
-    def written(self) -> Callable[[], Written]:
-        """Returns what of files is written: file, start, bytes, a row each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +50,10 @@ class Share:
     plan: str
     files: Sequence[int]
     work: Work
-    steps: Sequence[Step]
+
+    @classmethod
+    def of(cls, whole: Plan, files: Sequence[int], work: Work, source: Store, *, check: bool) -> Share:
+        return cls(_fingerprint(restricted(whole, files), work, source, check=check), files, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +75,7 @@ class Taken:
 # --- what is the same work
 
 
-def fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
+def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
     """Return 32 hex digits that differ where another source would be read, or other bytes written elsewhere.
 
     Steps are counted in the order in which this version of ckptkit makes them, so its number is in it. A file of the
@@ -102,17 +85,13 @@ def fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
     for value in (__version__, source.url, check, *_plan_values(plan), *_source_values(work, source)):
         state.update(repr(value).encode("utf-8", "backslashreplace"))
         state.update(b"\n")
-    for table in (work.runs, work.chains, work.records):
-        for name in _COLUMNS[type(table).__name__]:
-            state.update(memoryview(getattr(table, name)).cast("B"))
+    for table, names in ((work.runs, work.runs.__slots__), (work.records, _RECORDS)):
+        for name in names:
+            state.update(np.ascontiguousarray(getattr(table, name)).data.cast("B"))
     return state.hexdigest()
 
 
-_COLUMNS = {
-    "Chains": ("origins", "starts", "nbytes", "files", "targets", "records", "last", "steps"),
-    "Runs": ("origins", "starts", "nbytes", "files", "targets", "casts"),
-    "RecordTable": ("sources", "starts", "nbytes", "values", "algorithms"),
-}
+_RECORDS = ("sources", "starts", "nbytes", "values", "algorithms")
 
 
 def _plan_values(plan: Plan) -> Iterator[Any]:
@@ -121,9 +100,8 @@ def _plan_values(plan: Plan) -> Iterator[Any]:
 
 def _source_values(work: Work, source: Store) -> Iterator[Any]:
     yield work.casts
-    for tile in work.tiles:
-        yield (tile.box, tile.file, tile.start, *_tensor_values(tile.tensor))
-    yield from ((band.key, band.targets) for band in work.bands)
+    for step in work.steps:
+        yield (step.first, step.stop) if isinstance(step, RunStep) else (step.boxes, *_made(step.tensor))
     yield from work.origins
     paths = sorted({origin.path for origin in work.origins})
     if isinstance(source, LocalStore):
@@ -135,48 +113,36 @@ def _source_values(work: Work, source: Store) -> Iterator[Any]:
     yield from ((item.path, item.size, item.mtime) for folder in folders for item in source.list(folder))
 
 
-def _tensor_values(tensor: OutputTensor) -> tuple[Any, ...]:
-    what = (tensor.label, tensor.inputs) if isinstance(tensor, ComputedTensor) else tensor.parts
-    return tensor.name, tensor.dtype, tensor.shape, what
-
-
 # --- what was done
 
 
 def take_over(
-    store: LocalStore, whole: Plan, share: Share, journal: Journal, derive: Callable[[int, int], Share]
+    store: LocalStore, whole: Plan, share: Share, journal: Journal, source: Store, *, check: bool, digests: bool
 ) -> Taken:
-    """Return what of a share need not be done again, and begin the journal of this run.
+    """Return what of a share need not be done again, delete the files that are begun anew, and begin the journal.
 
     Args:
         whole: The plan that is shared out.
-        derive: Returns the share of (world size, rank): what an earlier run had to do.
+        check, digests: As the share was prepared.
     """
-    past = _Past(whole)
+    past, shares = _Past(whole), {share.plan: share}
     earlier = [section for section in journal.earlier() if section.rank < section.world_size <= _MAX_RANKS]
-    for section, found in _with_shares(earlier, share, derive):
-        past.add(found, section)
-    taken = past.of(share, store)
-    files = whole.files
-    anew = [files[index].path for at, index in enumerate(share.files) if at not in taken.files] if earlier else []
-    journal.begin(share.plan, steps=taken.steps, anew=anew)
-    return taken
-
-
-def _with_shares(
-    sections: Sequence[Section], own: Share, derive: Callable[[int, int], Share]
-) -> Iterator[tuple[Section, Share]]:
-    """Yield each section with its share, as it is now; those that were of another plan, or source, are left out."""
-    shares = {own.plan: own}
     tried: set[tuple[int, int]] = set()
-    for section in sections:
+    for section in earlier:
         key = (section.world_size, section.rank)
-        if section.plan not in shares and key not in tried:
+        if section.plan not in shares and key not in tried:  # of other ranks: what had they to do?
             tried.add(key)
-            made = derive(*key)
+            files = [index for index, rank in enumerate(share_out(whole, section.world_size)) if rank == section.rank]
+            work = prepare(restricted(whole, files), check=check, digests=digests)
+            made = Share.of(whole, files, work, source, check=check)
             shares[made.plan] = made
-        if section.plan in shares:
-            yield section, shares[section.plan]
+        if section.plan in shares:  # else of another plan, or source
+            past.add(shares[section.plan], section)
+    taken = past.of(share, store)
+    anew = [whole.files[index].path for at, index in enumerate(share.files) if at not in taken.files]
+    journal.begin(share.plan, steps=taken.steps, anew=anew if earlier else [])
+    store.delete(anew)
+    return taken
 
 
 class _Past:
@@ -193,7 +159,7 @@ class _Past:
 
     def add(self, share: Share, section: Section) -> None:
         void = np.array([path in section.void for path in self._paths], bool)
-        steps = [share.steps[index] for index in sorted(section.steps) if index < len(share.steps)]
+        steps = [share.work.steps[index] for index in sorted(section.steps) if index < len(share.work.steps)]
         for step in steps:
             files, lo, hi = self._placed(share, step)
             holds = ~void[files]
@@ -202,7 +168,7 @@ class _Past:
                 self._records.update(_records(share.work, step.records))
 
     def _placed(self, share: Share, step: Step) -> tuple[Int64, Int64, Int64]:
-        files, starts, nbytes = step.written()
+        files, starts, nbytes = share.work.written(step)
         files = np.asarray(share.files, np.int64)[files]
         lo = self._bases[files] + starts
         return files[nbytes > 0], lo[nbytes > 0], (lo + nbytes)[nbytes > 0]
@@ -219,7 +185,7 @@ class _Past:
         starts, stops = _merged(lo[whole[files]], hi[whole[files]])
         known = {row for row, record in enumerate(_records(share.work)) if record in self._records}
         steps, records = set(), set()
-        for index, step in enumerate(share.steps):
+        for index, step in enumerate(share.work.steps):
             _, first, end = self._placed(share, step)
             own = set(step.records.tolist())
             if not _covered(first, end, starts, stops) or (not len(first) and not (own and own <= known)):
@@ -294,10 +260,46 @@ def left_beside(url: str) -> tuple[str, int] | None:
     return None
 
 
-# What single files of a plan hold, in words, and which digests vouch for it: so an object store's are told apart.
+# --- object stores: a file is there whole, or not at all
 
 
-class Contents:
+class Spoken:
+    """What is said of the objects of a run, and of those that it takes over."""
+
+    def __init__(self, plan: Plan, work: Work, source: Store, verifier: Verifier | None, ledger: Ledger) -> None:
+        self._plan = plan
+        self._maps = work.maps
+        self._verifier = verifier
+        self._ledger = ledger
+        contents = _Contents(plan, source, check=verifier is not None)
+        worth = [index for index, file in enumerate(plan.files) if ledger.is_worth(file.nbytes)]
+        self._contents = {index: contents.of(index) for index in worth}
+
+    def take_over(self) -> frozenset[int]:
+        """Return the files that are there. Others that an interrupted run has written are deleted."""
+        earlier = self._ledger.earlier
+        paths = {file.path: index for index, file in enumerate(self._plan.files) if file.path in earlier}
+        taken = {index for path, index in paths.items() if earlier[path].content == self._contents.get(index)}
+        for index in taken:
+            path = self._plan.files[index].path
+            self._ledger.keep(path)
+            if self._verifier is not None and earlier[path].checked:
+                self._verifier.proved[_records_of(self._plan, index, self._maps)] = True
+        self._ledger.drop(path for path, index in paths.items() if index not in taken)
+        return frozenset(taken)
+
+    def finished(self, index: int) -> None:
+        """Say that a file is there whole."""
+        content, file, checked = self._contents.get(index), self._plan.files[index], False
+        if content is None:
+            return
+        if self._verifier is not None:
+            records = _records_of(self._plan, index, self._maps)
+            checked = bool((records >= 0).all() and self._verifier.proved[records].all())
+        self._ledger.finished(file.path, file.nbytes, content, checked=checked)
+
+
+class _Contents:
     """Names of what the files of a plan hold. They do not depend on which rank writes them."""
 
     def __init__(self, plan: Plan, source: Store, *, check: bool) -> None:
@@ -360,7 +362,7 @@ def _made(tensor: OutputTensor) -> tuple[Any, ...]:
     return tensor.name, tensor.dtype, tensor.shape, what
 
 
-def records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
+def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
     """Return the digests of the source that vouch for the bytes of a file; -1 among them: some have none alone."""
     found: list[Int64] = [np.zeros(0, np.int64)]
     for placement in plan.placements:

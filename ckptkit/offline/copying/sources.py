@@ -99,25 +99,25 @@ class SourceReader:
 
     def read(self, origin: int, start: int, view: memoryview) -> None:
         """Fill `view` from `start` of an origin. Raises IncompleteCheckpointError where the file ends early."""
-        where = self._origins[origin]
-        if where.codec is not None:
-            self._decode(origin, where.codec, start, view)
-        elif self.descriptors is None:
-            self._blocks.read_into(where.path, start, view)
-        else:
-            with self.descriptors.using(where.path) as descriptor:
-                _pread(descriptor, where.path, start, view)
+        self.read_many([Range(origin, start, view)])
 
     def read_many(self, ranges: Sequence[Range]) -> None:
         """Fill many views: of a remote store in one batch."""
         batch: list[ReadInto] = []
         for item in ranges:
             where = self._origins[item.origin]
-            if self._local is None and where.codec is None:
+            if where.codec is not None:
+                self._decode(item.origin, where.codec, item.start, item.view)
+            elif self.descriptors is None:
                 batch.append(ReadInto(where.path, item.start, item.view))
             else:
-                self.read(item.origin, item.start, item.view)
-        if batch:
+                with self.descriptors.using(where.path) as descriptor:
+                    done = os.preadv(descriptor, [item.view], item.start)
+                    if done < len(item.view):
+                        _read_on(descriptor, where.path, item.start, item.view, done)
+        if len(batch) == 1:
+            self._blocks.read_into(batch[0].path, batch[0].start, batch[0].view)
+        elif batch:
             self._blocks.read_many(batch)
 
     def _decode(self, origin: int, codec: Codec, start: int, view: memoryview) -> None:
@@ -146,8 +146,7 @@ class SourceReader:
             self.descriptors.close()
 
 
-def _pread(descriptor: int, path: str, start: int, view: memoryview) -> None:
-    done = os.preadv(descriptor, [view], start)
+def _read_on(descriptor: int, path: str, start: int, view: memoryview, done: int) -> None:
     while done < len(view):
         got = os.preadv(descriptor, [view[done:]], start + done)
         if got == 0:

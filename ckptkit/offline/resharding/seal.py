@@ -16,9 +16,9 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, R
 from ckptkit.formats.own.manifest import DIGEST, Manifest
 from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord
+from ckptkit.offline.copying.copier import Digested
 from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.copying.sources import Origin, SourceReader
-from ckptkit.offline.copying.streams import Digested
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store

@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import zlib
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptkit.errors import IntegrityError
 from ckptkit.offline.copying import checks
-from ckptkit.offline.copying.checks import RecordTable, Verifier
+from ckptkit.offline.copying.checks import Crcs, RecordTable, Verifier
 
 PIECES = (b"first piece", b"second piece")
 
 
-class SlowHasher:
-    """A CRC-32 that stays in its first update until somebody else has begun one, or nobody does for a while."""
+class SlowCrc:
+    """A CRC-32 that stays in its first call until somebody else has begun one, or nobody does for a while."""
 
     def __init__(self) -> None:
-        self.value, self.began, self.others = 0, threading.Event(), threading.Event()
+        self.began, self.others = threading.Event(), threading.Event()
 
-    def update(self, data: Any) -> None:
+    def __call__(self, data: Any, value: int = 0) -> int:
         if self.began.is_set():
             self.others.set()
         else:
             self.began.set()
             self.others.wait(0.3)
-        self.value = zlib.crc32(data, self.value)
-
-    def intdigest(self) -> int:
-        return self.value
+        return zlib.crc32(data, value)
 
 
-def verifier_of(data: bytes, digest: int) -> Verifier:
-    one = np.array([0], np.int64)
-    table = RecordTable(one, one, np.array([len(data)], np.int64), np.array([digest], np.uint64), one, one)
+def verifier_of(data: bytes, digest: int, algorithm: str = "crc32") -> Verifier:
+    one, algorithms = np.array([0], np.int64), np.array([RecordTable.names.index(algorithm)])
+    table = RecordTable(one, one, np.array([len(data)], np.int64), np.array([digest], np.uint64), algorithms, one)
     return Verifier(table, lambda record: f"model.safetensors: tensor {record}")
 
 
-def feed_side_by_side(verifier: Verifier, hasher: SlowHasher, pieces: tuple[bytes, ...]) -> list[BaseException]:
+def feed_side_by_side(verifier: Verifier, slow: SlowCrc, pieces: tuple[bytes, ...]) -> list[BaseException]:
     """Feed each piece from a thread of its own; the second one comes while the first is hashed."""
     failures: list[BaseException] = []
 
@@ -54,27 +55,49 @@ def feed_side_by_side(verifier: Verifier, hasher: SlowHasher, pieces: tuple[byte
     for piece in pieces:
         threads.append(threading.Thread(target=feed, args=(start, piece)))
         threads[-1].start()
-        assert hasher.began.wait(10)
+        assert slow.began.wait(10)
         start += len(piece)
     for thread in threads:
         thread.join(10)
     return failures
 
 
-def test_neighbouring_pieces_from_two_threads_are_hashed_in_the_order_of_the_file(
+def test_neighbouring_pieces_from_two_threads_are_hashed_side_by_side_and_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hasher = SlowHasher()
-    monkeypatch.setattr(checks, "new_hasher", lambda algorithm: hasher)
+    monkeypatch.setattr(checks, "_crc32", slow := SlowCrc())
     verifier = verifier_of(b"".join(PIECES), zlib.crc32(b"".join(PIECES)))
-    assert not feed_side_by_side(verifier, hasher, PIECES)
+    assert not feed_side_by_side(verifier, slow, PIECES)
+    assert slow.others.is_set()
     assert verifier.proved.tolist() == [True]
 
 
 def test_a_damaged_piece_is_found_however_many_threads_bring_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    hasher = SlowHasher()
-    monkeypatch.setattr(checks, "new_hasher", lambda algorithm: hasher)
+    monkeypatch.setattr(checks, "_crc32", slow := SlowCrc())
     pieces = (PIECES[0], b"SECOND piece")
-    (failure,) = feed_side_by_side(verifier_of(b"".join(pieces), zlib.crc32(b"".join(PIECES))), hasher, pieces)
+    (failure,) = feed_side_by_side(verifier_of(b"".join(pieces), zlib.crc32(b"".join(PIECES))), slow, pieces)
     assert isinstance(failure, IntegrityError)
     assert "damaged" in str(failure)
+
+
+@given(st.data())
+def test_a_crc_is_that_of_the_whole_in_whatever_order_its_parts_come(data: st.DataObject) -> None:
+    content = data.draw(st.binary(min_size=1, max_size=40))
+    cuts = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content))))})
+    parts = data.draw(st.permutations(list(itertools.pairwise(cuts))))
+    again = data.draw(st.lists(st.sampled_from(parts), max_size=3))
+    crcs = Crcs()
+    for start, stop in [*again, *parts]:
+        crcs.feed(start, memoryview(content)[start:stop])
+    assert all(crc == zlib.crc32(content[start : start + n]) for start, n, crc in crcs.parts())
+    assert again or crcs.parts() == [(0, len(content), zlib.crc32(content))]
+
+
+def test_a_digest_that_can_only_be_taken_forwards_is_proved_by_pieces_in_order_alone() -> None:
+    content = b"".join(PIECES)
+    for order, proved in ((PIECES, True), (PIECES[::-1], False)):
+        verifier = verifier_of(content, xxhash.xxh3_64_intdigest(content), "xxh3_64")
+        for piece in order:
+            verifier.feed(0, content.index(piece), memoryview(piece))
+        assert verifier.proved.tolist() == [proved]
+        assert verifier.unproved().tolist() == ([] if proved else [0])

@@ -25,11 +25,9 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.offline.copying import execute as engine
-from ckptkit.offline.copying import sinks
 from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.execute import execute
 from ckptkit.offline.copying.plan import ComputedTensor, CrcField, Literal, OutputFile, Placement, Plan
-from ckptkit.offline.copying.sinks import chunks, copy_range
 from ckptkit.offline.prove import prove_equal
 from ckptkit.storage.local import LocalStore, start_writing
 from tests.catalog.boxes import columns, partitions, shapes
@@ -318,49 +316,6 @@ def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
 # --- how it is done
 
 
-def test_kernel_copies_give_way_to_reading_where_they_are_not_possible(tmp_path, monkeypatch):
-    size = 1 << 20
-    made = make_source(tmp_path / "in", {"w": ("uint8", (size,), [Box((0,), (size,))])})
-
-    def refuse(*_, **__):
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    monkeypatch.setattr("ckptkit.offline.copying.sinks.pick", lambda *_: copy_range)
-    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=False)
-    assert (got["w"] == made.arrays["w"]).all()
-
-
-@pytest.mark.parametrize("start", [0, 1, 4095, 70_001])
-def test_a_range_copied_in_the_kernel_is_the_range(tmp_path, start):
-    data = np.random.default_rng(0).bytes(3 << 20)
-    (tmp_path / "in").write_bytes(data)
-    nbytes = len(data) - start
-    with open(tmp_path / "in", "rb") as source, open(tmp_path / "out", "wb") as target:
-        done = copy_range(source.fileno(), start, target.fileno(), 77, nbytes + 1000)  # more than there is
-    assert done == (nbytes, True)
-    assert (tmp_path / "out").read_bytes() == bytes(77) + data[start:]
-
-
-def test_without_check_long_runs_do_not_pass_through_python(tmp_path, monkeypatch):
-    size = 1 << 20
-    made = make_source(tmp_path / "in", {"w": ("uint8", (size,), [Box((0,), (size,))])})
-    monkeypatch.setattr(
-        "ckptkit.offline.copying.sinks.pick", lambda *_, **__: copy_range
-    )  # ext4 alone is quicker without
-    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read"))
-    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=False)
-    assert (got["w"] == made.arrays["w"]).all()
-
-
-@pytest.mark.parametrize(("start", "stop", "shift"), [(0, 0, 0), (3, 100, 0), (3, 100, 13), (40, 61, -39), (5, 6, -9)])
-def test_chunks_end_where_the_pages_of_the_target_do(start, stop, shift):
-    found = list(chunks(start, stop, 16, shift=shift))
-    assert [at for a, b in found for at in range(a, b)] == list(range(start, stop))
-    assert all((b + shift) % 16 == 0 for _, b in found[:-1])
-    assert all(0 < b - a <= 16 for a, b in found)
-
-
 def test_the_disk_is_set_to_work_while_more_is_written(tmp_path, monkeypatch):
     begun: list[str] = []
     monkeypatch.setattr("ckptkit.offline.copying.sinks._DIRTY", 20)
@@ -382,20 +337,6 @@ def test_a_disk_that_can_not_be_set_to_work_is_no_error(tmp_path):
         file.flush()
         start_writing(file.fileno())
     assert (tmp_path / "file").read_bytes() == b"x"
-
-
-@pytest.mark.parametrize(("kind", "chosen"), [("tmpfs", copy_range), ("ext4", None), ("xfs", copy_range)])
-def test_the_kernel_copies_except_on_file_systems_that_are_slow_at_it(tmp_path, monkeypatch, kind, chosen):
-    monkeypatch.setattr(sinks, "_file_system", lambda _: kind)
-    assert sinks.pick(str(tmp_path)) is chosen
-
-
-@pytest.mark.parametrize(
-    ("kind", "turns"), [("tmpfs", True), ("ext4", True), ("nfs4", False), ("fuse", False), ("", False)]
-)
-def test_threads_take_turns_at_a_file_where_the_kernel_would_make_them(tmp_path, monkeypatch, kind, turns):
-    monkeypatch.setattr(sinks, "_file_system", lambda _: kind)
-    assert sinks.takes_turns(str(tmp_path)) is turns
 
 
 def test_progress_ends_at_the_whole(tmp_path):

@@ -21,8 +21,7 @@ from ckptkit.errors import UnsupportedFormatError, UsageError
 from ckptkit.formats.hf.header import TensorToWrite, encode_header, lay_out, shard_names, split_into_shards
 from ckptkit.offline.copying.checks import RecordTable, crc32, crc32_combine
 from ckptkit.offline.copying.coverage import check_plan
-from ckptkit.offline.copying.execute import share_out
-from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, Placement, Plan
+from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, Placement, Plan, share_out
 from ckptkit.offline.export.files import hf_files, in_disk_order
 from ckptkit.offline.export.key_maps import resolve_key_map
 from ckptkit.offline.resharding.rank_files import chunked, dcp_files

@@ -15,7 +15,7 @@ NBYTES = 1 << 20
 
 def made_sink(folder, nbytes: int = NBYTES) -> LocalSink:
     sink = LocalSink(LocalStore(str(folder)), [OutputFile("file", nbytes)])
-    sink.create(0)
+    sink.begin(0)
     return sink
 
 

@@ -19,8 +19,8 @@ from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.patterns import NamePattern
 from ckptkit.keymaps.rules import Concat, Split, Transpose
 from ckptkit.offline.copying.gather import Gatherer
-from ckptkit.offline.copying.jobs import prepare
 from ckptkit.offline.copying.plan import ComputedTensor, Placement, Plan
+from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.export.adapter_merge import merge_adapter
 from ckptkit.offline.export.adapters import split_adapter

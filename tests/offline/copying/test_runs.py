@@ -1,13 +1,14 @@
-"""Slices that are digested while they are copied: each byte is read once, and every digest is that of the bytes."""
+"""Runs of bytes: few calls, each byte read once, every digest that of the bytes."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,36 +24,40 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import IntegrityError
 from ckptkit.formats.detect import open_source
-from ckptkit.offline.copying import chains
+from ckptkit.offline.copying import copier, runs
 from ckptkit.offline.copying.execute import CopyReport, execute
 from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, Placement, Plan
-from ckptkit.offline.copying.sources import SourceReader
+from ckptkit.offline.copying.pool import Worker
+from ckptkit.offline.copying.sources import Range, SourceReader
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import journal
 from ckptkit.storage.local import LocalStore
 from tests.catalog.boxes import columns, partitions, shapes
-from tests.offline.engine import Made, make_source, read_placed
+from tests.catalog.materialize import materialize
+from tests.offline.engine import Made, make_source, plan_whole, read_placed
 
 NAMES = ("a", "b", "c")
 
 
 @pytest.fixture
 def all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "_LEAST", 0)
+    for module in (runs, copier):
+        monkeypatch.setattr(module, "LEAST", 0)
+    monkeypatch.setattr(copier, "_GAP", 0)  # nothing is read over, so that what is read can be counted
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each read, of the source and of what was written."""
     counted: list[int] = []
-    real = SourceReader.read
+    real = SourceReader.read_many
 
-    def counting(self: SourceReader, origin: int, start: int, view: memoryview) -> None:
-        counted.append(len(view))
-        real(self, origin, start, view)
+    def counting(self: SourceReader, ranges: Sequence[Range]) -> None:
+        counted.extend(len(item.view) for item in ranges)
+        real(self, ranges)
 
-    monkeypatch.setattr(SourceReader, "read", counting)
+    monkeypatch.setattr(SourceReader, "read_many", counting)
     return counted
 
 
@@ -121,10 +126,10 @@ def test_a_digest_that_is_taken_is_that_of_the_bytes_however_tensors_are_cut(
         written = (folder / "out" / file.path).read_bytes()
         for item in file.crcs:
             covered = written[item.start : item.start + item.nbytes]
-            assert written[item.at[0] : item.at[0] + 4] == chain_crc(covered)
+            assert written[item.at[0] : item.at[0] + 4] == crc_of(covered)
 
 
-def chain_crc(data: bytes) -> bytes:
+def crc_of(data: bytes) -> bytes:
     return zlib.crc32(data).to_bytes(4, "little")
 
 
@@ -224,7 +229,7 @@ def test_a_reshard_reads_the_source_once_and_of_its_result_little(
 def test_what_an_interrupted_reshard_had_written_is_digested_by_the_next(
     large: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chains, "_STEP", 1)
+    monkeypatch.setattr(runs, "_STEP", 1)
     done: Callable[[Any, int], None] = journal.Journal.done
     steps: Iterator[int] = iter(range(3))
 
@@ -259,17 +264,17 @@ def test_a_damaged_source_leaves_nothing(large: str, tmp_path: Path) -> None:
 def torchrun(source: str, target: str) -> int:
     """Reshard as one of several, and return the bytes that this rank has read."""
     counted = []
-    real = SourceReader.read
+    real = SourceReader.read_many
 
-    def counting(self: SourceReader, origin: int, start: int, view: memoryview) -> None:
-        counted.append(len(view))
-        real(self, origin, start, view)
+    def counting(self: SourceReader, ranges: Sequence[Range]) -> None:
+        counted.extend(len(item.view) for item in ranges)
+        real(self, ranges)
 
-    SourceReader.read = counting  # type: ignore[method-assign]
+    SourceReader.read_many = counting  # type: ignore[method-assign]
     try:
         reshard(source, target, world_size=6, check=False)
     finally:
-        SourceReader.read = real  # type: ignore[method-assign]
+        SourceReader.read_many = real  # type: ignore[method-assign]
     return sum(counted)
 
 
@@ -282,3 +287,77 @@ def test_of_what_other_ranks_have_written_their_digests_are_taken(ranks: Any, la
     assert same_content(tmp_path / "new", tmp_path / "alone")
     record = json.loads((tmp_path / "new" / "checkpoint.json").read_text())
     assert all("outline" in item for path, item in record["files"].items() if path.endswith(".distcp"))
+
+
+# --- short runs are read and written together
+
+QUARTERS = [Box((i * 50, 0), (50, 20)) for i in range(4)]
+COUNT = 300
+
+
+def many(folder, digest: str | None = "crc32") -> Made:
+    """Three hundred tensors of four slices of a thousand bytes, in four files."""
+    tensors = {f"w{i:03}": ("uint8", (200, 20), QUARTERS) for i in range(COUNT)}
+    return make_source(folder, tensors, digest=digest, files=4)
+
+
+def plan_of(made: Made, names) -> Plan:
+    return plan_whole(made.catalog, [Target.of(made.catalog.tensors[name], name) for name in names])
+
+
+@pytest.mark.parametrize("digest", ["crc32", "xxh3_64", None])
+def test_many_short_runs_are_read_and_written_in_few_calls(tmp_path, monkeypatch, digest):
+    made = many(tmp_path / "in", digest)
+    plan = plan_of(made, made.arrays)
+    calls = {"preadv": 0, "pwritev": 0}
+    for name in calls:
+        call = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *a, name=name, call=call: (calls.__setitem__(name, calls[name] + 1), call(*a))[1]
+        )
+    (tmp_path / "out").mkdir()
+    report = execute(plan, LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
+    assert report.records == (4 * COUNT if digest else 0)
+    got = read_placed(tmp_path / "out", plan)
+    assert all((got[name] == array).all() for name, array in made.arrays.items())
+    # A literal lies between two tensors, so each tensor is written by itself, and each literal; windows cut some.
+    assert calls["preadv"] < 4 * COUNT // 10
+    assert calls["pwritev"] <= 2 * COUNT + 20
+
+
+@pytest.mark.parametrize("digest", ["crc32", "xxh3_64"])
+def test_a_flipped_bit_in_a_short_run_names_the_file_and_the_tensor(tmp_path, digest):
+    made = many(tmp_path / "in", digest)
+    slices = made.catalog.tensors["w123"].slices
+    path = made.folder / slices[2].path
+    data = bytearray(path.read_bytes())
+    data[slices[2].start + 999] ^= 1
+    path.write_bytes(data)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(IntegrityError, match=rf"{slices[2].path}: tensor 'w123'"):
+        execute(plan_of(made, made.arrays), LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
+
+
+def test_what_is_used_twice_or_in_part_arrives_too(tmp_path):
+    made = many(tmp_path / "in")
+    twice = [Target.of(made.catalog.tensors[name], f"{name}.{i}") for name in made.arrays for i in range(2)]
+    cut = [part for i, target in enumerate(twice) for part in (target.split(0, [70, 130]) if i % 7 == 0 else [target])]
+    plan = plan_whole(made.catalog, [replace(target, name=str(i)) for i, target in enumerate(cut)])
+    (tmp_path / "out").mkdir()
+    report = execute(plan, LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
+    assert report.records == 4 * COUNT
+    got = read_placed(tmp_path / "out", plan)
+    for i, target in enumerate(cut):
+        whole = {key: made.arrays[key] for key in target.sources}
+        assert (got[str(i)] == materialize(target, whole)).all()
+
+
+def test_runs_that_are_read_together_are_few_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    buffer = Worker.buffer
+    monkeypatch.setattr(Worker, "buffer", lambda self, nbytes: (sizes.append(nbytes), buffer(self, nbytes))[1])
+    made = many(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    execute(plan_of(made, made.arrays), LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
+    assert sum(sizes) >= sum(array.size for array in made.arrays.values())
+    assert max(sizes) <= (512 << 10) + (32 << 10)

@@ -1,0 +1,280 @@
+"""Does the steps of a plan, in the buffers of the worker that calls: runs of bytes, and boxes that are no runs."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.columns import distinct
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.offline.copying.casts import cast_into
+from ckptkit.offline.copying.checks import Verifier
+from ckptkit.offline.copying.gather import Gatherer, strided
+from ckptkit.offline.copying.pool import Stopped, Worker
+from ckptkit.offline.copying.runs import LEAST, BoxStep, Runs, Work, cut_runs
+from ckptkit.offline.copying.sinks import LocalSink
+from ckptkit.offline.copying.sources import Range, SourceReader
+from ckptkit.storage.journal import Journal
+
+__all__ = ["BoxDigest", "Copier", "Digested", "Progress", "Tally"]
+
+Progress = Callable[[int, int, str], None]
+Int64 = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+_SHORT = 32 << 10  # runs of a local file below this cost more for their calls than for their bytes
+_ROWS = 256  # short runs that are read together, at most
+_GAP = 2 << 10  # what lies between the tensors of a torch.save archive, and of DCP's items, is read over
+_ROW = struct.Struct("<qqqQ")
+_COLUMNS = np.dtype([("file", "<i8"), ("start", "<i8"), ("nbytes", "<i8"), ("digest", "<u8")])
+
+
+class Tally:
+    """Counts the bytes that are done, tells them to whoever shows progress, and stops workers whose fellow failed.
+
+    Attributes:
+        nbytes: Read up to now.
+    """
+
+    def __init__(self, total: int, progress: Progress | None, stopped: threading.Event) -> None:
+        self.nbytes = 0
+        self._total = total
+        self._progress = progress
+        self._stopped = stopped
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, path: str) -> None:
+        """Count bytes of the file at `path`."""
+        if self._stopped.is_set():
+            raise Stopped
+        with self._lock:
+            self.nbytes += nbytes
+            if self._progress is not None:
+                self._progress(min(self.nbytes, self._total), self._total, path)
+
+
+@dataclass(slots=True)
+class Digested:
+    """The xxh3_64 of boxes that were written. Safe for several threads: a row is added in one piece."""
+
+    rows: bytearray = field(default_factory=bytearray)
+
+    def add(self, file: int, start: int, nbytes: int, digest: int) -> None:
+        """State the digest of `nbytes` from `start` of a file."""
+        self.rows += _ROW.pack(file, start, nbytes, digest)
+
+    def table(self) -> npt.NDArray[np.void]:
+        """Return the rows, with the fields file, start, nbytes, digest."""
+        table: npt.NDArray[np.void] = np.frombuffer(bytes(self.rows), _COLUMNS).copy()
+        return table
+
+    def renumbered(self, files: Sequence[int]) -> Digested:
+        """Return the same of files that are numbered otherwise: `files[i]` for i."""
+        table = self.table()
+        table["file"] = np.array(files, np.int64)[table["file"]]
+        return Digested(bytearray(table.tobytes()))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Digested | None]) -> Digested:
+        """Return what several processes have written."""
+        return cls(bytearray(b"").join(part.rows for part in parts if part is not None))
+
+
+class BoxDigest:
+    """The digest of a box, bytes [start, end) of a file, whose bytes come in order."""
+
+    def __init__(self, digested: Digested, file: int, start: int, end: int) -> None:
+        self._digested = digested
+        self._file, self._start, self._end = file, start, end
+        self._at = start
+        self._state = xxhash.xxh3_64()
+
+    def take(self, data: Bytes) -> bool:
+        """Take the next bytes; tell whether they were the last."""
+        self._state.update(data.data)
+        self._at += len(data)
+        if self._at < self._end:
+            return False
+        self._digested.add(self._file, self._start, self._end - self._start, self._state.intdigest())
+        return True
+
+
+class Copier:
+    """Does the steps of some work. Safe for several threads.
+
+    Attributes:
+        digested: The digests of boxes that were written, where the work was prepared for them.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        reader: SourceReader,
+        verifier: Verifier | None,
+        gatherer: Gatherer,
+        tally: Tally,
+        *,
+        chunk: int,
+        sink: LocalSink | None = None,
+        digests: bool = False,
+        journal: Journal | None = None,
+    ) -> None:
+        """`chunk`: bytes that are read at once. `sink`: None where digests are all that is wanted. `journal`: where
+        steps that are done are stated."""
+        self._work = work
+        self._reader = reader
+        self._verifier = verifier
+        self._gatherer = gatherer
+        self._tally = tally
+        self._chunk = chunk
+        self._sink = sink
+        self._digests = digests
+        self._journal = journal
+        self._ratios = work.ratios()
+        self.digested = Digested()
+
+    def do(self, index: int, worker: Worker) -> None:
+        """Do one step."""
+        step = self._work.steps[index]
+        if isinstance(step, BoxStep):
+            self._copy_boxes(step, worker)
+        else:
+            runs = self._work.runs.take(slice(step.first, step.stop))
+            self._copy_runs(cut_runs(runs, self._chunk, self._ratios), worker)
+            for origin in distinct(runs.origins).tolist():
+                self._reader.forget(origin)
+        # A piece may have come out of order: then its record is not proved yet, and whoever takes over must not believe
+        # that it is.
+        if self._journal is not None and (self._verifier is None or self._verifier.proved[step.records].all()):
+            self._journal.done(index)
+
+    # --- runs
+
+    def _copy_runs(self, runs: Runs, worker: Worker) -> None:
+        """Read, check, cast, digest and write runs, each at most a chunk; short ones together."""
+        digest: BoxDigest | None = None
+        for first, stop in pairwise(self._batches(runs.nbytes)):
+            some = runs.take(slice(first, stop))
+            origins, starts, nbytes, files, targets, casts, records, ends = (
+                getattr(some, name).tolist() for name in Runs.__slots__
+            )
+            views = self._read(some, origins, starts, nbytes, worker)
+            made, room = 0, worker.room(self._cast_nbytes(some))
+            pending: list[memoryview] = []  # what lies side by side in the target goes out in one call
+            begin = end = 0
+            for i, view in enumerate(views):
+                if records[i] >= 0 and self._verifier is not None:
+                    self._verifier.feed(records[i], starts[i], view.data)
+                if self._sink is None:
+                    continue
+                if casts[i]:
+                    into, out = self._ratios[casts[i]].tolist()
+                    data = room[made : made + nbytes[i] // into * out]
+                    cast_into(view, data, *self._work.casts[casts[i]])
+                    made += len(data)
+                else:
+                    data = view
+                if ends[i]:
+                    digest = digest or BoxDigest(self.digested, files[i], targets[i], ends[i])
+                    digest = None if digest.take(data) else digest
+                if pending and (files[i] != files[begin] or targets[i] != end):
+                    self._sink.write(files[begin], targets[begin], pending)
+                    pending = []
+                begin = begin if pending else i
+                pending.append(data.data)
+                end = targets[i] + len(data)
+            if pending and self._sink is not None:
+                self._sink.write(files[begin], targets[begin], pending)
+            self._tally.add(sum(nbytes), self._work.origins[origins[0]].path)
+
+    def _cast_nbytes(self, runs: Runs) -> int:
+        """Bytes that the runs take which are cast."""
+        rows = np.flatnonzero(runs.casts)
+        into, out = self._ratios[runs.casts[rows]].T
+        return int((runs.nbytes[rows] // into * out).sum())
+
+    def _batches(self, nbytes: Int64) -> list[int]:
+        """Where the runs begin that are read together: each long one alone, of short ones about half a chunk."""
+        short = nbytes < (_SHORT if self._reader.is_local else self._chunk)
+        turns = (np.cumsum(nbytes) - nbytes) // max(1, self._chunk // 2)
+        new = np.append(True, ~short[1:] | ~short[:-1] | (turns[1:] != turns[:-1]))
+        at = np.arange(len(nbytes))
+        new |= (at - np.maximum.accumulate(np.where(new, at, 0))) % _ROWS == 0
+        return [*np.flatnonzero(new).tolist(), len(nbytes)]
+
+    def _read(
+        self, runs: Runs, origins: list[int], starts: list[int], nbytes: list[int], worker: Worker
+    ) -> list[Bytes]:
+        """Return the bytes of each run, in the worker's buffer; what lies close together is one read."""
+        if len(runs) == 1:
+            buffer = worker.buffer(nbytes[0])
+            self._reader.read_many([Range(origins[0], starts[0], buffer.data)])
+            return [buffer]
+        order = np.lexsort((runs.starts, runs.origins))
+        of, lo = runs.origins[order], runs.starts[order]
+        hi = lo + runs.nbytes[order]
+        begins = np.flatnonzero(np.append(True, (of[1:] != of[:-1]) | (lo[1:] - hi[:-1] > _GAP)))
+        reads, at = [], 0
+        lows, highs = lo[begins], np.maximum.reduceat(hi, begins)
+        sizes = highs - lows
+        buffer = worker.buffer(int(sizes.sum()))
+        for origin, low, size in zip(of[begins].tolist(), lows.tolist(), sizes.tolist(), strict=True):
+            reads.append(Range(origin, low, buffer[at : at + size].data))
+            at += size
+        self._reader.read_many(reads)
+        counts = np.diff(np.append(begins, len(order)))
+        places = np.empty(len(order), np.int64)
+        places[order] = lo + np.repeat(np.cumsum(sizes) - sizes - lows, counts)
+        return [buffer[a : a + n] for a, n in zip(places.tolist(), nbytes, strict=True)]
+
+    # --- boxes
+
+    def _copy_boxes(self, step: BoxStep, worker: Worker) -> None:
+        """Make a tensor tile by tile; each tile goes to all the boxes that want a part of it.
+
+        Tiles are cut row-major, so what a box takes of one is a run of it, and its bytes come in order.
+        """
+        assert self._sink is not None
+        tensor, itemsize = step.tensor, dtype_of(step.tensor.dtype).itemsize
+        path = self._work.origins[int(self._work.maps[tensor.sources[0]].origins[0])].path if tensor.sources else ""
+        digests = [
+            BoxDigest(self.digested, file, start, start + box.numel * itemsize)
+            if self._digests and box.numel * itemsize >= LEAST
+            else None
+            for box, file, start in step.boxes
+        ]
+        offsets = tuple(map(min, zip(*(box.offsets for box, _, _ in step.boxes), strict=True)))
+        stops = tuple(map(max, zip(*(box.stops for box, _, _ in step.boxes), strict=True)))
+        bounding = Box(offsets, tuple(b - a for a, b in zip(offsets, stops, strict=True)))
+        for tile in bounding.tiles(self._gatherer.tile_numel(tensor)):
+            data = worker.room(tile.numel * itemsize)
+            self._gatherer.make_box(tensor, tile, data)
+            for (box, file, start), digest in zip(step.boxes, digests, strict=True):
+                shared = tile.intersect(box)
+                if shared is None:
+                    continue
+                part = _cut(data, tile, shared, itemsize)
+                if digest is not None:
+                    digest.take(part)
+                at = start + shared.relative_to(box).flat_start(box.sizes) * itemsize
+                self._sink.write(file, at, [part.data])
+            self._tally.add(len(data), path)
+
+
+def _cut(data: Bytes, tile: Box, shared: Box, itemsize: int) -> Bytes:
+    """Return a box that lies in a tile, row-major."""
+    inside = shared.relative_to(tile)
+    first = inside.flat_start(tile.sizes) * itemsize
+    if inside.is_contiguous_in(tile.sizes):
+        return data[first : first + shared.numel * itemsize]
+    view = strided(data, first, shared.sizes, row_major_strides(tile.sizes), itemsize)
+    part: Bytes = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+    return part

@@ -1,0 +1,623 @@
+"""A plan taken apart into steps that a worker does as a whole: runs of bytes, and boxes that are no runs.
+
+A run is contiguous on both sides. Runs come tensor by tensor in the order of the elements, so each digest of a source,
+and of a box that is written, is taken from bytes that pass by once and in order. What is no run (column shards,
+transposes, arithmetic) is a `BoxStep`: the tensor is made tile by tile, each tile cut for the boxes that want a part of
+it. Pure; columns of numbers, a row a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.columns import distinct, is_dense, row_major
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
+from ckptkit.catalog.targets import Part, Target
+from ckptkit.catalog.tiles import pieces, row_cuts, source_layout
+from ckptkit.gc_pause import collector_paused
+from ckptkit.offline.copying.casts import is_cast
+from ckptkit.offline.copying.checks import RecordTable
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan
+from ckptkit.offline.copying.sources import Origin
+
+__all__ = [
+    "LEAST",
+    "BoxStep",
+    "Copies",
+    "EntryMap",
+    "PartPieces",
+    "RunStep",
+    "Runs",
+    "Step",
+    "Work",
+    "checking",
+    "cut_runs",
+    "prepare",
+    "whole_copies",
+]
+
+# Whole tensors that become whole tensors, from slices of whole rows, taken apart by the thousand: what most are.
+
+
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Runs, one a slice that is not empty, in the order of the tensors.
+
+    Attributes:
+        placements, entries: [t] each written whole, in one place, as it is or cast; `entries` is what it is read from.
+        owners: [n] the tensor of each run.
+        rows: [n] its slice, counted over the slices of all these tensors, end to end.
+        starts, nbytes: [n] what is read.
+        files, targets: [n] where it is written.
+    """
+
+    placements: Sequence[Placement]
+    entries: Sequence[TensorEntry]
+    owners: Int64
+    rows: Int64
+    starts: Int64
+    nbytes: Int64
+    files: Int64
+    targets: Int64
+
+
+def whole_copies(catalog: Catalog, placements: Sequence[Placement]) -> tuple[Copies | None, list[Placement]]:
+    """Return the runs of all placements that are such copies, and the placements that are not."""
+    entries = [_copied(catalog, placement) for placement in placements]
+    simple = [entry for entry in entries if entry is not None]
+    if not simple:
+        return None, list(placements)
+    cuts = row_cuts(simple)
+    verdicts = iter(cuts.cut.tolist())
+    taken = [entry is not None and next(verdicts) for entry in entries]
+    chosen = [placement for placement, take in zip(placements, taken, strict=True) if take]
+    rest = [placement for placement, take in zip(placements, taken, strict=True) if not take]
+    if not chosen:
+        return None, rest
+    kept = np.flatnonzero(cuts.cut)
+    members = [simple[index] for index in kept.tolist()]
+    counts = np.diff(cuts.bounds)
+    inside = np.repeat(cuts.cut, counts)
+    offsets, sizes = cuts.offsets[inside], cuts.sizes[inside]
+    owners = np.repeat(np.arange(len(kept)), counts[kept])
+    read, written = (
+        np.array([math.prod(item.shape[1:]) * dtype_of(item.dtype).itemsize for item in items], np.int64)
+        for items in (members, [placement.tensor for placement in chosen])
+    )
+    starts = np.concatenate([entry.slices.starts for entry in members])
+    nbytes = sizes * read[owners]
+    rows = np.flatnonzero(nbytes)
+    owners = owners[rows]
+    places = np.concatenate([placement.starts for placement in chosen])
+    files = np.concatenate([placement.files for placement in chosen]).astype(np.int64)
+    targets = places[owners] + offsets[rows] * written[owners]
+    return Copies(chosen, members, owners, rows, starts[rows], nbytes[rows], files[owners], targets), rest
+
+
+def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
+    """What a placement copies, where it is a whole tensor that becomes a whole one, in one place."""
+    tensor = placement.tensor
+    if not isinstance(tensor, Target) or len(tensor.parts) != 1 or len(placement.starts) != 1:
+        return None
+    part = tensor.parts[0]
+    entry = catalog.tensors[part.source]
+    shape = entry.shape
+    if not part.is_plain or not tensor.shape == part.source_box.sizes == shape:
+        return None
+    if tuple(placement.sizes[0].tolist()) != shape or entry.slices.strides or entry.slices.codecs:
+        return None
+    return entry
+
+
+# What plain parts of a target take from the slices of their sources, as columns. Pure geometry.
+
+
+@dataclass(frozen=True, slots=True)
+class PartPieces:
+    """What one plain part of a target takes from slices, for all boxes of a placement. One row a piece."""
+
+    entry: TensorEntry
+    rows: Int64  # of the placement
+    slices: Int64
+    starts: Int64
+    nbytes: Int64
+    targets: Int64
+    dense: Bool
+
+    @classmethod
+    def of(cls, catalog: Catalog, placement: Placement, target: Target, part: Part) -> PartPieces:
+        entry = catalog.tensors[part.source]
+        rows, lo, hi = _shared(placement, part.target_box)
+        offsets, sizes = _in_source(part, lo, hi)
+        found = pieces(entry, offsets, sizes)
+        rows = rows[found.boxes]
+        starts, strides = source_layout(entry, found)
+        # The same pieces in the target: their first element, and the stride each source dimension has there.
+        place = row_major(placement.sizes[rows])
+        index, steps = _in_target(part, found.offsets, placement.offsets[rows], place)
+        itemsize = dtype_of(target.dtype).itemsize
+        return cls(
+            entry,
+            rows,
+            found.rows,
+            starts,
+            found.numel() * dtype_of(entry.dtype).itemsize,
+            placement.starts[rows] + index * itemsize,
+            is_dense(found.sizes, strides) & is_dense(found.sizes, steps),
+        )
+
+
+def _shared(placement: Placement, box: Box) -> tuple[Int64, Int64, Int64]:
+    """The rows whose boxes share something with `box`, and what they share, as [lo, hi) in the target."""
+    lo = np.maximum(placement.offsets, np.array(box.offsets, np.int64))
+    hi = np.minimum(placement.offsets + placement.sizes, np.array(box.stops, np.int64))
+    rows = np.flatnonzero((hi > lo).all(axis=1))
+    return rows, lo[rows], hi[rows]
+
+
+def _in_source(part: Part, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
+    """Boxes of the target, inside a plain part, as boxes of its source."""
+    n = len(lo)
+    offsets = np.tile(np.array(part.source_box.offsets, np.int64), (n, 1))
+    sizes = np.tile(np.array(part.source_box.sizes, np.int64), (n, 1))
+    for dim, source_dim in enumerate(part.source_dims()):
+        if source_dim is not None:
+            offsets[:, source_dim] += lo[:, dim] - part.target_box.offsets[dim]
+            sizes[:, source_dim] = hi[:, dim] - lo[:, dim]
+    return offsets, sizes
+
+
+def _in_target(part: Part, offsets: Int64, origin: Int64, strides: Int64) -> tuple[Int64, Int64]:
+    """Where source offsets fall in target boxes that start at `origin` with `strides`: index, stride by source dim."""
+    steps = np.zeros_like(offsets)
+    index = ((np.array(part.target_box.offsets, np.int64) - origin) * strides).sum(axis=1)
+    for dim, source_dim in enumerate(part.source_dims()):
+        if source_dim is not None:
+            index += (offsets[:, source_dim] - part.source_box.offsets[source_dim]) * strides[:, dim]
+            steps[:, source_dim] = strides[:, dim]
+    return index, steps
+
+
+# Steps.
+
+_STEP = 32 << 20  # bytes that one worker takes at a time
+_ROW = 1 << 10  # a run counts as so many more: what a step lists is bounded, too
+_LONG = 128 << 20  # of one step: as long as several others take together
+LEAST = 64 << 10  # bytes of a box that is digested while it is written
+_Written: TypeAlias = tuple[Int64, Int64, Int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of bytes. One row a run; those of one box follow one another.
+
+    Attributes:
+        origins, starts, nbytes: [n] what is read.
+        files, targets: [n] where it is written; file -1: nowhere, it is only checked.
+        casts: [n] index into `Work.casts`; 0 copies.
+        records: [n] the digest of the source whose bytes these are a part of; -1 for none.
+        ends: [n] where in the file the box ends that the run is a part of, where that is to be digested; else 0.
+    """
+
+    origins: Int64
+    starts: Int64
+    nbytes: Int64
+    files: Int64
+    targets: Int64
+    casts: Int64
+    records: Int64
+    ends: Int64
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def take(self, rows: Int64 | slice) -> Runs:
+        return Runs(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Rows [first, stop) of the runs. `records`: the digests that they prove, by themselves."""
+
+    first: int
+    stop: int
+    records: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class BoxStep:
+    """Boxes of a tensor, each written row-major at a start of a file: (box, file, start)."""
+
+    tensor: OutputTensor
+    boxes: tuple[tuple[Box, int, int], ...]
+    records: Int64
+
+
+Step: TypeAlias = RunStep | BoxStep
+
+
+@dataclass(frozen=True, slots=True)
+class EntryMap:
+    """Where the slices of one tensor lie: by row the origin, and the record its bytes prove (-1: none alone)."""
+
+    entry: TensorEntry
+    origins: Int64
+    records: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that is to be done for a plan. `maps` are of the tensors that boxes are made from."""
+
+    origins: Sequence[Origin]
+    runs: Runs
+    steps: Sequence[Step]
+    records: RecordTable
+    casts: Sequence[tuple[str, str]]
+    maps: dict[str, EntryMap]
+    names: Sequence[str]
+
+    def describe(self, record: int) -> str:
+        """Return the file of a record and a tensor whose bytes lie in it, for messages."""
+        path = self.origins[int(self.records.sources[record])].path
+        return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
+
+    def ratios(self) -> Int64:
+        """Return the bytes of an element before and after each cast, [n, 2]; 1 and 1 for a copy."""
+        return _ratios(self.casts)
+
+    def written(self, step: Step) -> _Written:
+        """Return what a step writes: file, start, bytes, a row each."""
+        if isinstance(step, RunStep):
+            runs = self.runs.take(slice(step.first, step.stop))
+            into, out = self.ratios()[runs.casts].T
+            return runs.files, runs.targets, runs.nbytes // into * out
+        itemsize = dtype_of(step.tensor.dtype).itemsize
+        rows = [(file, start, box.numel * itemsize) for box, file, start in step.boxes]
+        files, starts, nbytes = np.array(rows, np.int64).reshape(-1, 3).T
+        return files, starts, nbytes
+
+
+def checking(work: Work, records: Int64) -> Work:
+    """Return the work of reading records for their digests alone."""
+    table, nothing = work.records, np.zeros(len(records), np.int64)
+    runs = Runs(
+        table.sources[records], table.starts[records], table.nbytes[records], nothing - 1, nothing, nothing,
+        records, nothing,
+    )  # fmt: skip
+    runs = _split(runs, work.origins, table, work.ratios())
+    return replace(work, runs=runs, steps=_run_steps(runs, work.origins, table))
+
+
+@collector_paused()
+def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = False) -> Work:
+    """Take a plan apart.
+
+    Args:
+        check: The digests of all source bytes that are touched become records.
+        by_boxes: Only look the sources up: the executor makes one box after the other by itself.
+        digests: Boxes are to be digested.
+    """
+    builder = _Builder(plan.catalog, check=check, digests=digests)
+    placements: Sequence[Placement] = plan.placements
+    if not by_boxes:
+        copies, placements = whole_copies(plan.catalog, placements)
+        if copies is not None:
+            builder.add_copies(copies)
+    for placement in placements:
+        if by_boxes:
+            builder.look_up(placement.tensor)
+        else:
+            builder.add(placement)
+    return builder.finish()
+
+
+@dataclass(slots=True)
+class _Builder:
+    catalog: Catalog
+    check: bool
+    digests: bool
+    origins: list[Origin] = field(default_factory=list)
+    _index: dict[Origin, int] = field(default_factory=dict)
+    _tables: dict[int, tuple[Sequence[str], Int64]] = field(default_factory=dict)
+    _columns: list[list[Int64]] = field(default_factory=list)  # those of Runs, but start and bytes of the record
+    _records: list[list[npt.NDArray[np.generic]]] = field(default_factory=list)
+    _casts: dict[tuple[str, str], int] = field(default_factory=lambda: {("", ""): 0})
+    _names: dict[str, int] = field(default_factory=dict)
+    _boxes: list[BoxStep] = field(default_factory=list)
+    _by_row: dict[str, Int64] = field(default_factory=dict)
+
+    # --- placements
+
+    def add_copies(self, copies: Copies) -> None:
+        """Add the runs of many whole tensors at once."""
+        entries, owners = copies.entries, copies.owners
+        casts = np.array(
+            [self._cast(entry.dtype, placement.tensor.dtype)
+             for entry, placement in zip(entries, copies.placements, strict=True)], np.int64,
+        )  # fmt: skip
+        ends = np.array([self._ends(placement)[0] for placement in copies.placements], np.int64)
+        all_slices = [entry.slices for entry in entries]
+        origins = np.concatenate([self._path_origins(slices.paths)[slices.files] for slices in all_slices])[copies.rows]
+        starts, nbytes, values = (
+            np.concatenate(column)[copies.rows] for column in zip(*map(_digests, all_slices), strict=True)
+        )
+        algorithms = np.array([_algorithm(slices) for slices in all_slices], np.int64)[owners]
+        checked = (algorithms >= 0) & self.check
+        self._columns.append(
+            [origins, copies.starts, copies.nbytes, copies.files, copies.targets, casts[owners],
+             np.where(checked, starts, -1), nbytes, ends[owners]]
+        )  # fmt: skip
+        keep = np.flatnonzero(checked)
+        if len(keep):
+            names = np.array([self._names.setdefault(entry.name, len(self._names)) for entry in entries], np.int64)
+            self._records.append(
+                [origins[keep], starts[keep], nbytes[keep], algorithms[keep], names[owners[keep]], values[keep]]
+            )
+
+    def add(self, placement: Placement) -> None:
+        tensor = placement.tensor
+        if isinstance(tensor, ComputedTensor) or not all(part.is_plain for part in tensor.parts):
+            self._add_boxes(placement, np.arange(len(placement)))
+            return
+        found = [PartPieces.of(self.catalog, placement, tensor, part) for part in tensor.parts]
+        strided = distinct(np.concatenate([np.zeros(0, np.int64), *(part.rows[~part.dense] for part in found)]))
+        if len(strided) < len(placement):
+            self._add_runs(found, placement, strided)
+        if len(strided):
+            self._add_boxes(placement, strided)
+
+    def _add_runs(self, found: Sequence[PartPieces], placement: Placement, strided: Int64) -> None:
+        """Add the runs of a tensor's boxes, but for those that are no runs, in the order of its elements."""
+        taken: list[list[Int64]] = []
+        rows_of: list[Int64] = []
+        for part in found:
+            kept = np.flatnonzero(~np.isin(part.rows, strided)) if len(strided) else slice(None)
+            rows, slices = part.rows[kept], part.slices[kept]
+            if not len(rows):
+                continue
+            starts, nbytes, _ = _digests(part.entry.slices)
+            checked = self.check and _algorithm(part.entry.slices) >= 0
+            cast = self._cast(part.entry.dtype, placement.tensor.dtype)
+            taken.append(
+                [self._origins(part.entry)[slices], part.starts[kept], part.nbytes[kept],
+                 placement.files[rows].astype(np.int64), part.targets[kept], np.full(len(rows), cast, np.int64),
+                 starts[slices] if checked else np.full(len(rows), -1, np.int64), nbytes[slices]]
+            )  # fmt: skip
+            rows_of.append(rows)
+            self._add_records(part.entry, slices)
+        if not taken:
+            return
+        rows = np.concatenate(rows_of)
+        columns = [np.concatenate(column) for column in zip(*taken, strict=True)]
+        columns.append(self._ends(placement)[rows])
+        strides = row_major(np.array([placement.tensor.shape], np.int64).reshape(1, -1))
+        places = (placement.offsets * strides).sum(axis=1)
+        order = np.lexsort((columns[4], rows, places[rows]))
+        self._columns.append([column[order] for column in columns])
+
+    def _ends(self, placement: Placement) -> Int64:
+        """Where each box ends in its file, if it is to be digested; 0 for the others."""
+        if not self.digests:
+            return np.zeros(len(placement), np.int64)
+        nbytes = placement.nbytes()
+        return np.where(nbytes >= LEAST, placement.starts + nbytes, 0)
+
+    def _add_boxes(self, placement: Placement, rows: Int64) -> None:
+        tensor = placement.tensor
+        self.look_up(tensor)
+        boxes = [(placement.box(row), int(placement.files[row]), int(placement.starts[row])) for row in rows.tolist()]
+        boxes = [item for item in boxes if item[0].numel]
+        if boxes:
+            self._boxes.append(BoxStep(tensor, tuple(boxes), np.zeros(0, np.int64)))
+
+    def look_up(self, tensor: OutputTensor) -> None:
+        """Take all slices of what a tensor is made from as read."""
+        for key in tensor.sources:
+            if key not in self._by_row:
+                entry = self.catalog.tensors[key]
+                self._by_row[key] = self._origins(entry)
+                self._add_records(entry, entry.slices.distinct())
+        for target in tensor.inputs if isinstance(tensor, ComputedTensor) else (tensor,):
+            for key in target.sources:
+                is_cast(self.catalog.tensors[key].dtype, target.dtype)
+
+    # --- tables
+
+    def _cast(self, source: str, target: str) -> int:
+        if not is_cast(source, target):
+            return 0
+        return self._casts.setdefault((source, target), len(self._casts))
+
+    def _origin(self, origin: Origin) -> int:
+        found = self._index.get(origin)
+        if found is None:
+            found = self._index[origin] = len(self.origins)
+            self.origins.append(origin)
+        return found
+
+    def _origins(self, entry: TensorEntry) -> Int64:
+        """The origin of each slice of a tensor."""
+        slices = entry.slices
+        result: Int64 = self._path_origins(slices.paths)[slices.files]
+        for row, codec in slices.codecs.items():
+            result[row] = self._origin(Origin(slices.paths[int(slices.files[row])], codec))
+        return result
+
+    def _path_origins(self, paths: Sequence[str]) -> Int64:
+        """The origin of each path of a table."""
+        known = self._tables.get(id(paths))
+        if known is None:  # the table is kept beside its id, so that the id stays its own
+            known = self._tables[id(paths)] = (paths, np.array([self._origin(Origin(p)) for p in paths], np.int64))
+        return known[1]
+
+    def _add_records(self, entry: TensorEntry, rows: Int64) -> None:
+        algorithm = _algorithm(entry.slices)
+        if not self.check or algorithm < 0:
+            return
+        rows = distinct(rows)
+        starts, nbytes, values = _digests(entry.slices)
+        owner = self._names.setdefault(entry.name, len(self._names))
+        count = len(rows)
+        self._records.append(
+            [self._origins(entry)[rows], starts[rows], nbytes[rows], np.full(count, algorithm, np.int64),
+             np.full(count, owner, np.int64), values[rows]]
+        )  # fmt: skip
+
+    # --- the end
+
+    def finish(self) -> Work:
+        records = self._record_table()
+        maps: dict[str, EntryMap] = {}
+        for key, origins in self._by_row.items():
+            slices = self.catalog.tensors[key].slices
+            proves = records.find(origins, slices.starts, slices.nbytes)
+            maps[key] = EntryMap(self.catalog.tensors[key], origins, proves)
+        casts = list(self._casts)
+        runs = _split(self._runs(records), self.origins, records, _ratios(casts))
+        steps: list[Step] = [*self._boxes, *_run_steps(runs, self.origins, records)]
+        return Work(self.origins, runs, steps, records, casts, maps, list(self._names))
+
+    def _runs(self, records: RecordTable) -> Runs:
+        if not self._columns:
+            return Runs(*(np.zeros(0, np.int64) for _ in Runs.__slots__))
+        columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
+        self._columns.clear()
+        origins, starts, nbytes, files, targets, casts, first, length, ends = columns
+        inside = (starts >= first) & (starts + nbytes <= first + length)
+        proves = np.where(inside & (first >= 0), records.find(origins, first, length), -1)
+        return Runs(origins, starts, nbytes, files, targets, casts, proves, ends)
+
+    def _record_table(self) -> RecordTable:
+        if not self._records:
+            empty = np.zeros(0, np.int64)
+            return RecordTable(empty, empty, empty, empty.astype(np.uint64), empty, empty)
+        columns = [np.concatenate(column) for column in zip(*self._records, strict=True)]
+        sources, starts, nbytes, algorithms, owners, values = columns
+        order = np.lexsort((nbytes, starts, sources))
+        key = np.stack([sources[order], starts[order], nbytes[order]], axis=1)
+        first = order[np.concatenate([[True], (key[1:] != key[:-1]).any(axis=1)])]
+        return RecordTable(
+            sources[first],
+            starts[first],
+            nbytes[first],
+            values[first].astype(np.uint64),
+            algorithms[first],
+            owners[first],
+        )
+
+
+def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:
+    sizes = [(dtype_of(a).itemsize, dtype_of(b).itemsize) if a else (1, 1) for a, b in casts]
+    return np.array(sizes, np.int64)
+
+
+def _algorithm(slices: SliceArray) -> int:
+    """The number of the algorithm of the slices' digests; -1 where they have none."""
+    has = slices.algorithm is not None and slices.digests is not None
+    return RecordTable.names.index(slices.algorithm) if has and slices.algorithm else -1
+
+
+def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
+    """What the digests of slices cover, start and bytes, and their values: zeros where there are none."""
+    values = slices.digests if slices.digests is not None else np.zeros(len(slices), np.uint64)
+    if slices.digest_starts is None or slices.digest_nbytes is None:
+        return slices.starts, slices.nbytes, values
+    return slices.digest_starts, slices.digest_nbytes, values
+
+
+# --- steps
+
+
+def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tuple[Bool, Bool]:
+    """Tell which runs are read by a decoder, and which are a part of a digest that is only taken forwards."""
+    decoded = np.array([origin.codec is not None for origin in origins], bool)
+    forwards = np.zeros(len(runs), bool)
+    checked = runs.records >= 0
+    forwards[checked] = records.algorithms[runs.records[checked]] != records.names.index("crc32")
+    return (decoded[runs.origins] if len(origins) else np.zeros(len(runs), bool)), forwards
+
+
+def _split(runs: Runs, origins: Sequence[Origin], records: RecordTable, ratios: Int64) -> Runs:
+    """Cut long runs between elements, where nothing asks for their bytes in order, so that workers can share them."""
+    decoded, forwards = _in_order(runs, origins, records)
+    counts = np.where(decoded | forwards | (runs.ends > 0), 1, np.maximum(1, -(-runs.nbytes // _STEP)))
+    return _cut(runs, counts, np.zeros(len(runs), np.int64), _STEP, ratios)
+
+
+def cut_runs(runs: Runs, size: int, ratios: Int64) -> Runs:
+    """Cut runs into pieces of at most `size` bytes that end where multiples of it do in the target.
+
+    So no page of the target is written in two pieces: a disk's file system takes a fifth longer for those. Casts are
+    cut between elements.
+    """
+    before = np.where(runs.casts > 0, 0, runs.targets % size)
+    return _cut(runs, np.maximum(1, -(-(runs.nbytes + before) // size)), before, size, ratios)
+
+
+def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> Runs:
+    """Cut each run into so many pieces of `size` bytes; the first is shorter by `before`, the last is what is left."""
+    if not len(runs) or counts.max() <= 1:
+        return runs
+    rows = np.repeat(np.arange(len(runs)), counts)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = np.maximum(within * size - before[rows], 0)
+    ends = np.minimum((within + 1) * size - before[rows], runs.nbytes[rows])
+    parts = runs.take(rows)
+    into, out = ratios[parts.casts].T
+    return replace(
+        parts, starts=parts.starts + begins, nbytes=ends - begins, targets=parts.targets + begins // into * out
+    )
+
+
+def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> list[RunStep]:
+    """Group runs into steps of some size: the long ones first, which would keep one worker when the others are done.
+
+    A step begins where a box does that is digested, and where no digest of the source is half taken.
+    """
+    if not len(runs):
+        return []
+    decoded, forwards = _in_order(runs, origins, records)
+    follows = np.zeros(len(runs), bool)
+    follows[1:] = (runs.ends[1:] > 0) & (runs.ends[1:] == runs.ends[:-1]) & (runs.files[1:] == runs.files[:-1])
+    follows[1:] |= forwards[1:] & (runs.records[1:] == runs.records[:-1])
+    follows[1:] |= decoded[1:] & (runs.origins[1:] == runs.origins[:-1])
+    at = np.flatnonzero(~follows)
+    weight = runs.nbytes + _ROW
+    turns = (np.cumsum(weight) - weight)[at] // _STEP
+    begins: Int64 = at[np.append(True, turns[1:] != turns[:-1])]
+    bounds = np.append(begins, len(runs))
+    proved = _proved(runs, records, bounds)
+    sizes = np.add.reduceat(runs.nbytes, begins)
+    steps = [
+        RunStep(first, stop, rows)
+        for first, stop, rows in zip(bounds[:-1].tolist(), bounds[1:].tolist(), proved, strict=True)
+    ]
+    return [steps[i] for i in np.argsort(sizes < _LONG, kind="stable").tolist()]
+
+
+def _proved(runs: Runs, records: RecordTable, bounds: Int64) -> list[Int64]:
+    """Return, by step, the digests whose bytes are all in it."""
+    steps = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    kept = np.flatnonzero(runs.records >= 0)
+    which, steps = runs.records[kept], steps[kept]
+    first, last = np.full(len(records), len(bounds)), np.full(len(records), -1)
+    np.minimum.at(first, which, steps)
+    np.maximum.at(last, which, steps)
+    total = np.zeros(len(records), np.int64)
+    np.add.at(total, which, runs.nbytes[kept])
+    alone = np.flatnonzero((first == last) & (total >= records.nbytes))
+    order = np.argsort(first[alone], kind="stable")
+    return np.split(alone[order], np.searchsorted(first[alone][order], np.arange(1, len(bounds) - 1)))
