@@ -5,7 +5,7 @@ PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c tests/constra
 # Two workers, each with its own ranks and servers; what one has not begun the other takes.
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
 
-.PHONY: demo test test-night test-all lint clean
+.PHONY: demo test test-night test-all lint docs clean
 
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
@@ -25,6 +25,10 @@ lint: .venv/dev.stamp
 	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && .venv/bin/lint-imports
 	.venv/bin/python tests/import_contracts_negative.py
 
+# The site, in build/site; a link that leads nowhere is an error.
+docs: .venv/docs.stamp
+	.venv/bin/mkdocs build
+
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
@@ -38,6 +42,10 @@ lint: .venv/dev.stamp
 
 .venv/dev.stamp: pyproject.toml tests/constraints.txt | .venv/bin/python
 	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv/docs.stamp: pyproject.toml tests/constraints.txt | .venv/bin/python
+	$(PIP) -e '.[docs]'
 	touch $@
 
 clean:

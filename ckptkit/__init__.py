@@ -37,6 +37,9 @@ _WHERE = {
     "convert": "ckptkit.offline.convert",
     "reshard": "ckptkit.offline.reshard",
     "verify": "ckptkit.offline.verify",
+    "diff": "ckptkit.offline.diff",
+    "inspect": "ckptkit.offline.inspect",
+    "list_run": "ckptkit.offline.listing",
 }
 
 __all__ = [
@@ -54,6 +57,9 @@ __all__ = [
     "convert",
     "reshard",
     "verify",
+    "diff",
+    "inspect",
+    "list_run",
 ]
 
 if TYPE_CHECKING:
@@ -64,6 +70,9 @@ if TYPE_CHECKING:
     from ckptkit.formats.dcp.planners import DCPLoadPlanner, DCPSavePlanner
     from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
     from ckptkit.offline.convert import convert
+    from ckptkit.offline.diff import diff
+    from ckptkit.offline.inspect import inspect
+    from ckptkit.offline.listing import list_run
     from ckptkit.offline.reshard import reshard
     from ckptkit.offline.verify import verify
 

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import torch
 
-from ckptkit import CheckpointManager, RetentionPolicy, TrainState, convert, reshard, verify
-from ckptkit.offline.diff import diff
-from ckptkit.offline.inspect import inspect
-from ckptkit.offline.listing import list_run
+from ckptkit import (
+    CheckpointManager,
+    RetentionPolicy,
+    TrainState,
+    convert,
+    diff,
+    inspect,
+    list_run,
+    reshard,
+    verify,
+)
 
 
 def make_run(root: str) -> None:

@@ -10,6 +10,5 @@ __all__ = ["missing"]
 def missing(package: str, extra: str) -> MissingExtraError:
     """Return the error that names the package and the extra that brings it."""
     return MissingExtraError(
-        f"this needs {package}, which is not installed: add the extra {extra!r} of ckptkit, as in 'ckptkit[{extra}]', "
-        f"or install {package} itself."
+        f"this needs {package}, which is not installed. Install it from the checkout with: pip install -e '.[{extra}]'"
     )
