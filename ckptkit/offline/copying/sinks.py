@@ -6,6 +6,7 @@ import bisect
 import errno
 import os
 import struct
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class LocalSink:
         self._files = files
         self._descriptors = Descriptors(self._reopen)
         self._crcs = {i: Crcs() for i, file in enumerate(files) if _any(file.crcs)}  # of files with CRC fields
+        # The kernel lets one thread at a time write to a file: a second one would spin at its lock, and waste a core.
+        self._turns = [threading.Lock() for _ in files]
         self._dirty = [0] * len(files)  # bytes written to each file since writeback was started; approximate
 
     def _reopen(self, path: str) -> int:
@@ -60,7 +63,8 @@ class LocalSink:
         with self._descriptors.using(path) as descriptor:
             end = start
             for first in range(0, len(views), _MAX_VECTOR):
-                end = self._write(descriptor, path, end, views[first : first + _MAX_VECTOR])
+                with self._turns[index]:
+                    end = self._write(descriptor, path, end, views[first : first + _MAX_VECTOR])
             self._dirty[index] += end - start
             if self._dirty[index] >= _DIRTY:
                 self._dirty[index] = 0
