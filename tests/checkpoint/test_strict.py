@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch import nn
 
+from ckptkit.checkpoint.load.plan import of_another_class
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError, LoadError, UsageError
@@ -524,3 +525,130 @@ def test_without_strict_an_optimizer_that_was_not_saved_stays_as_it_is(tmp_path:
     report = load(root, state, strict=False)
     assert any("whole optimizer" in key for key in report.missing)
     assert same(before, bits(state)[1]) and not state.half_loaded
+
+
+def made_by(optimizer: Any, scheduler: Any = None, **options: Any) -> TrainState:
+    model = net()
+    chosen = optimizer(model.parameters(), lr=0.1, **options)
+    state = trained(model, chosen)
+    state.scheduler = scheduler(chosen) if scheduler else None
+    return state
+
+
+OTHERS = [  # saved, live
+    (torch.optim.AdamW, torch.optim.SGD),
+    (torch.optim.SGD, torch.optim.AdamW),
+    (torch.optim.Adam, torch.optim.AdamW),
+]
+
+
+@pytest.mark.parametrize(("was", "now"), OTHERS)
+@pytest.mark.parametrize("masters", [False, True])
+def test_an_optimizer_of_another_class_does_not_fit(tmp_path: Path, was: Any, now: Any, masters: bool) -> None:
+    root, state = saved_as(tmp_path, made_by(was)), made_by(now)
+    if masters:
+        state.optimizer = MasterWeightOptimizer(state.optimizer)
+    before = bits(state)
+    with pytest.raises(
+        CheckpointMismatchError, match=rf"whole optimizer \(.* that of {was.__name__}, here is {now.__name__}\)"
+    ):
+        load(root, state)
+    assert same(bits(state), before)
+    report = load(root, state, strict=False)
+    assert any(was.__name__ in text for text in report.missing)
+    assert same(bits(state)[1], before[1])
+    trained(state.model, state.optimizer)
+
+
+def test_the_same_class_loads_with_masters_and_without(tmp_path: Path) -> None:
+    state = made_by(torch.optim.AdamW)
+    report = load(saved_as(tmp_path, made_by(torch.optim.AdamW)), state)
+    assert not report.missing
+    state.optimizer = MasterWeightOptimizer(torch.optim.AdamW(state.model.parameters()))
+    assert not load(str(tmp_path / "other"), state).missing
+
+
+@pytest.mark.parametrize("was", [False, True])
+def test_a_switch_of_the_optimizer_that_was_changed_does_not_fit(tmp_path: Path, was: bool) -> None:
+    root = saved_as(tmp_path, made_by(torch.optim.AdamW, amsgrad=was))
+    state = made_by(torch.optim.AdamW, amsgrad=not was)
+    before = bits(state)
+    with pytest.raises(CheckpointMismatchError, match=rf"amsgrad={was} of group 0 \(here it is {not was}\)"):
+        load(root, state)
+    assert same(bits(state), before)
+    report = load(root, state, strict=False)
+    assert any("amsgrad" in text for text in report.unexpected)
+    assert state.optimizer.param_groups[0]["amsgrad"] is was
+    trained(state.model, state.optimizer)
+
+
+def test_a_scheduler_of_another_class_does_not_fit(tmp_path: Path) -> None:
+    lr = torch.optim.lr_scheduler
+
+    def joined(second: Any) -> Any:
+        return lambda optimizer: lr.SequentialLR(optimizer, [lr.ConstantLR(optimizer), second(optimizer)], [2])
+
+    made = {
+        "StepLR": lambda optimizer: lr.StepLR(optimizer, 3),
+        "ExponentialLR": lambda optimizer: lr.ExponentialLR(optimizer, 0.5),
+        r"SequentialLR\(ConstantLR, ExponentialLR\)": joined(lambda optimizer: lr.ExponentialLR(optimizer, 0.5)),
+        r"SequentialLR\(ConstantLR, StepLR\)": joined(lambda optimizer: lr.StepLR(optimizer, 3)),
+    }
+    for was, make_saved in made.items():
+        root = saved_as(tmp_path / was, made_by(torch.optim.SGD, make_saved))
+        for now, make_live in made.items():
+            state = made_by(torch.optim.SGD, make_live)
+            before = copy.deepcopy(state.scheduler.state_dict())
+            if was == now:
+                load(root, state)
+                continue
+            with pytest.raises(CheckpointMismatchError, match=f"that of {was}, here is {now}"):
+                load(root, state)
+            report = load(root, state, strict=False)
+            assert report.missing and repr(state.scheduler.state_dict()) == repr(before)
+
+
+def test_classes_that_a_checkpoint_does_not_record_are_not_compared() -> None:
+    optimizer = torch.optim.SGD(net().parameters())
+    for objects in ({}, {"classes": None}, {"classes": {}}, {"classes": {"optimizer": "SGD"}}):
+        assert of_another_class("optimizer", optimizer, objects) == ""
+
+
+def test_a_model_in_extra_is_compared_before_anything_is_touched(tmp_path: Path) -> None:
+    def state(ema: Any) -> TrainState:
+        return TrainState(model=net(), extra={"ema": ema})
+
+    saved = net()
+    root = saved_as(tmp_path, state(saved))
+    low, wide, other = net().bfloat16(), net(16), net()
+    other["new"] = nn.Linear(2, 2)
+    for ema, said in (
+        (low, r"extra\.ema: 3 has another dtype"),
+        (wide, r"extra\.ema: 3 has another shape"),
+        (other, r"extra\.ema: 2 missing in the checkpoint: new"),
+    ):
+        live = state(ema)
+        before = copy.deepcopy((ema.state_dict(), live.model.state_dict()))
+        with pytest.raises(CheckpointMismatchError, match=said):
+            load(root, live)
+        assert same((ema.state_dict(), live.model.state_dict()), before) and not live.half_loaded
+    load(root, state(low), convert_dtype=True)
+    assert torch.equal(low["base"].weight, saved["base"].weight.bfloat16())
+    assert "extra.ema.new.weight" in load(root, state(other), strict=False).missing
+    assert torch.equal(other["base"].weight, saved["base"].weight)
+
+
+def test_the_state_of_a_disabled_scaler_does_not_fit_an_enabled_one(tmp_path: Path) -> None:
+    def state(enabled: bool) -> TrainState:
+        return TrainState(model=net(), grad_scaler=torch.amp.GradScaler("cpu", enabled=enabled))
+
+    root = saved_as(tmp_path, state(False))
+    live = state(True)
+    before = copy.deepcopy(live.model.state_dict())
+    with pytest.raises(CheckpointMismatchError, match="the one that was saved was disabled, here it is enabled"):
+        load(root, live)
+    assert same(live.model.state_dict(), before) and not live.half_loaded
+    assert load(root, live, strict=False).missing
+    assert not same(live.model.state_dict(), before)
+    root = saved_as(tmp_path / "enabled", state(True))
+    assert load(root, state(False)).skipped == {"grad_scaler": "it is disabled here"}

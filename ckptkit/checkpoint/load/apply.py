@@ -178,7 +178,7 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
     except BaseException as error:
         if not state.half_loaded:
             raise
-        state.half_loaded = state.half_loaded  # of its objects, too: they may be saved in another TrainState
+        state.mark_objects_half_loaded()
         if not isinstance(error, CkptkitError):
             raise
         _log.error("the state is half loaded from %s; load a checkpoint before it is used or saved", state.half_loaded)
@@ -342,6 +342,8 @@ def apply(
 
 
 def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]) -> None:
+    import torch
+
     value = values[0]
     if target.merge is not None:
         import torch.distributed as dist
@@ -353,6 +355,8 @@ def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]
         modules = canonical_modules(target.item)
         for name, extra_state in value.items():
             modules[module_name(name)].set_extra_state(extra_state)
+    elif target.kind == "extra" and isinstance(item, torch.nn.Module):
+        item.load_state_dict(value, strict=False)  # what differs was found before, or may
     elif target.kind != "extra" or is_stateful(item):
         item.load_state_dict(value)
         if target.kind == "dataloader":

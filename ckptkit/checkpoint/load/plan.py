@@ -10,7 +10,7 @@ from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_tensors
 from ckptkit.checkpoint.save.replicas import PER_RANK
 from ckptkit.checkpoint.state.local_part import dtype_name
-from ckptkit.checkpoint.state.optimizer import GroupChanges, OptimizerTree, group_changes, named_parameters
+from ckptkit.checkpoint.state.optimizer import GroupChanges, OptimizerTree, class_name, group_changes, named_parameters
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import (
     PerRank,
@@ -20,7 +20,7 @@ from ckptkit.checkpoint.state.train_state import (
     parameter_names,
     section,
 )
-from ckptkit.checkpoint.state.values import JSON, references
+from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.errors import CorruptCheckpointError, UsageError
 from ckptkit.formats.dcp.host_bytes import hidden_ones
 from ckptkit.units import parse_size
@@ -392,10 +392,36 @@ class _Planner:
     # --- the rest
 
     def object(self, kind: str, key: str, item: Any) -> None:
-        if key in self.objects:
-            self.plan.objects.append(ObjectTarget(kind, key, item, (self.objects[key],)))
-        else:
+        if key not in self.objects:
             self.absent(kind, key)
+            return
+        tree = self.objects[key]
+        other = of_another_class(key, item, self.objects) if kind == "scheduler" else ""
+        if kind == "grad_scaler" and tree == {} and item.state_dict():
+            other = "the one that was saved was disabled, here it is enabled"
+        if other:
+            self.plan.mismatches.add("missing", kind, [f"the state of this one: {other}"])
+        elif kind == "grad_scaler" and tree and not item.state_dict():
+            self.plan.skipped[key] = "it is disabled here"
+        else:
+            if kind == "extra":
+                self.module(key, item, tree)
+            self.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
+
+    def module(self, key: str, item: Any, tree: JSON) -> None:
+        """Compare a model in `extra` as those in `model`: its `load_state_dict` casts, and changes what fits before it
+        refuses the rest."""
+        import torch
+
+        def side(value: Any) -> tuple[str, tuple[int, ...]]:
+            dtype = getattr(value, "dtype", "no tensor")
+            return str(dtype).removeprefix("torch."), tuple(getattr(value, "shape", ()))
+
+        if isinstance(item, torch.nn.Module) and not self.foreign:
+            saved = decode(tree, self.catalog.tensors.__getitem__)
+            if isinstance(saved, Mapping):
+                live, found = ({name: side(value) for name, value in one.items()} for one in (item.state_dict(), saved))
+                match_tensors(self.plan.mismatches, key, live, found, convert_dtype=self.options.convert_dtype)
 
     def absent(self, kind: str, key: str) -> None:
         """A checkpoint of ours must have it; what another system never saved can't be asked for."""
@@ -471,7 +497,7 @@ class _Planner:
                     self.plan.leftovers[name] = tree
                 elif rank == str(self.rank):
                     self.plan.leftovers[f"{name}.{rank}"] = tree
-            elif kind not in live and kind not in ("step", "rng", "extra", PER_RANK):
+            elif kind not in live and kind not in ("step", "rng", "extra", "classes", PER_RANK):
                 self.plan.skipped.setdefault(kind, "nothing here takes it")
             elif kind == "rng" and not self.state.rng:
                 self.plan.skipped.setdefault(kind, "rng=False")
@@ -517,8 +543,9 @@ def plan_optimizer(
             else:
                 states.setdefault(entry.fqn, {})[entry.state] = entry
     tree = objects.get(plan.key)
-    if tree is None and not states:
-        found.add("missing", plan.key, ["the whole optimizer"])
+    other = of_another_class(plan.key, plan.optimizer, objects)
+    if other or (tree is None and not states):
+        found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
         plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
         plan.keep = list(plan.parameters)  # with strict=False the live one stays as it is
         return list(masters)
@@ -538,11 +565,19 @@ def plan_optimizer(
     found.add("unexpected", plan.key, [text for text in lost if text.partition(" ")[0] not in _flat(states)])
     found.add("missing", plan.key, plan.groups.missing)
     found.add("unexpected", plan.key, plan.groups.unexpected)
+    found.add("unexpected", plan.key, plan.groups.switches)
     found.add("others", plan.key, plan.groups.conflicts)
     plan.keep = list(plan.groups.missing)
     plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
     _check_states(plan, catalog, found)
     return _plan_masters(plan, masters, catalog, found)
+
+
+def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
+    """Tell of which class the optimizer or scheduler was that was saved, "" if of that of `item`, or not recorded."""
+    classes, here = objects.get("classes"), class_name(item)
+    saved = classes.get(key, here) if isinstance(classes, Mapping) else here
+    return "" if saved == here else f"the checkpoint has that of {saved}, here is {here}"
 
 
 def _flat(states: Mapping[str, Mapping[str, TensorEntry]]) -> set[str]:

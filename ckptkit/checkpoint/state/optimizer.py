@@ -26,6 +26,7 @@ __all__ = [
     "GroupChanges",
     "OptimizerTree",
     "capture_optimizer",
+    "class_name",
     "group_changes",
     "named_parameters",
     "new_state_tensor",
@@ -37,6 +38,7 @@ IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differen
 
 _LISTED = 5
 _GROUP_NAMES = frozenset({"params", "param_names"})
+_WRAPPERS = {"MasterWeightOptimizer": "base", "AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,16 @@ def _capture_parameter(
             values.setdefault(fqn, {})[name] = encode(value, f"{what}.values.{fqn}.{name}", captured.loose)
     if not state:
         values.setdefault(fqn, {})
+
+
+def class_name(item: Any) -> str:
+    """Return the name of an optimizer's or a scheduler's class without its module, which may move: of what a wrapper
+    holds, and with the names of those that a scheduler joins."""
+    while type(item).__name__ in _WRAPPERS:
+        item = getattr(item, _WRAPPERS[type(item).__name__])
+    joined = getattr(item, "_schedulers", None) or ()
+    inner = f"({', '.join(map(class_name, joined))})" if joined else ""
+    return type(item).__name__ + inner
 
 
 def refuse_hidden(prefix: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -311,6 +323,7 @@ class GroupChanges:
         missing: Parameters of the live optimizer that the checkpoint's has not.
         unexpected: The other way round.
         notes: Settings that only one side knows, or that stay as they are, in words.
+        switches: Settings that are on in one and off in the other, in words: another algorithm.
         conflicts: Live groups that join parameters whose saved groups differ, and saved values that can't be set.
     """
 
@@ -318,6 +331,7 @@ class GroupChanges:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    switches: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
 
 
@@ -373,6 +387,8 @@ def _group_settings(
             changes.conflicts.append(
                 f"{what} group {index}: {key} is {reprlib.repr(value)} in the checkpoint, here it is {live[key]!r}"
             )
+        elif isinstance(value, bool) and isinstance(live.get(key), bool) and value is not live[key]:
+            changes.switches.append(f"{key}={value} of group {index} (here it is {live[key]})")
         if key not in live:
             changes.notes.append(f"{what} group {index}: {key}={value!r} is new from the checkpoint")
         new[key] = value

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.state.half_loaded import clear, half_loaded_from, mark
-from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, refuse_hidden
+from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, class_name, refuse_hidden
 from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, Seen, encode
 from ckptkit.errors import SaveError, UsageError
@@ -109,6 +109,10 @@ class TrainState:
             mark(self.objects(), url)
         else:
             clear(self.objects())
+
+    def mark_objects_half_loaded(self) -> None:
+        """Remember at each object that this state is half loaded: it may be saved in another `TrainState`."""
+        mark(self.objects(), self.half_loaded)
 
     def objects(self, *kinds: str) -> Iterator[object]:
         """Yield what a load fills, of some kinds or of all: modules, their tensors, optimizers, schedulers, ..."""
@@ -219,7 +223,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
     captured = Captured()
     for name, module in state.parts("model").items():
         key = section("model", name)
-        tensors, extra_state = model_tensors(module)
+        live = _live_state(module)
+        tensors, extra_state = _by_canonical_name(module, live)
         refuse_hidden(f"{key}.", tensors)
         captured.models[key] = tensors
         captured.aliases[key] = _aliases(module, tensors)
@@ -232,6 +237,13 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key)
         captured.loose.update(taken.loose)
         captured.objects[key] = taken.tree
+    classes = {
+        section(kind, name): class_name(item)
+        for kind in ("optimizer", "scheduler")
+        for name, item in state.parts(kind).items()
+    }
+    if classes:
+        captured.objects["classes"] = classes
     for kind in ("scheduler", "grad_scaler"):
         for name, item in state.parts(kind).items():
             key = section(kind, name)
