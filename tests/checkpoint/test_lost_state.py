@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckptkit import CheckpointManager, TrainState, reshard, verify
-from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
+from ckptkit.errors import CheckpointMismatchError, SaveError, UnsupportedFormatError
 
 # Written by an early version with torchao's AdamW8bit: its moments were stored as objects, which no load took.
 EARLY = Path(__file__).with_name("states_as_objects")
@@ -68,9 +68,42 @@ class Packed(nn.Module):
         state[prefix + "scale"] = module.w.detach().abs().max().reshape(1) * 2
 
 
+class Taking(Packed):
+    """Takes back what its hook adds."""
+
+    scale = 0.0
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if prefix + "scale" in state:
+            self.scale = state.pop(prefix + "scale").item()
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Versioned(nn.Linear):
+    """Adds what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_state_dict_post_hook(lambda module, state, prefix, meta: state.update({f"{prefix}version": 3}))
+
+
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_tensor_of_a_state_dict_hook_that_no_load_takes_is_named(tmp_path: Path, kind: str) -> None:
+def test_what_a_state_dict_hook_adds_and_no_load_takes_is_not_saved(tmp_path: Path, kind: str) -> None:
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        manager.save(1, TrainState(model=Packed(), rng=False))
+        before = sorted(tmp_path.rglob("*"))
+        for model, name in ((Packed(), "scale"), (nn.Sequential(Versioned()), "0.version")):
+            with pytest.raises(SaveError, match=rf"model: a hook of state_dict adds {name}, which no load would give"):
+                manager.save(1, TrainState(model=model, rng=False))
+        assert sorted(tmp_path.rglob("*")) == before
+        source, live = Taking(), Taking()
+        source.w.data.fill_(3.0)
+        manager.save(1, TrainState(model=source, rng=False))
+        assert not manager.load(TrainState(model=live, rng=False)).unexpected
+        assert torch.equal(live.w, source.w) and live.scale == 6
+
+
+def test_a_load_names_what_the_modules_own_load_does_not_take(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainState(model=Taking(), rng=False))
         with pytest.raises(CheckpointMismatchError, match=r"scale .*does not take it"):
             manager.load(TrainState(model=Packed(), rng=False))

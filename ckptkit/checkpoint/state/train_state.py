@@ -66,6 +66,7 @@ class PerRank:
     value: Any
 
 
+_LISTED = 5
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -226,6 +227,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         live = _live_state(module)
         tensors, extra_state = _by_canonical_name(module, live)
         refuse_hidden(f"{key}.", tensors)
+        _refuse_strangers(key, module, live)
         captured.models[key] = tensors
         captured.aliases[key] = _aliases(module, tensors)
         if extra_state:
@@ -258,6 +260,50 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
     _drop_subclasses(captured.models)
     captured.objects["step"] = int(state.step if step is None else step)
     return captured
+
+
+def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
+    """Raise SaveError for what hooks add to a state dict and no load takes back: values that are no tensors, and
+    tensors where no module loads in a way of its own. Nothing is called: a load into the live module may change it."""
+    import torch
+
+    if type(module).state_dict is not torch.nn.Module.state_dict:
+        return
+    added = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
+    own = {id(value) for value in module.buffers()} if added else set()
+    added = {name: v for name, v in added.items() if id(v) not in own and name.rpartition(".")[2] != "_extra_state"}
+    if not added:
+        return
+    modules, prefixes = canonical_modules(module), _canonical_prefixes(module)
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    known = {_canonical(name, prefixes) for name, _ in named}
+    lost = [
+        name
+        for name, value in added.items()
+        if not isinstance(value, torch.Tensor)
+        or not (_canonical(name, prefixes) in known or _may_take(modules, _canonical(name, prefixes)))
+    ]
+    if lost:
+        more = f" and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
+        raise SaveError(
+            f"{key}: a hook of state_dict adds {', '.join(lost[:_LISTED])}{more}, which no load would give back. Let "
+            "the module's load_state_dict take the same tensors; what is no tensor goes through get_extra_state and "
+            "set_extra_state. Nothing was saved."
+        )
+
+
+def _may_take(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
+    """Tell whether a module around this key loads in a way of its own."""
+    import torch
+
+    plain = torch.nn.Module
+    around = [module for path, module in modules.items() if not path or name.startswith(f"{path}.")]
+    return any(
+        type(module)._load_from_state_dict is not plain._load_from_state_dict
+        or type(module).load_state_dict is not plain.load_state_dict
+        or module._load_state_dict_pre_hooks
+        for module in around
+    )
 
 
 def check_whole(state: TrainState) -> None:
