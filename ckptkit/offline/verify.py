@@ -23,7 +23,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.outline import PREFIX, Part, outline, parts_of, spares_of
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME
-from ckptkit.formats.pickles.zip import file_size, read_members
+from ckptkit.formats.pickles.zip import Archive, file_size
 from ckptkit.offline.export.checksums import SUMS_NAME, read_checksums
 from ckptkit.offline.gaps import find_gaps
 from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints, records_of
@@ -344,7 +344,7 @@ def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list
     for name in names:
         for path, start, nbytes in records_of(catalog, name):
             try:
-                found = read_members(store, path, start, nbytes)
+                found = Archive(store, path, start, nbytes).members()
             except (CkptkitError, OSError) as error:
                 problems.append(Problem(path, name, f"{path}: tensor {name!r} can't be read: {error}"))
                 continue

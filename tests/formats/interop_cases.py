@@ -16,8 +16,6 @@ import io
 import ipaddress
 import pathlib
 import random
-import signal
-import socket
 import types
 import uuid
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["CODE", "Case", "OBJECTS", "TENSORS", "blank", "raw", "same"]
+__all__ = ["CODE", "Case", "OBJECTS", "REFUSED", "TENSORS", "blank", "raw", "same"]
 
 Case = tuple[str, Callable[[], Any]]
 BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
@@ -164,18 +162,6 @@ def _function() -> None:
     pass
 
 
-def _drawn(made: Any) -> Any:
-    made.random(7)
-    made.integers(0, 9, dtype="i4")
-    return made
-
-
-def _used_state() -> Any:
-    made = np.random.RandomState(3)
-    made.normal()
-    return made
-
-
 def _attributed(value: Any) -> Any:
     value.note = [1]
     return value
@@ -199,11 +185,6 @@ def _shared_deque() -> Any:
 
 def _sharing(tensor: torch.Tensor) -> Any:
     return (tensor[:2], tensor, collections.deque([tensor[1:]]))
-
-
-def _sought(file: Any, position: int) -> Any:
-    file.seek(position)
-    return file
 
 
 _ONE = datetime.timezone(datetime.timedelta(hours=1), "one")
@@ -239,19 +220,11 @@ OBJECTS: list[Case] = [
             {1, 2},
             set(),
             frozenset(),
-            Ellipsis,
-            NotImplemented,
-            range(3),
-            range(9, 1, -2),
-            slice(None),
-            slice(1, 2, 3),
-            slice("a", None, 1.5),
             int,
             float,
             str,
             dict,
             list,
-            type(None),
             complex,
             datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
             datetime.datetime(2026, 1, 2, 3, fold=1),
@@ -263,20 +236,10 @@ OBJECTS: list[Case] = [
             datetime.timedelta(-1, 2, 3),
             datetime.timezone.utc,
             _ONE,
-            decimal.Decimal("1.50"),
-            decimal.Decimal("NaN"),
-            decimal.Decimal("-1E+300"),
-            fractions.Fraction(-2, 3),
-            uuid.UUID(int=5),
             pathlib.Path("a/b"),
             pathlib.PurePosixPath("/x"),
             pathlib.PureWindowsPath("c:\\x\\y"),
             pathlib.Path(),
-            ipaddress.ip_address("10.0.0.1"),
-            ipaddress.ip_address("::1"),
-            http.HTTPStatus.OK,
-            signal.SIGTERM,
-            socket.AF_INET,
             torch.Size([2, 3]),
             torch.Size([]),
             torch.float32,
@@ -291,7 +254,6 @@ OBJECTS: list[Case] = [
             torch.__version__,
         )
     ),
-    ("namedtuple of torch", lambda: torch.ones(2, 2).max(0)),
     ("OrderedDict", lambda: collections.OrderedDict([(1, 2), ("b", [1])])),
     ("OrderedDict in a list", lambda: [collections.OrderedDict(b=1, a=2)]),
     ("OrderedDict with an attribute", lambda: [_attributed(collections.OrderedDict(b=1))]),
@@ -302,24 +264,14 @@ OBJECTS: list[Case] = [
     ("deque", lambda: collections.deque([1, [2], "x"])),
     ("deque with an end", lambda: collections.deque([1, 2], maxlen=5)),
     ("deque of tensors", lambda: collections.deque([torch.arange(3), torch.ones(2, 2).T])),
-    ("ChainMap", lambda: (collections.ChainMap({"a": 1}, {"b": 2}),)),
     ("shared list", lambda: _shared()),
     ("shared deque", lambda: _shared_deque()),
     ("frozenset of several types", lambda: frozenset((1, "x", (2, b"y")))),
     ("set of tuples", lambda: {(1, "a"), (2, frozenset((3,)))}),
     ("dict keys", lambda: ({1: "a", None: 2, (1, 2): 3, False: 4, 1.5: 5, b"x": 6, frozenset((1,)): 7},)),
-    ("dict keys of a kind", lambda: ({torch.float32: 1, pathlib.Path("x"): 2, http.HTTPStatus.OK: 3},)),
-    ("Namespace", lambda: types.SimpleNamespace(a=1, b=[2])),
-    ("argparse", lambda: argparse.Namespace(a=1, b="x")),
-    ("BytesIO", lambda: io.BytesIO(b"abc")),
-    ("BytesIO in the middle", lambda: _sought(io.BytesIO(b"abcdef"), 4)),
-    ("StringIO", lambda: _sought(io.StringIO("abc\ndef"), 2)),
-    ("array", lambda: array.array("d", [1.5, 2.5])),
-    ("array of ints", lambda: array.array("q", [1, -2])),
-    ("partial of a type", lambda: functools.partial(int, base=2)),
+    ("dict keys of a kind", lambda: ({torch.float32: 1, pathlib.Path("x"): 2, datetime.date(2026, 1, 2): 3},)),
     ("numpy array", lambda: np.arange(6, dtype="<i4").reshape(2, 3)),
     ("numpy fortran", lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3))),
-    ("numpy big-endian", lambda: np.array([1, 2], ">u2")),
     ("numpy text", lambda: np.array(["a", "bc"])),
     ("numpy bytes", lambda: np.array([b"a", b"bc"])),
     ("numpy empty", lambda: np.zeros((0, 3), bool)),
@@ -327,38 +279,18 @@ OBJECTS: list[Case] = [
     ("numpy half", lambda: np.array([1.5], "f2")),
     ("numpy long double", lambda: np.array([1.5], np.longdouble)),
     ("numpy strided", lambda: np.arange(10)[::3]),
-    ("numpy structured", lambda: np.array([(1, 2.5), (3, 4.5)], [("a", "<i4"), ("b", "<f8")])),
-    ("numpy structured nested", lambda: np.zeros(2, [("a", "<i4", (2,)), ("b", [("c", "u1")])])),
-    ("numpy dates", lambda: np.array(["2026-01-02", "NaT"], "M8[D]")),
-    ("numpy spans", lambda: np.array([1, 2], "m8[ns]")),
-    ("numpy objects", lambda: np.array([1, "x", None], object)),
-    ("numpy void", lambda: np.zeros(2, "V3")),
-    ("numpy record array", lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])),
-    ("numpy masked", lambda: np.ma.array([1, 2], mask=[0, 1])),
     ("numpy dtype", lambda: np.dtype("f4")),
-    ("numpy dtype structured", lambda: np.dtype([("a", "<i4"), ("b", "<f8")])),
     ("numpy scalar type", lambda: np.float32),
     *(
         (f"numpy scalar {s}", functools.partial(lambda s: np.array(3).astype(s)[()], s))
         for s in ("f4", "f8", "i8", "u1", "?", "c16", "f2")
     ),
     ("numpy text scalar", lambda: np.str_("ab")),
-    ("numpy date", lambda: np.datetime64("2026-01-02T03:04")),
     ("numpy RandomState state", lambda: np.random.RandomState(1).get_state()),
-    ("numpy RandomState", _used_state),
-    *(
-        (
-            f"numpy Generator {kind}",
-            functools.partial(lambda k: _drawn(np.random.Generator(getattr(np.random, k)(5))), kind),
-        )
-        for kind in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
-    ),
     ("numpy Generator state", lambda: np.random.default_rng(1).bit_generator.state),
     ("numpy SeedSequence", lambda: np.random.SeedSequence(5).state),
     ("torch RNG state", lambda: torch.Generator().manual_seed(3).get_state()),
-    ("torch Generator", lambda: torch.Generator().manual_seed(3)),
     ("random state", lambda: random.Random(4).getstate()),
-    ("random Random", lambda: random.Random(4)),
     (
         "tensors in a tuple",
         lambda: (torch.arange(3), torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(1))),
@@ -377,29 +309,43 @@ OBJECTS: list[Case] = [
         "every dtype beside a deque",
         lambda: (
             collections.deque(),
-            *(of_dtype(name) for name in (*NUMBERS, *BYTES) if "int" not in name or name in NUMBERS),
-        ),
-    ),
-    (
-        "quantized beside a deque",
-        lambda: (
-            collections.deque(),
-            _per_channel(torch.qint8),
-            torch.quantize_per_tensor(_real(), 0.1, 3, torch.quint8),
-        ),
-    ),
-    (
-        "sparse beside a deque",
-        lambda: (
-            collections.deque(),
-            _real().relu().to_sparse(),
-            _real().relu().to_sparse_csr(),
-            _real().relu().to_sparse_bsr((1, 2)),
+            *(of_dtype(name) for name in (*NUMBERS, *BYTES) if name in NUMBERS or name.startswith("float")),
         ),
     ),
     ("conj beside a deque", lambda: (collections.deque(), _complex().conj(), _complex().conj().imag)),
     ("very long", lambda: ["x" * 100, *range(30000)]),
     ("deep", lambda: functools.reduce(lambda inner, _: (inner,), range(90), collections.deque())),
+]
+
+# Of libraries, and neither what torch's weights_only loader takes nor plain values: how an error names each.
+REFUSED: list[tuple[str, Callable[[], Any]]] = [
+    ("builtins.Ellipsis", lambda: Ellipsis),
+    ("builtins.range", lambda: range(3)),
+    ("builtins.slice", lambda: slice(1, 2)),
+    ("builtins.type", lambda: type(None)),
+    ("decimal.Decimal", lambda: decimal.Decimal("1.50")),
+    ("fractions.Fraction", lambda: fractions.Fraction(-2, 3)),
+    ("uuid.UUID", lambda: uuid.UUID(int=5)),
+    ("ipaddress.IPv4Address", lambda: ipaddress.ip_address("10.0.0.1")),
+    ("http.HTTPStatus", lambda: http.HTTPStatus.OK),
+    ("torch.return_types.max", lambda: torch.ones(2, 2).max(0)),
+    ("collections.ChainMap", lambda: collections.ChainMap({"a": 1})),
+    ("types.SimpleNamespace", lambda: types.SimpleNamespace(a=1)),
+    ("argparse.Namespace", lambda: argparse.Namespace(a=1)),
+    ("_io.BytesIO", lambda: io.BytesIO(b"abc")),
+    ("array.array", lambda: array.array("d", [1.5])),
+    ("functools.partial", lambda: functools.partial(int, base=2)),
+    ("numpy array of dtype 'V12'", lambda: np.array([(1, 2.5)], [("a", "<i4"), ("b", "<f8")])),
+    ("numpy array of dtype 'M8'", lambda: np.array(["2026-01-02"], "M8[D]")),
+    ("numpy array of dtype 'O8'", lambda: np.array([1, "x", None], object)),
+    ("numpy.rec.recarray", lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])),
+    ("numpy.ma.core._mareconstruct", lambda: np.ma.array([1, 2], mask=[0, 1])),
+    ("numpy.random._pickle.__randomstate_ctor", lambda: np.random.RandomState(3)),
+    ("numpy.random._pickle.__generator_ctor", lambda: np.random.default_rng(5)),
+    ("torch._C.Generator", lambda: torch.Generator()),
+    ("random.Random", lambda: random.Random(4)),
+    ("torch._utils._rebuild_qtensor", lambda: (collections.deque(), _per_channel(torch.qint8))),
+    ("torch._utils._rebuild_sparse_tensor", lambda: (collections.deque(), _real().relu().to_sparse())),
 ]
 
 # What only running code of the state's own could bring back.
@@ -410,7 +356,6 @@ CODE: list[Case] = [
     ("class", Plain),
     ("subclass of dict", lambda: [Sized(a=1)]),
     ("function", lambda: _function),
-    ("lambda's partial", lambda: functools.partial(_function)),
     ("defaultdict of code", lambda: [_default(_function)]),
 ]
 
@@ -473,9 +418,7 @@ def same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, torch.Tensor):
         return a.dtype is b.dtype and a.shape == b.shape and raw(a) == raw(b)
-    if isinstance(a, torch.Generator):
-        return torch.equal(a.get_state(), b.get_state())
-    if isinstance(a, np.ndarray) and not isinstance(a, np.ma.MaskedArray):
+    if isinstance(a, np.ndarray):
         return (
             a.dtype == b.dtype
             and a.shape == b.shape
@@ -483,11 +426,7 @@ def same(a: Any, b: Any) -> bool:
             and a.flags.writeable == b.flags.writeable
             and same(a.tolist(), b.tolist())
         )
-    if isinstance(a, (np.random.RandomState, np.random.Generator)):
-        return same(a.__getstate__(), b.__getstate__()) and a.__reduce__()[0] is b.__reduce__()[0]
-    if isinstance(a, np.ma.MaskedArray):
-        return same(a.data, b.data) and same(a.mask, b.mask) and same(a.fill_value, b.fill_value)
-    if isinstance(a, (float, complex, decimal.Decimal)):
+    if isinstance(a, (float, complex)):
         return repr(a) == repr(b)
     if isinstance(a, dict):
         return (
@@ -498,10 +437,4 @@ def same(a: Any, b: Any) -> bool:
         )
     if isinstance(a, (list, tuple, collections.deque)):
         return len(a) == len(b) and getattr(a, "maxlen", None) == getattr(b, "maxlen", None) and all(map(same, a, b))
-    if isinstance(a, (io.BytesIO, io.StringIO)):
-        return (a.getvalue(), a.tell()) == (b.getvalue(), b.tell())
-    if isinstance(a, functools.partial):
-        return (a.func, a.args, a.keywords) == (b.func, b.args, b.keywords)
-    if isinstance(a, random.Random):
-        return bool(a.getstate() == b.getstate())
     return bool(a == b)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.host_bytes import is_sparse_or_quantized, row_major, why_not_dense
-from ckptkit.formats.pickles.exact import dump_object, parse_object
+from ckptkit.formats.pickles.weights_only import dump_object, parse_object
 
 if TYPE_CHECKING:
     import torch

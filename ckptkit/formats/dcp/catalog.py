@@ -31,7 +31,7 @@ from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import step_of_name
 from ckptkit.formats.pickles.inert import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata
-from ckptkit.formats.pickles.walk import load_metadata
+from ckptkit.formats.pickles.walk import loads
 from ckptkit.storage.store import FileInfo, Store, checked_path
 
 __all__ = ["METADATA", "metadata_files", "open_catalog"]
@@ -40,7 +40,7 @@ METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _METADATA_KIND = "torch.distributed.checkpoint.metadata.Metadata"
-_MAX_METADATA_BYTES = 4 << 30
+MAX_METADATA_BYTES = 4 << 30
 _MOST_PACKED = 64  # a float64 in a bit
 _KINDS = {"other": "FIFO, a socket or a device"}
 
@@ -96,12 +96,12 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
 def _load(store: Store, info: FileInfo) -> Any:
     if info.kind not in ("file", "symlink"):
         raise CorruptCheckpointError(f"{info.path}: it is no file but a {_KINDS.get(info.kind, info.kind)}.")
-    if info.size > _MAX_METADATA_BYTES:
+    if info.size > MAX_METADATA_BYTES:
         raise CorruptCheckpointError(f"{info.path}: {info.size} bytes of metadata are more than any checkpoint needs.")
     data = store.read(info.path)
     if not data:
         raise IncompleteCheckpointError(f"{info.path} is empty: the save was cut off, such as by a power cut.")
-    return load_metadata(data, file=info.path)
+    return loads(data, file=info.path, max_bytes=MAX_METADATA_BYTES)
 
 
 class _Part:

@@ -32,7 +32,7 @@ from ckptkit.formats.dcp.index import METADATA_NAME, write_index
 from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
 from ckptkit.formats.own.columns import Column, pack, pack_texts
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
-from ckptkit.formats.pickles.exact import dump_plain
+from ckptkit.formats.pickles.weights_only import dump_plain
 from ckptkit.storage.store import Store
 
 __all__ = [

@@ -25,8 +25,8 @@ from ckptkit.formats.dcp.host_bytes import host_view
 from ckptkit.formats.dcp.plan import flatten, local_boxes
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims, overlapping
 from ckptkit.formats.own.manifest import DIGEST, Entries, Manifest
-from ckptkit.formats.pickles.exact import parse_object
 from ckptkit.formats.pickles.objects import load_object_torch
+from ckptkit.formats.pickles.weights_only import parse_object
 from ckptkit.storage.store import ReadInto, Store
 
 __all__ = [

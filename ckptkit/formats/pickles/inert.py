@@ -42,7 +42,7 @@ class Stub:
 class Record(Stub):
     """An instance of a class on the allow-list: its constructor's arguments, its state, its items."""
 
-    __slots__ = ("args", "by_new", "entries", "items", "kwargs", "state")
+    __slots__ = ("args", "entries", "items", "kwargs", "state")
     kind: ClassVar[str] = ""
 
     args: tuple[Any, ...]
@@ -50,7 +50,6 @@ class Record(Stub):
     state: Any
     items: dict[Any, Any]
     entries: list[Any]
-    by_new: bool  # made by its class's `__new__`, not by a call
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Record:
         self = object.__new__(cls)
@@ -59,7 +58,6 @@ class Record(Stub):
         self.state = None
         self.items = {}
         self.entries = []
-        self.by_new = False
         return self
 
     def __setstate__(self, state: Any) -> None:

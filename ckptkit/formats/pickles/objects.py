@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import posixpath
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -23,6 +22,7 @@ from ckptkit.formats.own.json import check_density
 from ckptkit.formats.pickles.inert import NDArray, Record, Stub, TorchDType, UnknownGlobal
 from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, Storage, StoredTensor
+from ckptkit.formats.pickles.values import moment, numpy_array, numpy_dtype, numpy_scalar, timedelta
 from ckptkit.formats.pickles.walk import Unknown, guarded, loads
 from ckptkit.formats.pickles.zip import file_size, read_archive
 from ckptkit.storage.store import FileInfo, ReadInto, Store
@@ -44,7 +44,6 @@ _MAX_OBJECT_BYTES = 4 << 30
 _MAX_JSON_BYTES = 256 << 20
 _MAX_DEPTH = 100
 _MAX_NODES = 4_000_000
-_NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[biufc](?:1|2|4|8|16)|\?|[SU]\d{1,6})")
 _NUMPY = frozenset(
     ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
      "bool", "complex64", "complex128")
@@ -123,7 +122,7 @@ def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
     """
     if entry.encoding != "torch_save":
         return read_object(store, entry)
-    from ckptkit.formats.pickles.exact import parse_object
+    from ckptkit.formats.pickles.weights_only import parse_object
 
     if entry.codec:
         data = _decoded(store, entry, entry.codec)
@@ -351,34 +350,22 @@ def _leaf(value: Any) -> Any:
 # --- values that are safe to build, since every argument is checked first
 
 
-def _numpy_dtype(value: Any) -> np.dtype[Any]:
+def _dtype(value: Any) -> np.dtype[Any]:
     if not isinstance(value, Record) or value.kind != "numpy.dtype" or not value.args:
         raise ValueError("a numpy dtype is no dtype")
-    name = value.args[0]
-    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
-        raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not read.")
     order = value.state[1] if isinstance(value.state, tuple) and len(value.state) > 1 else "="
-    found: np.dtype[Any] = np.dtype(name)
-    return np.dtype(found.newbyteorder(">")) if order == ">" else found
+    return numpy_dtype(value.args[0], order)
 
 
 def _array(value: NDArray) -> np.ndarray[Any, Any]:
     if not isinstance(value.state, tuple) or len(value.state) != 5:
         raise ValueError("a numpy array without its data")
     _, shape, dtype, fortran, raw = value.state
-    made = _numpy_dtype(dtype)
-    if type(shape) is not tuple or len(shape) > 32 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
-        raise ValueError("a numpy array's shape is no shape")
-    if not isinstance(raw, (bytes, bytearray)) or len(raw) != int(np.prod([*shape, made.itemsize], dtype=object)):
-        raise ValueError("a numpy array's data do not fit its shape")
-    return np.frombuffer(bytearray(raw), made).reshape(shape, order="F" if fortran else "C")  # one that can be written
+    return numpy_array(shape, _dtype(dtype), fortran, raw)
 
 
 def _scalar(value: Record) -> Any:
-    dtype, raw = _numpy_dtype(value.args[0]), value.args[1]
-    if not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
-        raise ValueError("a numpy scalar's data do not fit its dtype")
-    return np.frombuffer(raw, dtype)[0]
+    return numpy_scalar(_dtype(value.args[0]), value.args[1])
 
 
 def _path(value: Record) -> Any:
@@ -396,20 +383,16 @@ def _buffer(value: Record) -> Any:
     return state[0] if isinstance(state, tuple) and state and isinstance(state[0], bytes) else NotImplemented
 
 
-def _datetime(kind: type[Any], nbytes: int) -> Callable[[Record], Any]:
-    def make(value: Record) -> Any:
-        raw = value.args[0] if value.args else b""
-        if isinstance(raw, bytes) and len(raw) == nbytes and len(value.args) == 1:
-            return kind(raw)
-        return NotImplemented
+def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
+    """A maker that leaves a record as it is where the arguments do not fit: a time whose zone is another record."""
 
-    return make
+    def of(value: Record) -> Any:
+        try:
+            return make(*value.args)
+        except (TypeError, ValueError):
+            return NotImplemented
 
-
-def _timedelta(value: Record) -> Any:
-    if len(value.args) <= 3 and all(type(arg) is int for arg in value.args):
-        return datetime.timedelta(*value.args)
-    return NotImplemented
+    return of
 
 
 def _slice(value: Record) -> Any:
@@ -428,10 +411,10 @@ _REBUILD: dict[str, Callable[[Record], Any]] = {
     "numpy._core.multiarray.scalar": _scalar,
     "torch.device": _device,
     "_io.BytesIO": _buffer,
-    "datetime.datetime": _datetime(datetime.datetime, 10),
-    "datetime.date": _datetime(datetime.date, 4),
-    "datetime.time": _datetime(datetime.time, 6),
-    "datetime.timedelta": _timedelta,
+    "datetime.datetime": _checked(moment(datetime.datetime, 10)),
+    "datetime.date": _checked(moment(datetime.date, 4)),
+    "datetime.time": _checked(moment(datetime.time, 6)),
+    "datetime.timedelta": _checked(timedelta),
     "builtins.slice": _slice,
     "__builtin__.slice": _slice,
 }

@@ -1,31 +1,33 @@
-"""Reads pickles without running anything from them: an unpickler of our own, over an allow-list of inert stubs.
+"""Reads pickles without running anything from them: the opcodes of protocols 0 to 5 over an allow-list of inert values.
 
-Not `pickle.Unpickler` with a `find_class`: that one sizes its memo by an index from the file, hashes nested
-tuples without a limit, and builds cheaply what is costly to hold. Here every opcode is ours and bounded. Only
-`.metadata` files too large for Python's speed go through the C unpickler, after `_pickle_scan` has walked them.
+Not `pickle.Unpickler` with a `find_class`: that one sizes its memo by an index from the file, hashes nested tuples
+without a limit, and builds cheaply what is costly to hold. Here every opcode is ours and bounded.
 """
 
 from __future__ import annotations
 
-import copyreg
-import io
-import pickle
-import re
+import collections
 import struct
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsafePickleError
-from ckptkit.formats.pickles.allowed import allowed_global
-from ckptkit.formats.pickles.inert import Function, unknown_type
-from ckptkit.formats.pickles.machine import Machine, PersistentLoad
+from ckptkit.formats.pickles.allowed import allowed_global, checked_key
+from ckptkit.formats.pickles.inert import Function, Index, Record, StateDict, Stub, unknown_type
 from ckptkit.gc_pause import collector_paused
 
-__all__ = ["loads", "load_prefix", "MAX_PICKLE_BYTES", "load_archived", "load_metadata"]
+__all__ = ["MAX_PICKLE_BYTES", "PersistentLoad", "Unknown", "guarded", "load_prefix", "loads", "walk"]
 
 MAX_PICKLE_BYTES = 256 << 20
+_MAX_LINE = 1 << 16
+_MAX_INTEGER_BYTES = 256
+_MAX_TEXT_INTEGER = 640
+_NEWEST_PROTOCOL = 5
 
+PersistentLoad = Callable[[Any], Any]
+Resolve = Callable[[str, str], Any]
+Calls = Mapping[Any, Callable[..., Any]]
+States = Sequence[tuple[type[Any], Callable[[Any, Any], None]]]
 Unknown = Literal["refuse", "record"]
 Table = Mapping[tuple[str, str], Any]
 
@@ -37,6 +39,7 @@ def loads(
     functions: Table | None = None,
     persistent_load: PersistentLoad | None = None,
     unknown: Unknown = "refuse",
+    max_bytes: int | None = None,
 ) -> Any:
     """Return what the pickle in `data` describes, made of plain Python values and inert stubs.
 
@@ -46,13 +49,14 @@ def loads(
         persistent_load: Makes a value of a persistent id (a torch storage); without it they are refused.
         unknown: "record" turns globals that are not allowed into `UnknownGlobal` records instead of an error.
             Nothing is run either way.
+        max_bytes: The longest pickle that is read, `MAX_PICKLE_BYTES` by default.
 
     Raises:
         UnsafePickleError: It names a global that is not on the allow-list.
         CorruptCheckpointError: It is no valid pickle, or larger or deeper than any checkpoint needs.
     """
     return load_prefix(
-        data, file=file, functions=functions, persistent_load=persistent_load, unknown=unknown
+        data, file=file, functions=functions, persistent_load=persistent_load, unknown=unknown, max_bytes=max_bytes
     )[0]  # fmt: skip
 
 
@@ -64,19 +68,13 @@ def load_prefix(
     functions: Table | None = None,
     persistent_load: PersistentLoad | None = None,
     unknown: Unknown = "refuse",
+    max_bytes: int | None = None,
 ) -> tuple[Any, int]:
     """Return the value of the pickle that begins at `start`, and where it ends. Raises as `loads` does."""
-    if len(data) - start > MAX_PICKLE_BYTES:
+    if len(data) - start > (max_bytes or MAX_PICKLE_BYTES):
         raise CorruptCheckpointError(
             f"{file}: a pickle of {len(data) - start} bytes is larger than any checkpoint needs."
         )
-    resolve = resolver(file, functions, unknown)
-    machine = Machine(bytes(data), start, resolve, persistent_load)
-    return guarded(file, machine.run), machine.pos
-
-
-def resolver(file: str, functions: Table | None, unknown: Unknown) -> Callable[[str, str], Any]:
-    """Return the look-up of globals: module and name -> stub. It raises UnsafePickleError."""
     extra = functions or {}
 
     def resolve(module: str, name: str) -> Any:
@@ -93,7 +91,8 @@ def resolver(file: str, functions: Table | None, unknown: Unknown) -> Callable[[
             "Do not open this file with torch.load or pickle unless you trust where it came from."
         )
 
-    return resolve
+    found: tuple[Any, int] = guarded(file, lambda: walk(bytes(data), start, resolve, persistent_load))
+    return found
 
 
 def guarded(file: str, run: Callable[[], Any]) -> Any:
@@ -111,242 +110,328 @@ def guarded(file: str, run: Callable[[], Any]) -> Any:
         raise CorruptCheckpointError(f"{file}: its pickle is damaged or was made to deceive: {text}.") from None
 
 
-# Reads large pickles, of `.metadata` and of torch.save: by C's unpickler after a walk over them, the others by ours.
-# A million slices are some forty million opcodes: half a minute in Python, seconds in C. What C's unpickler leaves
-# open is closed by the walk: opcodes that no such pickle has, memo indices that only cost memory, integers and
-# containers out of proportion. Whatever is unusual goes the slow way. One thing the walk over `.metadata` can't see
-# is a dict key that is a tuple of tuples made to take for ever to hash: a hostile file of over 1 MB can cost time,
-# never run code. In smaller ones, and in those of torch.save, no tuple may be in two places: hashing any takes no
-# longer than reading it.
+_signed4 = struct.Struct("<i").unpack_from
+_unsigned2 = struct.Struct("<H").unpack_from
+_unsigned4 = struct.Struct("<I").unpack_from
+_unsigned8 = struct.Struct("<Q").unpack_from
+_float8 = struct.Struct(">d").unpack_from
+
+_CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
+_LENGTHS = {1: lambda data, pos: (data[pos],), 4: _unsigned4, 8: _unsigned8}
+# Opcodes that push text or bytes behind their length: its width in bytes, and how they are decoded.
+_TEXTS: dict[int, tuple[int, Callable[[bytes], Any]]] = {
+    0x8C: (1, lambda raw: raw.decode("utf-8", "surrogatepass")),  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+    ord("X"): (4, lambda raw: raw.decode("utf-8", "surrogatepass")),
+    0x8D: (8, lambda raw: raw.decode("utf-8", "surrogatepass")),
+    ord("U"): (1, lambda raw: raw.decode("latin1")),  # SHORT_BINSTRING, BINSTRING: text of Python 2
+    ord("T"): (4, lambda raw: raw.decode("latin1")),
+    ord("C"): (1, bytes),
+    ord("B"): (4, bytes),
+    0x8E: (8, bytes),
+    0x96: (8, bytearray),
+}
 
 
-Resolve: TypeAlias = Callable[[str, str], Any]
+def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take twice the time
+    data: bytes,
+    pos: int,
+    resolve: Resolve,
+    persistent_load: PersistentLoad | None,
+    calls: Calls | None = None,
+    states: States = (),
+) -> tuple[Any, int]:
+    """Return the value of the pickle at `pos`, and where it ends. Call it within `guarded`.
 
-_BULK_BYTES = 1 << 20  # four tenths of a second in Python
-_LEAST_BYTES = 1 << 15  # a hundredth
+    An argument that the end of `data` cuts off needs no check: the next opcode is not there, an IndexError.
 
-# Runs of opcodes whose length is known without looking at lengths: constants, small integers, memo, tuples, calls.
-_RUN = re.compile(
-    rb"(?:[N1\x88\x89)(\]}t\x85\x86\x87aesu\x94\x93R\x81b]+|[Kh][\x00-\xff]|M[\x00-\xff]{2}|[Jj][\x00-\xff]{4}"
-    rb"|\x8a(?:\x05[\x00-\xff]{5}|\x06[\x00-\xff]{6}|\x07[\x00-\xff]{7}|\x08[\x00-\xff]{8}))*"
-)
-_FRAME = 0x95
-
-_OLD_PROTOCOL = b"\x80\x02"
-
-# The same of protocol 2, by which torch.save pickles: a memo index is named in the file, and is bounded by its length.
-_CONSTANT = (
-    rb"[N\x88\x89)(\]}aesuR\x81bQ]|K[\x00-\xff]|M[\x00-\xff]{2}|J[\x00-\xff]{4}|G[\x00-\xff]{8}"
-    rb"|\x8a(?:\x05[\x00-\xff]{5}|\x06[\x00-\xff]{6}|\x07[\x00-\xff]{7}|\x08[\x00-\xff]{8})"
-    rb"|c[A-Za-z0-9_.]{1,200}\n[A-Za-z0-9_.]{1,200}\n"
-)
-_GET = rb"h[\x00-\xff]|j[\x00-\xff]{4}"
-_PUT = rb"q[\x00-\xff]|r[\x00-\xff]{4}"
-_BOUNDED_PUT = rb"q[\x00-\xff]|r[\x00-\xff]{2}[\x00-%s]\x00"
-_TUPLE = rb"[t\x85\x86\x87]"
-# What is passed over, opcode by opcode so that no argument is taken for one, then what is wanted, or the end. Compiled
-# where they are used: that takes milliseconds.
-_TUPLE_PUTS = rb"(?:%s|%s|%s|%s(?![qr]))*(?:%s(%s)|\Z)" % (_CONSTANT, _GET, _PUT, _TUPLE, _TUPLE, _PUT)
-_GETS = rb"(?:%s|%s|%s)*(?:(%s)|\Z)" % (_CONSTANT, _PUT, _TUPLE, _GET)
-
-# Runs of opcodes and of short texts, as long as nothing is kept for going back in them; then what is looked for.
-_SHORT_TEXTS = b"|".join(re.escape(bytes([n])) + rb"\0{3}[\x00-\xff]{%d}" % n for n in range(80))
-_SKIPPED = rb"(?:%%s|%%s|%s|X(?:%s)){1,1000}|(%%s)" % (
-    _CONSTANT.replace(b"%", b"%%"),
-    _SHORT_TEXTS.replace(b"%", b"%%"),
-)
-_BEGINNING = 20_000
-_MAX_FETCHED = 200
-
-# And of protocol 4, for the smaller ones of `.metadata`.
-_VALUE = rb"1|%s|\x93" % _CONSTANT
-_MEMOIZED = rb"(?:%s|%s|%s(?!\x94))*(%s?\x94|\Z)" % (_VALUE, _GET, _TUPLE, _TUPLE)
-_FETCHED = rb"(?:%s|\x94|%s)*(?:(%s)|\Z)" % (_VALUE, _TUPLE, _GET)
-_SHORT_TEXT, _TEXT = 0x8C, ord("X")
-_PROTO, _STOP = 0x80, ord(".")
-_CONTAINERS = b"]}\x85\x86\x87"
-
-
-def load_metadata(data: bytes, *, file: str) -> Any:
-    """Return what the pickle of a metadata file describes. Raises as `_restricted_pickle.loads` does."""
-    strict = len(data) < _BULK_BYTES
-    if (strict and len(data) < _LEAST_BYTES) or copyreg._extension_registry:  # type: ignore[attr-defined]
-        return loads(data, file=file)
-    if not _is_usual(data, strict=strict):
-        return loads(data, file=file)
-    if len(data) > 16 * MAX_PICKLE_BYTES:
-        raise CorruptCheckpointError(f"{file}: {len(data)} bytes of metadata are more than any checkpoint needs.")
-    resolve = resolver(file, None, "refuse")
-    if strict:
-        return _flatly(data, file, resolve, None, partial(loads, data, file=file))
-    return guarded(file, lambda: _load_in_c(data, resolve))
-
-
-def _is_usual(data: bytes, *, strict: bool = False) -> bool:
-    """Tell whether the pickle has only the opcodes that a pickler writes for DCP metadata (protocol 4 or 5).
-
-    That leaves no memo index from the file (MEMOIZE counts by itself), no extension codes, no persistent ids,
-    no integers over 8 bytes, no sets, lengths that end inside the file, and no more containers than a description
-    of slices has (a container costs 50 bytes of memory for a byte of file).
-    `strict`: Nor a tuple that is fetched again.
+    Args:
+        resolve: (module, name) of a global -> what stands for it; raises UnsafePickleError.
+        calls: What makes instances of the types, other than stubs, that `resolve` returns.
+        states: What sets the state of those: by type, subclasses included.
     """
-    if len(data) - len(data.translate(None, _CONTAINERS)) > len(data) // 8:
-        return False
-    pos, end = 0, len(data)
-    match = _RUN.match
-    if data[:1] != b"\x80" or data[1:2] not in (b"\x04", b"\x05"):
-        return False
-    pos = 2
-    runs: list[bytes] = []
-    while True:
-        found = match(data, pos)
-        if found:
-            pos = found.end()
-            if strict:
-                runs.append(found[0])
-        if pos >= end:
-            return False
-        opcode = data[pos]
-        if opcode == _SHORT_TEXT and pos + 1 < end:
-            pos += 2 + data[pos + 1]
-        elif opcode == _TEXT and pos + 5 <= end:
-            pos += 5 + int.from_bytes(data[pos + 1 : pos + 5], "little")
-        elif opcode == _FRAME:
-            pos += 9
-        else:
-            return opcode == _STOP and (not strict or _memoizes_no_tuple(b"N".join(runs)))
+    calls = calls or {}
+    stack: list[Any] = []
+    below: list[list[Any]] = []  # a stack for every open MARK: what lies below a mark is out of reach
+    memo: dict[int, Any] = {}
+    # A container costs up to 64 bytes of memory and one of file; real pickles have few empty ones, and other opcodes
+    # around each tuple.
+    budget = len(data) // 3 + (3 << 16)
+    with collector_paused():
+        while True:
+            opcode = data[pos]
+            pos += 1
+            # The first are those that descriptions of slices consist of, by the million.
+            if opcode == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif opcode == 0x68:  # BINGET
+                stack.append(memo[data[pos]])
+                pos += 1
+            elif opcode == 0x4B:  # BININT1
+                stack.append(data[pos])
+                pos += 1
+            elif opcode == 0x4A:  # BININT
+                stack.append(_signed4(data, pos)[0])
+                pos += 4
+            elif opcode == 0x28:  # MARK
+                below.append(stack)
+                stack = []
+            elif opcode == 0x52:  # REDUCE
+                args = stack.pop()
+                stack[-1] = _call(stack[-1], args, calls)
+            elif opcode == 0x85:  # TUPLE1
+                budget -= 1
+                stack[-1] = (stack[-1],)
+            elif opcode == 0x86:  # TUPLE2
+                budget -= 1
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif opcode == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+            elif opcode == 0x81:  # NEWOBJ
+                args = stack.pop()
+                stack[-1] = _new(stack[-1], args, calls)
+            elif opcode == 0x62:  # BUILD
+                state = stack.pop()
+                target = stack[-1]
+                if isinstance(target, Stub):
+                    target.__setstate__(state)
+                else:
+                    _set_state(target, state, states)
+            elif opcode == 0x7D:  # EMPTY_DICT
+                budget -= 3
+                stack.append({})
+            elif opcode == 0x75:  # SETITEMS
+                items, stack = stack, below.pop()
+                _put_items(stack[-1], items)
+            elif opcode == 0x74:  # TUPLE
+                budget -= 1
+                made, stack = tuple(stack), below.pop()
+                stack.append(made)
+            elif opcode in _CONSTANTS:
+                stack.append(_CONSTANTS[opcode])
+            elif opcode == 0x71:  # BINPUT
+                _put(memo, data[pos], stack[-1], data)
+                pos += 1
+            elif opcode == 0x4D:  # BININT2
+                stack.append(_unsigned2(data, pos)[0])
+                pos += 2
+            elif opcode == 0x72:  # LONG_BINPUT
+                _put(memo, _unsigned4(data, pos)[0], stack[-1], data)
+                pos += 4
+            elif opcode == 0x6A:  # LONG_BINGET
+                stack.append(memo[_unsigned4(data, pos)[0]])
+                pos += 4
+            elif opcode in _TEXTS:
+                width, decode = _TEXTS[opcode]
+                length = _LENGTHS[width](data, pos)[0]
+                pos += width + length
+                if pos > len(data):
+                    raise ValueError("it ends in the middle of an argument")
+                stack.append(decode(data[pos - length : pos]))
+            elif opcode in (0x8A, 0x8B):  # LONG1, LONG4
+                width = 1 if opcode == 0x8A else 4
+                length = _LENGTHS[width](data, pos)[0]
+                if length > _MAX_INTEGER_BYTES:
+                    raise ValueError(f"an integer of {length} bytes")
+                pos += width + length
+                stack.append(int.from_bytes(data[pos - length : pos], "little", signed=True))
+            elif opcode == 0x87:  # TUPLE3
+                budget -= 1
+                last, middle = stack.pop(), stack.pop()
+                stack[-1] = (stack[-1], middle, last)
+            elif opcode == 0x5D:  # EMPTY_LIST
+                budget -= 3
+                stack.append([])
+            elif opcode == 0x65:  # APPENDS
+                items, stack = stack, below.pop()
+                _extend(stack[-1], items)
+            elif opcode == 0x61:  # APPEND
+                last = stack.pop()
+                _extend(stack[-1], [last])
+            elif opcode == 0x73:  # SETITEM
+                items = stack[-2:]
+                del stack[-2:]
+                _put_items(stack[-1], items)
+            elif opcode == 0x63:  # GLOBAL
+                module, pos = _line(data, pos)
+                name, pos = _line(data, pos)
+                stack.append(resolve(module.decode(), name.decode()))
+            elif opcode == 0x93:  # STACK_GLOBAL
+                text = stack.pop()
+                if type(text) is not str or type(stack[-1]) is not str:
+                    raise ValueError("a global is named by what is no text")
+                stack[-1] = resolve(stack[-1], text)
+            elif opcode in (0x51, 0x50):  # BINPERSID, PERSID
+                if opcode == 0x51:
+                    identity = stack.pop()
+                else:
+                    line, pos = _line(data, pos)
+                    identity = line.decode("latin1")
+                if persistent_load is None:
+                    raise ValueError("it refers to storages, which this file has none of")
+                stack.append(persistent_load(identity))
+            elif opcode == 0x47:  # BINFLOAT
+                stack.append(_float8(data, pos)[0])
+                pos += 8
+            elif opcode == 0x2E:  # STOP
+                return stack.pop(), pos
+            elif opcode == 0x95:  # FRAME
+                pos += 8
+                if _unsigned8(data, pos - 8)[0] > len(data) - pos:
+                    raise ValueError("a frame is longer than the file")
+            elif opcode == 0x80:  # PROTO
+                pos += 1
+                if data[pos - 1] > _NEWEST_PROTOCOL:
+                    raise ValueError("its protocol is newer than 5")
+            elif opcode == 0x92:  # NEWOBJ_EX
+                keywords, args = stack.pop(), stack.pop()
+                if type(keywords) is not dict or not all(type(key) is str for key in keywords):
+                    raise ValueError("keywords are no dict of text")
+                stack[-1] = _new(stack[-1], args, calls, keywords)
+            elif opcode == 0x69:  # INST
+                module, pos = _line(data, pos)
+                name, pos = _line(data, pos)
+                args, stack = tuple(stack), below.pop()
+                stack.append(_new(resolve(module.decode(), name.decode()), args, calls))
+            elif opcode == 0x6F:  # OBJ
+                items, stack = stack, below.pop()
+                stack.append(_new(items[0], tuple(items[1:]), calls))
+            elif opcode == 0x6C:  # LIST
+                budget -= 3
+                items, stack = stack, below.pop()
+                stack.append(items)
+            elif opcode == 0x64:  # DICT
+                budget -= 3
+                items, stack = stack, below.pop()
+                stack.append({})
+                _put_items(stack[-1], items)
+            elif opcode == 0x8F:  # EMPTY_SET
+                budget -= 3
+                stack.append(set())
+            elif opcode == 0x90:  # ADDITEMS
+                items, stack = stack, below.pop()
+                if type(stack[-1]) is not set:
+                    raise ValueError(f"it adds to a {type(stack[-1]).__name__}")
+                stack[-1].update(map(checked_key, items))
+            elif opcode == 0x91:  # FROZENSET
+                budget -= 3
+                items, stack = stack, below.pop()
+                stack.append(frozenset(map(checked_key, items)))
+            elif opcode == 0x30:  # POP
+                if stack:
+                    stack.pop()
+                else:
+                    stack = below.pop()
+            elif opcode == 0x31:  # POP_MARK
+                stack = below.pop()
+            elif opcode == 0x32:  # DUP
+                stack.append(stack[-1])
+            elif opcode == 0x67:  # GET
+                line, pos = _line(data, pos)
+                stack.append(memo[_integer(line)])
+            elif opcode == 0x70:  # PUT
+                line, pos = _line(data, pos)
+                _put(memo, _integer(line), stack[-1], data)
+            elif opcode in _LINES:
+                line, pos = _line(data, pos)
+                stack.append(_LINES[opcode](line))
+            else:
+                raise ValueError(f"byte {pos - 1} is no opcode it may use (0x{opcode:02x})")
+            if budget < 0:
+                raise ValueError("it builds more empty containers than its size explains")
 
 
-def load_archived(
-    data: bytes, *, file: str, functions: Table, persistent_load: PersistentLoad, unknown: Unknown
-) -> Any:
-    """Return what the pickle of a torch.save archive describes. Raises as `_restricted_pickle.loads` does."""
-    slowly = partial(loads, data, file=file, functions=functions, persistent_load=persistent_load, unknown=unknown)
-    if len(data) < _BULK_BYTES or copyreg._extension_registry or not _is_usual_archive(data):  # type: ignore[attr-defined]
-        return slowly()
-    return _flatly(data, file, resolver(file, functions, unknown), persistent_load, slowly)
+# --- calls: of stubs, and of what the reader itself lists
 
 
-def _flatly(
-    data: bytes, file: str, resolve: Resolve, persistent_load: PersistentLoad | None, slowly: Callable[[], Any]
-) -> Any:
-    """Unpickle in C, where calls make no tuples but of integers; what needs others is read `slowly`."""
-
-    def flat(module: str, name: str) -> Any:
-        found = resolve(module, name)
-        return _FLAT_TUPLE if found is tuple else found
-
-    try:
-        return guarded(file, lambda: _load_in_c(data, flat, persistent_load))
-    except _UnusualError:
-        return slowly()
-
-
-class _UnusualError(Exception):
-    """To be read by our own unpickler."""
+def _call(function: Any, args: Any, calls: Calls, keywords: dict[str, Any] | None = None) -> Any:
+    if type(args) is not tuple:
+        raise ValueError("a call's arguments are no tuple")
+    if (function is tuple or type(function) is Function) and not keywords:
+        return function(*args)
+    if isinstance(function, type) and issubclass(function, Record):
+        return function(*args, **keywords) if keywords else function(*args)
+    if keywords:
+        raise ValueError("a call with keywords is not allowed")
+    if calls and function in calls:
+        return calls[function](*args)
+    raise ValueError(f"it calls what is no function: {type(function).__name__}")
 
 
-def _flat_tuple(values: Any = ()) -> tuple[int, ...]:
-    """torch.Size: of integers alone, so that no tuple comes to be in two places this way."""
-    if not all(type(value) is int for value in values):
-        raise _UnusualError
-    return tuple(values)
+def _new(cls: Any, args: Any, calls: Calls, keywords: dict[str, Any] | None = None) -> Any:
+    if isinstance(cls, type) and issubclass(cls, Stub) and not issubclass(cls, (Record, StateDict, Function)):
+        if args or keywords:
+            raise ValueError("a record of metadata takes no arguments")
+        return object.__new__(cls)
+    return _call(cls, args, calls, keywords)
 
 
-_FLAT_TUPLE = Function("torch.Size", _flat_tuple)
+def _set_state(target: Any, state: Any, states: States) -> None:
+    for kind, set_state in states:
+        if isinstance(target, kind):
+            return set_state(target, state)
+    raise ValueError(f"it sets the state of a {type(target).__name__}")
 
 
-def _is_usual_archive(data: bytes) -> bool:
-    """Tell whether the pickle has only the opcodes that a pickler writes for torch.save (protocol 2).
-
-    Beside what `_is_usual` says: memo indices below a quarter of the length, and no tuple that is fetched again.
-    """
-    if data[:2] != _OLD_PROTOCOL or len(data) - len(data.translate(None, _CONTAINERS)) > len(data) // 8:
-        return False
-    if _fetches_only_what_begins(data):
-        return True
-    most = re.escape(bytes([min(len(data) >> 18, 0xFF)]))
-    match = re.compile(b"(?:" + b"|".join((_CONSTANT, _GET, _TUPLE, _BOUNDED_PUT % most)) + b")*").match
-    runs: list[bytes] = []
-    pos, end = 2, len(data)
-    while True:
-        found = match(data, pos)
-        assert found is not None
-        runs.append(found[0])
-        pos = found.end()
-        if pos >= end or data[pos] != _TEXT:
-            return pos < end and data[pos] == _STOP and _shares_no_tuple(b"N".join(runs))
-        pos += 5 + int.from_bytes(data[pos + 1 : pos + 5], "little")
+# --- containers and the memo
 
 
-def _fetches_only_what_begins(data: bytes) -> bool:
-    """Tell whether the pickle is usual, and fetches nothing but what its beginning does: classes, mostly.
-
-    So there are few memo indices under which no tuple may be put, and one walk sees to it all. False says nothing.
-    """
-    found = re.findall(_SKIPPED % (_PUT, _TUPLE, _GET), data[2:_BEGINNING])
-    gets = sorted({int.from_bytes(get[1:], "little") for get in found if get})
-    if len(gets) > _MAX_FETCHED:
-        return False
-    most = re.escape(bytes([min(len(data) >> 18, 0xFF)]))
-    wide = [re.escape(index.to_bytes(4, "little")) for index in gets]
-    short = [re.escape(bytes([index])) for index in gets if index < 256]
-    known, fetched = (
-        b"|".join([small + index for index in short] + [large + index for index in wide]) or b"(?!)"
-        for small, large in ((b"h", b"j"), (b"q", b"r"))
-    )
-    steps = b"%s|%s" % (_BOUNDED_PUT % most, known), b"%s(?!%s)" % (_TUPLE, fetched)
-    match = re.compile(_SKIPPED % (*steps, b"(?!)")).match
-    pos, end = 2, len(data)
-    while pos < end:
-        here = match(data, pos)
-        if here:
-            pos = here.end()
-        elif data[pos] == _TEXT:
-            pos += 5 + int.from_bytes(data[pos + 1 : pos + 5], "little")
-        else:
-            return data[pos] == _STOP
-    return False
+def _extend(target: Any, items: list[Any]) -> None:
+    if type(target) not in (list, collections.deque) and not isinstance(target, Record):
+        raise ValueError(f"it appends to a {type(target).__name__}")
+    target.extend(items)
 
 
-def _shares_no_tuple(opcodes: bytes) -> bool:
-    """Tell whether no memo index under which a tuple is put is fetched. `opcodes`: a pickle's without its texts."""
-    puts = set(re.findall(_TUPLE_PUTS, opcodes))
-    for get in set(re.findall(_GETS, opcodes)) - {b""}:
-        index = int.from_bytes(get[1:], "little")
-        if b"r" + index.to_bytes(4, "little") in puts or (index < 256 and b"q" + bytes([index]) in puts):
-            return False
-    return True
+def _put_items(target: Any, items: list[Any]) -> None:
+    if not isinstance(target, (dict, Record)) or len(items) % 2:
+        raise ValueError(f"it sets items of a {type(target).__name__}")
+    for i in range(0, len(items), 2):
+        key = items[i]
+        target[key if type(key) is str or type(key) is Index else checked_key(key)] = items[i + 1]
 
 
-def _memoizes_no_tuple(opcodes: bytes) -> bool:
-    """The same where memo indices are counted: by MEMOIZE, of protocol 4."""
-    memo = re.findall(_MEMOIZED, opcodes)
-    gets = {int.from_bytes(get[1:], "little") for get in set(re.findall(_FETCHED, opcodes)) - {b""}}
-    return not any(len(memo[index]) == 2 for index in gets if index < len(memo))
+def _put(memo: dict[int, Any], index: int, value: Any, data: bytes) -> None:
+    if not 0 <= index <= len(data):
+        raise ValueError(f"memo index {index} is no place in a pickle of {len(data)} bytes")
+    memo[index] = value
 
 
-class _Unpickler(pickle.Unpickler):
-    """C's unpickler over the same allow-list."""
-
-    def __init__(self, data: bytes, resolve: Resolve, persistent_load: PersistentLoad | None) -> None:
-        # Buffered: without peek() the C code asks for every opcode by itself.
-        super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 20))
-        self._resolve = resolve
-        self._persistent_load = persistent_load
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self._resolve(module, name)
-
-    def persistent_load(self, identity: Any) -> Any:
-        if self._persistent_load is None:
-            raise ValueError("it refers to storages, which this file has none of")
-        return self._persistent_load(identity)
+# --- the lines of text of protocol 0
 
 
-def _load_in_c(data: bytes, resolve: Resolve, persistent_load: PersistentLoad | None = None) -> Any:
-    try:
-        with collector_paused():
-            return _Unpickler(data, resolve, persistent_load).load()
-    except (pickle.UnpicklingError, struct.error) as error:
-        raise ValueError(str(error)) from None
+def _line(data: bytes, pos: int) -> tuple[bytes, int]:
+    end = data.find(b"\n", pos, pos + _MAX_LINE)
+    if end < 0:
+        raise ValueError("a line of it has no end")
+    return data[pos:end], end + 1
+
+
+def _integer(line: bytes) -> int:
+    if len(line) > _MAX_TEXT_INTEGER or b"_" in line:
+        raise ValueError("an integer in text is too long")
+    return int(line)
+
+
+def _int_or_bool(line: bytes) -> int:
+    return line == b"01" if line in (b"00", b"01") else _integer(line)
+
+
+def _float(line: bytes) -> float:
+    if len(line) > _MAX_TEXT_INTEGER:
+        raise ValueError("a float in text is too long")
+    return float(line)
+
+
+def _quoted(line: bytes) -> str:
+    if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1] or b"\\" in line:
+        raise ValueError("a string in text is not quoted plainly")
+    return line[1:-1].decode("latin1")
+
+
+_LINES: dict[int, Callable[[bytes], Any]] = {
+    ord("I"): _int_or_bool,
+    ord("L"): lambda line: _integer(line.removesuffix(b"L")),
+    ord("F"): _float,
+    ord("S"): _quoted,
+    ord("V"): lambda line: line.decode("raw-unicode-escape"),
+}

@@ -24,10 +24,10 @@ from ckptkit.formats.pickles.tensors import (
     read_storage_type,
     tensors_in,
 )
-from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, load_archived
+from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, loads
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["LOCAL_HEADER", "Member", "TorchArchive", "file_size", "parse_directory", "read_archive", "read_members"]
+__all__ = ["LOCAL_HEADER", "Archive", "Member", "TorchArchive", "file_size", "parse_directory", "read_archive"]
 
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # APPNOTE.TXT 4.3.7
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # 4.3.12
@@ -74,25 +74,25 @@ def read_archive(
 
     Args:
         nbytes: To the end of the file by default.
-        unknown: As for `_restricted_pickle.loads`.
+        unknown: As for `walk.loads`.
 
     Raises:
         CorruptCheckpointError: It is no such archive, or its parts contradict each other.
         UnsafePickleError: Its pickle asks for a global that is not allowed.
         UnsupportedFormatError: Big-endian, or holds tensors that are not dense.
     """
-    if nbytes is None:
-        nbytes = file_size(store, path) - start
-    return _Reader(store, path, start, nbytes).archive(unknown)
-
-
-def read_members(store: Store, path: str, start: int, nbytes: int) -> list[tuple[int, int, int]]:
-    """Return (start in the file, nbytes, CRC-32) of all members of an archive. Its pickle is not looked at.
-
-    Raises:
-        CorruptCheckpointError: Its zip directory or a header is damaged.
-    """
-    return _Reader(store, path, start, nbytes).members()
+    archive = Archive(store, path, start, nbytes)
+    rebuilder = TensorRebuilder()
+    value = loads(
+        archive.pickled(),
+        file=archive.file,
+        functions=rebuilder.functions,
+        persistent_load=archive.storage,
+        unknown=unknown,
+    )
+    archive.locate_storages()
+    rebuilder.finish(lambda tensor: archive.read(tensor.start, tensor.nbytes))
+    return TorchArchive(value, path)
 
 
 def file_size(store: Store, path: str) -> int:
@@ -318,41 +318,54 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
     return Storage(path, key, nbytes, dtype, location[:32], crc32=crc)
 
 
-class _Reader:
-    def __init__(self, store: Store, path: str, start: int, nbytes: int) -> None:
+class Archive:
+    """The zip of torch.save at bytes [start, start + nbytes) of a file, to the end of the file by default.
+
+    Its directory is read and checked when the archive is opened. Raises as `read_archive` does.
+    """
+
+    def __init__(self, store: Store, path: str, start: int = 0, nbytes: int | None = None, *, file: str = "") -> None:
         self.store = store
         self.path = path
         self.start = start
-        self.nbytes = nbytes
-        self.file = path if start == 0 else f"{path} (item at byte {start})"
+        self.nbytes = file_size(store, path) - start if nbytes is None else nbytes
+        self.file = file or (path if start == 0 else f"{path} (item at byte {start})")
         self.storages: dict[str, Storage] = {}
+        self.layout = self._layout()
 
     def members(self) -> list[tuple[int, int, int]]:
-        layout, found = self._layout(), []
-        for member in layout.members.values():
-            at = self.start + member.header
-            header = self.store.read(self.path, at, at + LOCAL_HEADER.size + len(member.name.encode()))
-            found.append((self.start + layout.start(member, header), member.nbytes, member.crc32))
-        return found
+        """Return (start in the file, nbytes, CRC-32) of all members. The pickle is not looked at."""
+        members = self.layout.members.values()
+        return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
 
-    def archive(self, unknown: Unknown) -> TorchArchive:
-        self.layout = self._layout()
-        rebuilder = TensorRebuilder()
-        pickled = self._member("data.pkl")
+    def pickled(self) -> bytes:
+        """Return the pickle of what was saved, once the archive is known to be little-endian."""
         if "byteorder" in self.layout.members:
-            check_byteorder(self._member("byteorder"), file=self.file)
-        value = load_archived(
-            pickled, file=self.file, functions=rebuilder.functions, persistent_load=self._storage, unknown=unknown
-        )
-        self._locate()
-        rebuilder.finish(lambda tensor: self._read(tensor.start, tensor.nbytes))
-        return TorchArchive(value, self.path)
+            check_byteorder(self.member("byteorder"), file=self.file)
+        return self.member("data.pkl")
+
+    def member(self, name: str) -> bytes:
+        """Return the bytes of a member, checked against its CRC-32."""
+        member = self.layout.members[name]
+        data = self.read(self._start(member, self._header(member)), member.nbytes)
+        if zlib.crc32(data) != member.crc32:
+            raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} does not match its CRC-32.")
+        return data
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Return bytes of the file."""
+        buffer = bytearray(nbytes)
+        self.store.read_into(self.path, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def _start(self, member: Member, header: bytes) -> int:
+        return self.start + self.layout.start(member, header)
 
     def _layout(self) -> Layout:
         want = 64 << 10
         while True:
             length = min(want, self.nbytes)
-            tail = self._read(self.start + self.nbytes - length, length)
+            tail = self.read(self.start + self.nbytes - length, length)
             try:
                 members, directory = parse_directory(tail, self.nbytes, file=self.file)
             except ShortTailError as short:
@@ -360,28 +373,17 @@ class _Reader:
                 continue
             return Layout(members, directory, self.file)
 
-    def _read(self, start: int, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        self.store.read_into(self.path, start, memoryview(buffer))
-        return bytes(buffer)
-
     def _header(self, member: Member) -> bytes:
-        return self._read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
+        return self.read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
 
-    def _member(self, name: str) -> bytes:
-        member = self.layout.members[name]
-        data = self._read(self.start + self.layout.start(member, self._header(member)), member.nbytes)
-        if zlib.crc32(data) != member.crc32:
-            raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} does not match its CRC-32.")
-        return data
-
-    def _storage(self, identity: Any) -> Storage:
+    def storage(self, identity: Any) -> Storage:
+        """Return the storage that a persistent id stands for; `locate_storages` says where it lies."""
         key = identity[2] if isinstance(identity, tuple) and len(identity) == 5 else None
         if not isinstance(key, str) or key not in self.storages:
-            made = storage_of(identity, self._stored, self.path)
+            made = storage_of(identity, self.stored, self.path)
             self.storages[made.key] = made
             return made
-        again = storage_of(identity, self._stored, self.path)
+        again = storage_of(identity, self.stored, self.path)
         known = self.storages[key]
         if again.dtype == known.dtype:
             return known
@@ -390,13 +392,14 @@ class _Reader:
         self.storages[f"{key}\n{again.dtype}"] = again
         return again
 
-    def _stored(self, key: str) -> tuple[int, int]:
+    def stored(self, key: str) -> tuple[int, int]:
         member = self.layout.members.get(f"data/{key}")
         if member is None:
             raise ValueError(f"storage {key!r:.40} is not in the archive")
         return member.nbytes, member.crc32
 
-    def _locate(self) -> None:
+    def locate_storages(self) -> None:
+        """Fill in where the storages lie that were asked for: one small header each, all read at once."""
         storages = list(self.storages.values())
         members = [self.layout.members[f"data/{s.key}"] for s in storages]
         headers = [bytearray(LOCAL_HEADER.size + len(m.name.encode())) for m in members]
@@ -404,4 +407,4 @@ class _Reader:
             [ReadInto(self.path, self.start + m.header, memoryview(h)) for m, h in zip(members, headers, strict=True)]
         )
         for storage, member, header in zip(storages, members, headers, strict=True):
-            storage.start = self.start + self.layout.start(member, bytes(header))
+            storage.start = self._start(member, bytes(header))

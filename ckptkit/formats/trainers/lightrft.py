@@ -17,7 +17,7 @@ from ckptkit.formats.dcp import catalog
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.inert import Record
 from ckptkit.formats.pickles.tensors import DTensorRecord
-from ckptkit.formats.pickles.walk import load_metadata
+from ckptkit.formats.pickles.walk import loads
 from ckptkit.formats.trainers.master_check import MasterSampler, check_masters
 from ckptkit.formats.trainers.merge import as_optimizer, file_objects, merged, open_part
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, plain_value, read_optimizer
@@ -96,7 +96,7 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
 def _state_dict_order(store: Store) -> list[str]:
     """The keys in the order of the state dict: that of the planner's paths. The tensors themselves are listed
     by the rank that wrote them first."""
-    metadata = load_metadata(store.read(catalog.METADATA), file=catalog.METADATA)
+    metadata = loads(store.read(catalog.METADATA), file=catalog.METADATA, max_bytes=catalog.MAX_METADATA_BYTES)
     paths = metadata.fields.get("planner_data") if isinstance(metadata, Record) else None
     return [key for key in paths if isinstance(key, str)] if isinstance(paths, dict) else []
 

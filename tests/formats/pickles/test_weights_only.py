@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import zipfile
 from collections import deque
 from collections.abc import Callable
@@ -16,9 +17,9 @@ import torch
 
 import ckptkit
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, SaveError, UnsafePickleError
-from ckptkit.formats.pickles.exact import dump_object, parse_object
+from ckptkit.formats.pickles.weights_only import dump_object, parse_object
 from tests.formats import interop_cases as interop
-from tests.formats.interop_cases import CODE, OBJECTS, same
+from tests.formats.interop_cases import CODE, OBJECTS, REFUSED, same
 from tests.hostile.sources import Evil
 
 
@@ -94,9 +95,24 @@ def test_what_needs_code_of_its_own_is_refused_by_the_name_of_that_code(make: Ca
         parse_object(saved({"of": [deque([make()])]}), file="f")
 
 
-def test_a_class_that_the_caller_allows_is_made_beside_plain_data() -> None:
-    classes = [interop.Colour, interop.Settings, interop.Point, interop.Plain, interop.Sized]
-    value = (deque([interop.Colour.RED]), *(kind() for kind in classes[1:]))
+@pytest.mark.filterwarnings("ignore")  # of torch, that quantized tensors go away
+@pytest.mark.parametrize(("name", "make"), REFUSED, ids=[name for name, _ in REFUSED])
+def test_an_object_of_a_library_is_refused_by_name_and_the_error_says_what_works(
+    name: str, make: Callable[[], Any]
+) -> None:
+    with pytest.raises(CkptkitError, match=rf"f.*{re.escape(name)}.*never runs code.*weights_only=False.*plain values"):
+        parse_object(saved({"of": [make()] * 2}), file="f")
+
+
+def test_a_big_endian_array_is_read_as_pickle_reads_it() -> None:
+    found = parse_object(saved([np.array([1, 2], ">u2")]), file="f")[0]
+    assert found.dtype == np.dtype("u2")
+    assert found.tolist() == [1, 2]
+
+
+def test_a_class_that_the_caller_allows_is_made_by_torch() -> None:
+    classes = [interop.Colour, interop.Settings, interop.Point, interop.Plain]
+    value = (interop.Colour.RED, *(kind() for kind in classes[1:]))
     data = saved(value)
     with torch.serialization.safe_globals(classes):
         assert parse_object(data, file="f") == value
@@ -145,5 +161,5 @@ def test_torch_unpickles_nowhere_else_and_never_without_limits() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "pickle.load", "pickle.loads"):
                 found.setdefault(path.relative_to(top).as_posix(), []).append(ast.unparse(node))
-    assert set(found) == {"formats/pickles/exact.py"} | OF_ONE_JOB
-    assert all("weights_only=True" in call for call in found["formats/pickles/exact.py"])
+    assert set(found) == {"formats/pickles/weights_only.py"} | OF_ONE_JOB
+    assert all("weights_only=True" in call for call in found["formats/pickles/weights_only.py"])

@@ -1,0 +1,75 @@
+"""Dates and arrays of numpy, made from what a pickle says of them, every argument checked first."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ckptkit.errors import UnsupportedFormatError
+
+__all__ = ["check_array", "moment", "numpy_array", "numpy_dtype", "numpy_scalar", "timedelta"]
+
+_NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[biufc](?:1|2|4|8|16)|\?|[SU]\d{1,6})")
+_MAX_DIMS = 32
+
+
+def numpy_dtype(name: Any, order: Any = "=") -> np.dtype[Any]:
+    """Return the dtype of numbers or texts with this name; `order` is ">" where its bytes are big-endian.
+
+    Raises:
+        UnsupportedFormatError: It is one of objects, records or dates.
+    """
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not read.")
+    found: np.dtype[Any] = np.dtype(name)
+    return np.dtype(found.newbyteorder(">")) if order == ">" else found
+
+
+def check_array(shape: Any, dtype: np.dtype[Any], raw: Any) -> None:
+    """Raise ValueError where `raw` is not the memory of an array of this shape."""
+    if (
+        type(shape) is not tuple
+        or len(shape) > _MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+    ):
+        raise ValueError("a numpy array's shape is no shape")
+    if not isinstance(raw, (bytes, bytearray)) or len(raw) != int(np.prod([*shape, dtype.itemsize], dtype=object)):
+        raise ValueError("a numpy array's data do not fit its shape")
+
+
+def numpy_array(shape: Any, dtype: np.dtype[Any], fortran: Any, raw: Any) -> np.ndarray[Any, Any]:
+    """Return an array that can be written to."""
+    check_array(shape, dtype, raw)
+    made: np.ndarray[Any, Any] = np.frombuffer(bytearray(raw), dtype).reshape(shape, order="F" if fortran else "C")
+    return made
+
+
+def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
+    """Return the number or text of these bytes."""
+    if not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
+        raise ValueError("a numpy scalar's data do not fit its dtype")
+    return np.frombuffer(raw, dtype)[0] if raw else np.zeros((), dtype)[()]
+
+
+def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
+    """Return the maker of a date or a time: of its bytes, and a zone where it has one."""
+
+    def make(raw: Any, *zone: Any) -> Any:
+        if not isinstance(raw, bytes) or len(raw) != nbytes or len(zone) > 1:
+            raise ValueError("a date or a time is none")
+        if not all(isinstance(item, datetime.timezone) for item in zone):
+            raise ValueError("a time's zone is none")
+        return kind(raw, *zone)
+
+    return make
+
+
+def timedelta(*args: Any) -> datetime.timedelta:
+    """Return the span of (days, seconds, microseconds)."""
+    if len(args) > 3 or not all(type(arg) is int for arg in args):
+        raise ValueError("a span of time is none")
+    return datetime.timedelta(*args)

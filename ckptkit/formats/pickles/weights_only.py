@@ -1,0 +1,390 @@
+"""Objects as torch.save bytes, in a job: the one place where torch unpickles, with weights_only=True and never without.
+
+Dates, paths, collections and numpy arrays, which torch refuses, are read by `walk` with makers that check every
+argument, dense tensors beside them too. Before torch sees a file, our zip reader refuses what torch would unfold in
+memory: compressed members. After it, views that are larger than the bytes they lie on are refused.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import collections
+import datetime
+import io
+import pathlib
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+    UnsafePickleError,
+    UnsupportedFormatError,
+)
+from ckptkit.formats.pickles.allowed import ALLOWED
+from ckptkit.formats.pickles.inert import Function, StorageType, TorchDType
+from ckptkit.formats.pickles.objects import memory_store
+from ckptkit.formats.pickles.tensors import Storage, StoredTensor, TensorRebuilder
+from ckptkit.formats.pickles.values import check_array, moment, numpy_array, numpy_dtype, numpy_scalar, timedelta
+from ckptkit.formats.pickles.walk import guarded, walk
+from ckptkit.formats.pickles.zip import Archive, storage_of
+
+__all__ = ["dump_object", "dump_plain", "parse_object"]
+
+_ADVICE = (
+    "ckptkit never runs code from pickles. If you trust where it came from, allow its class with "
+    "torch.serialization.add_safe_globals, or load it in a job of your own with torch.load(weights_only=False) and "
+    "save it again as plain values."
+)
+_VERSION = "torch.torch_version.TorchVersion"  # people save torch.__version__
+_MAX_DEPTH = 200
+_UNFOLDED = 16 << 20  # bytes of a view of less: an expanded tensor takes no memory until it is copied
+
+
+def dump_object(value: Any, *, name: str, advice: str) -> bytes:
+    """Return what torch.save makes of the value, once it was read back with weights_only=True.
+
+    Raises:
+        SaveError: It can't be saved so that it loads without running code; `advice` says what to do.
+    """
+    import torch
+
+    return _dumped(value, lambda data: torch.load(io.BytesIO(data), weights_only=True), name, advice)
+
+
+def dump_plain(value: Any, *, name: str, advice: str) -> bytes:
+    """Return what torch.save makes of the value, once `parse_object` has read it back. Raises as `dump_object` does."""
+    return _dumped(value, lambda data: parse_object(data, file=name), name, advice)
+
+
+def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) -> bytes:
+    import torch
+
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        read(buffer.getvalue())
+    except Exception as error:  # pickling runs the value's own code; the cause is chained
+        raise SaveError(
+            f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
+            f"loads without running code. Save its plain values instead, {advice}"
+        ) from error
+    return buffer.getvalue()
+
+
+def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str = "") -> Any:
+    """Return the value in bytes of torch.save, on the CPU.
+
+    Raises:
+        UnsafePickleError: It names a class that torch's weights_only loader refuses, and that is no plain data;
+            nothing of it was run.
+        CorruptCheckpointError: Its archive is damaged, compressed, or has tensors larger than what is stored.
+        LoadError: torch can't load it.
+    """
+    import torch
+
+    label = f"{file}: the object {name!r:.120}" if name else file
+    raw = bytes(data)
+    archive = Archive(memory_store(label, raw), label) if raw[:2] == b"PK" else None
+    try:
+        value = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if archive is not None:
+            return _plain_object(archive)
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise _refusal(label, found[1] if found else "") from None
+    except CkptkitError:
+        raise
+    except (MemoryError, zipfile.BadZipFile) as error:
+        raise CorruptCheckpointError(f"{label} is damaged: {str(error)[:200]}") from error
+    except Exception as error:  # whatever torch runs into on bytes that torch.save did not write
+        raise LoadError(f"{label}: torch can't load it: {' '.join(str(error).split())[:200]}") from error
+    _check_views(value, label)
+    return value
+
+
+def _refusal(label: str, kind: str) -> UnsafePickleError:
+    what = f"asks for {kind[:200]!r}" if kind else "is refused by torch's weights_only loader"
+    return UnsafePickleError(f"{label} is not loaded: its pickle {what}; nothing of it was run. {_ADVICE}")
+
+
+def _check_views(value: Any, label: str) -> None:
+    import torch
+
+    for tensor in _tensors(value, 0):
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            continue
+        nbytes, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+        if nbytes > max(stored, _UNFOLDED):
+            raise CorruptCheckpointError(f"{label}: a tensor of {nbytes} bytes lies on {stored} stored ones.")
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > _MAX_DEPTH:
+        return
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner, depth + 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for inner in value:
+            yield from _tensors(inner, depth + 1)
+
+
+# --- plain data that torch's weights_only loader refuses
+
+
+def _plain_object(archive: Archive) -> Any:
+    """Return the value of an archive that holds plain data and dense tensors.
+
+    Raises:
+        UnsafePickleError: It holds more; the message names what.
+    """
+    import torch
+
+    label, tensors = archive.file, _Tensors(archive)
+
+    def resolve(module: str, name: str) -> Any:
+        # Protocol 2 calls what is builtin by its name in Python 2.
+        module, name = _compat_pickle.NAME_MAPPING.get(
+            (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+        )
+        found = tensors.functions.get((module, name)) or _FUNCTIONS.get((module, name))
+        if found is not None:
+            return found
+        kind = f"{module}.{name}"
+        if kind in _TYPES:
+            return _TYPES[kind]
+        if kind == _VERSION:
+            return torch.torch_version.TorchVersion
+        listed = ALLOWED.get((module, name))
+        if isinstance(listed, TorchDType):
+            return _dtype(listed.name)
+        if not isinstance(listed, StorageType):
+            raise _refusal(label, kind)
+        return listed
+
+    calls = {**_CALLS, **_torch_calls()}
+    try:
+        return guarded(label, lambda: walk(archive.pickled(), 0, resolve, tensors.storage, calls, _STATES)[0])
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(f"{error} {_ADVICE}") from None
+
+
+class _Tensors:
+    """The dense tensors of an archive, each storage made once."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self._memory: dict[str, Any] = {}
+        rebuild = TensorRebuilder(lazy=True).functions
+        home = "torch._utils"
+        makers: dict[str, Callable[..., Any]] = {
+            "_rebuild_tensor": lambda *args: self._made(rebuild[home, "_rebuild_tensor"](*args)),
+            "_rebuild_tensor_v2": lambda *args: self._made(rebuild[home, "_rebuild_tensor_v2"](*args), args[4]),
+            "_rebuild_tensor_v3": lambda *args: self._made(
+                rebuild[home, "_rebuild_tensor_v3"](*args[:6], TorchDType(_name_of(args[6])), *args[7:]), args[4]
+            ),
+            "_rebuild_parameter": _parameter,
+        }
+        self.functions = {(home, name): Function(name, make) for name, make in makers.items()}
+
+    def storage(self, identity: Any) -> Storage:
+        found = storage_of(identity, self._archive.stored, self._archive.path)
+        if found.key not in self._memory:
+            self._memory[found.key] = _memory(self._archive.member(f"data/{found.key}"))
+        return found
+
+    def _made(self, tensor: StoredTensor, requires_grad: Any = False) -> Any:
+        import torch
+
+        memory = self._memory[tensor.storage.key]
+        made = torch.empty(0, dtype=_dtype(tensor.dtype)).set_(memory, tensor.offset, tensor.shape, tensor.strides)
+        for mark in sorted(tensor.marks):
+            made = {"conj": torch.conj, "neg": torch._neg_view}[mark](made)
+        return made.requires_grad_() if requires_grad is True else made
+
+
+def _memory(data: bytes) -> Any:
+    import torch
+
+    made = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return made.untyped_storage()
+
+
+def _parameter(data: Any, requires_grad: Any = True, *_: Any) -> Any:
+    import torch
+
+    if not isinstance(data, torch.Tensor):
+        raise ValueError("a parameter of no tensor")
+    return torch.nn.Parameter(data, requires_grad=requires_grad is True)
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _name_of(dtype: Any) -> str:
+    import torch
+
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor's dtype is no dtype")
+    return str(dtype).removeprefix("torch.")
+
+
+def _torch_calls() -> dict[Any, Callable[..., Any]]:
+    import torch
+
+    version = torch.torch_version.TorchVersion
+    return {
+        torch.Size: lambda sizes: torch.Size(_sequence(sizes)),
+        torch.device: _device,
+        version: lambda text: version(_text(text)),
+    }
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("a version is no text")
+    return value
+
+
+def _device(kind: Any, *index: Any) -> Any:
+    import torch
+
+    if type(kind) is not str or not all(type(number) is int for number in index):
+        raise ValueError("a device is none")
+    return torch.device(kind, *index)
+
+
+def _sequence(value: Any) -> Any:
+    if type(value) not in (list, tuple):
+        raise ValueError("expected one list or tuple")
+    return value
+
+
+def _ordered(pairs: Any = ()) -> Any:
+    return collections.OrderedDict(ALLOWED["collections", "OrderedDict"](pairs))
+
+
+def _counter(counts: Any = None) -> Any:
+    made: Any = collections.Counter()
+    dict.update(made, ALLOWED["collections", "OrderedDict"](counts))
+    return made
+
+
+def _default(factory: Any = None) -> Any:
+    if factory is not None and not isinstance(factory, type):
+        raise ValueError("the factory of a defaultdict is no type")
+    return collections.defaultdict(factory)
+
+
+def _deque(items: Any = (), limit: Any = None) -> Any:
+    if limit is not None and type(limit) is not int:
+        raise ValueError("the length of a deque is no number")
+    return collections.deque(_sequence(items), limit)
+
+
+def _zone(offset: Any, *name: Any) -> datetime.timezone:
+    if type(offset) is not datetime.timedelta or not all(type(text) is str for text in name):
+        raise ValueError("a zone is none")
+    return datetime.timezone(offset, *name) if name or offset else datetime.timezone.utc
+
+
+def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
+    def make(*parts: Any) -> Any:
+        if not all(type(part) is str for part in parts):
+            raise ValueError("a path of what is no text")
+        return kind(*parts)
+
+    return make
+
+
+def _empty_array(kind: Any, *_: Any) -> Any:
+    if kind is not np.ndarray:
+        raise ValueError("an array of another class")
+    return np.empty(0, np.int8)
+
+
+def _fill_array(made: Any, state: Any) -> None:
+    _, shape, dtype, fortran, raw = state
+    check_array(shape, _numpy(dtype), raw)
+    made.__setstate__((1, shape, dtype, fortran is True, bytes(raw)))
+
+
+def _numpy(dtype: Any) -> np.dtype[Any]:
+    if not isinstance(dtype, np.dtype):
+        raise ValueError("a numpy dtype is no dtype")
+    return dtype
+
+
+def _new_dtype(name: Any, *_: Any) -> np.dtype[Any]:
+    return np.dtype(numpy_dtype(name), copy=True)  # one of its own, whose state may be set
+
+
+def _order_bytes(made: Any, state: Any) -> None:
+    """(version, byte order, ...): all else follows from the dtype."""
+    if state[1] == ">":
+        made.__setstate__(np.dtype(made.newbyteorder(">")).__reduce__()[2])
+
+
+def _set_attributes(made: Any, state: Any) -> None:
+    if type(state) is not dict or not all(type(key) is str for key in state):
+        raise ValueError("attributes are none")
+    made.__dict__.update(state)
+
+
+_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
+_NUMPY: set[type[Any]] = {np.dtype, np.ndarray, *np.sctypeDict.values()}
+
+# What globals become. A type stands for itself, and `_CALLS` has what makes an instance of it.
+_TYPES: dict[str, Any] = {
+    **{f"builtins.{kind.__name__}": kind for kind in (int, float, complex, bool, str, bytes, bytearray, list, tuple,
+                                                      dict, set, frozenset)},
+    **{f"collections.{kind.__name__}": kind for kind in (collections.OrderedDict, collections.Counter,
+                                                         collections.defaultdict, collections.deque)},
+    **{f"datetime.{kind.__name__}": kind for kind in (datetime.datetime, datetime.date, datetime.time,
+                                                      datetime.timedelta, datetime.timezone)},
+    **{f"{home}.{kind.__name__}": kind for home in ("pathlib", "pathlib._local") for kind in _PATHS},
+    **{f"numpy.{kind.__name__}": kind for kind in _NUMPY},
+}  # fmt: skip
+_CALLS: dict[Any, Callable[..., Any]] = {
+    **{kind: ALLOWED["builtins", kind.__name__] for kind in (complex, bytes, bytearray, list, set, frozenset)},
+    collections.OrderedDict: _ordered,
+    collections.Counter: _counter,
+    collections.defaultdict: _default,
+    collections.deque: _deque,
+    datetime.datetime: moment(datetime.datetime, 10),
+    datetime.time: moment(datetime.time, 6),
+    datetime.date: moment(datetime.date, 4),
+    datetime.timedelta: timedelta,
+    datetime.timezone: _zone,
+    **{kind: _path(kind) for kind in _PATHS},
+    np.dtype: _new_dtype,
+}
+_STATES = ((np.ndarray, _fill_array), (np.dtype, _order_bytes), (collections.OrderedDict, _set_attributes))
+_FUNCTIONS: dict[tuple[str, str], Function] = {
+    ("_codecs", "encode"): ALLOWED["_codecs", "encode"],
+    **{
+        (f"numpy.{core}.{home}", name): Function(name, make)
+        for core in ("core", "_core")
+        for home, name, make in (
+            ("multiarray", "_reconstruct", _empty_array),
+            ("multiarray", "scalar", lambda dtype, raw: numpy_scalar(_numpy(dtype), raw)),
+            ("numeric", "_frombuffer", lambda raw, dtype, shape, order: numpy_array(
+                shape, _numpy(dtype), order == "F", raw)),
+        )
+    },
+}  # fmt: skip

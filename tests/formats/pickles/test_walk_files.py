@@ -1,0 +1,113 @@
+"""The metadata and archives of real libraries are read as C's unpickler reads them; those made to deceive are not."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsafePickleError
+from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
+from ckptkit.formats.pickles import zip as archives
+from ckptkit.formats.pickles.walk import loads
+from ckptkit.storage.local import LocalStore
+from tests.formats.described import described, shown
+from tests.formats.pickles.reference import loads_in_c
+
+
+def metadata_files(zoo: Path) -> list[Path]:
+    files = [p for p in zoo.rglob("*") if p.name.endswith("metadata") and p.is_file()]
+    return [p for p in files if "hostile" not in str(p)]
+
+
+def test_all_metadata_of_the_zoo_are_read_as_c_reads_them(zoo: Path) -> None:
+    files = metadata_files(zoo)
+    assert len(files) > 30
+    for file in files:
+        data = file.read_bytes()
+        assert shown(loads(data, file="m")) == shown(loads_in_c(data, file="m")), file
+
+
+def test_old_homes_of_the_classes_are_read_too(zoo: Path) -> None:
+    data = (zoo / "dcp_dtensor_2d/ckpt/.metadata").read_bytes()
+    old = b"torch.distributed._shard.checkpoint.metadata"
+    new = b"torch.distributed.checkpoint.metadata"
+    moved = data.replace(b"\x8c" + bytes([len(new)]) + new, b"\x8c" + bytes([len(old)]) + old)
+    moved = b"\x80\x04" + moved[11:]  # without the frame, whose length no longer fits
+    assert moved != data
+    assert shown(loads(moved, file="m")) == shown(loads(data, file="m"))
+
+
+def test_the_hostile_metadata_of_the_zoo_are_refused(zoo: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsafePickleError, match=r"builtins\.exec"):
+        loads((zoo / "hostile_metadata/ckpt/.metadata").read_bytes(), file="m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_metadata_that_we_write_are_read_as_c_reads_them() -> None:
+    offsets, sizes = np.array([[0, 0], [300, 0]]), np.array([[300, 7], [100, 7]])
+    columns = RecordColumns(
+        "model.w", "bfloat16", (400, 7), offsets, sizes, np.zeros(2, np.int32), np.array([0, 5000]), np.array([5000, 9])
+    )
+    data = b"".join(
+        encode_metadata([columns], ["__0_0.distcp"], objects={"step": (0, 6000, 4)}, planner_data={"step": ("step",)})
+    )
+    assert shown(loads(data, file="m")) == shown(loads_in_c(data, file="m"))
+
+
+def test_a_damaged_pickle_is_an_error_that_names_the_file(zoo: Path) -> None:
+    data = bytearray((zoo / "dcp_dtensor_2d/ckpt/.metadata").read_bytes())
+    data[data.index(b"R\x94")] = ord("a")
+    with pytest.raises(CorruptCheckpointError, match="m: its pickle is damaged"):
+        loads(bytes(data), file="m")
+
+
+def test_garbage_collection_is_on_again_after_an_error() -> None:
+    with pytest.raises(CorruptCheckpointError):
+        loads(b"\x80\x04" + b"N" * 64 + b"R.", file="m")
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("many", [b"]", b"}", b"\x8f", b"]\x94", b"N\x85", b"N\x85\x85\x85", b"(t"])
+def test_containers_out_of_proportion_are_refused(many: bytes) -> None:
+    count = 2_400_000 // len(many)
+    with pytest.raises(CorruptCheckpointError, match="more empty containers than its size explains"):
+        loads(b"\x80\x04" + many * count + b".", file="m")
+    loads(b"\x80\x04" + many * 1000 + b".", file="m")
+
+
+@pytest.mark.parametrize("name", ["dcp_threads2_w2/ckpt", "dcp_zstd_w2/ckpt", "dcp_torchtitan_like_w2/step-2"])
+def test_a_catalog_is_the_same_item_by_item_and_by_frames(
+    zoo: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptkit.formats.dcp import locate
+    from ckptkit.formats.dcp.catalog import open_catalog
+
+    def rows() -> dict[str, Any]:
+        catalog = open_catalog(LocalStore(zoo / name))
+        return {n: (e.dtype, e.shape, e.role, e.fqn, e.state, list(e.slices)) for n, e in catalog.tensors.items()}
+
+    framed = rows()
+    monkeypatch.setattr(locate, "_FEW", 1 << 40)
+    assert rows() == framed
+
+
+def test_all_archives_of_the_zoo_are_read_as_c_reads_them(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [path for pattern in ("*.pt", "*.bin", "*.ckpt") for path in sorted(zoo.rglob(pattern)) if path.is_file()]
+    files = [path for path in found if not path.relative_to(zoo).parts[0].startswith("hostile")]
+
+    def value(path: Path) -> Any:
+        try:
+            return described(archives.read_archive(LocalStore(path.parent), path.name).value)
+        except CkptkitError:
+            return "refused"
+
+    ours = [value(path) for path in files]
+    assert sum(one != "refused" for one in ours) > 40
+    monkeypatch.setattr(archives, "loads", loads_in_c)
+    for path, one in zip(files, ours, strict=True):
+        assert value(path) == one, path
