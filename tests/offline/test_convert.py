@@ -32,7 +32,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.formats.dcp.records import STREAMED
-from ckptkit.formats.pickles import encode
+from ckptkit.formats.pickles import zip as zips
 from ckptkit.keymaps import builtin
 from ckptkit.offline import publish
 from ckptkit.offline.convert import convert
@@ -146,7 +146,7 @@ def test_the_one_file_is_a_sound_zip(tmp_path):
 
 
 def test_offsets_and_sizes_past_4_gib_use_zip64(monkeypatch, tmp_path):
-    monkeypatch.setattr(encode, "_WIDE", 200)  # every field that could overflow does
+    monkeypatch.setattr(zips, "_WIDE", 200)  # every field that could overflow does
     convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     expected = load_file(UNEVEN / "EXPECTED.safetensors")

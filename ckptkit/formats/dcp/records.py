@@ -18,6 +18,8 @@ from typing import Any
 from ckptkit.catalog.box import row_major_strides
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.formats.dcp.metadata import MetadataWriter, RecordColumns, encode_metadata
+from ckptkit.formats.pickles.allowed import STORAGE_CLASSES
+from ckptkit.formats.pickles.zip import central_header, end_records, local_header
 
 __all__ = [
     "ALIGNMENT",
@@ -41,25 +43,7 @@ ALIGNMENT = 64  # of the payload of records that are worth mapping or copying in
 STREAMED = 64 << 10  # from here on the CRC follows the payload, so that the payload need not be seen first
 _ALIGNED = 4 << 10
 _MAX32 = 0xFFFFFFFF
-_DOS_DATE = 0x21  # 1980-01-01, the zero of zip timestamps
 _ROOT = b"a/"  # torch takes the name of the first entry up to the slash; the shorter, the smaller each record
-_PADDING_ID = 0x4246  # "FB", which torch's own writer uses for padding
-
-# Storage classes that torch.save names; every other dtype is an UntypedStorage and names its dtype.
-_STORAGES = {
-    "float64": b"DoubleStorage",
-    "float32": b"FloatStorage",
-    "float16": b"HalfStorage",
-    "bfloat16": b"BFloat16Storage",
-    "int64": b"LongStorage",
-    "int32": b"IntStorage",
-    "int16": b"ShortStorage",
-    "int8": b"CharStorage",
-    "uint8": b"ByteStorage",
-    "bool": b"BoolStorage",
-    "complex128": b"ComplexDoubleStorage",
-    "complex64": b"ComplexFloatStorage",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +132,9 @@ def is_plain(value: Any) -> bool:
 
 
 def _pickle_tensor(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int, nbytes: int) -> bytes:
-    storage = _STORAGES.get(name)
+    storage = STORAGE_CLASSES.get(name)
     if storage:  # without "_v2", which takes a flag and hooks that a saved tensor has not: 36 bytes less a record
-        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((", _text(b"storage"), b"ctorch\n", storage, b"\n"]
+        parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((", _text(b"storage"), f"ctorch\n{storage}\n".encode()]
     else:
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((", _text(b"storage")]
         parts.append(b"ctorch.storage\nUntypedStorage\n")
@@ -187,52 +171,24 @@ def _int_tuple(values: tuple[int, ...]) -> bytes:
 # --- zip
 
 
-def _local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, extra: bytes = b"") -> bytes:
-    size = min(nbytes, _MAX32)
-    version = 45 if nbytes >= _MAX32 else 20
-    fields = (0x04034B50, version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
-    return struct.pack("<IHHHHHIIIHH", *fields) + name + extra
-
-
-def _central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: int = 0) -> bytes:
-    size, wide = min(nbytes, _MAX32), nbytes >= _MAX32
-    version = 45 if wide else 20
-    extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if wide else b""
-    fields = (0x02014B50, version, version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
-    return struct.pack("<IHHHHHHIIIHH", *fields) + struct.pack("<HHHII", 0, 0, 0, 0, offset) + name + extra
-
-
-def _end_records(entries: int, directory_size: int, directory_at: int) -> bytes:
-    end = b""
-    if directory_at >= _MAX32:
-        fields = (0x06064B50, 44, 45, 45, 0, 0, entries, entries, directory_size, directory_at)
-        end = struct.pack("<IQHHIIQQQQ", *fields)
-        end += struct.pack("<IIQI", 0x07064B50, 0, directory_at + directory_size, 1)
-    last = (0x06054B50, 0, 0, entries, entries, directory_size, min(directory_at, _MAX32), 0)
-    return end + struct.pack("<IHHHHIIH", *last)
-
-
 def _frame(pickled: bytes, nbytes: int) -> RecordFrame:
     """Lay the record out: data.pkl, version, the storage last; the payload's CRC is left open."""
     streamed, alignment = nbytes >= STREAMED, ALIGNMENT if nbytes >= _ALIGNED else 1
     pickle_crc, version = zlib.crc32(pickled), b"3\n"
-    head = _local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled
+    head = local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled
     version_at = len(head)
-    head += _local_header(_ROOT + b"version", zlib.crc32(version), len(version)) + version
+    head += local_header(_ROOT + b"version", zlib.crc32(version), len(version)) + version
     storage_at, name = len(head), _ROOT + b"data/0"
-    extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= _MAX32 else b""
     flags = 0x0008 if streamed else 0  # bit 3: the CRC is in a descriptor behind the data
-    unpadded = storage_at + 30 + len(name) + len(extra)
-    if alignment > 1 and unpadded % alignment:
-        room = -(unpadded + 4) % alignment
-        extra += struct.pack("<HH", _PADDING_ID, room) + b"\0" * room
-    head += _local_header(name, 0, nbytes, flags=flags, extra=extra)
-    directory = _central_header(_ROOT + b"data.pkl", pickle_crc, len(pickled), 0)
-    directory += _central_header(_ROOT + b"version", zlib.crc32(version), len(version), version_at)
+    unpadded = storage_at + len(local_header(name, 0, nbytes))
+    padding = -(unpadded + 4) % alignment if unpadded % alignment else None
+    head += local_header(name, 0, nbytes, flags=flags, padding=padding)
+    directory = central_header(_ROOT + b"data.pkl", pickle_crc, len(pickled), 0)
+    directory += central_header(_ROOT + b"version", zlib.crc32(version), len(version), version_at)
     crc_in_directory = len(directory) + 16
-    directory += _central_header(name, 0, nbytes, storage_at, flags=flags)
+    directory += central_header(name, 0, nbytes, storage_at, flags=flags)
     descriptor = (24 if nbytes >= _MAX32 else 16) if streamed else 0
-    tail = directory + _end_records(3, len(directory), len(head) + nbytes + descriptor)
+    tail = directory + end_records(3, len(directory), len(head) + nbytes + descriptor)
     return RecordFrame(
         prefix=head,
         nbytes=nbytes,
@@ -248,9 +204,9 @@ def _zip_objects(*members: tuple[bytes, bytes]) -> bytes:
     body, directory = bytearray(), bytearray()
     for short, data in members:
         crc, name = zlib.crc32(data), _ROOT + short
-        directory += _central_header(name, crc, len(data), len(body))
-        body += _local_header(name, crc, len(data)) + data
-    return bytes(body + directory) + _end_records(len(members), len(directory), len(body))
+        directory += central_header(name, crc, len(data), len(body))
+        body += local_header(name, crc, len(data)) + data
+    return bytes(body + directory) + end_records(len(members), len(directory), len(body))
 
 
 def payload_nbytes(dtype: str, sizes: tuple[int, ...]) -> int:

@@ -11,7 +11,7 @@ from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.pickles import inert as stubs
 from ckptkit.formats.pickles.inert import Function, Record, StateDict, StorageType, TorchDType, record_type
 
-__all__ = ["ALLOWED", "allowed_global", "checked_key"]
+__all__ = ["ALLOWED", "STORAGE_CLASSES", "allowed_global", "checked_key"]
 
 _MAX_KEY_NODES = 64
 _INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash of an int: beyond it, colliding keys can be made at will
@@ -142,6 +142,8 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128", "QInt8Storage": "qint8", "QUInt8Storage": "quint8",
     "QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
+STORAGE_CLASSES = {dtype: name for name, dtype in _STORAGES.items()}
+"""By dtype the storage class that torch.save names; every other dtype is an UntypedStorage and names its dtype."""
 _OTHER_DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),

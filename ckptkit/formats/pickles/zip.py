@@ -1,4 +1,4 @@
-"""Reads the zip archives of torch.save: what the pickle inside says, and where each storage lies in the file.
+"""The zip archives of torch.save: what the pickle inside says, where each storage lies in the file, how one is framed.
 
 Nothing of the archive is decompressed or copied: torch stores its members uncompressed, so a tensor is a byte
 range of the file. Anything else that a zip can be is refused.
@@ -27,7 +27,10 @@ from ckptkit.formats.pickles.tensors import (
 from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, loads
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["LOCAL_HEADER", "Archive", "Member", "TorchArchive", "file_size", "parse_directory", "read_archive"]
+__all__ = [
+    "LOCAL_HEADER", "Archive", "Member", "TorchArchive", "central_header", "end_records", "file_size", "local_header",
+    "parse_directory", "read_archive",
+]  # fmt: skip
 
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # APPNOTE.TXT 4.3.7
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # 4.3.12
@@ -40,6 +43,8 @@ _MAX_NAME_BYTES = 1024
 _NONE16, _NONE32 = 0xFFFF, 0xFFFFFFFF
 _DOS_DIRECTORY = 0x10
 _ENCRYPTED = 0x1 | 0x40
+_ZIP64, _PADDING = 0x0001, 0x4246  # kinds of extra fields; the second is torch's own
+_DOS_DATE = 0x21  # 1980-01-01, the zero of zip timestamps
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")  # as nearly all are
 
 
@@ -214,7 +219,7 @@ def _zip64(extra: bytes, packed: int, size: int, header: int, file: str) -> tupl
     pos = 0
     while pos + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, pos)
-        if kind == 1 and pos + 4 + length <= len(extra):
+        if kind == _ZIP64 and pos + 4 + length <= len(extra):
             values = iter(struct.unpack_from(f"<{length // 8}Q", extra, pos + 4))
             try:
                 size = next(values) if size == _NONE32 else size
@@ -408,3 +413,42 @@ class Archive:
         )
         for storage, member, header in zip(storages, members, headers, strict=True):
             storage.start = self._start(member, bytes(header))
+
+
+# --- writing: every member stored, ZIP64 where an offset or a size needs it
+
+_WIDE = _NONE32  # from here on a number stands in a ZIP64 field, and _NONE32 in its place
+
+
+def _narrow(value: int) -> int:
+    return _NONE32 if value >= _WIDE else value
+
+
+def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding: int | None = None) -> bytes:
+    """Return what stands before a member's bytes; `padding`: a field of that many zeros, to align them."""
+    wide = nbytes >= _WIDE
+    extra = struct.pack("<HHQQ", _ZIP64, 16, nbytes, nbytes) if wide else b""
+    if padding is not None:
+        extra += struct.pack("<HH", _PADDING, padding) + bytes(padding)
+    size, version = _narrow(nbytes), 45 if wide else 20
+    fields = (b"PK\x03\x04", version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
+    return LOCAL_HEADER.pack(*fields) + name + extra
+
+
+def central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: int = 0) -> bytes:
+    """Return a member's entry in the directory; `offset`: where its local header begins."""
+    wide = [value for value in (nbytes, nbytes, offset) if value >= _WIDE]
+    extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
+    size, version = _narrow(nbytes), 45 if wide else 20
+    fields = (b"PK\x01\x02", version, version, flags, 0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
+    return _CENTRAL_HEADER.pack(*fields, 0, 0, 0, 0, _narrow(offset)) + name + extra
+
+
+def end_records(entries: int, directory_nbytes: int, directory_at: int) -> bytes:
+    """Return what stands behind the directory."""
+    end = b""
+    if entries >= _NONE16 or directory_nbytes >= _WIDE or directory_at >= _WIDE:
+        end = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, entries, entries, directory_nbytes, directory_at)
+        end += _LOCATOR64.pack(b"PK\x06\x07", 0, directory_at + directory_nbytes, 1)
+    count, nbytes, at = min(entries, _NONE16), _narrow(directory_nbytes), _narrow(directory_at)
+    return end + _END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, at, 0)

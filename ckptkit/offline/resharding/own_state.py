@@ -10,11 +10,9 @@ What can't be carried is named, with the reason.
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +22,11 @@ import numpy as np
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.errors import CkptkitError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.records import frame_object
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
-from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
+from ckptkit.formats.pickles.objects import TensorValue, decode_record, memory_store, read_object
+from ckptkit.formats.pickles.zip import Archive
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 
@@ -411,13 +410,10 @@ def _record(store: Store, item: ObjectEntry) -> bytes:
         data = store.read(item.path, item.start, item.start + item.nbytes if item.nbytes else None)
     if data[:2] != b"PK":
         return data
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            for member in archive.infolist():
-                if member.CRC and member.compress_type == zipfile.ZIP_STORED:
-                    archive.read(member)
-    except (zipfile.BadZipFile, EOFError, ValueError) as error:
-        raise CorruptCheckpointError(f"{item.path}: the record of {item.name!r} is damaged: {error}.") from error
+    archive = Archive(memory_store(item.path, data), item.path, file=f"{item.path}: the record of {item.name!r}")
+    for name, member in archive.layout.members.items():
+        if member.crc32:
+            archive.member(name)
     return data
 
 
