@@ -32,7 +32,7 @@ from ckptkit.formats.dcp.columns import TensorColumns
 from ckptkit.formats.dcp.host_bytes import flipped_crc, sign_codec
 from ckptkit.formats.hf.dcp_shards import saved_offsets
 from ckptkit.formats.hf.header import SafetensorsHeader, read_header
-from ckptkit.formats.pickles.objects import memory_store, zstd_chunks
+from ckptkit.formats.pickles.objects import zstd_chunks
 from ckptkit.formats.pickles.tensors import OpaqueTensorError, Storage, StoredTensor, TensorRebuilder
 from ckptkit.formats.pickles.walk import loads
 from ckptkit.formats.pickles.zip import (
@@ -42,6 +42,7 @@ from ckptkit.formats.pickles.zip import (
     ShortTailError,
     TorchArchive,
     check_byteorder,
+    memory_store,
     parse_directory,
     read_archive,
     storage_of,

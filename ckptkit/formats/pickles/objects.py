@@ -7,7 +7,7 @@ import json
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, Storage, StoredTensor
 from ckptkit.formats.pickles.values import moment, numpy_array, numpy_dtype, numpy_scalar, timedelta
 from ckptkit.formats.pickles.walk import Unknown, guarded, loads
-from ckptkit.formats.pickles.zip import file_size, read_archive
-from ckptkit.storage.store import FileInfo, ReadInto, Store
+from ckptkit.formats.pickles.zip import file_size, memory_store, read_archive
+from ckptkit.storage.store import Store
 
 __all__ = [
     "Inert",
@@ -33,7 +33,6 @@ __all__ = [
     "decode_record",
     "decode_zstd",
     "load_object_torch",
-    "memory_store",
     "plain",
     "read_object",
     "read_tensor",
@@ -190,38 +189,6 @@ def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
             yield chunk
     except zstandard.ZstdError as error:
         raise CorruptCheckpointError(f"{file}: its zstd data are damaged: {error}.") from None
-
-
-def memory_store(path: str, data: bytes) -> Store:
-    """Return bytes in memory as the one file of a store, for the readers of archives."""
-    return cast(Store, _Memory(path, data))
-
-
-class _Memory:
-    """The few methods of a store that the readers of archives use, over bytes in memory, under one path."""
-
-    url = "memory:"
-    local_root: str | None = None
-
-    def __init__(self, path: str, data: bytes) -> None:
-        self._path = path
-        self._data = data
-
-    def info(self, path: str) -> FileInfo | None:
-        return FileInfo(path, "file", len(self._data), 0.0)
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._data[start:stop]
-
-    def read_into(self, path: str, start: int, view: memoryview) -> None:
-        data = self._data[start : start + len(view)]
-        if len(data) != len(view):
-            raise CorruptCheckpointError(f"{path}: a decoded record ends early.")
-        view[:] = data
-
-    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        for read in reads:
-            self.read_into(read.path, read.start, read.view)
 
 
 def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:

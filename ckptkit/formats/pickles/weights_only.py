@@ -30,11 +30,10 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.pickles.allowed import ALLOWED
 from ckptkit.formats.pickles.inert import Function, StorageType, TorchDType
-from ckptkit.formats.pickles.objects import memory_store
 from ckptkit.formats.pickles.tensors import Storage, StoredTensor, TensorRebuilder
 from ckptkit.formats.pickles.values import check_array, moment, numpy_array, numpy_dtype, numpy_scalar, timedelta
 from ckptkit.formats.pickles.walk import guarded, walk
-from ckptkit.formats.pickles.zip import Archive, storage_of
+from ckptkit.formats.pickles.zip import Archive, memory_store, storage_of
 
 __all__ = ["dump_object", "dump_plain", "parse_object"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.tensors import (
@@ -25,11 +25,11 @@ from ckptkit.formats.pickles.tensors import (
     tensors_in,
 )
 from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, loads
-from ckptkit.storage.store import ReadInto, Store
+from ckptkit.storage.store import FileInfo, ReadInto, Store
 
 __all__ = [
     "LOCAL_HEADER", "Archive", "Member", "TorchArchive", "central_header", "end_records", "file_size", "local_header",
-    "parse_directory", "read_archive",
+    "memory_store", "parse_directory", "read_archive",
 ]  # fmt: skip
 
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # APPNOTE.TXT 4.3.7
@@ -413,6 +413,38 @@ class Archive:
         )
         for storage, member, header in zip(storages, members, headers, strict=True):
             storage.start = self._start(member, bytes(header))
+
+
+def memory_store(path: str, data: bytes) -> Store:
+    """Return bytes in memory as the one file of a store, for the readers of archives."""
+    return cast(Store, _Memory(path, data))
+
+
+class _Memory:
+    """The few methods of a store that the readers of archives use, over bytes in memory, under one path."""
+
+    url = "memory:"
+    local_root: str | None = None
+
+    def __init__(self, path: str, data: bytes) -> None:
+        self._path = path
+        self._data = data
+
+    def info(self, path: str) -> FileInfo | None:
+        return FileInfo(path, "file", len(self._data), 0.0)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._data[start:stop]
+
+    def read_into(self, path: str, start: int, view: memoryview) -> None:
+        data = self._data[start : start + len(view)]
+        if len(data) != len(view):
+            raise CorruptCheckpointError(f"{path}: a decoded record ends early.")
+        view[:] = data
+
+    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
+        for read in reads:
+            self.read_into(read.path, read.start, read.view)
 
 
 # --- writing: every member stored, ZIP64 where an offset or a size needs it

@@ -25,8 +25,8 @@ from ckptkit.catalog.targets import Target
 from ckptkit.errors import CkptkitError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.records import frame_object
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
-from ckptkit.formats.pickles.objects import TensorValue, decode_record, memory_store, read_object
-from ckptkit.formats.pickles.zip import Archive
+from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
+from ckptkit.formats.pickles.zip import Archive, memory_store
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 
