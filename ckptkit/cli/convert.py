@@ -18,18 +18,20 @@ from ckptkit.storage.store import split_url
 _what, _names, _model, _files = grouped("What"), grouped("Names"), grouped("Model"), grouped("Files")
 _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")
 
+_OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", "pt": "torch", "pth": "torch"}
+
 
 @click.command("convert", cls=GroupedCommand)
 @click.argument("src")
 @click.argument("dst")
 @_what(
     "--to",
-    type=OneOf(["hf", "dcp", "torch", "local"]),
+    type=OneOf(["hf", "dcp", "torch", "local"], meant=_OTHER_NAMES),
     default="hf",
     show_default=True,
     metavar="FORMAT",
     help="hf (safetensors, config, tokenizer), dcp (torch.distributed.checkpoint), torch (one torch.save file) "
-    "or local (one file a rank).",
+    "or local (one file per rank). All hold the model alone; `reshard` keeps the optimizer.",
 )
 @_what(
     "--dtype",

@@ -12,11 +12,14 @@ from ckptkit.cli.frame import command_frame, print_json, progress_bar, storage_o
 if TYPE_CHECKING:
     from ckptkit.offline.diff import DiffReport, LayerDiff, TensorDiff
 
+_FIRST = 5  # of each kind of difference, unless --verbose
+
 
 @click.command("diff")
 @click.argument("a")
 @click.argument("b")
 @click.option("--include", multiple=True, metavar="GLOB", help="Only these names; may be given several times.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Not these names; may be given several times.")
 @click.option("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Tensor bytes held at once.")
 @click.option("--html", metavar="OUT.html", help="Write a page with a heat map of the change by layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -27,17 +30,23 @@ def command(
     b: str,
     *,
     include: tuple[str, ...],
+    exclude: tuple[str, ...],
     max_memory: str,
     html: str | None,
     as_json: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Compare the checkpoints at A and B, of any formats and shardings. Exit code 1 where they differ."""
+    """Compare the checkpoints at A and B, of any formats and shardings. Exit code 1 if they differ.
+
+    Prints a summary by layer; --verbose lists every tensor, --quiet prints the last line only.
+    """
     from ckptkit.offline.diff import diff
 
     options = with_storage_options(storage_options)
     with progress_bar("diff") as progress:
-        report = diff(a, b, include=include, max_memory=max_memory, storage_options=options, progress=progress)
+        report = diff(
+            a, b, include=include, exclude=exclude, max_memory=max_memory, storage_options=options, progress=progress
+        )
     if html:
         from ckptkit.offline.pictures.pages import write_diff_page
 
@@ -47,24 +56,36 @@ def command(
     if as_json:
         print_json(report.to_json())
     else:
-        click.echo("\n".join(_lines(report)))
+        meta = click.get_current_context().meta
+        lines = [report.summary()] if meta["ckptkit.quiet"] else _lines(report, every=meta["ckptkit.verbose"])
+        click.echo("\n".join(lines))
     if report.differs:
         raise SystemExit(1)
 
 
-def _lines(report: DiffReport) -> list[str]:
+def _lines(report: DiffReport, *, every: bool) -> list[str]:
+    kinds = [
+        [f"only in A: {name}" for name in report.only_a],
+        [f"only in B: {name}" for name in report.only_b],
+        [f"shape: {name}: {list(x)} in A, {list(y)} in B" for name, (x, y) in report.shapes.items()],
+        [f"dtype: {name}: {x} in A, {y} in B" for name, (x, y) in report.dtypes.items()],
+        [f"value: {name}: {x} in A, {y} in B" for name, (x, y) in report.values.items()],
+        [f"not interpreted: {name} {why}" for name, why in report.records.items()],
+    ]
     lines = [f"A {report.a}", f"B {report.b}"]
-    lines += [f"only in A: {name}" for name in report.only_a]
-    lines += [f"only in B: {name}" for name in report.only_b]
-    lines += [f"shape: {name}: {list(x)} in A, {list(y)} in B" for name, (x, y) in report.shapes.items()]
-    lines += [f"dtype: {name}: {x} in A, {y} in B" for name, (x, y) in report.dtypes.items()]
-    lines += [f"value: {name}: {x} in A, {y} in B" for name, (x, y) in report.values.items()]
-    lines += [f"not interpreted: {name} {why}" for name, why in report.records.items()]
-    if report.different:
-        lines += _table("differs", report.different, [d.name for d in report.different])
-        layers = report.layers()
-        if 1 < len(layers) < len(report.different):
-            lines += ["", *_table("by layer", layers.values(), list(layers)), ""]
+    for kind in kinds:
+        lines += kind if every else kind[:_FIRST]
+        if len(kind) > _FIRST and not every:
+            lines.append(f"  ... and {len(kind) - _FIRST} more of {len(kind)}; --verbose lists them")
+    layers = report.layers()
+    if every or len(report.different) <= max(_FIRST, len(layers)):
+        if report.different:
+            lines += _table("differs", report.different, [d.name for d in report.different])
+    else:
+        lines += [*_table("differs, by layer", layers.values(), list(layers))]
+        lines.append(f"  {len(report.different)} tensors differ; --verbose lists them, --exclude leaves some out")
+    if every and 1 < len(layers) < len(report.different):
+        lines += ["", *_table("by layer", layers.values(), list(layers)), ""]
     lines.append(report.summary())
     return lines
 

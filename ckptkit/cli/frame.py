@@ -47,7 +47,7 @@ def command_frame(function: F) -> F:
     def framed(*args: Any, quiet: bool, verbose: bool, debug: bool, **kwargs: Any) -> None:
         debug = debug or bool(os.environ.get("CKPTKIT_DEBUG"))
         _set_up_logging(quiet=quiet, verbose=verbose or debug)
-        click.get_current_context().meta["ckptkit.quiet"] = quiet
+        click.get_current_context().meta.update({"ckptkit.quiet": quiet, "ckptkit.verbose": verbose})
         try:
             with redirect_stdout(cast(TextIO, _Printable(sys.stdout))), patient():
                 function(*args, **kwargs)

@@ -28,6 +28,27 @@ _COMMANDS = {
     "unpin": "Let rotation decide on a pinned checkpoint again.",
     "push": "Upload an export to a Hugging Face repo.",
 }
+# name -> commands to try, and the page of docs/ that says more: the end of its help.
+_EXAMPLES = {
+    "convert": (
+        "convert RUN OUT --verify  # the newest checkpoint, for transformers and vLLM",
+        "convert RUN/best s3://bucket/out --dtype bf16",
+        "how-to-vllm.md",
+    ),
+    "reshard": (
+        "reshard RUN NEW --world-size 24",
+        "reshard RUN NEW --world-size 8 --mesh replicate=2,shard=4",
+        "how-to-resume.md",
+    ),
+    "inspect": ("inspect RUN/latest --depth 2", "inspect RUN/latest --html map.html", "getting-started.md"),
+    "ls": ("ls RUN", "ls RUN --max-num 3  # what this policy would delete", "getting-started.md"),
+    "verify": ("verify RUN", "verify s3://bucket/run/latest --quick", "how-to-recover.md"),
+    "diff": ("diff RUN/latest~1 RUN/latest", "diff RUN OUT --exclude '*lora*'", "getting-started.md"),
+    "prune": ("prune RUN --max-num 3 --dry-run", "prune RUN --max-mem 2TB --keep-every 1000", "getting-started.md"),
+    "pin": ("pin RUN/best", "pin RUN/1200 --why 'table 2 of the paper'", "getting-started.md"),
+    "unpin": ("unpin RUN/best", "unpin RUN/1200", "getting-started.md"),
+    "push": ("push OUT me/model", "push OUT me/model --private", "how-to-vllm.md"),
+}
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _SAME_PRESS_S = 5.0  # seconds
 _PLACE = re.compile("FILE|URL|DIR|html")  # in the metavar of an option
@@ -44,6 +65,8 @@ class _Commands(click.Group):
             return None
         module = importlib.import_module(f"ckptkit.cli.{cmd_name}")
         command: click.Command = module.command
+        first, second, page = _EXAMPLES[cmd_name]
+        command.epilog = f"\b\nExamples:\n  ckptkit {first}\n  ckptkit {second}\n\nMore: docs/{page}"
         return _completing_places(command)
 
     def resolve_command(

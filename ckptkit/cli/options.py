@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -80,15 +80,21 @@ class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]
 
     Args:
         hidden: Spellings that are accepted too, but not listed.
+        meant: What others call a choice, and the choice to answer with.
     """
 
-    def __init__(self, choices: Sequence[str], *, hidden: Sequence[str] = ()) -> None:
+    def __init__(
+        self, choices: Sequence[str], *, hidden: Sequence[str] = (), meant: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(choices)
         self._hidden = frozenset(hidden)
+        self._meant = meant or {}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value in self._hidden or value in self.choices:
             return value
-        near = difflib.get_close_matches(str(value), self.choices, n=1)
+        near = (
+            [self._meant[value]] if value in self._meant else difflib.get_close_matches(str(value), self.choices, n=1)
+        )
         hint = f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(map(str, self.choices))}."
         return self.fail(f"{value!r} is unknown. {hint}", param, ctx)

@@ -81,7 +81,9 @@ def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
     elif as_json:
         print_json({"schema": "ckptkit.convert/1", **report.to_json()})
     else:
-        lines = report.plan_lines() if report.dry_run else [*report.lines(), *_next(report)]
+        quiet = click.get_current_context().meta["ckptkit.quiet"]
+        lines = [report.proof()] if quiet else [*report.lines(), *_next(report)]
+        lines = report.plan_lines() if report.dry_run else lines
         click.echo("\n".join(lines))
     if report.faults:
         raise SystemExit(1)

@@ -204,6 +204,7 @@ def diff(
     b: str,
     *,
     include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     max_memory: str | int = "512MB",
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -216,13 +217,35 @@ def diff(
 
     Args:
         include: Globs of names; none for all.
+        exclude: Globs of names to leave out.
     """
+    names = NameFilter(tuple(include), tuple(exclude))
     sides = [_Side.open(url, max_memory, storage_options) for url in (a, b)]
     try:
-        return _compare(sides[0], sides[1], include, progress)
+        return _compare(sides[0], sides[1], names, progress)
     finally:
         for side in sides:
             side.reader.close()
+
+
+@dataclass(frozen=True, slots=True)
+class NameFilter:
+    """The names that are compared: those that a glob of `include` matches, or all, without those of `exclude`."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __call__(self, *names: str) -> bool:
+        """Return whether a tensor with any of these names is compared."""
+        wanted = not self.include or _any_matches(names, self.include)
+        return wanted and not _any_matches(names, self.exclude)
+
+    def __str__(self) -> str:
+        return ", ".join([*self.include, *(f"without {pattern}" for pattern in self.exclude)])
+
+
+def _any_matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,13 +309,13 @@ def _named(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
     return found
 
 
-def _compare(a: _Side, b: _Side, include: Sequence[str], progress: Progress | None) -> DiffReport:
-    left, right = _chosen(a.tensors, include), _chosen(b.tensors, include)
+def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) -> DiffReport:
+    left, right = _chosen(a.tensors, wanted), _chosen(b.tensors, wanted)
     known = {*a.opaque, *b.opaque}
-    values, others = (_chosen(side.source.catalog.objects, include) for side in (a, b))
+    values, others = (_chosen(side.source.catalog.objects, wanted) for side in (a, b))
     left, right = ({n: e for n, e in side.items() if e.name not in known} for side in (left, right))
     values, others = ({n: e for n, e in side.items() if n not in known} for side in (values, others))
-    records, by_record = _compare_records(a, b, include)
+    records, by_record = _compare_records(a, b, wanted)
     left_out: tuple[str, ...] = ()
     if _weights_alone(left, values) or _weights_alone(right, others):
         named = [n for side in (left, right) for n, entry in side.items() if entry.role is not _WEIGHTS]
@@ -301,9 +324,7 @@ def _compare(a: _Side, b: _Side, include: Sequence[str], progress: Progress | No
         left, right = ({n: e for n, e in side.items() if e.role is _WEIGHTS} for side in (left, right))
         values, others = ({n: e for n, e in side.items() if e.role is _WEIGHTS} for side in (values, others))
     if not (left or right or values or others or records or by_record):
-        raise UsageError(
-            f"no tensor matches {', '.join(include)}. See the names with: ckptkit inspect URL --tensors '*'"
-        )
+        raise UsageError(f"no tensor matches {wanted}. See the names with: ckptkit inspect URL --tensors '*'")
     both = [name for name in left if name in right]
     shapes = {n: (left[n].shape, right[n].shape) for n in both if left[n].shape != right[n].shape}
     dtypes = {n: (left[n].dtype, right[n].dtype) for n in both if left[n].dtype != right[n].dtype}
@@ -349,12 +370,12 @@ def _compare(a: _Side, b: _Side, include: Sequence[str], progress: Progress | No
     )
 
 
-def _compare_records(a: _Side, b: _Side, include: Sequence[str]) -> tuple[dict[str, str], int]:
+def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, str], int]:
     """Return what of the tensors that can't be interpreted is not the same, and how many are, byte for byte."""
     differ, same = {}, 0
     for name in dict.fromkeys([*a.opaque, *b.opaque]):
         names = (name, name.partition(".")[2])
-        if include and not any(fnmatch.fnmatchcase(item, pattern) for item in names for pattern in include):
+        if not wanted(*names):
             continue
         kinds = [side.opaque.get(name, "") for side in (a, b)]
         if "" in kinds:
@@ -482,12 +503,8 @@ def _text(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _chosen(entries: Mapping[str, T], include: Sequence[str]) -> dict[str, T]:
-    return {
-        name: entry
-        for name, entry in entries.items()
-        if not include or any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
-    }
+def _chosen(entries: Mapping[str, T], wanted: NameFilter) -> dict[str, T]:
+    return {name: entry for name, entry in entries.items() if wanted(name)}
 
 
 def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,37 @@ def test_every_command_explains_itself(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert "Usage: " in result.output
+    tried = re.findall(rf"^ +ckptkit ({command} .*)$", result.output, re.MULTILINE)
+    assert len(tried) == 2
+    for line in tried:  # each parses
+        found = cli.get_command(cli.make_context("ckptkit", ["ls", "-h"], resilient_parsing=True), command)
+        assert found is not None
+        found.make_context(command, shlex.split(line, comments=True)[1:])
+    page = re.search(r"^ *More: docs/(\S+)$", result.output, re.MULTILINE)
+    assert page and (Path(__file__).parents[2] / "docs" / page[1]).is_file()
+
+
+def test_another_name_of_a_format_is_answered_with_ours(tmp_path: Path) -> None:
+    result = run("convert", tmp_path, tmp_path / "out", "--to", "safetensors")
+    assert result.exit_code == 2 and "Did you mean 'hf'?" in result.stderr
+
+
+def test_diff_is_a_summary_by_layer_and_verbose_lists_every_tensor(zoo: Path, tmp_path: Path) -> None:
+    run("convert", zoo / DCP, tmp_path / "out", "--dtype", "bf16")
+    brief, every = run("diff", zoo / DCP, tmp_path / "out"), run("diff", zoo / DCP, tmp_path / "out", "--verbose")
+    assert brief.exit_code == every.exit_code == 1
+    assert len(brief.stdout.splitlines()) < len(every.stdout.splitlines())
+    assert "differs, by layer" in brief.stdout and "--verbose lists them" in brief.stdout
+    some = run("diff", zoo / DCP, tmp_path / "out", "--exclude", "*norm*", "--json")
+    names = [row["name"] for row in json.loads(some.stdout)["different"]]
+    assert names and not any("norm" in name for name in names)
+
+
+def test_quiet_prints_the_result_alone(zoo: Path, tmp_path: Path) -> None:
+    result = run("convert", zoo / DCP, tmp_path / "out", "--quiet")
+    assert result.stderr == "" and [line.split(":")[0] for line in result.stdout.splitlines()] == ["proved"]
+    result = run("diff", zoo / DCP, tmp_path / "out", "--quiet")
+    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
 
 
 def test_a_misspelt_command_gets_a_suggestion() -> None:
