@@ -250,7 +250,7 @@ def begin_save(
     what = f"starting to save step {step!r:.40}"
     try:
         # 1. Invariant: every rank names the same attempt, or none goes on.
-        request = Outcome.of(lambda: _request(step, tag, overwrite, set_aside, planned_bytes, message))
+        request = _request(step, tag, overwrite, set_aside, planned_bytes, message)
         start: _Start = coordinator.settle(request, what, then=opening.open)
         # 2. Invariant: every rank sees the place that rank 0 made; on another disk it would write for nobody.
         place = opening.place or place_of(root, checkpoint_name(step, tag), start.save_id, witness=start.witness)
@@ -264,11 +264,14 @@ def begin_save(
 
 def _request(
     step: int, tag: str | None, overwrite: bool, set_aside: bool, planned_bytes: int | None, message: bytes
-) -> _Request:
-    checkpoint_name(step, tag)
-    if planned_bytes is not None and planned_bytes < 0:
-        raise UsageError(f"planned_bytes is {planned_bytes}, expected 0 or more.")
-    return _Request(step, tag, overwrite, set_aside, planned_bytes, message)
+) -> Outcome:
+    try:
+        checkpoint_name(step, tag)
+        if planned_bytes is not None and planned_bytes < 0:
+            raise UsageError(f"planned_bytes is {planned_bytes}, expected 0 or more.")
+    except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
+        return Outcome.of_error(error)
+    return Outcome(_Request(step, tag, overwrite, set_aside, planned_bytes, message))
 
 
 class _Opening:
@@ -487,6 +490,9 @@ class SaveAttempt:
         self._overwrite = overwrite
         self._opening = opening
         self._record: CommitRecord | None = None
+        self._fields: Mapping[str, Any] = {}
+        self._complete: Callable[[list[Any]], Files] | None = None
+        self._hinted: Future[None] | None = None
         self.after: Inventory | None = None
         self._started = time.monotonic()
 
@@ -524,30 +530,27 @@ class SaveAttempt:
             RankFailedError: A rank failed, died or hung: the same on every rank. Nothing was published,
                 and the space is given back.
         """
-
-        hinted: list[Future[None]] = []
-
-        def publish(reports: list[Any]) -> CommitRecord:
-            self._opening.wait()
-            self._record = self._publish(reports, record_fields, complete)
-            if self.root.local_root is None:
-                before = self._opening.inventory
-                others = [item for item in before.committed if item.name != self.name]
-                committed = in_order([*others, Committed(self.name, self._record)])
-                self._opening.after = replace(before, committed=committed)
-                # While the place is closed: each takes a request.
-                hinted.append(pool.submit(self._write_hint))
-            return self._record.without_files()
-
-        with WorkerPool(1, thread_name_prefix="ckptkit-hints") as pool:
-            slim: CommitRecord = self._settle(Outcome.of(lambda: (self._durable(files), payload)), publish)
+        self._fields, self._complete = record_fields, complete
+        with WorkerPool(1, thread_name_prefix="ckptkit-hints") as self._hints:
+            try:
+                outcome = Outcome((self._durable(files), payload))
+            except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
+                outcome = Outcome.of_error(error)
+            slim: CommitRecord = self._settle(outcome, self._publish)
         record = self._record or slim
         if self.coordinator.is_main:
-            for future in hinted:
-                future.result()
-            if not hinted:
+            if self._hinted is None:
                 self._write_hint()
-            self._after_commit(record)
+            else:
+                self._hinted.result()
+            self.after = self._opening.after
+            logger.debug(  # the manager has the line for people
+                "saved %s/%s: %s in %.1f s",
+                self.root.url,
+                record.name,
+                format_size(record.total_bytes),
+                time.monotonic() - self._started,
+            )
         return record
 
     def _settle(self, outcome: Outcome, publish: Callable[[list[Any]], Any]) -> Any:
@@ -566,12 +569,9 @@ class SaveAttempt:
             self._place.check_own(mine)
         return mine  # a rank that is alone does so while its index is on its way, and before it publishes
 
-    def _publish(
-        self,
-        reports: list[tuple[dict[str, FileRecord], Any]],
-        fields: Mapping[str, Any],
-        complete: Callable[[list[Any]], Files] | None,
-    ) -> CommitRecord:
+    def _publish(self, reports: list[tuple[dict[str, FileRecord], Any]]) -> CommitRecord:
+        """Commit, on rank 0, and return the record without its files."""
+        self._opening.wait()
         files: dict[str, FileRecord] = {}
         for rank, (mine, _) in enumerate(reports):
             for path, item in mine.items():
@@ -580,26 +580,27 @@ class SaveAttempt:
                 files[path] = item
         own, of_ranks = dict(reports[0][0]), files.keys() - reports[0][0].keys()
         with self._looked():
-            if complete is not None:
+            if self._complete is not None:
                 # It may name what other ranks wrote, too: each has looked for its own.
-                summed = {path: _file_record(path, item) for path, item in complete([p for _, p in reports]).items()}
+                found = self._complete([payload for _, payload in reports])
+                summed = {path: _file_record(path, item) for path, item in found.items()}
                 own |= {path: item for path, item in summed.items() if path not in of_ranks}
             self._place.sync(path for path in own if path not in files)
             files |= own
             # 5. Invariant: what the record will name is there, whole, and nothing else is.
             self._place.check_all(files, own)
         lease = self._opening.lease
-        before = lease.sequence if lease is not None else 0  # a listing may be older than what this writer has saved
+        last = lease.sequence if lease is not None else 0  # a listing may be older than what this writer has saved
         record = CommitRecord(
             **{
                 "created": time.time(),
                 "world_size": self.coordinator.world_size,
                 "writer": {"host": this_process().host, "pid": this_process().pid},
-                **fields,
+                **self._fields,
                 "step": self.step,
                 "tag": self.tag,
                 "save_id": self.save_id,
-                "sequence": max(self._opening.inventory.next_sequence, 1 + before),
+                "sequence": max(self._opening.inventory.next_sequence, 1 + last),
                 "data": self.data,
                 "files": files,
             }
@@ -610,7 +611,15 @@ class SaveAttempt:
         self._place.publish(data, overwrite=self._overwrite, again=lease.make_sure if lease else None)
         if lease is not None:
             lease.sequence = record.sequence
-        return CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
+        self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
+        if self.root.local_root is None:
+            before = self._opening.inventory
+            others = [item for item in before.committed if item.name != self.name]
+            committed = in_order([*others, Committed(self.name, self._record)])
+            self._opening.after = replace(before, committed=committed)
+            # While the place is closed: each takes a request.
+            self._hinted = self._hints.submit(self._write_hint)
+        return self._record.without_files()
 
     @contextlib.contextmanager
     def _looked(self) -> Iterator[None]:
@@ -636,16 +645,6 @@ class SaveAttempt:
         wrote = write_hint(self.root, self.name, view=self._opening.view, ours=ours)
         if lease is not None and self.root.local_root is None:
             lease.wrote_hint = wrote
-
-    def _after_commit(self, record: CommitRecord) -> None:
-        self.after = self._opening.after
-        logger.debug(  # the manager has the line for people
-            "saved %s/%s: %s in %.1f s",
-            self.root.url,
-            record.name,
-            format_size(record.total_bytes),
-            time.monotonic() - self._started,
-        )
 
 
 def _file_record(path: str, item: WrittenFile) -> FileRecord:

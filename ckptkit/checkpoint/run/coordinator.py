@@ -176,14 +176,7 @@ class Coordinator:
         results: list[T] | None = self.settle(Outcome.of(fn), what)
         return results
 
-    def settle(
-        self,
-        outcome: Outcome,
-        what: str,
-        *,
-        then: Callable[[list[Any]], Any] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
+    def settle(self, outcome: Outcome, what: str, *, then: Callable[[list[Any]], Any] | None = None) -> Any:
         """Exchange outcomes. Returns what `then` made of all values, on every rank; without `then`, the
         values on rank 0 and None on the others.
 
@@ -191,7 +184,6 @@ class Coordinator:
             then: Rank 0 runs it once every rank is well. Its failure is everybody's failure; a ckptkit
                 error without an errno is raised as it is by every rank. What it returns is sent to all: keep it
                 small.
-            meanwhile: Run on this rank while messages travel. It must not raise.
 
         Raises:
             RankFailedError: As for `all_ok`.
@@ -199,11 +191,11 @@ class Coordinator:
         self._begin()
         value = None
         if self.is_main:
-            verdict, value, outcome = self._judge(outcome, what, then, meanwhile)
+            verdict, value, outcome = self._judge(outcome, what, then)
             self._tell_all(verdict.message())
         else:
             self._tell_main(outcome.message())
-            verdict = self._hear(meanwhile)
+            verdict = self._hear()
         if isinstance(outcome.cause, _STOPS):
             raise outcome.cause
         if verdict.error is None:
@@ -257,14 +249,8 @@ class Coordinator:
 
     # --- rank 0 judges
 
-    def _judge(
-        self,
-        own: Outcome,
-        what: str,
-        then: Callable[[list[Any]], Any] | None,
-        meanwhile: Callable[[], None] | None,
-    ) -> tuple[Outcome, Any, Outcome]:
-        outcomes, lost = self._collect(own, meanwhile)
+    def _judge(self, own: Outcome, what: str, then: Callable[[list[Any]], Any] | None) -> tuple[Outcome, Any, Outcome]:
+        outcomes, lost = self._collect(own)
         bad = {rank: item for rank, item in outcomes.items() if item.error is not None}
         bad |= {rank: Outcome(error=text, interrupted=True) for rank, text in lost.items()}
         if bad:
@@ -272,20 +258,21 @@ class Coordinator:
         values = [outcomes[rank].value for rank in range(self.world_size)]
         if then is None:
             return Outcome(), values, own
-        done = Outcome.of(lambda: then(values))
+        try:
+            done = Outcome(then(values))
+        except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
+            done = Outcome.of_error(error)
         if done.error is not None:
             # What rank 0 decided is said as it is; what happened to it, as what happens to any rank.
             happened = not done.kind or (isinstance(done.cause, OSError) and done.cause.errno is not None)
             return _verdict(what, {0: done}) if happened else done, None, done
         return done, done.value, own
 
-    def _collect(self, own: Outcome, meanwhile: Callable[[], None] | None) -> tuple[dict[int, Outcome], dict[int, str]]:
+    def _collect(self, own: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
         """Return the outcomes by rank, and what is known of the ranks that gave none."""
         found, lost = {0: own}, {}
         deadline = time.monotonic() + self.timeout_s
         headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}
-        if meanwhile is not None:
-            meanwhile()
         for rank, (header, work) in headers.items():
             try:
                 self._wait(work, deadline - time.monotonic())
@@ -394,11 +381,9 @@ class Coordinator:
             with contextlib.suppress(RuntimeError):
                 self._board().set(self._key(), pickle.dumps((value, self._broken)))
 
-    def _hear(self, meanwhile: Callable[[], None] | None = None) -> Any:
+    def _hear(self) -> Any:
         """Return rank 0's message; where the connection broke, what it left on the board."""
         header, work = self._expect(0)
-        if meanwhile is not None:
-            meanwhile()
         try:
             self._wait(work, 2 * self.timeout_s + _GRACE_S)
             return self._body(0, header, self.timeout_s)

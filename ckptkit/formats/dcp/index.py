@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,20 +71,6 @@ class Arranged:
     offsets: Int64
     sizes: Int64
 
-    @classmethod
-    def empty(cls, counts: Int64, widths: Int64) -> Arranged:
-        """Return room for so many slices of each tensor, of so many dimensions."""
-        total, elements = int(counts.sum()), int((counts * widths).sum())
-        wide = {name: np.empty(total, np.int64) for name in ("start", "length", "payload")}
-        small = {name: np.empty(total, np.int32) for name in ("rank", "file")}
-        return cls(
-            np.repeat(np.arange(len(counts), dtype=np.int64), counts),
-            np.cumsum(counts, dtype=np.int64),
-            {**wide, "digest": np.empty(total, np.uint64), **small},
-            np.empty(elements, np.int64),
-            np.empty(elements, np.int64),
-        )
-
 
 def arrange(found: Sequence[RankSlices], widths: Int64) -> Arranged:
     """Return the slices of all ranks by tensor; `widths` are the dimensions of each tensor.
@@ -95,9 +81,17 @@ def arrange(found: Sequence[RankSlices], widths: Int64) -> Arranged:
     blocks = list(_blocks(found))
     counts = np.zeros(len(widths), np.int64)
     for block in blocks:
-        for_each = np.bincount(_joined([item.tensors for item in block], np.int64), minlength=len(widths))
+        for_each = np.bincount(np.concatenate([item.tensors for item in block]), minlength=len(widths))
         counts += for_each
-    result = Arranged.empty(counts, widths)
+    total, numbers = int(counts.sum()), int((counts * widths).sum())
+    columns: dict[str, npt.NDArray[Any]] = {name: np.empty(total, np.int64) for name in ("start", "length", "payload")}
+    columns |= {
+        "digest": np.empty(total, np.uint64),
+        "rank": np.empty(total, np.int32),
+        "file": np.empty(total, np.int32),
+    }
+    tensor, stops = np.repeat(np.arange(len(counts), dtype=np.int64), counts), np.cumsum(counts, dtype=np.int64)
+    result = Arranged(tensor, stops, columns, np.empty(numbers, np.int64), np.empty(numbers, np.int64))
     first = result.stops - counts
     elements = np.cumsum(counts * widths) - counts * widths - first * widths  # plus row * width: where its box begins
     placed = first.copy()
@@ -121,7 +115,7 @@ def _blocks(found: Sequence[RankSlices]) -> Iterator[list[RankSlices]]:
 
 def _place(block: Sequence[RankSlices], result: Arranged, widths: Int64, elements: Int64, placed: Int64) -> None:
     """Put the slices of some ranks where they belong; `placed`: where the next slice of each tensor does."""
-    tensors = _joined([item.tensors for item in block], np.int64)
+    tensors = np.concatenate([item.tensors for item in block])
     if not len(tensors):
         return
     # numpy sorts numbers of 16 bits by their digits, others by comparing.
@@ -141,13 +135,9 @@ def _place(block: Sequence[RankSlices], result: Arranged, widths: Int64, element
     begin = (2 * (np.cumsum(ndim) - ndim))[order]  # a row's offsets, then its sizes
     ndim = ndim[order]
     source, target = _ragged(begin, ndim), _ragged(elements[ordered] + to * ndim, ndim)
-    boxes = _joined([item.boxes for item in block], np.int64)
+    boxes = np.concatenate([item.boxes for item in block])
     result.offsets[target] = boxes[source]
     result.sizes[target] = boxes[source + np.repeat(ndim, ndim)]
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
 def _ragged(first: Int64, widths: Int64) -> Int64:
@@ -161,7 +151,6 @@ def _ragged(first: Int64, widths: Int64) -> Int64:
 _log = logging.getLogger(__name__)
 _AT_ONCE = 1 << 18  # numbers of boxes that are looked at together
 Path = tuple["str | int", ...]
-RoleOf = Callable[[str], tuple[Role, str, str]]
 Kind = Literal["ckptkit-sharded", "dcp"]
 """Who chose the names: a manager, or whoever called `dcp.save`."""
 
@@ -170,6 +159,7 @@ Kind = Literal["ckptkit-sharded", "dcp"]
 class Part:
     """What one rank sent: `ShardedPlan.write`'s `part`, unpacked."""
 
+    rank: int
     columns: Columns
     names: list[str]
     paths: list[str]
@@ -179,11 +169,8 @@ class Part:
     def of(cls, data: bytes, rank: int) -> Part:
         """Return the part that a rank of this save sent."""
         columns = unpack(data, file=f"the part of rank {rank}")
-        return cls(columns, *(unpack_texts(columns, name) for name in ("names", "paths", "objects")))
-
-    @property
-    def rank(self) -> int:
-        return int(self.columns.header["rank"])
+        texts = (unpack_texts(columns, name) for name in ("names", "paths", "objects"))
+        return cls(int(columns.header["rank"]), columns, *texts)
 
 
 @dataclass(slots=True)
@@ -220,7 +207,7 @@ class Index:
         self._order: dict[str, int] = {}
         self._objects: dict[str, _Object] = {}
         self._tensor: Int64 = np.zeros(0, np.int64)
-        self._stops: Int64 = np.zeros(0, np.int64)
+        self.stops: Int64 = np.zeros(0, np.int64)
         self._columns: dict[str, npt.NDArray[Any]] = {}
         self._offsets: Int64 = np.zeros(0, np.int64)
         self._sizes: Int64 = np.zeros(0, np.int64)
@@ -234,7 +221,7 @@ class Index:
         found = [self._take(part) for part in parts]  # not kept: a few objects a rank are much for thousands
         widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)
         made = arrange(found, widths)
-        self._tensor, self._stops, self._columns = made.tensor, made.stops, made.columns
+        self._tensor, self.stops, self._columns = made.tensor, made.stops, made.columns
         self._offsets, self._sizes = made.offsets, made.sizes
         self._drop_replicas()
         return self
@@ -321,14 +308,14 @@ class Index:
         self._offsets, self._sizes = self._offsets[elements], self._sizes[elements]
         self._tensor = self._tensor[keep]
         self._columns = {name: column[keep] for name, column in self._columns.items()}
-        self._stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
+        self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
 
     def _split(self) -> list[bool]:
         """Whether each tensor's boxes are the whole of it, or the whole cut along one dimension: the usual cases, told
         at once for all tensors of as many dimensions and slices."""
         shapes = [key.shape for key in self._keys.values()]
         widths = np.fromiter(map(len, shapes), np.int64, len(shapes))
-        counts = np.diff(self._stops, prepend=0)
+        counts = np.diff(self.stops, prepend=0)
         first = np.cumsum(counts * widths) - counts * widths
         found = np.zeros(len(shapes), bool)
         for ndim, count in sorted(set(zip(widths.tolist(), counts.tolist(), strict=True))):
@@ -361,22 +348,10 @@ class Index:
 
     # --- what it holds
 
-    @property
-    def tensor_count(self) -> int:
-        return len(self._keys)
-
-    @property
-    def slice_count(self) -> int:
-        return len(self._tensor)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(payload_nbytes(key.dtype, key.shape) for key in self._keys.values())
-
     def entries(self) -> Iterator[tuple[_Key, slice, Int64, Int64]]:
         """Yield (key, rows, offsets, sizes) of each tensor."""
         start, element = 0, 0
-        for key, stop in zip(self._keys.values(), self._stops.tolist(), strict=True):
+        for key, stop in zip(self._keys.values(), self.stops.tolist(), strict=True):
             ndim = len(key.shape)
             end = element + (stop - start) * ndim
             box = (stop - start, ndim)
@@ -450,13 +425,13 @@ class Index:
         keys = list(self._keys.values())
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
         chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
-        role_of = self._roles(kind)
-        roles = [role_of(key.name) for key in keys]
+        role = self._roles(kind)
+        roles = [role[key.name] for key in keys]
         tensors = Tensors(
             [key.name for key in keys],
             [key.dtype for key in keys],
             [key.shape for key in keys],
-            self._stops,
+            self.stops,
             [found[0] for found in roles],
             [found[1] for found in roles],
             [found[2] for found in roles],
@@ -474,68 +449,47 @@ class Index:
             columns["digest"].astype(np.uint64, copy=False),
         )
         fields = {"digests": {path: item.digest for path, item in files.items()}, "save_id": save_id}
+        largest = max(self.meshes, key=lambda mesh: math.prod(mesh["shape"]), default=None)
         info = CatalogInfo(
             kind,
             producer="ckptkit",
             world_size=self.world_size,
-            mesh=self._info_mesh(),
+            mesh=None if largest is None else MeshInfo(tuple(largest["shape"]), tuple(largest["names"])),
             files={path: item.nbytes for path, item in files.items()},
             extra={**extra, **fields, **({MESHES: self.meshes} if self.meshes else {}), **spare_fields(self._spares)},
         )
-        return Manifest(self.paths, tensors, slices, Objects(self._object_entries(role_of)), info, list(distinct))
+        objects = {}
+        for name, found in self._objects.items():
+            file, start, nbytes = found.place
+            digest = Digest(DIGEST, found.digest, start, nbytes)
+            objects[name] = ObjectEntry(
+                name, self.paths[file], start, nbytes, digest=digest, role=role[name][0], key=found.path
+            )
+        return Manifest(self.paths, tensors, slices, Objects(objects), info, list(distinct))
 
     def _nbytes(self) -> Int64:
         """Bytes of each slice."""
-        itemsizes = np.array([payload_nbytes(key.dtype, (1,)) for key in self._keys.values()], np.int64)
-        return self._numels() * (itemsizes[self._tensor] if len(itemsizes) else 1)
-
-    def _numels(self) -> Int64:
-        """Elements of each slice."""
-        numels = np.ones(len(self._tensor), np.int64)
-        widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)
-        if not len(numels):
-            return numels
-        rows = widths[self._tensor]
+        keys = self._keys.values()
+        widths = np.array([len(key.shape) for key in keys], np.int64)
+        itemsizes = np.array([payload_nbytes(key.dtype, (1,)) for key in keys], np.int64)
+        if not len(self._tensor):
+            return np.zeros(0, np.int64)
+        found, rows = itemsizes[self._tensor], widths[self._tensor]
         first = np.cumsum(rows) - rows
         for dim in range(int(rows.max())):
             deep = rows > dim
-            numels[deep] *= self._sizes[first[deep] + dim]
-        return numels
+            found[deep] *= self._sizes[first[deep] + dim]
+        return found
 
-    def _info_mesh(self) -> MeshInfo | None:
-        if not self.meshes:
-            return None
-        largest = max(self.meshes, key=lambda fields: math.prod(fields["shape"]))
-        return MeshInfo(tuple(largest["shape"]), tuple(largest["names"]))
-
-    def _roles(self, kind: Kind) -> RoleOf:
-        """What tells the role of a key: our own names say it themselves, a user's only all together."""
+    def _roles(self, kind: Kind) -> dict[str, tuple[Role, str, str]]:
+        """Return the role of each key: our own names say it themselves, a user's only all together."""
         paths = {key.name: key.path for key in self._keys.values()}
         paths.update({name: found.path for name, found in self._objects.items()})
         if kind == "ckptkit-sharded":
-            return lambda name: role_of(name, paths[name])
+            return {name: role_of(name, path) for name, path in paths.items()}
         table = RoleTable(paths, list(self._keys))
-
-        def role(name: str) -> tuple[Role, str, str]:
-            found = table.of(name)
-            return found.role, found.fqn, found.state
-
-        return role
-
-    def _object_entries(self, role_of: RoleOf) -> dict[str, ObjectEntry]:
-        entries = {}
-        for name, found in self._objects.items():
-            file, start, nbytes = found.place
-            entries[name] = ObjectEntry(
-                name,
-                self.paths[file],
-                start,
-                nbytes,
-                digest=Digest(DIGEST, found.digest, start, nbytes),
-                role=role_of(name)[0],
-                key=found.path,
-            )
-        return entries
+        told = {name: table.of(name) for name in paths}
+        return {name: (found.role, found.fqn, found.state) for name, found in told.items()}
 
 
 def _is_split(shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> bool:
@@ -613,4 +567,5 @@ def write_index(
         manifest = index.manifest(files, save_id, extra or {}, kind).to_bytes()
         store.write(MANIFEST_NAME, manifest, sync=sync)
     files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
-    return WrittenFiles(files, index.tensor_count, index.slice_count, index.nbytes)
+    nbytes = sum(payload_nbytes(key.dtype, key.shape) for key, *_ in index.entries())
+    return WrittenFiles(files, len(index.stops), int(index.stops[-1]) if len(index.stops) else 0, nbytes)

@@ -7,7 +7,7 @@ the number of slices have a fixed width, so a million of them are filled in as c
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,43 +83,61 @@ class MetadataWriter:
         self._out = bytearray()
         self._memo: dict[Any, int] = {}
         self._next = 0
-        self._path_ids = np.zeros(0, np.int64)
         self._rows: dict[tuple[int, bool] | None, _Row] = {}
-        self._first_offset: list[int] = []  # memo index of the first slice's offsets, by tensor
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the pickle."""
+        """Yield the pickle, about a megabyte at a time."""
         out = self._out
-        out += b"\x80\x04"
-        self._remember()
+        out += b"\x80\x04("  # what every slice names goes into the memo: MARK, the values, POP_MARK
+        for name in ("ChunkStorageMetadata", "MetadataIndex"):
+            self._global(_MODULE, name)
+        self._global(_FILESYSTEM, "_StorageInfo")
+        self._global("torch", "Size")
+        for text in ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", *self.paths):
+            self._text(text)
+        out += b"1"
         self._new("Metadata")
         self._text("state_dict_metadata")
         out += b"}("
-        yield from self._flushing(self._tensor_metadata())
+        first_offset: list[int] = []  # memo index of the first slice's offsets, by tensor
+        yield from self._described(first_offset)
         out += b"u"
         self._text("planner_data")
-        yield from self._flushing(self._planner())
+        out += b"N" if self.planner_data is None else b"}("
+        for name, path in (self.planner_data or {}).items():
+            self._text(name)
+            out += b"("
+            for part in path:
+                if isinstance(part, str):
+                    self._text(part)
+                else:
+                    out += _int(part)
+            out += b"t"
+            if len(out) >= _FLUSH:
+                yield bytes(out)
+                out.clear()
+        out += b"" if self.planner_data is None else b"u"
         self._text("storage_data")
         out += b"}("
-        self._path_ids = np.array([self._memo[path] for path in self.paths], np.int64)
-        yield from self._flushing(self._storage())
+        yield from self._located(first_offset)
         out += b"u"
         self._text("storage_meta")
-        self._storage_meta()
+        self._new("StorageMeta")
+        for key, value in (("checkpoint_id", self.checkpoint_id), ("save_id", self.save_id)):
+            self._text(key)
+            self._text(value)
+        self._text("load_id")
+        out += b"N"
+        self._text("modules")
+        out += b"]ub"
         self._text("version")
         self._text(_VERSION)
         out += b"ub."
         yield bytes(out)
 
-    def _flushing(self, steps: Iterable[None]) -> Iterator[bytes]:
-        for _ in steps:
-            if len(self._out) >= _FLUSH:
-                yield bytes(self._out)
-                self._out.clear()
-
-    # --- the four parts
-
-    def _tensor_metadata(self) -> Iterator[None]:
+    def _described(self, first_offset: list[int]) -> Iterator[bytes]:
+        """What each tensor is, and its boxes."""
+        out = self._out
         for tensor in self.tensors:
             self._text(tensor.name)
             self._new("TensorStorageMetadata")
@@ -127,133 +145,96 @@ class MetadataWriter:
             self._new("TensorProperties", state=b"(")
             self._properties(tensor.dtype)
             self._text("size")
-            self._size(tensor.shape)
+            self._global("torch", "Size")
+            out += b"(" + b"".join(map(_int, tensor.shape)) + b"t\x85R"
             self._text("chunks")
-            self._out += b"]("
-            self._chunks(tensor)
-            self._out += b"eub"
-            yield
+            out += b"]("
+            # One ChunkStorageMetadata a slice; its offsets are memoised, MetadataIndex gets them back.
+            first_offset.append(self._next)
+            self._next += len(tensor.starts)
+            out += self._chunk_row(tensor.shape).fill([*tensor.offsets.T, *tensor.sizes.T], len(tensor.starts))
+            out += b"eub"
+            if len(out) >= _FLUSH:
+                yield bytes(out)
+                out.clear()
         for name in self.objects:
             self._text(name)
             self._new("BytesStorageMetadata", state=b"")
-            self._out += b"}b"
-            yield
+            out += b"}b"
 
-    def _planner(self) -> Iterator[None]:
-        if self.planner_data is None:
-            self._out += b"N"
-            return
-        self._out += b"}("
-        for name, path in self.planner_data.items():
-            self._text(name)
-            self._out += b"("
-            for part in path:
-                if isinstance(part, str):
-                    self._text(part)
-                else:
-                    self._out += _int(part)
-            self._out += b"t"
-            yield
-        self._out += b"u"
-
-    def _storage(self) -> Iterator[None]:
-        for tensor, first in zip(self.tensors, self._first_offset, strict=True):
-            self._slice_places(tensor, first)
-            yield
+    def _located(self, first_offset: list[int]) -> Iterator[bytes]:
+        """Where each slice lies."""
+        out = self._out
+        path_ids = np.array([self._memo[path] for path in self.paths], np.int64)
+        for tensor, first in zip(self.tensors, first_offset, strict=True):
+            # One MetadataIndex -> _StorageInfo a slice.
+            order = np.arange(len(tensor.starts), dtype=np.int64)
+            name_id = np.full(len(order), self._memo[tensor.name])
+            columns = [name_id, first + order, order, path_ids[tensor.files], tensor.starts, tensor.lengths]
+            out += self._place_row().fill(columns, len(order))
+            if len(out) >= _FLUSH:
+                yield bytes(out)
+                out.clear()
         for name, (file, start, length) in self.objects.items():
             self._new("MetadataIndex")
             self._text("fqn")
             self._text(name)
             self._text("index")
-            self._out += b"Nub"
+            out += b"Nub"
             self._new("_StorageInfo")
             self._text("relative_path")
             self._text(self.paths[file])
             self._text("offset")
-            self._out += _int(start)
+            out += _int(start)
             self._text("length")
-            self._out += _int(length) + b"ub"
-            yield
-
-    def _storage_meta(self) -> None:
-        self._new("StorageMeta")
-        for key, value in (("checkpoint_id", self.checkpoint_id), ("save_id", self.save_id)):
-            self._text(key)
-            self._text(value)
-        self._text("load_id")
-        self._out += b"N"
-        self._text("modules")
-        self._out += b"]ub"
+            out += _int(length) + b"ub"
 
     # --- columns
 
-    def _chunks(self, tensor: RecordColumns) -> None:
-        """One ChunkStorageMetadata a slice; its offsets are memoised, MetadataIndex gets them back."""
-        ndim, count = len(tensor.shape), len(tensor.starts)
-        self._first_offset.append(self._next)
-        self._next += count
-        row = self._chunk_row(ndim, ndim > 0 and max(tensor.shape) > 0x7FFFFFFF)
-        columns = [*tensor.offsets.T, *tensor.sizes.T]
-        self._out += row.fill(columns, count)
-
-    def _chunk_row(self, ndim: int, wide: bool) -> _Row:
-        row = self._rows.get((ndim, wide))
-        if row is None:
-            size = self._captured(lambda: self._global("torch", "Size"))
-            opening = self._captured(lambda: self._new("ChunkStorageMetadata"))
-            offsets = opening + self._captured(lambda: self._text("offsets")) + size
-            sizes = self._captured(lambda: self._text("sizes")) + size
-            fields = _tuple_fields(ndim, wide)
-            row = _Row([offsets, *fields, b"\x85R\x94" + sizes, *fields, b"\x85Rub"])
-            self._rows[ndim, wide] = row
-        return row
-
-    def _slice_places(self, tensor: RecordColumns, first_offset: int) -> None:
-        """One MetadataIndex -> _StorageInfo a slice."""
-        order = np.arange(len(tensor.starts), dtype=np.int64)
-        name_id = np.full(len(order), self._memo[tensor.name])
-        columns = [name_id, first_offset + order, order, self._path_ids[tensor.files], tensor.starts, tensor.lengths]
-        self._out += self._place_row().fill(columns, len(order))
+    def _chunk_row(self, shape: tuple[int, ...]) -> _Row:
+        key = len(shape), bool(shape) and max(shape) > 0x7FFFFFFF
+        if key not in self._rows:
+            mark = len(self._out)
+            self._new("ChunkStorageMetadata")
+            self._text("offsets")
+            self._global("torch", "Size")
+            offsets = self._taken(mark)
+            self._text("sizes")
+            self._global("torch", "Size")
+            sizes = self._taken(mark)
+            number: list[bytes | str] = [b"\x8a\x08", "<i8"] if key[1] else [b"J", "<i4"]
+            fields: list[bytes | str] = [b"(", *(number * len(shape)), b"t"]
+            self._rows[key] = _Row([offsets, *fields, b"\x85R\x94" + sizes, *fields, b"\x85Rub"])
+        return self._rows[key]
 
     def _place_row(self) -> _Row:
-        row = self._rows.get(None)
-        if row is None:
-            keys = ("fqn", "offset", "index", "relative_path", "length")
-            key = {text: self._captured(lambda text=text: self._text(text)) for text in keys}  # type: ignore[misc]
-            index = self._captured(lambda: self._new("MetadataIndex")) + key["fqn"] + b"j"
-            info = self._captured(lambda: self._new("_StorageInfo")) + key["relative_path"] + b"j"
-            parts: list[bytes | str] = [
-                index,
-                "<u4",
-                key["offset"] + b"j",
-                "<u4",
-                key["index"] + b"J",
-                "<i4",
+        if None not in self._rows:
+            mark, key = len(self._out), {}
+            for text in ("fqn", "offset", "index", "relative_path", "length"):
+                self._text(text)
+                key[text] = self._taken(mark)
+            self._new("MetadataIndex")
+            index = self._taken(mark) + key["fqn"] + b"j"
+            self._new("_StorageInfo")
+            info = self._taken(mark) + key["relative_path"] + b"j"
+            parts: list[bytes | str] = [index, "<u4", key["offset"] + b"j", "<u4", key["index"] + b"J", "<i4"]
+            parts += [
                 b"ub" + info,
                 "<u4",
+                key["offset"] + b"\x8a\x08",
+                "<i8",
+                key["length"] + b"\x8a\x08",
+                "<i8",
+                b"ub",
             ]
-            row = _Row([*parts, key["offset"] + b"\x8a\x08", "<i8", key["length"] + b"\x8a\x08", "<i8", b"ub"])
-            self._rows[None] = row
-        return row
+            self._rows[None] = _Row(parts)
+        return self._rows[None]
 
-    def _captured(self, write: Callable[[], None]) -> bytes:
-        """What `write` emits, taken out of the buffer: all it names must be in the memo by now."""
-        mark = len(self._out)
-        write()
+    def _taken(self, mark: int) -> bytes:
+        """Take out of the buffer what was written since `mark`: all it names is in the memo by now."""
         text = bytes(self._out[mark:])
         del self._out[mark:]
         return text
-
-    def _remember(self) -> None:
-        """Put into the memo what every slice names: MARK, the values, POP_MARK."""
-        self._out += b"("
-        for name in ("ChunkStorageMetadata", "MetadataIndex"):
-            self._global(_MODULE, name)
-        self._global(_FILESYSTEM, "_StorageInfo")
-        self._global("torch", "Size")
-        for text in ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", *self.paths):
-            self._text(text)
-        self._out += b"1"
 
     # --- values
 
@@ -282,10 +263,6 @@ class MetadataWriter:
             self._out += b"K\x00\x85R"
             self._put("contiguous")
         self._out += b"\x89tb"
-
-    def _size(self, values: tuple[int, ...]) -> None:
-        self._global("torch", "Size")
-        self._out += b"(" + b"".join(map(_int, values)) + b"t\x85R"
 
     def _text(self, text: str) -> None:
         if not self._get(text):
@@ -333,13 +310,6 @@ class _Row:
         for field, column in zip(self._fields, columns, strict=True):
             table[f"f{field}"] = column
         return table.tobytes()
-
-
-def _tuple_fields(ndim: int, wide: bool) -> list[bytes | str]:
-    fields: list[bytes | str] = [b"("]
-    for _ in range(ndim):
-        fields += [b"\x8a\x08", "<i8"] if wide else [b"J", "<i4"]
-    return [*fields, b"t"]
 
 
 def _int(value: int) -> bytes:

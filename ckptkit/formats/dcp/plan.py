@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from ckptkit.catalog.box import Box
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.files import ROW, Written, write_records
-from ckptkit.formats.dcp.host_bytes import is_dense, is_sparse_or_quantized, why_not_dense, without_subclass
+from ckptkit.formats.dcp.host_bytes import are_dense, is_dense, is_sparse_or_quantized, why_not_dense, without_subclass
 from ckptkit.formats.dcp.index import METADATA_NAME, write_index
 from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
 from ckptkit.formats.own.columns import Column, pack, pack_texts
@@ -53,6 +53,7 @@ Source = tuple[str, int]
 _SPLIT = 1 << 20  # below, a replica is not worth cutting up
 _DIGEST = 16
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, DTensor))
+_UNKNOWN: Any = object()
 _NO_PROTOCOL = _PLAIN | {dict}
 
 
@@ -100,7 +101,8 @@ class _Cut:
         place: (this rank's number among the holders of that, how many there are).
     """
 
-    dtype: str
+    dtype: torch.dtype
+    dtype_name: str
     shape: tuple[int, ...]
     placement: tuple[int, tuple[str, ...]] | None
     boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -324,6 +326,8 @@ def _laid_out(
     objects: list[tuple[str, Path]] = []
     cuts: dict[Any, _Cut | None] = {}
     meshes: dict[DeviceMesh, int] = {}
+    memory = [v._local_tensor if type(v) is DTensor else v for v in flat.values() if isinstance(v, torch.Tensor)]
+    plain = are_dense(memory)  # told of all at once: one by one takes as long as all else
     rows = list(zip(flat, paths, strict=True))
     if private:
         rows.sort(key=lambda row: row[0] in private)
@@ -335,7 +339,7 @@ def _laid_out(
         if name in holders:
             place = holders[name].index(rank), len(holders[name])
         sharded = isinstance(value, (DTensor, ShardedTensor))
-        if not sharded and not (isinstance(value, torch.Tensor) and is_dense(value)):
+        if not sharded and not (isinstance(value, torch.Tensor) and (plain or is_dense(value))):
             if name not in private:
                 shared_objects.append(name)
             if place[0] == 0:  # of differing objects the lowest rank's wins, as with torch
@@ -345,18 +349,24 @@ def _laid_out(
         if cut is None:
             continue
         for number, (offsets, sizes) in enumerate(cut.boxes):
-            source = (name, number)
             mine = _mine(name, cut, offsets, sizes)
             if mine is None:
                 continue
             own_offsets, own_sizes, narrow = mine
-            local = _dense(name, value, number)
+            local = _local(value, number)
+            if not plain:
+                why = why_not_dense(local)
+                if why:
+                    raise SaveError(f"{name}: it {why}.")
+                local = without_subclass(local)
+            if local.dtype != cut.dtype:
+                raise SaveError(f"{name}: it says that it is {cut.dtype}, this rank holds {local.dtype}.")
             local = local if narrow is None else local.narrow(*narrow)
             if local.shape != own_sizes:
                 raise SaveError(f"{name}: this rank holds {list(local.shape)}, its placement says {list(own_sizes)}.")
-            slices.append(PlannedSlice(len(keys), own_offsets, own_sizes, source, narrow))
+            slices.append(PlannedSlice(len(keys), own_offsets, own_sizes, (name, number), narrow))
             tensors.append(local)
-        keys.append(PlannedKey(name, path, cut.dtype, cut.shape, cut.placement))
+        keys.append(PlannedKey(name, path, cut.dtype_name, cut.shape, cut.placement))
         shared += name not in private
     mesh_fields = [_mesh_fields(mesh) for mesh in meshes]
     names = pack_texts([key.name for key in keys[:shared]], "names")
@@ -388,21 +398,24 @@ def _cut_of(
     if isinstance(value, ShardedTensor):  # it says itself where its parts are
         metas = [shard.metadata for shard in value.local_shards()]
         boxes = [(tuple(meta.shard_offsets), tuple(meta.shard_sizes)) for meta in metas]
-        return _Cut(_dtype_name(value.dtype), tuple(value.size()), None, boxes, (0, 1))
+        return _Cut(value.dtype, _dtype_name(value.dtype), tuple(value.size()), None, boxes, (0, 1))
     spec = value._spec if isinstance(value, DTensor) else None
     key = (value.dtype, value.shape, place) if spec is None else (value.dtype, value.shape, spec.mesh, spec.placements)
-    if key not in cuts:
-        dtype, shape = _dtype_name(value.dtype), tuple(value.shape)
+    known = cuts.get(key, _UNKNOWN)
+    if known is _UNKNOWN:
         if spec is None:
-            cuts[key] = _Cut(dtype, shape, None, [((0,) * len(shape), shape)], place)
+            shape = tuple(value.shape)
+            whole = [((0,) * len(shape), shape)]
+            known = _Cut(value.dtype, _dtype_name(value.dtype), shape, None, whole, place)
         else:
-            cuts[key] = _cut_by_mesh(name, dtype, value.shape, spec.mesh, spec.placements, meshes)
-    return cuts[key]
+            known = _cut_by_mesh(name, value.dtype, value.shape, spec.mesh, spec.placements, meshes)
+        cuts[key] = known
+    return known
 
 
 def _cut_by_mesh(
     name: str,
-    dtype: str,
+    dtype: torch.dtype,
     shape: torch.Size,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -422,7 +435,14 @@ def _cut_by_mesh(
             count *= mesh.size(dim)
     if 0 in shape and any(c for c, p in zip(coordinate, placements, strict=True) if not isinstance(p, Replicate)):
         turn = count  # an empty tensor is recorded once
-    return _Cut(dtype, tuple(shape), (index, tuple(map(_text, placements))), [(offsets, sizes)], (turn, count))
+    return _Cut(
+        dtype,
+        _dtype_name(dtype),
+        tuple(shape),
+        (index, tuple(map(_text, placements))),
+        [(offsets, sizes)],
+        (turn, count),
+    )
 
 
 def _mine(
@@ -436,7 +456,7 @@ def _mine(
         return offsets, sizes, None
     turn = zlib.crc32(name.encode("utf-8", "surrogatepass")) % count  # who begins
     dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
-    nbytes = math.prod(sizes) * getattr(torch, cut.dtype).itemsize
+    nbytes = math.prod(sizes) * cut.dtype.itemsize
     parts = min(count, nbytes // _SPLIT, sizes[dim] if sizes else 1)
     if parts <= 1:
         return (offsets, sizes, None) if number == turn else None
@@ -545,17 +565,9 @@ def _local(value: Any, index: int) -> torch.Tensor:
         local = value.local_shards()[index].tensor
     else:
         local = value
-    return local if is_lazy(local) else local.detach()
-
-
-def _dense(name: str, value: Any, index: int) -> torch.Tensor:
-    local = _local(value, index)
-    why = why_not_dense(local)
-    if why:
-        raise SaveError(f"{name}: it {why}.")
-    if local.dtype != value.dtype:
-        raise SaveError(f"{name}: it says that it is {value.dtype}, this rank holds {local.dtype}.")
-    return without_subclass(local)
+    if type(local) not in _PLAIN and is_lazy(local):
+        return local
+    return local.detach() if local.requires_grad else local
 
 
 def _encode(name: str, value: Any) -> bytes:

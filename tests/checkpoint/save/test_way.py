@@ -1,0 +1,88 @@
+"""The way of a save is short: how many of our functions one tensor passes, and how many are entered for it at all.
+
+    python -m tests.checkpoint.save.test_way
+
+prints them, most entered first, and the frames above the write. docs/internals/ways.md has the reason of each.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import ckptkit
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state.train_state import TrainState
+
+ROOT = f"{Path(ckptkit.__file__).parent}/"
+EXPRESSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # later Pythons enter no function for some of them
+MOST_FRAMES = 6
+MOST_FUNCTIONS = 350
+
+
+class Entered:
+    """What is entered of ours in this thread, and what stands above each write of a data file."""
+
+    def __init__(self) -> None:
+        self.functions: Counter[str] = Counter()
+        self.stacks: list[list[str]] = []
+
+    def __enter__(self) -> Entered:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, what: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT) and frame.f_code.co_name not in EXPRESSIONS:
+            self.functions[_name(frame)] += 1
+        elif event == "c_call" and getattr(what, "__name__", "") in ("write", "pwrite"):
+            stack, above = [], frame
+            while above is not None:
+                if above.f_code.co_filename.startswith(ROOT):
+                    stack.append(_name(above))
+                above = above.f_back  # type: ignore[assignment]
+            self.stacks.append(stack[::-1])
+
+
+def _name(frame: FrameType) -> str:
+    code: Any = frame.f_code
+    name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+    return f"{code.co_filename.removeprefix(ROOT)} {name} {code.co_firstlineno}"
+
+
+def save_one_tensor(url: str) -> Entered:
+    """Save a 4x4 tensor, the first checkpoint of a run."""
+    model = torch.nn.Module()
+    model.register_parameter("w", torch.nn.Parameter(torch.arange(16.0).reshape(4, 4)))
+    with CheckpointManager(url) as manager, Entered() as found:
+        manager.save(1, TrainState(model=model, rng=False))
+    return found
+
+
+def test_six_of_our_frames_stand_above_the_write_of_a_tensor(tmp_path: Path) -> None:
+    stacks = save_one_tensor(str(tmp_path)).stacks
+    (of_tensor,) = [stack for stack in stacks if any("formats/dcp/files.py" in name for name in stack)]
+    assert len(of_tensor) <= MOST_FRAMES, of_tensor
+
+
+def test_a_save_of_one_tensor_enters_few_functions(tmp_path: Path) -> None:
+    functions = save_one_tensor(str(tmp_path)).functions
+    assert 0 < len(functions) <= MOST_FUNCTIONS, len(functions)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        way = save_one_tensor(place)
+    for function, times in way.functions.most_common():
+        print(f"{times:5d} {function}")
+    for frames in way.stacks:
+        print(f"\n{len(frames)} frames above a write\n  " + "\n  ".join(frames))
+    print(f"\n{len(way.functions)} functions, {way.functions.total()} calls")
