@@ -63,3 +63,24 @@ def test_a_cycle_would_be_found() -> None:
         "d": ast.parse("import a"),
     }
     assert {frozenset(path) for path in cycles(imports(modules))} == {frozenset("abc")}
+
+
+def algorithms(tree: ast.Module) -> Iterator[str]:
+    """Yield what in a module names a digest algorithm."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (item.name for item in node.names if item.name in ("hashlib", "xxhash"))
+        elif isinstance(node, ast.Attribute) and node.attr == "crc32" and isinstance(node.value, ast.Name):
+            yield from ("zlib.crc32" for _ in "1" if node.value.id == "zlib")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("hashlib", "isal", "xxhash"):
+            yield str(node.module)
+        elif isinstance(node, ast.Constant) and node.value in ("xxh3_64", "crc32", "sha256"):
+            yield node.value
+
+
+def test_only_digests_names_a_digest_algorithm() -> None:
+    found = {name: list(algorithms(tree)) for name, tree in sources().items() if name != "ckptkit.digests"}
+    wire = {"ckptkit.storage.body", "ckptkit.storage.connection", "ckptkit.storage.s3"}  # what S3 itself speaks
+    assert {name: names for name, names in found.items() if names and name not in wire} == {}
+    named = algorithms(ast.parse("import xxhash\nzlib.crc32(b'')\nx == 'crc32'"))
+    assert sorted(named) == ["crc32", "xxhash", "zlib.crc32"]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.columns import first_of_equal, overlapping, tiles_exactly
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.digests import proves_equality
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
 __all__ = [
@@ -58,7 +59,7 @@ class Digest:
     slice can be a part.
     """
 
-    algorithm: str  # "xxh3_64" or "crc32"; "sha256" of whole files
+    algorithm: str  # one of `digests.NAMES`
     value: int
     start: int
     nbytes: int
@@ -417,8 +418,7 @@ def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
             return None
     if any(one.value != other.value for one, other, *_ in digests if one and other):
         return False
-    # Equal 64-bit digests of data that nobody chose are equal bytes; 32 bits are too few to be sure.
-    return True if digests and digests[0][0] and digests[0][0].algorithm.startswith("xxh3") else None
+    return True if digests and digests[0][0] and proves_equality(digests[0][0].algorithm) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterator
 
-import xxhash
-
+from ckptkit.digests import DIGEST, hex_digest_of
 from ckptkit.errors import CheckpointExistsError, CkptkitError
 from ckptkit.formats.hf.side_files import is_code, is_side_file, read_json
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, find_record
@@ -37,7 +36,7 @@ _BESIDE = frozenset(
 _FOLDERS = ("additional_chat_templates", ".cache/huggingface")  # below them all is of an export
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _OF_TORCH = re.compile(rb".+/(?:data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment)", re.DOTALL)
-_MARK = "<!-- ckptkit: xxh3_64 of the text above: "
+_MARK = f"<!-- ckptkit: {DIGEST} of the text above: "
 
 
 def check_replaceable(store: Store, path: str = "", known: Collection[str] = ()) -> None:
@@ -129,7 +128,7 @@ def _is_unedited(card: bytes) -> bool:
 
 
 def _digest(text: str) -> str:
-    return xxhash.xxh3_64_hexdigest(text.encode())
+    return hex_digest_of(text.encode())
 
 
 def _files_of(record: CommitRecord) -> frozenset[str]:

@@ -16,6 +16,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.targets import Target
+from ckptkit.digests import proves_equality
 from ckptkit.errors import UsageError
 from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
@@ -457,7 +458,7 @@ def _value_differences(
     told = [
         (e.encoding, e.codec, e.digest.value, e.digest.nbytes)
         for _, e in (a, b)
-        if e.digest is not None and e.digest.algorithm == "xxh3_64"
+        if e.digest is not None and proves_equality(e.digest.algorithm)
     ]
     if len(told) == 2 and told[0] == told[1]:
         return {}
@@ -508,9 +509,9 @@ def _chosen(entries: Mapping[str, T], wanted: NameFilter) -> dict[str, T]:
 
 
 def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:
-    """Whether both are cut alike and every slice has the same xxh3_64. A CRC-32 is too short to believe."""
+    """Whether both are cut alike and every slice has the same digest."""
     p, q = x.slices, y.slices
-    if x.dtype != y.dtype or p.algorithm != "xxh3_64" or q.algorithm != "xxh3_64" or len(p) != len(q):
+    if x.dtype != y.dtype or p.algorithm != q.algorithm or not proves_equality(p.algorithm) or len(p) != len(q):
         return False
     if p.strides or q.strides or p.digests is None or q.digests is None or p.digest_starts is not None:
         return False

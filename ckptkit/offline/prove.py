@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,9 @@ from ckptkit.catalog.columns import distinct, first_of_equal, is_dense, row_majo
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
+from ckptkit.digests import Fingerprint, fingerprint_of_runs, new_hasher
 from ckptkit.errors import IntegrityError
 from ckptkit.offline.copying.casts import cast_into
-from ckptkit.offline.copying.checks import new_hasher
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import OutputTensor, Placement, Plan
@@ -35,32 +35,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Fingerprint", "fingerprint_of", "prove_equal", "prove_masters", "slice_runs"]
 
-# A fingerprint of a tensor's bits that is additive over its parts, so that any sharding gives the same one.
-#
-# F1 = sum of bits, F2 = sum of bits times the row-major index in the whole tensor, both modulo 2^64
-# (bits: an element as an unsigned number). It finds every flipped bit, swapped rows and shards at the wrong
-# place; it is no cryptographic digest.
-
-
 Bytes = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-_MODULUS = 1 << 64
-_BLOCK = 1 << 14  # elements at a time: what is widened to 64 bits stays in the cache
-_RAMP = np.arange(_BLOCK, dtype=np.uint64)
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """The sums (f1, f2) of a part of a tensor, or of all of it. `a + b`: of parts that share no element."""
-
-    f1: int = 0
-    f2: int = 0
-
-    def __add__(self, other: Fingerprint) -> Fingerprint:
-        return Fingerprint((self.f1 + other.f1) % _MODULUS, (self.f2 + other.f2) % _MODULUS)
 
 
 def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> Fingerprint:
@@ -79,9 +58,7 @@ def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int)
     base = box.flat_start(shape)
     dim = _outer_dims(box, shape)
     run = Box((0,) * (box.ndim - dim), box.sizes[dim:]).numel  # elements that follow one another in the tensor
-    if dim == 0 or run >= _BLOCK:
-        return _long_runs(bits, base, box.sizes[:dim], strides[:dim], run)
-    return _short_runs(bits.reshape(-1, run), base, box.sizes[:dim], strides[:dim])
+    return fingerprint_of_runs(bits, _starts(base, box.sizes[:dim], strides[:dim]), run)
 
 
 def _outer_dims(box: Box, shape: tuple[int, ...]) -> int:
@@ -99,32 +76,6 @@ def _starts(base: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> UInt
         steps = np.arange(size, dtype=np.uint64) * np.uint64(stride)
         starts = (starts[:, None] + steps).reshape(-1)
     return starts
-
-
-def _long_runs(
-    bits: npt.NDArray[Any], base: int, sizes: tuple[int, ...], strides: tuple[int, ...], run: int
-) -> Fingerprint:
-    f1 = f2 = 0
-    for i, start in enumerate(_starts(base, sizes, strides).tolist()):
-        for at in range(0, run, _BLOCK):
-            block = bits[i * run + at : i * run + min(at + _BLOCK, run)].astype(np.uint64)
-            total = int(block.sum())
-            f1 += total
-            f2 += (start + at) * total + int(np.dot(block, _RAMP[: len(block)]))
-    return Fingerprint(f1 % _MODULUS, f2 % _MODULUS)
-
-
-def _short_runs(rows: npt.NDArray[Any], base: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Fingerprint:
-    starts = _starts(base, sizes, strides)
-    f1 = f2 = 0
-    step = max(1, _BLOCK // rows.shape[1])
-    ramp = _RAMP[: rows.shape[1]]
-    for at in range(0, len(rows), step):
-        block = rows[at : at + step].astype(np.uint64)
-        totals = block.sum(axis=1, dtype=np.uint64)
-        f1 += int(totals.sum())
-        f2 += int(np.dot(totals, starts[at : at + step])) + int(np.dot(block, ramp).sum())
-    return Fingerprint(f1 % _MODULUS, f2 % _MODULUS)
 
 
 _CHUNK = 1 << 20

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import xxhash
-
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
+from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, hex_width
 from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
@@ -237,7 +234,7 @@ def _beside_tensors(catalog: Catalog) -> list[_Check]:
     tables = {id(entry.slices.paths): entry.slices.paths for entry in catalog.tensors.values()}  # most share one
     holding = {path for paths in tables.values() for path in paths}
     return [
-        _Check(path, Digest("xxh3_64", int(digest, 16), 0, catalog.info.files[path]), None, ("",))
+        _Check(path, Digest(DIGEST, int(digest, 16), 0, catalog.info.files[path]), None, ("",))
         for path, digest in sorted(digests.items())
         if path not in holding and not digest.startswith(PREFIX)
     ]
@@ -298,7 +295,7 @@ def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Probl
     sums, problems = {}, []
     for path, value in named.items():
         try:
-            sums[path] = Digest("sha256", int(value, 16), 0, file_size(store, path))
+            sums[path] = Digest(SHA256, int(value, 16), 0, file_size(store, path))
         except (CkptkitError, OSError) as error:
             problems.append(Problem(path, "", f"{path}, which {SUMS_NAME} names, can't be read: {error}"))
     for path in catalog.info.files if named else ():
@@ -314,7 +311,7 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], d
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
     unproved: dict[str, int] = {}
-    whole_files = catalog.info.extra.get("digests", {})  # of our own checkpoints: path -> xxh3_64 in hex
+    whole_files = catalog.info.extra.get("digests", {})  # of our own checkpoints: path -> hex
 
     def add(name: str, path: str, digest: Digest, codec: Codec | None) -> None:
         key = (path, codec.start if codec else digest.start, digest.start, digest.nbytes, digest.value)
@@ -323,9 +320,9 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], d
 
     for path, value in whole_files.items():
         if catalog.info.files.get(path, -1) >= 0:
-            add("", path, Digest("xxh3_64", int(value.removeprefix(PREFIX), 16), 0, catalog.info.files[path]), None)
+            add("", path, Digest(DIGEST, int(value.removeprefix(PREFIX), 16), 0, catalog.info.files[path]), None)
     for path, start, nbytes, copied in spares_of(catalog.info.extra):
-        add("", path, Digest("xxh3_64", copied, start, nbytes), None)
+        add("", path, Digest(DIGEST, copied, start, nbytes), None)
     for path, whole in sums.items():
         add("", path, whole, None)
     for name, path, nbytes, digest, codec in _recorded(catalog):
@@ -348,7 +345,7 @@ def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list
             except (CkptkitError, OSError) as error:
                 problems.append(Problem(path, name, f"{path}: tensor {name!r} can't be read: {error}"))
                 continue
-            checks += [_Check(path, Digest("crc32", crc, at, size), None, (name,)) for at, size, crc in found]
+            checks += [_Check(path, Digest(CRC, crc, at, size), None, (name,)) for at, size, crc in found]
     return checks, problems
 
 
@@ -428,7 +425,7 @@ def _check(store: Store, reader: Store | BlockReader, check: _Check) -> Problem 
     what = "what lies around the tensors" if check.parts else what
     digest = check.digest
     try:
-        value = _hash(digest.algorithm, _chunks(store, reader, check))
+        value = hash_of(_chunks(store, reader, check), digest.algorithm)
     except (PermissionError, StorageError) as error:
         words = error.strerror or str(error)
         return _UnreadableFile(check.path, tensor, f"{check.path}: the file can't be read: {words.rstrip('.')}.")
@@ -436,7 +433,7 @@ def _check(store: Store, reader: Store | BlockReader, check: _Check) -> Problem 
         return Problem(check.path, tensor, f"{check.path}: {what} can't be read: {error}")
     if value == digest.value:
         return None
-    width = 64 if digest.algorithm == "sha256" else 1
+    width = hex_width(digest.algorithm)
     return Problem(
         check.path,
         tensor,
@@ -462,20 +459,3 @@ def _chunks(store: Store, reader: Store | BlockReader, check: _Check) -> Iterato
             start += len(view)
 
     yield from outline(stop, check.parts, read) if check.parts else read(start, stop)
-
-
-def _hash(algorithm: str, chunks: Iterable[memoryview | bytes]) -> int:
-    if algorithm == "crc32":
-        value = 0
-        for chunk in chunks:
-            value = zlib.crc32(chunk, value)
-        return value
-    if algorithm == "sha256":
-        secure = hashlib.sha256()
-        for chunk in chunks:
-            secure.update(chunk)
-        return int(secure.hexdigest(), 16)
-    state = xxhash.xxh3_64()
-    for chunk in chunks:
-        state.update(chunk)
-    return state.intdigest()

@@ -9,12 +9,9 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-try:
-    from isal.isal_zlib import crc32
-except ImportError:  # a wheel for every platform is not promised
-    from zlib import crc32
+from ckptkit.digests import crc32
 
-__all__ = ["Body", "Collected", "Content", "crc32"]
+__all__ = ["Body", "Collected", "Content"]
 
 _LITTLE = 256 << 10
 _BLOCK = 4 << 20

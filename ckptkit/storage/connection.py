@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from ckptkit.digests import sha256_of
 from ckptkit.errors import MissingExtraError, UsageError
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage.body import Body, Content
@@ -314,7 +315,7 @@ class Connection:
         """Return the connection that others with these options use now, under the same environment; else a new one."""
         given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
         text = repr((protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
-        key = hashlib.sha256(text.encode(errors="surrogateescape")).digest()  # no secret is kept by it
+        key = sha256_of(text.encode(errors="surrogateescape"))  # no secret is kept by it
         found = _connections.get(key)
         if found is None:  # no lock: two at once do no harm, and a fork could keep it
             found = _connections[key] = cls(protocol, options)

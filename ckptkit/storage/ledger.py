@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
+from ckptkit.digests import hex_digest_of
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import FileInfo, Store
 
@@ -100,7 +99,7 @@ class Ledger:
 
 
 def _record_of(path: str) -> str:
-    return f"{FOLDER}/{xxhash.xxh3_64_hexdigest(path.encode('utf-8', 'surrogatepass'))}.json"
+    return f"{FOLDER}/{hex_digest_of(path.encode('utf-8', 'surrogatepass'))}.json"
 
 
 def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finished]:

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from ckptkit.storage.body import Collected, Content, crc32
+from ckptkit.digests import crc32
+from ckptkit.storage.body import Collected, Content
 from ckptkit.storage.connection import UPLOAD_BYTES, Connection
 from ckptkit.storage.requests import LostUploadError, ObjectApi, Upload
 

@@ -71,7 +71,7 @@ def check(root: Store | str | Path) -> list[int]:
         assert len(item.record.files) == item.record.world_size + 1
         for path, file in item.record.files.items():
             read = data.read(path)
-            assert (len(read), xxhash.xxh3_64_hexdigest(read)) == (file.nbytes, file.xxh3_64), (item.path, path)
+            assert (len(read), xxhash.xxh3_64_hexdigest(read)) == (file.nbytes, file.checksum), (item.path, path)
             if path != "index":
                 rank = int(path.removeprefix("shards/").removesuffix(".bin"))
                 assert read == content(item.step, rank, len(read)), (item.path, path)

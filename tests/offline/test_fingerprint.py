@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit import digests
 from ckptkit.catalog.box import Box
-from ckptkit.offline import prove
-from ckptkit.offline.prove import Fingerprint, fingerprint_of
+from ckptkit.digests import Fingerprint
+from ckptkit.offline.prove import fingerprint_of
 from tests.catalog.boxes import index, partitions, shapes
 from tests.offline.engine import UNITS
 
@@ -43,12 +44,12 @@ def test_a_fingerprint_is_the_two_sums_of_its_definition(shape, itemsize):
 def test_any_sharding_gives_the_same(case, itemsize, block):
     shape, boxes = case
     array = numbers(shape, itemsize)
-    before = prove._BLOCK
-    prove._BLOCK = block
+    before = digests._BLOCK
+    digests._BLOCK = block
     try:
         parts = sum((of(array, box) for box in boxes), Fingerprint())
     finally:
-        prove._BLOCK = before
+        digests._BLOCK = before
     assert parts == of(array, Box.whole(shape))
 
 

@@ -181,12 +181,12 @@ _SLACK = 1 << 20  # records, directories
 
 
 class WrittenFile(Protocol):
-    """What a writer knows of a file: bytes, and xxh3_64 as a number or as 16 hex digits."""
+    """What a writer knows of a file: bytes, and their digest as a number or as 16 hex digits."""
 
     @property
     def nbytes(self) -> int: ...
     @property
-    def xxh3_64(self) -> int | str: ...
+    def checksum(self) -> int | str: ...
 
 
 Files = Mapping[str, WrittenFile]
@@ -650,5 +650,5 @@ class SaveAttempt:
 def _file_record(path: str, item: WrittenFile) -> FileRecord:
     if isinstance(item, FileRecord):
         return item
-    digest = item.xxh3_64
+    digest = item.checksum
     return FileRecord(int(item.nbytes), digest if isinstance(digest, str) else f"{digest:016x}")

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.checkpoint.save.stream import FileTensor, SafetensorsStream, open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import Layout, PartView, boxes_of, check_safetensors, host_bytes, part_view
 from ckptkit.checkpoint.state.train_state import Captured
+from ckptkit.digests import hex_digest_of, signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import row_major
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
@@ -114,7 +113,7 @@ class FullTensors:
         aliases = {name: table for name, table in captured.aliases.items() if table}
         plan = cls(rank, world_size, views, aliases, configs or {}, group, max_shard_bytes)
         plan.described = _describe(views.values(), captured)
-        plan.signature = xxhash.xxh3_128_digest(plan.described)
+        plan.signature = signature_of(plan.described)
         if isinstance(previous, FullTensors) and previous.signature == plan.signature:
             plan.signatures, plan.files = previous.signatures, previous.files
         return plan
@@ -171,7 +170,7 @@ class FullTensors:
         small = {**self.configs, **_hf_indexes(self.files)}
         for path, data in small.items():
             store.write(path, data, sync=sync)
-            table[0].files[path] = FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
+            table[0].files[path] = FileRecord(len(data), hex_digest_of(data))
         extra = {**extra, "aliases": self.aliases} if self.aliases else extra
         files = write_manifest(table, store, format="ckptkit-full", save_id=save_id, extra=extra, sync=sync)
         return {path: files[path] for path in (*small, MANIFEST_NAME)}

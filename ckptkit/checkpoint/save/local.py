@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import xxhash
 
 from ckptkit.catalog.box import Box
 from ckptkit.checkpoint.save.stream import FileTensor, open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import Layout, PartView, check_safetensors, host_bytes, part_view
 from ckptkit.checkpoint.state.train_state import Captured
+from ckptkit.digests import crc32, signature_of
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
 from ckptkit.formats.own.slice_table import SliceRow, TablePart, write_manifest
@@ -43,7 +41,7 @@ class LocalTensors:
         views = tuple(part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False))
         check_safetensors(views)
         common = sorted(f"{v.key} {v.dtype} {v.shape}" for v in views if v.layout is None and v.key not in captured.own)
-        signature = xxhash.xxh3_128_digest("\n".join(common).encode("utf-8", "surrogatepass"))
+        signature = signature_of("\n".join(common).encode("utf-8", "surrogatepass"))
         private = {v.key for v in views if v.key in captured.own}
         mine = tuple(v for v in views if v.key in private or _is_writer(v, rank, world_size))
         aliases = {name: table for name, table in captured.aliases.items() if table}
@@ -96,7 +94,7 @@ class LocalTensors:
 
 def _is_writer(view: PartView, rank: int, world_size: int) -> bool:
     """Whether this rank writes the part: replicas are spread over their holders by the name's checksum."""
-    turn = zlib.crc32(view.key.encode("utf-8", "surrogatepass"))
+    turn = crc32(view.key.encode("utf-8", "surrogatepass"))
     if view.layout is None:
         return turn % world_size == rank
     return view.layout.replica(rank) == turn % view.layout.replicas

@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.checkpoint.state.values import references
+from ckptkit.digests import digest_of, signature_of
 from ckptkit.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Fingerprints:
     @property
     def digests(self) -> tuple[bytes, bytes]:
         """Of which plain tensors this rank has, and of what is in them."""
-        return holding(self.to_bytes()), xxhash.xxh3_128_digest(self._table.tobytes())
+        return holding(self.to_bytes()), signature_of(self._table.tobytes())
 
     def to_bytes(self) -> bytes:
         """Return the table that `differing` compares."""
@@ -79,12 +79,12 @@ class Fingerprints:
 
 @lru_cache(maxsize=1 << 16)
 def _name_digest(key: str, dtype: torch.dtype, shape: torch.Size) -> int:
-    return xxhash.xxh3_64_intdigest(f"{key} {dtype} {tuple(shape)}".encode("utf-8", "surrogatepass"))
+    return digest_of(f"{key} {dtype} {tuple(shape)}".encode("utf-8", "surrogatepass"))
 
 
 def holding(table: bytes) -> bytes:
     """Return a digest of which plain tensors a rank has, from its table."""
-    return xxhash.xxh3_64_digest(np.frombuffer(table, "<u8").reshape(-1, 2)[:, 0].tobytes())
+    return signature_of(np.frombuffer(table, "<u8").reshape(-1, 2)[:, 0].tobytes())[:8]
 
 
 def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) -> None:
@@ -224,7 +224,7 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
                 continue
             host = fetched.get(index)
             host = _bytes_of(tensor) if host is None else host
-            yield xxhash.xxh3_64_intdigest(host.numpy().data) if host.numel() else 0
+            yield digest_of(host.numpy().data) if host.numel() else 0
 
 
 def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -243,7 +243,7 @@ def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
             chosen = [tensors[index] for index in rows]
             if len(rows) > 1 and not any(map(torch.Tensor.is_neg, chosen)):
                 joined = torch.stack(chosen).view(len(rows), -1).view(torch.uint8).numpy()
-                found.update(zip(rows, map(xxhash.xxh3_64_intdigest, joined), strict=True))
+                found.update(zip(rows, map(digest_of, joined), strict=True))
     return found
 
 

@@ -13,8 +13,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import xxhash
-
 from ckptkit.checkpoint.report import PhaseClock
 from ckptkit.checkpoint.run.commit import SaveAttempt, begin_save
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
@@ -25,6 +23,7 @@ from ckptkit.checkpoint.save.replicas import Fingerprints, holding, part_ways, w
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture
 from ckptkit.checkpoint.state.values import Seen, decode
+from ckptkit.digests import hex_digest_of
 from ckptkit.errors import UsageError
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import MANIFEST_NAME, CommitRecord, FileRecord, WrittenTensors, check_given
@@ -212,7 +211,7 @@ class Saver:
                 clock.add_in_turn(written.phases)
                 if prepared.failure is not None:
                     raise prepared.failure
-                digests = {key: xxhash.xxh3_64_hexdigest(_json(tree)) for key, tree in prepared.objects.items()}
+                digests = {key: hex_digest_of(_json(tree)) for key, tree in prepared.objects.items()}
                 payload = (written.part, _json(prepared.rank_objects), digests)
             except BaseException as error:  # noqa: BLE001  a rank's failure is every rank's: abort raises it
                 attempt.abort(prepared.failure or error)
@@ -303,7 +302,7 @@ class Saver:
             extra={"step": prepared.request.step, "objects": OBJECTS_NAME},
             sync=self._sync,
         )
-        records = {path: FileRecord(len(data), xxhash.xxh3_64_hexdigest(data)) for path, data in small.items()}
+        records = {path: FileRecord(len(data), hex_digest_of(data)) for path, data in small.items()}
         found = {**files, **records}
         prepared.clock.add("index", time.perf_counter() - started, sum(item.nbytes for item in found.values()))
         return found

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import xxhash
-
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.digests import new_hasher
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.dcp.host_bytes import PIECE
 from ckptkit.formats.own.outline import LEAST
@@ -36,7 +35,7 @@ class FileTensor:
 
 @dataclass(slots=True)
 class WrittenFile:
-    """What a finished file holds: its size and its outline's digest, and for each tensor (start, nbytes, xxh3_64).
+    """What a finished file holds: its size and its outline's digest, and for each tensor (start, nbytes, digest).
 
     Attributes:
         seconds: Spent on it so far in the phases "digest" and "sync" (until it was durable and had its name).
@@ -44,14 +43,14 @@ class WrittenFile:
 
     path: str
     nbytes: int = 0
-    xxh3_64: str = ""
+    checksum: str = ""
     tensors: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"digest": 0.0, "sync": 0.0})
 
     @property
     def record(self) -> FileRecord:
         """What the commit record says of the file."""
-        return FileRecord(self.nbytes, self.xxh3_64, outlined=True)
+        return FileRecord(self.nbytes, self.checksum, outlined=True)
 
 
 def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -92,14 +91,15 @@ class SafetensorsStream:
         head, self._starts = encode_header(tensors, metadata)
         self._writer = writer
         self._left = list(reversed(tensors))
-        self._outline = xxhash.xxh3_64(head)
+        self._outline = new_hasher()
+        self._outline.update(head)
         self.written = WrittenFile(path, len(head))
         self._writer.write(head)
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> None:
         """Append one tensor; `pieces` are its row-major bytes."""
         tensor = self._left.pop()
-        start, digest, nbytes, clock = self._starts[name], xxhash.xxh3_64(), 0, time.perf_counter
+        start, digest, nbytes, clock = self._starts[name], new_hasher(), 0, time.perf_counter
         large = tensor.nbytes >= LEAST
         for piece in _cut(pieces):
             before = clock()
@@ -120,7 +120,7 @@ class SafetensorsStream:
         """Check that every tensor was written, and set the file's digest."""
         if self._left:
             raise ValueError(f"{self.written.path}: {len(self._left)} tensors were not written")
-        self.written.xxh3_64 = self._outline.hexdigest()
+        self.written.checksum = self._outline.hexdigest()
 
 
 def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 import weakref
@@ -10,6 +9,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.digests import sha256_of
 from ckptkit.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def reseed(*parts: object) -> int:
     """Seed every generator from these values, and return the seed: same values, same numbers."""
     import torch
 
-    digest = hashlib.sha256(repr(parts).encode()).digest()
+    digest = sha256_of(repr(parts).encode())
     seed = int.from_bytes(digest[:8], "little") >> 1
     random.seed(seed)
     torch.manual_seed(seed)  # the GPUs' too, lazily

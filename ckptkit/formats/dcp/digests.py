@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
-
-import xxhash
+from typing import Protocol, TypeVar
 
 from ckptkit.catalog.entry import Digest
+from ckptkit.digests import hash_of, new_hasher
 from ckptkit.errors import IncompleteCheckpointError, IntegrityError
-from ckptkit.formats.dcp.records import crc32
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "compare", "digest_of", "read_pieces"]
+__all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "compare", "read_pieces"]
 
 T = TypeVar("T")
 
@@ -53,32 +50,22 @@ class Running:
     """A digest in the making; without one to compare with it does nothing."""
 
     def __init__(self, digest: Digest | None) -> None:
-        self._digest = digest
-        self._xxh3: Any = xxhash.xxh3_64() if digest is not None and digest.algorithm == "xxh3_64" else None
-        self._crc = 0
+        self._hasher = None if digest is None else new_hasher(digest.algorithm)
 
     def update(self, piece: memoryview) -> None:
-        if self._xxh3 is not None:
-            self._xxh3.update(piece)
-        elif self._digest is not None:
-            self._crc = crc32(piece, self._crc)
+        if self._hasher is not None:
+            self._hasher.update(piece)
 
     def check(self, item: Named) -> None:
         """Raises IntegrityError, naming file and tensor."""
-        if self._digest is not None:
-            compare(item, self._crc if self._xxh3 is None else self._xxh3.intdigest())
+        if self._hasher is not None:
+            compare(item, self._hasher.intdigest())
 
 
-def digest_of(digest: Digest | None, data: memoryview) -> int:
-    """Return the digest of `data`, of the kind of `digest`."""
-    if digest is not None and digest.algorithm == "xxh3_64":
-        return int(xxhash.xxh3_64_intdigest(data))
-    return zlib.crc32(data) if len(data) < 4096 else int(crc32(data))
-
-
-def check_bytes(digest: Digest, data: memoryview, path: str, name: str) -> None:
-    """Check bytes that a digest covers. Raises IntegrityError, naming file and entry."""
-    _compare(digest, digest_of(digest, data), path, name)
+def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -> None:
+    """Check bytes that a digest covers, if there is one. Raises IntegrityError, naming file and entry."""
+    if digest is not None:
+        _compare(digest, hash_of((data,), digest.algorithm), path, name)
 
 
 def compare(item: Named, found: int) -> None:
@@ -183,5 +170,5 @@ def _check(store: Store, batch: Sequence[SliceCheck], size: int) -> int:
         at += item.nbytes
     store.read_many(reads, workers=1)
     for item, read in zip(batch, reads, strict=True):
-        compare(item, digest_of(item.digest, read.view))
+        check_bytes(item.digest, read.view, item.path, item.name)
     return nbytes

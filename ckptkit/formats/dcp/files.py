@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from ckptkit.digests import crc32, digest_of, new_hasher
 from ckptkit.errors import NoSpaceError, StorageError
-from ckptkit.formats.dcp.records import RecordFrame, crc32
+from ckptkit.formats.dcp.records import RecordFrame
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.local import LocalStore, start_writing
 from ckptkit.storage.pool import WorkerPool
@@ -55,7 +55,7 @@ class Written:
         file: [n] index into `paths`.
         starts, lengths: [n] the whole records.
         payloads: [n] where the payload starts.
-        digests: [n] xxh3_64 of the payload.
+        digests: [n] of the payload.
         phases: (phase, seconds, bytes) of what took the time.
     """
 
@@ -202,7 +202,7 @@ class FileJob:
         from ckptkit.formats.dcp.host_bytes import HostBytes
 
         result, clock, source = self.result, time.perf_counter, HostBytes()
-        outline, pending, at = xxhash.xxh3_64(), bytearray(), 0
+        outline, pending, at = new_hasher(), bytearray(), 0
         with self._open():
             lend = getattr(self._remote, "lend", None)  # for memory that may go up as it lies there
             for row in self.rows:
@@ -215,12 +215,12 @@ class FileJob:
                     if not frame.streamed:
                         payload = source.whole(tensor)
                         pending += frame.record(payload)
-                        digest = xxhash.xxh3_64_intdigest(payload)
+                        digest = digest_of(payload)
                     else:
                         pending += frame.prefix
                         outline.update(pending)
                         self.append(pending)
-                        state, crc, sent = xxhash.xxh3_64(), 0, 0
+                        state, crc, sent = new_hasher(), 0, 0
                         whole = source.at_rest(tensor) if lend is not None else None
                         for piece in source.pieces(tensor):
                             before = clock()
@@ -237,7 +237,7 @@ class FileJob:
                         pending = bytearray(frame.suffix(crc))
                 else:
                     record = self.records[row - len(self.frames)]
-                    payload_at, length, digest = at, len(record), xxhash.xxh3_64_intdigest(record)
+                    payload_at, length, digest = at, len(record), digest_of(record)
                     pending += record
                 result.file[row], result.starts[row], result.lengths[row] = self.number, at, length
                 result.payloads[row], result.digests[row] = payload_at, digest

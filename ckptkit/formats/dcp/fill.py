@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import xxhash
 
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.catalog.entry import Codec, Digest, TensorEntry
+from ckptkit.digests import new_signer
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
 from ckptkit.formats.dcp.digests import (
     Running,
@@ -23,8 +23,6 @@ from ckptkit.formats.dcp.digests import (
     all_of,
     check_bytes,
     check_slices,
-    compare,
-    digest_of,
     read_pieces,
 )
 from ckptkit.formats.dcp.host_bytes import host_view, is_sign, lies_row_major
@@ -166,7 +164,7 @@ class Filler:
         that can't be told."""
         if self._jobs:
             return b""
-        found = xxhash.xxh3_128()
+        found = new_signer()
         for fill in self._fills:
             # In a compressed record `start` counts from its first byte; how a tensor lies tells how it is sent.
             where = fill.path, fill.start, fill.nbytes, fill.offsets, fill.sizes, fill.strides, fill.codec
@@ -258,7 +256,7 @@ class Filler:
         self.store.read_many(reads, workers=1)
         for (fill, _), view in zip(batch, views, strict=True):
             if fill.whole and fill.checkable:
-                compare(fill, digest_of(fill.digest, view))
+                check_bytes(fill.digest, view, fill.path, fill.name)
         for (fill, _), tensor in zip(batch, into, strict=True):
             if tensor is not fill.target:
                 _copy(fill.target, tensor)
@@ -313,7 +311,7 @@ class Filler:
             )
         if fill.digest is not None:
             covered = memoryview(raw)[fill.digest.start : fill.digest.start + fill.digest.nbytes]
-            compare(fill, digest_of(fill.digest, covered))
+            check_bytes(fill.digest, covered, fill.path, fill.name)
         data = bytearray(memoryview(raw)[fill.start : fill.start + fill.nbytes])
         return torch.frombuffer(data, dtype=torch.uint8), codec.nbytes
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.formats.dcp.records import crc32
+from ckptkit.digests import crc32
 
 if TYPE_CHECKING:
     import torch

@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ckptkit.catalog.columns import first_of_equal
 from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.digests import DIGEST, hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.files import ROW
 from ckptkit.formats.dcp.records import RecordColumns, encode_metadata, payload_nbytes
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.own.columns import Columns, unpack, unpack_texts
-from ckptkit.formats.own.manifest import DIGEST, MESHES, Manifest, Objects, Slices, Tensors
+from ckptkit.formats.own.manifest import MESHES, Manifest, Objects, Slices, Tensors
 from ckptkit.formats.own.outline import LEAST, Spare, spare_fields
 from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
@@ -557,7 +557,7 @@ def write_index(
     """
     index = Index.of(Part.of(data, rank) for rank, data in enumerate(parts))
     index.check()
-    state, size = xxhash.xxh3_64(), 0
+    state, size = new_hasher(), 0
     with store.writer(METADATA_NAME, sync=sync) as writer:  # it appears at the end of the block, after the manifest
         for chunk in index.metadata(store.url, save_id):
             state.update(chunk)
@@ -566,6 +566,6 @@ def write_index(
         files = {**index.files, METADATA_NAME: FileRecord(size, state.hexdigest())}
         manifest = index.manifest(files, save_id, extra or {}, kind).to_bytes()
         store.write(MANIFEST_NAME, manifest, sync=sync)
-    files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
+    files[MANIFEST_NAME] = FileRecord(len(manifest), hex_digest_of(manifest))
     nbytes = sum(payload_nbytes(key.dtype, key.shape) for key, *_ in index.entries())
     return WrittenFiles(files, len(index.stops), int(index.stops[-1]) if len(index.stops) else 0, nbytes)

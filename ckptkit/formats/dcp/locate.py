@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
+from ckptkit.digests import CRC, crc32
 from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
@@ -264,7 +264,7 @@ class Frame:
             block = np.ascontiguousarray(front[rows, start : start + length])
             values, inverse = np.unique(block.view(f"V{length}").reshape(-1), return_inverse=True)
             raw = [value.tobytes() for value in values]
-            sums = np.array([zlib.crc32(data) for data in raw], np.int64)
+            sums = np.array([crc32(data) for data in raw], np.int64)
             fits[rows] &= sums[inverse] == crc[rows]
             pickles[rows] = inverse + len(distinct)
             distinct += raw
@@ -418,7 +418,7 @@ class ItemParser:
         data = bytes(front[begin : begin + member.nbytes])
         if len(data) < member.nbytes:
             return None
-        if zlib.crc32(data) != member.crc32:
+        if crc32(data) != member.crc32:
             raise CorruptCheckpointError(f"{layout.file}: member {member.name!r:.80} does not match its CRC-32.")
         return data
 
@@ -667,7 +667,7 @@ class LocatedSlices(SliceArray):
 
     @property
     def algorithm(self) -> str | None:  # type: ignore[override]
-        return "crc32" if self._located().checked[self.tensor] else None
+        return CRC if self._located().checked[self.tensor] else None
 
     @property
     def digests(self) -> UInt64 | None:  # type: ignore[override]

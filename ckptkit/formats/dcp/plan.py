@@ -7,7 +7,6 @@ large ones cut into as many pieces as there are holders, so that the bytes are s
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -25,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parameter import is_lazy
 
 from ckptkit.catalog.box import Box
+from ckptkit.digests import crc32, digest_of, signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.files import ROW, Written, write_records
 from ckptkit.formats.dcp.host_bytes import are_dense, is_dense, is_sparse_or_quantized, why_not_dense, without_subclass
@@ -190,7 +189,7 @@ class ShardedPlan:
             if name not in self.private and not isinstance(value, (DTensor, ShardedTensor)):
                 looks = (value.dtype, value.shape) if isinstance(value, torch.Tensor) and is_dense(value) else ()
                 text = repr((name, *looks))
-                found[name] = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+                found[name] = digest_of(text.encode("utf-8", "surrogatepass"))
         return found
 
     def placed(
@@ -264,7 +263,7 @@ class ShardedPlan:
             "table": self.digest.hex(),
             "private": [key.fields() for key in private],
             "objects": [path for _, path in self.objects],
-            "files": {path: [item.nbytes, item.xxh3_64, item.outlined] for path, item in written.files.items()},
+            "files": {path: [item.nbytes, item.checksum, item.outlined] for path, item in written.files.items()},
         }
         return pack(arrays, header)
 
@@ -371,7 +370,7 @@ def _laid_out(
     mesh_fields = [_mesh_fields(mesh) for mesh in meshes]
     names = pack_texts([key.name for key in keys[:shared]], "names")
     table = pack(names, {"keys": [key.fields() for key in keys[:shared]], "meshes": mesh_fields})
-    digest = xxhash.xxh3_128_digest(table + "\0".join(sorted(shared_objects)).encode("utf-8", "surrogatepass"))
+    digest = signature_of(table + "\0".join(sorted(shared_objects)).encode("utf-8", "surrogatepass"))
     return ShardedPlan(
         rank,
         world_size,
@@ -454,7 +453,7 @@ def _mine(
         return (offsets, sizes, None) if 0 in cut.shape and number == 0 else None
     if count == 1:
         return offsets, sizes, None
-    turn = zlib.crc32(name.encode("utf-8", "surrogatepass")) % count  # who begins
+    turn = crc32(name.encode("utf-8", "surrogatepass")) % count  # who begins
     dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
     nbytes = math.prod(sizes) * cut.dtype.itemsize
     parts = min(count, nbytes // _SPLIT, sizes[dim] if sizes else 1)
@@ -499,7 +498,7 @@ def _mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _settlement(digests: Sequence[bytes]) -> bytes:
-    return xxhash.xxh3_64_digest(b"".join(digests)) if digests else bytes(8)
+    return signature_of(b"".join(digests))[:8] if digests else bytes(8)
 
 
 # --- names

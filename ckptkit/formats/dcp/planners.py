@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
+from ckptkit.digests import signature_of
 from ckptkit.errors import CheckpointMismatchError, SaveError
 from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 from ckptkit.formats.dcp.read import ReadPlan
@@ -150,7 +150,7 @@ class DCPSavePlanner(DefaultSavePlanner):
 
     def _turns(self, shares: Sequence[_Share]) -> list[_Turn]:
         digests = [share.digest for share in shares]
-        settlement = xxhash.xxh3_64_digest(b"".join(digests))
+        settlement = signature_of(b"".join(digests))[:8]
         first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
         found = self._holders(shares, settlement)
         return [

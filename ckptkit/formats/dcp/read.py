@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
 from ckptkit.catalog.entry import Catalog, Digest, ObjectEntry, TensorEntry
+from ckptkit.digests import DIGEST, digest_of
 from ckptkit.errors import CheckpointMismatchError, UnsafePickleError
 from ckptkit.formats.dcp.digests import check_bytes
 from ckptkit.formats.dcp.fill import Filler, Verify, add_box
 from ckptkit.formats.dcp.host_bytes import host_view
 from ckptkit.formats.dcp.plan import flatten, local_boxes
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims, overlapping
-from ckptkit.formats.own.manifest import DIGEST, Entries, Manifest
+from ckptkit.formats.own.manifest import Entries, Manifest
 from ckptkit.formats.pickles.objects import load_object_torch
 from ckptkit.formats.pickles.weights_only import parse_object
 from ckptkit.storage.store import ReadInto, Store
@@ -215,7 +215,7 @@ class _Read:
         self.store.read_many([ReadInto(self.path, begin, view)], workers=1)
         if self.digests is not None:
             pieces = [view[a - begin : b - begin] for a, b in zip(self.starts, self.stops, strict=True)]
-            if list(map(xxhash.xxh3_64_intdigest, pieces)) != self.digests:
+            if list(map(digest_of, pieces)) != self.digests:
                 self._check_each(pieces, self.digests)
         move, source = ctypes.memmove, buffer.data_ptr() - begin
         for start, stop, target in zip(self.starts, self.stops, self.targets, strict=True):

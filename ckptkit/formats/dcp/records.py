@@ -11,12 +11,12 @@ import functools
 import math
 import pickle
 import struct
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.catalog.box import row_major_strides
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.digests import crc32
 from ckptkit.formats.dcp.metadata import MetadataWriter, RecordColumns, encode_metadata
 from ckptkit.formats.pickles.allowed import STORAGE_CLASSES
 from ckptkit.formats.pickles.zip import central_header, end_records, local_header
@@ -27,17 +27,11 @@ __all__ = [
     "MetadataWriter",
     "RecordColumns",
     "RecordFrame",
-    "crc32",
     "encode_metadata",
     "frame_object",
     "frame_tensor",
     "is_plain",
 ]
-
-try:
-    from isal.isal_zlib import crc32
-except ImportError:  # a wheel for every platform is not promised
-    from zlib import crc32
 
 ALIGNMENT = 64  # of the payload of records that are worth mapping or copying in the kernel
 STREAMED = 64 << 10  # from here on the CRC follows the payload, so that the payload need not be seen first
@@ -174,17 +168,17 @@ def _int_tuple(values: tuple[int, ...]) -> bytes:
 def _frame(pickled: bytes, nbytes: int) -> RecordFrame:
     """Lay the record out: data.pkl, version, the storage last; the payload's CRC is left open."""
     streamed, alignment = nbytes >= STREAMED, ALIGNMENT if nbytes >= _ALIGNED else 1
-    pickle_crc, version = zlib.crc32(pickled), b"3\n"
+    pickle_crc, version = crc32(pickled), b"3\n"
     head = local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled
     version_at = len(head)
-    head += local_header(_ROOT + b"version", zlib.crc32(version), len(version)) + version
+    head += local_header(_ROOT + b"version", crc32(version), len(version)) + version
     storage_at, name = len(head), _ROOT + b"data/0"
     flags = 0x0008 if streamed else 0  # bit 3: the CRC is in a descriptor behind the data
     unpadded = storage_at + len(local_header(name, 0, nbytes))
     padding = -(unpadded + 4) % alignment if unpadded % alignment else None
     head += local_header(name, 0, nbytes, flags=flags, padding=padding)
     directory = central_header(_ROOT + b"data.pkl", pickle_crc, len(pickled), 0)
-    directory += central_header(_ROOT + b"version", zlib.crc32(version), len(version), version_at)
+    directory += central_header(_ROOT + b"version", crc32(version), len(version), version_at)
     crc_in_directory = len(directory) + 16
     directory += central_header(name, 0, nbytes, storage_at, flags=flags)
     descriptor = (24 if nbytes >= _MAX32 else 16) if streamed else 0
@@ -203,7 +197,7 @@ def _frame(pickled: bytes, nbytes: int) -> RecordFrame:
 def _zip_objects(*members: tuple[bytes, bytes]) -> bytes:
     body, directory = bytearray(), bytearray()
     for short, data in members:
-        crc, name = zlib.crc32(data), _ROOT + short
+        crc, name = crc32(data), _ROOT + short
         directory += central_header(name, crc, len(data), len(body))
         body += local_header(name, crc, len(data)) + data
     return bytes(body + directory) + end_records(len(members), len(directory), len(body))

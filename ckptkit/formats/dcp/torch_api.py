@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 import torch
-import xxhash
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -57,6 +56,7 @@ from ckptkit.catalog.entry import (
     SliceArray,
     TensorEntry,
 )
+from ckptkit.digests import DIGEST, new_hasher
 from ckptkit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -83,7 +83,7 @@ from ckptkit.formats.dcp.read import (
 from ckptkit.formats.dcp.records import RecordColumns, encode_metadata, frame_tensor, payload_nbytes
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.own import reader as own
-from ckptkit.formats.own.manifest import DIGEST, Entries, Manifest
+from ckptkit.formats.own.manifest import Entries, Manifest
 from ckptkit.formats.own.outline import LEAST, spare_fields
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, FileRecord, find_record
 from ckptkit.storage import open_store
@@ -136,7 +136,7 @@ def write_finish(
     broadcasts it to all ranks, which have no use for them."""
     places = {result.index: result.storage_data for found in results for result in found}
     chunks = list(_encoded(metadata, places))
-    state, size = xxhash.xxh3_64(), 0
+    state, size = new_hasher(), 0
     for chunk in chunks:
         state.update(chunk)
         size += len(chunk)

@@ -15,7 +15,7 @@ tensors, E the sum of ndim over what precedes):
     slice.file, .rank            [N] i32
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64
-    slice.xxh3_64                [N] u64   of the slice's bytes; absent where nothing was digested
+    slice.<digest>               [N] u64   of the slice's bytes; absent where nothing was digested
     stride.row, .value           the few slices that do not lie row-major
     objects, object.*            the same for what is no tensor; small values stand in the header
 
@@ -45,6 +45,7 @@ from ckptkit.catalog.entry import (
     SliceArray,
     TensorEntry,
 )
+from ckptkit.digests import DIGEST
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.formats.own.columns import Column, Columns, pack, pack_texts, unpack, unpack_texts
 from ckptkit.storage.store import checked_path
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     pass
 
 __all__ = [
-    "DIGEST",
     "MESHES",
     "PLACEMENTS",
     "Entries",
@@ -261,7 +261,6 @@ def _fail(columns: Columns, what: str) -> None:
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
-DIGEST = "xxh3_64"
 VERSION = 1
 MESHES = "meshes"
 """Key of `info.extra`: [{"shape": [...], "names": [...], "ranks": [...]}, ...]; "ranks" row-major, absent where they
@@ -270,6 +269,7 @@ PLACEMENTS = "placements"
 """Key of `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}, one text a mesh dimension: Shard,
 Replicate, _StridedShard with its split factor."""
 _ROLES = tuple(Role)
+_SLICE_DIGEST = f"slice.{DIGEST}"
 _ENCODINGS = ("torch_save", "json", "value")
 
 
@@ -329,7 +329,7 @@ class Manifest:
     @classmethod
     def of(cls, catalog: Catalog) -> Manifest:
         """Return the columns of a catalog. Raises UnsupportedFormatError where a slice is compressed or digested
-        by anything but the xxh3_64 of its own bytes."""
+        by anything but the digest of its own bytes."""
 
         return manifest_of(catalog)
 
@@ -409,7 +409,7 @@ def _decode(columns: Columns) -> Manifest:
         columns.get("slice.offset", "int64", elements),
         columns.get("slice.size", "int64", elements),
         columns.get("slice.rank", "int32", total),
-        columns.get("slice.xxh3_64", "uint64", total) if "slice.xxh3_64" in columns.arrays else None,
+        columns.get(_SLICE_DIGEST, "uint64", total) if _SLICE_DIGEST in columns.arrays else None,
         _decode_strides(columns, ndims, stops),
     )
     placements = [(int(mesh), tuple(texts)) for mesh, texts in columns.field("placements", list)]
@@ -460,7 +460,7 @@ def _decode_objects(columns: Columns, paths: list[str]) -> Objects:
     files = columns.get("object.file", "int32", count).tolist()
     starts = columns.get("object.start", "int64", count).tolist()
     sizes = columns.get("object.nbytes", "int64", count).tolist()
-    digests = columns.get("object.xxh3_64", "uint64", count).tolist()
+    digests = columns.get(f"object.{DIGEST}", "uint64", count).tolist()
     known = columns.get("object.digested", "uint8", count).tolist()
     roles = columns.get("object.role", "uint8", count).tolist()
     encodings = columns.get("object.encoding", "uint8", count).tolist()
@@ -708,7 +708,7 @@ def encode(manifest: Manifest) -> tuple[dict[str, Column], dict[str, Any]]:
         "stride.value": np.array([n for row in sorted(slices.strides) for n in slices.strides[row]], np.int64),
     }
     if slices.digests is not None:
-        arrays["slice.xxh3_64"] = slices.digests
+        arrays[_SLICE_DIGEST] = slices.digests
     objects, values = _pack_objects(manifest.objects.entries, manifest.paths)
     arrays.update(objects)
     header = {
@@ -758,7 +758,7 @@ def _pack_objects(entries: Mapping[str, ObjectEntry], paths: list[str]) -> tuple
         "object.file": np.array([index[e.path] if e.path else -1 for e in items], np.int32),
         "object.start": np.array([e.start for e in items], np.int64),
         "object.nbytes": np.array([e.nbytes for e in items], np.int64),
-        "object.xxh3_64": np.array([e.digest.value if e.digest else 0 for e in items], np.uint64),
+        f"object.{DIGEST}": np.array([e.digest.value if e.digest else 0 for e in items], np.uint64),
         "object.digested": np.array([e.digest is not None for e in items], np.uint8),
         "object.role": np.array([_ROLE_CODES[e.role] for e in items], np.uint8),
         "object.encoding": np.array([_ENCODING_CODES[e.encoding] for e in items], np.uint8),

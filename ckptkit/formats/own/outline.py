@@ -22,7 +22,7 @@ SPARES = "spares"
 holds the digest all the same: [path, start, bytes, 16 hex digits]."""
 Spare = tuple[str, int, int, int]
 Part = tuple[int, int, int]
-"""(start, bytes, xxh3_64) of a slice or a spare."""
+"""(start, bytes, digest) of a slice or a spare."""
 _Bytes = memoryview | bytes
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role
+from ckptkit.digests import DIGEST, hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, UnsafePathError
 from ckptkit.formats.hf.side_files import is_side_file
 from ckptkit.formats.options import ReadOptions
@@ -136,7 +136,7 @@ def _open_manifest_remote(store: Store) -> Catalog | None:
         except FileNotFoundError:
             return None
     catalog = Manifest.from_bytes(data, file=MANIFEST_NAME).catalog()
-    return catalog if _is_of(catalog, len(stated), lambda: xxhash.xxh3_64_hexdigest(stated)) else None
+    return catalog if _is_of(catalog, len(stated), lambda: hex_digest_of(stated)) else None
 
 
 def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
@@ -153,8 +153,8 @@ def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
 
 
 def _digest(store: Store, path: str, size: int) -> str:
-    """Return the xxh3_64 of a file, with little of it in memory at a time."""
-    state = xxhash.xxh3_64()
+    """Return the digest of a file, with little of it in memory at a time."""
+    state = new_hasher()
     buffer = memoryview(bytearray(min(size, _DIGEST_PIECE)))
     for start in range(0, size, _DIGEST_PIECE):
         piece = buffer[: min(size - start, _DIGEST_PIECE)]
@@ -192,9 +192,9 @@ def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int 
             f"{store.url}/{path} has {'more' if len(data) > expected.nbytes else len(data)} bytes, {expected.nbytes} "
             "were committed. It was replaced or truncated."
         )
-    digest = xxhash.xxh3_64_hexdigest(data)
+    digest = hex_digest_of(data)
     if digest != expected.digest:
-        raise IntegrityError(f"{store.url}/{path}: its xxh3_64 is {digest}, {expected.digest} was committed.")
+        raise IntegrityError(f"{store.url}/{path}: its {DIGEST} is {digest}, {expected.digest} was committed.")
     return data
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-import xxhash
-
+from ckptkit.digests import DIGEST, hex_digest_of
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -162,24 +161,24 @@ def checkpoint_name(step: int, tag: str | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint: bytes, and the xxh3_64 of all of them, or of its outline, as 16 hex digits.
+    """One file of a checkpoint: bytes, and the digest of all of them, or of its outline, as 16 hex digits.
 
     Attributes:
         outlined: The digest is that of the file's outline: see `outline`.
     """
 
     nbytes: int
-    xxh3_64: str
+    checksum: str
     outlined: bool = False
 
     @property
     def digest(self) -> str:
         """The digest as one text, which says what it is of."""
-        return f"{PREFIX}{self.xxh3_64}" if self.outlined else self.xxh3_64
+        return f"{PREFIX}{self.checksum}" if self.outlined else self.checksum
 
     def to_json(self) -> dict[str, int | str]:
         """Return what the commit record says of the file."""
-        return {"nbytes": self.nbytes, "outline" if self.outlined else "xxh3_64": self.xxh3_64}
+        return {"nbytes": self.nbytes, "outline" if self.outlined else DIGEST: self.checksum}
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +304,7 @@ class CommitRecord:
         body = parse_json(data, file=file)
         fields = Fields(body, file)
         _check_format(fields)
-        stated = fields.text("self", r"xxh3_64:[0-9a-f]{16}")
+        stated = fields.text("self", rf"{DIGEST}:[0-9a-f]{{16}}")
         found = _self_digest({name: value for name, value in body.items() if name != "self"})
         if stated != found:
             raise IntegrityError(
@@ -376,8 +375,8 @@ def _files(fields: Fields) -> Mapping[str, FileRecord]:
         except UnsafePathError as error:
             raise UnsafePathError(f"{fields.file}: {error}") from error
         entry = Fields(item, f"{fields.file}: files[{path!r}]")
-        outlined = "outline" in entry.body and "xxh3_64" not in entry.body
-        digest = entry.text("outline" if outlined else "xxh3_64", _DIGEST.pattern)
+        outlined = "outline" in entry.body and DIGEST not in entry.body
+        digest = entry.text("outline" if outlined else DIGEST, _DIGEST.pattern)
         files[path] = FileRecord(entry.whole("nbytes", 2**62), digest, outlined)
     return files
 
@@ -426,7 +425,7 @@ def _versions(fields: Fields) -> Mapping[str, str]:
 def _self_digest(body: Mapping[str, Any]) -> str:
     """Return the digest of `body` in its one canonical spelling: keys sorted, no spaces, ASCII."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return f"xxh3_64:{xxhash.xxh3_64_hexdigest(canonical.encode())}"
+    return f"{DIGEST}:{hex_digest_of(canonical.encode())}"
 
 
 def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Digest, MeshInfo, SliceArray, TensorEntry, TensorSlice
+from ckptkit.digests import DIGEST, hex_digest_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS, Manifest
 from ckptkit.formats.own.reader import role_of
@@ -22,7 +21,7 @@ __all__ = ["SliceRow", "TablePart", "entries_of", "write_manifest"]
 
 @dataclass(frozen=True, slots=True)
 class SliceRow:
-    """One slice that a rank wrote: row-major bytes of `box`, and their xxh3_64."""
+    """One slice that a rank wrote: row-major bytes of `box`, and their digest."""
 
     key: str
     dtype: str
@@ -50,7 +49,7 @@ class TablePart:
             [r.key, r.dtype, r.shape, r.box.offsets, r.box.sizes, r.path, r.start, r.nbytes, r.digest, r.placement]
             for r in self.rows
         ]
-        files = {path: [item.nbytes, item.xxh3_64, item.outlined] for path, item in self.files.items()}
+        files = {path: [item.nbytes, item.checksum, item.outlined] for path, item in self.files.items()}
         body = {"rank": self.rank, "rows": rows, "meshes": self.meshes, "files": files}
         return json.dumps(body, separators=(",", ":")).encode()
 
@@ -104,7 +103,7 @@ def write_manifest(
                     f"tensor {row.key!r} is {row.dtype} {list(row.shape)} on rank {part.rank}, but {about[0]} "
                     f"{list(about[1])} on another."
                 )
-            digest = Digest("xxh3_64", row.digest, row.start, row.nbytes)
+            digest = Digest(DIGEST, row.digest, row.start, row.nbytes)
             about[2].append(TensorSlice(row.box, row.path, row.start, row.nbytes, digest=digest, rank=part.rank))
             if row.placement is not None:
                 placements[row.key] = [chosen[row.placement[0]], row.placement[1]]
@@ -124,7 +123,7 @@ def write_manifest(
     )
     data = Manifest.of(Catalog(entries, {}, info)).to_bytes()
     store.write(MANIFEST_NAME, data, sync=sync)
-    return {**files, MANIFEST_NAME: FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))}
+    return {**files, MANIFEST_NAME: FileRecord(len(data), hex_digest_of(data))}
 
 
 def _mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:

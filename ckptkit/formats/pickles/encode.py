@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptkit.catalog.box import row_major_strides
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.digests import crc32
 from ckptkit.formats.dcp.records import ALIGNMENT
 from ckptkit.formats.hf.header import TensorToWrite
 from ckptkit.formats.pickles.allowed import STORAGE_CLASSES
@@ -96,7 +96,7 @@ def encode_torch_file(tensors: Sequence[TensorToWrite]) -> TorchFile:
         (b"byteorder", b"little"),
         (b"version", b"3\n"),
     ):
-        members.append((_ROOT + short, zlib.crc32(data), len(data), len(head)))
+        members.append((_ROOT + short, crc32(data), len(data), len(head)))
         head += local_header(*members[-1][:3]) + data
     literals.append((0, bytes(head)))
     at = len(head)

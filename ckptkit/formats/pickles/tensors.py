@@ -14,6 +14,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import DType
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Digest, TensorSlice, contiguous_strides
+from ckptkit.digests import CRC
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.pickles.inert import Function, Record, StorageType, Stub, TorchDType
 
@@ -120,7 +121,7 @@ class StoredTensor(Stub):
         """Return the catalog's slice that holds this tensor as `box`; as a whole tensor by default."""
         digest = None
         if self.storage.crc32 is not None:
-            digest = Digest("crc32", self.storage.crc32, self.storage.start, self.storage.nbytes)
+            digest = Digest(CRC, self.storage.crc32, self.storage.start, self.storage.nbytes)
         return TensorSlice(
             box or Box.whole(self.shape),
             self.path,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from ckptkit.digests import crc32
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.tensors import (
     DTensorRecord,
@@ -353,7 +353,7 @@ class Archive:
         """Return the bytes of a member, checked against its CRC-32."""
         member = self.layout.members[name]
         data = self.read(self._start(member, self._header(member)), member.nbytes)
-        if zlib.crc32(data) != member.crc32:
+        if crc32(data) != member.crc32:
             raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} does not match its CRC-32.")
         return data
 

@@ -2,113 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.errors import IntegrityError, UnsupportedFormatError
+from ckptkit.digests import CRC, NAMES, Hasher, crc32, crc32_combine, new_hasher
+from ckptkit.errors import IntegrityError
 
-__all__ = ["Crcs", "RecordTable", "Verifier", "crc32", "crc32_combine", "new_hasher"]
+__all__ = ["Crcs", "RecordTable", "Verifier"]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
-
-
-def _fast_crc32() -> Callable[..., int]:
-    try:  # 3 to 4 times as fast as zlib's, same values
-        from isal.isal_zlib import crc32 as fast
-    except ImportError:
-        return zlib.crc32
-    return fast
-
-
-_crc32 = _fast_crc32()
-
-
-def crc32(data: Any, value: int = 0) -> int:
-    """Return the CRC-32 of zip and zlib, continued from `value`."""
-    return _crc32(data, value)
-
-
-class Hasher(Protocol):
-    """A digest in the making."""
-
-    def update(self, data: Any) -> None: ...
-
-    def intdigest(self) -> int: ...
-
-
-class _Crc32:
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, data: Any) -> None:
-        self.value = _crc32(data, self.value)
-
-    def intdigest(self) -> int:
-        return self.value
-
-
-def new_hasher(algorithm: str) -> Hasher:
-    """Return a fresh digest.
-
-    Raises:
-        UnsupportedFormatError: The algorithm is unknown.
-    """
-    if algorithm == "crc32":
-        return _Crc32()
-    if algorithm == "xxh3_64":
-        import xxhash
-
-        return xxhash.xxh3_64()
-    raise UnsupportedFormatError(f"digest algorithm {algorithm!r} is unknown. Known: crc32, xxh3_64.")
-
-
-# --- CRC-32 of two pieces laid end to end, from theirs: Adler and Plank's x^(8 n) mod p, as in zlib's crc32.c
-
-_POLYNOMIAL = 0xEDB88320
-
-
-def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials modulo the CRC's, bits reflected."""
-    product = 0
-    bit = 1 << 31
-    while a:
-        if a & bit:
-            product ^= b
-            a ^= bit
-        bit >>= 1
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-    return product
-
-
-@functools.lru_cache(maxsize=64)
-def _square(power: int) -> int:
-    """x^(2^power) modulo the polynomial."""
-    return 1 << 30 if power == 0 else _multiply(_square(power - 1), _square(power - 1))
-
-
-@functools.lru_cache(maxsize=4096)
-def _shift(nbytes: int) -> int:
-    result, power = 1 << 31, 3
-    while nbytes:
-        if nbytes & 1:
-            result = _multiply(_square(power), result)
-        nbytes >>= 1
-        power += 1
-    return result
-
-
-def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of two pieces laid end to end, from the CRC-32 of each."""
-    return _multiply(_shift(second_nbytes), first) ^ second if second_nbytes else first
 
 
 class RecordTable:
@@ -118,7 +24,7 @@ class RecordTable:
         sources: [n] index of the source (file or decoded record).
         starts, nbytes: [n] bytes.
         values: [n] digests.
-        algorithms: [n] index into `names`.
+        algorithms: [n] index into `NAMES`.
         owners: [n] a tensor whose bytes lie in it, for messages: an index that the caller understands.
     """
 
@@ -131,8 +37,6 @@ class RecordTable:
         self.values = values
         self.algorithms = algorithms
         self.owners = owners
-
-    names = ("crc32", "xxh3_64")
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -163,7 +67,7 @@ class Crcs:
         with self._lock:
             first, value = self._by_stop.pop(start, (start, 0))
             self._by_start.pop(first, None)
-        value, stop = _crc32(data, value), start + len(data)  # without the lock: threads hash side by side
+        value, stop = crc32(data, value), start + len(data)  # without the lock: threads hash side by side
         with self._lock:
             if first in self._by_stop:  # another thread has brought what lies before
                 before, crc = self._by_stop.pop(first)
@@ -203,12 +107,12 @@ class Verifier:
             IntegrityError: The record is complete and its digest is another one.
         """
         table = self._table
-        algorithm = table.names[int(table.algorithms[record])]
+        algorithm = NAMES[int(table.algorithms[record])]
         first, end = int(table.starts[record]), int(table.starts[record] + table.nbytes[record])
         stop = start + len(data)
         if self.proved[record] or start == stop:
             return
-        if algorithm == "crc32" and (start, stop) != (first, end):
+        if algorithm == CRC and (start, stop) != (first, end):
             with self._lock:
                 crcs = self._crcs.setdefault(record, Crcs())
             if crcs.feed(start, data) == (first, end):
@@ -237,7 +141,7 @@ class Verifier:
     def fail(self, record: int, value: int) -> None:
         """Raise the error about a record whose bytes have the digest `value`."""
         table = self._table
-        name = table.names[int(table.algorithms[record])]
+        name = NAMES[int(table.algorithms[record])]
         raise IntegrityError(
             f"{self._describe(record)}: bytes [{int(table.starts[record])}, "
             f"{int(table.starts[record] + table.nbytes[record])}) have the {name} digest {value:x}, recorded was "

@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.digests import new_hasher
 from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.checks import Verifier
 from ckptkit.offline.copying.gather import Gatherer, strided
@@ -63,7 +63,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Digested:
-    """The xxh3_64 of boxes that were written. Safe for several threads: a row is added in one piece."""
+    """The digests of boxes that were written. Safe for several threads: a row is added in one piece."""
 
     rows: bytearray = field(default_factory=bytearray)
 
@@ -95,7 +95,7 @@ class BoxDigest:
         self._digested = digested
         self._file, self._start, self._end = file, start, end
         self._at = start
-        self._state = xxhash.xxh3_64()
+        self._state = new_hasher()
 
     def take(self, data: Bytes) -> bool:
         """Take the next bytes; tell whether they were the last."""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.targets import Part
 from ckptkit.catalog.tiles import pieces
+from ckptkit.digests import new_signer
 from ckptkit.offline.copying.checks import Verifier
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan, restricted, share_out
 from ckptkit.offline.copying.runs import EntryMap, RunStep, Step, Work, prepare
@@ -81,7 +81,7 @@ def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
     Steps are counted in the order in which this version of ckptkit makes them, so its number is in it. A file of the
     source counts as the same while its size, and the time of its last change, are (locally also its inode).
     """
-    state = xxhash.xxh3_128()
+    state = new_signer()
     for value in (__version__, source.url, check, *_plan_values(plan), *_source_values(work, source)):
         state.update(repr(value).encode("utf-8", "backslashreplace"))
         state.update(b"\n")
@@ -312,7 +312,7 @@ class _Contents:
 
     def of(self, index: int) -> str:
         """Return 32 hex digits that differ where a file would hold other bytes, or those of another source."""
-        file, state = self._plan.files[index], xxhash.xxh3_128()
+        file, state = self._plan.files[index], new_signer()
         state.update(_words((*self._begin, file.path, file.nbytes)))
         for literal in file.literals:
             state.update(f"{literal.start} {len(literal.data)}\n".encode())
@@ -329,7 +329,7 @@ class _Contents:
 
     def _entry(self, key: str) -> str:
         if key not in self._entries:
-            entry, state = self._plan.catalog.tensors[key], xxhash.xxh3_128()
+            entry, state = self._plan.catalog.tensors[key], new_signer()
             slices = entry.slices
             paths = {index: slices.paths[index] for index in distinct(slices.files).tolist()}
             state.update(_words((key, entry.dtype, entry.shape, paths, [self._stat(path) for path in paths.values()])))

@@ -22,6 +22,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.catalog.tiles import pieces, row_cuts, source_layout
+from ckptkit.digests import CRC, NAMES
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.copying.casts import is_cast
 from ckptkit.offline.copying.checks import RecordTable
@@ -527,7 +528,7 @@ def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:
 def _algorithm(slices: SliceArray) -> int:
     """The number of the algorithm of the slices' digests; -1 where they have none."""
     has = slices.algorithm is not None and slices.digests is not None
-    return RecordTable.names.index(slices.algorithm) if has and slices.algorithm else -1
+    return NAMES.index(slices.algorithm) if has and slices.algorithm else -1
 
 
 def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
@@ -546,7 +547,7 @@ def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tu
     decoded = np.array([origin.codec is not None for origin in origins], bool)
     forwards = np.zeros(len(runs), bool)
     checked = runs.records >= 0
-    forwards[checked] = records.algorithms[runs.records[checked]] != records.names.index("crc32")
+    forwards[checked] = records.algorithms[runs.records[checked]] != NAMES.index(CRC)
     return (decoded[runs.origins] if len(origins) else np.zeros(len(runs), bool)), forwards
 
 

@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ckptkit.digests import crc32, crc32_combine
 from ckptkit.errors import NoSpaceError, StorageError
-from ckptkit.offline.copying.checks import Crcs, crc32, crc32_combine
+from ckptkit.offline.copying.checks import Crcs
 from ckptkit.offline.copying.plan import CrcField, OutputFile
 from ckptkit.offline.copying.sources import Descriptors
 from ckptkit.storage.local import LocalStore, start_writing

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.offline.copying.checks import crc32
 from ckptkit.offline.copying.copier import Tally
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Literal, OutputFile, Placement, Plan

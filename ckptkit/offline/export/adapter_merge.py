@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Part, Target
+from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
 from ckptkit.offline.copying.plan import ComputedTensor
 from ckptkit.offline.export import merge_formulas
@@ -128,7 +128,7 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
     by_rows = bool(target.shape) and all(step.change is None or step.change.by_rows for step in steps)
     label = "; ".join(dict.fromkeys(step.change.label for step in steps if step.change is not None))
     if not plain:  # what is made of the same sources in another way has another label
-        label += f", cut up [{zlib.crc32(repr(target.parts).encode()):08x}]"
+        label += f", cut up [{crc32(repr(target.parts).encode()):08x}]"
     # The result is there twice for a while: in the dtype of the source, or in pieces.
     scratch = sum(step.scratch + step.rows.numel * dtype_of(target.dtype).itemsize for step in steps)
     return ComputedTensor(

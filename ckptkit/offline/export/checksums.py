@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable
 from functools import partial
 
+from ckptkit.digests import SHA256, new_hasher
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import Store, checked_path
@@ -60,7 +60,7 @@ def read_checksums(store: Store) -> dict[str, str]:
 
 
 def _sha256(store: Store, path: str) -> str:
-    info, state = store.info(path), hashlib.sha256()
+    info, state = store.info(path), new_hasher(SHA256)
     size = info.size if info is not None else 0
     for start in range(0, size, _CHUNK):
         state.update(store.read(path, start, min(size, start + _CHUNK)))

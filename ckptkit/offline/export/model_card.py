@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import html
 import json
 import re
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
+from ckptkit.digests import SHA256, new_hasher
 from ckptkit.formats.replaceable import marked
 from ckptkit.units import format_count, format_size
 
@@ -84,7 +84,7 @@ def source_fingerprint(catalog: Catalog) -> str | None:
     Two checkpoints of one save have the same; the weights themselves are not read.
     """
     total = sum(len(entry.slices) for entry in catalog.tensors.values())
-    digest = hashlib.sha256()
+    digest = new_hasher(SHA256)
     algorithms: set[str] = set()
     for name in sorted(catalog.tensors):
         entry = catalog.tensors[name]
@@ -93,7 +93,7 @@ def source_fingerprint(catalog: Catalog) -> str | None:
         algorithms.add(entry.slices.algorithm)
         digest.update(json.dumps([name, entry.dtype, list(entry.shape)]).encode())
         digest.update(entry.slices.offsets.tobytes() + entry.slices.digests.tobytes())
-    return f"sha256:{digest.hexdigest()} over {total} {'/'.join(sorted(algorithms))} digests" if algorithms else None
+    return f"{SHA256}:{digest.hexdigest()} over {total} {'/'.join(sorted(algorithms))} digests" if algorithms else None
 
 
 def _last_part(url: str) -> str:

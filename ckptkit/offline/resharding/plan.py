@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, Digest, ObjectEntry, Role
 from ckptkit.checkpoint.state.values import decode
+from ckptkit.digests import DIGEST, crc32, digest_of
 from ckptkit.formats.dcp.records import frame_object, is_plain
 from ckptkit.formats.hf.header import TensorToWrite, lay_out
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
-from ckptkit.formats.own.manifest import DIGEST, MESHES, PLACEMENTS
+from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
 from ckptkit.offline.export.files import in_disk_order
 from ckptkit.offline.resharding.mesh import Cut, Cuts, TargetMesh, TPPlan
@@ -61,7 +60,7 @@ class _Rows:
 
 def turn_of(key: str) -> int:
     """Return which of its replicas stores a tensor, counted round: spread over the holders as a training job does."""
-    return zlib.crc32(key.encode("utf-8", "surrogatepass"))
+    return crc32(key.encode("utf-8", "surrogatepass"))
 
 
 def lay_out_local(
@@ -283,7 +282,7 @@ def _object_entries(path: str, records: Sequence[Record]) -> dict[str, ObjectEnt
     start = 0
     for key, role, data in records:
         name = ".".join(map(str, key))
-        digest = Digest(DIGEST, xxhash.xxh3_64_intdigest(data), start, len(data))
+        digest = Digest(DIGEST, digest_of(data), start, len(data))
         entries[name] = ObjectEntry(name, path, start, len(data), role=role, key=tuple(key), digest=digest)
         start += len(data)
     return entries

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
-from ckptkit.formats.own.manifest import DIGEST, Manifest
+from ckptkit.digests import DIGEST, digest_of, hex_digest_of, new_hasher
+from ckptkit.formats.own.manifest import Manifest
 from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord
 from ckptkit.offline.copying.copier import Digested
@@ -122,7 +122,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
     )
     manifest = Manifest.of(Catalog(known.tensors, what.objects, info)).to_bytes()
     store.write(MANIFEST_NAME, manifest)
-    files[MANIFEST_NAME] = FileRecord(len(manifest), xxhash.xxh3_64_hexdigest(manifest))
+    files[MANIFEST_NAME] = FileRecord(len(manifest), hex_digest_of(manifest))
     record = CommitRecord(
         step=what.step,
         tag=what.tag,
@@ -225,7 +225,7 @@ class _FileHash:
         self._index = index
         self._nbytes = nbytes
         self._digests = digests
-        self._outline = xxhash.xxh3_64()
+        self._outline = new_hasher()
         self._outlined = False
         self._buffer = memoryview(bytearray(min(_CHUNK if reader.is_local else _REMOTE_CHUNK, max(nbytes, 1))))
 
@@ -259,7 +259,7 @@ class _FileHash:
             end, told = begin + len(view), begin  # up to where the outline was told
             while at < len(boxes) and boxes[at][0] < end:
                 start, length, owner, row, *_ = boxes[at]
-                state = state or xxhash.xxh3_64()
+                state = state or new_hasher()
                 state.update(view[max(start - begin, 0) : start + length - begin])
                 if length >= LEAST:
                     self._outline.update(view[told - begin : max(start - begin, 0)])
@@ -270,4 +270,4 @@ class _FileHash:
                 at, state = at + 1, None
             self._outline.update(view[told - begin :])
         for _, length, owner, row, *_ in boxes[at:]:  # boxes of no bytes at the very end
-            self._state(owner, row, length, xxhash.xxh3_64_intdigest(b""))
+            self._state(owner, row, length, digest_of(b""))

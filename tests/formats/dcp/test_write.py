@@ -281,7 +281,7 @@ def test_the_files_named_are_the_files_on_disk(tmp_path, workers):
         assert len(data) == item.nbytes
         assert item.outlined == (name in part.files)
         if not item.outlined:
-            assert xxhash.xxh3_64_hexdigest(data) == item.xxh3_64
+            assert xxhash.xxh3_64_hexdigest(data) == item.checksum
 
 
 def test_the_metadata_appears_after_the_manifest_and_not_without_it(tmp_path):
