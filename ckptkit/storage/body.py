@@ -152,15 +152,10 @@ def _block() -> memoryview:
 
 
 class Body(io.BytesIO):
-    """A content as a file, for HTTP clients that copy everything but a BytesIO.
+    """A content as a file, for HTTP clients that copy everything but a BytesIO."""
 
-    Attributes:
-        signed_as: What a signature says of it, where that is known.
-    """
-
-    def __init__(self, content: Content, *, signed_as: str | None = None) -> None:
+    def __init__(self, content: Content) -> None:
         super().__init__()
-        self.signed_as = signed_as
         self._content = content
         self._at = 0  # of all
         self._piece = 0

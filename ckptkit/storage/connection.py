@@ -4,193 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
-import gzip
-import hashlib
 import ipaddress
-import json
-import logging
 import os
-import ssl
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ckptkit.digests import sha256_of
 from ckptkit.errors import MissingExtraError, UsageError
-from ckptkit.gc_pause import collector_paused
-from ckptkit.storage.body import Body, Content
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import BACKSTOP_S, BODY_S, SOON_S, hurry, patient, patiently
 
-__all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection", "quick_session", "skip_unused_tls", "sign_beside", "signed_as"]
-
-# The session of botocore that a client of S3 is made of, made quickly: it is a third of a small first save.
-
-
-logger = logging.getLogger(__name__)
-
-
-def quick_session(options: Mapping[str, Any]) -> Any:
-    """Return a session that reads what it has to of botocore's models, as it is, and looks through no others for it.
-
-    By itself it looks into each of 400 folders, twice, whether there is an S3; and has Python, not the parser, make a
-    dictionary of each of 30,000 objects. None where that fails: s3fs, which makes its own then, says why.
-    """
-    from aiobotocore.session import AioSession  # type: ignore[import-untyped]
-    from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
-
-    try:
-        session = AioSession(**options)
-        loader = session.get_component("data_loader")
-    except (BotoCoreError, TypeError, ValueError) as error:
-        logger.debug("no session: %s", type(error).__name__)
-        return None
-    loader.file_loader = _Files()
-    every = loader.list_available_services
-    loader.list_available_services = lambda type_name: _Services(type_name, every)
-    return session
-
-
-def skip_unused_tls(client: Any) -> None:
-    """Let a client that speaks plain HTTP not parse the certificates of all authorities before its first request: that
-    takes as long as making the client. They are parsed, and verify as ever, once an answer sends it on to TLS."""
-    session = getattr(getattr(client, "_endpoint", None), "http_session", None)
-    usual = getattr(session, "_build_ssl_contexts", None)
-    if usual is None or urlsplit(str(client.meta.endpoint_url)).scheme != "http":
-        return
-
-    def contexts(proxy_url: str | None) -> tuple[ssl.SSLContext, ssl.SSLContext | None]:
-        made: tuple[ssl.SSLContext, ssl.SSLContext | None] = (
-            (_Later(usual), None) if proxy_url is None else usual(proxy_url)
-        )
-        return made
-
-    session._build_ssl_contexts = contexts  # type: ignore[union-attr]
-
-
-class _Later(ssl.SSLContext):
-    """What botocore would have made, made when the first connection is to be wrapped."""
-
-    _make: Callable[[None], tuple[ssl.SSLContext, Any]]
-    _made: ssl.SSLContext | None = None
-
-    def __new__(cls, make: Callable[[None], tuple[ssl.SSLContext, Any]]) -> _Later:
-        context = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
-        context._make = make
-        return context
-
-    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        if self._made is None:
-            self._made = self._make(None)[0]
-        return self._made.wrap_bio(*args, **kwargs)
-
-
-class _Services:
-    """The names of services; that of S3 is known."""
-
-    def __init__(self, type_name: str, every: Callable[[str], list[str]]) -> None:
-        self._every = partial(every, type_name)
-
-    def __contains__(self, name: object) -> bool:
-        return name == "s3" or name in self._every()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._every())
-
-
-class _Files:
-    """What botocore has as its loader of files, with the dictionaries of today, which keep their order."""
-
-    def exists(self, path: str) -> bool:
-        return any(os.path.isfile(path + ending) for ending in _ENDINGS)
-
-    def load_file(self, path: str) -> Any:
-        for ending, read in _ENDINGS.items():
-            if os.path.isfile(path + ending):
-                return json.loads(read(path + ending))
-        return None
-
-
-def _plain(path: str) -> bytes:
-    return Path(path).read_bytes()
-
-
-def _packed(path: str) -> bytes:
-    return gzip.decompress(_plain(path))
-
-
-_ENDINGS: dict[str, Callable[[str], bytes]] = {".json": _plain, ".json.gz": _packed}
-
-
-# What a signature says of a body, found beside the thread that all connections share.
-
-
-_NAME = "ckptkit-s3v4"  # of our own: other clients of botocore in this process sign as before
-_UNSIGNED = "UNSIGNED-PAYLOAD"
-
-
-def sign_beside(client: Any) -> None:
-    """Let `client` take what a signature says of a `Body` from that, where it is known.
-
-    botocore takes the SHA-256 itself as it signs: in the event loop, where no other request is sent or answered
-    meanwhile.
-    """
-    import botocore.auth  # type: ignore[import-untyped]
-
-    if _NAME not in botocore.auth.AUTH_TYPE_MAPS:
-        botocore.auth.AUTH_TYPE_MAPS[_NAME] = _signer(botocore.auth.S3SigV4Auth)
-    for operation in ("PutObject", "UploadPart"):
-        client.meta.events.register(f"choose-signer.s3.{operation}", _choose)
-
-
-def signed_as(client: Any, content: Content, *, checked: bool) -> str | None:
-    """Return what the signature of a put says of its body; None: let botocore see to it.
-
-    Over plain HTTP it is the SHA-256, so that nobody on the way can change the bytes. Over TLS nobody can, and botocore
-    leaves it out where a checksum goes with the body (`checked`). So do we on the way to this very machine, where
-    nobody is: `config_kwargs={"s3": {"payload_signing_enabled": True}}` signs it there, too.
-    """
-    asked = (getattr(client.meta.config, "s3", None) or {}).get("payload_signing_enabled")
-    place = urlsplit(str(client.meta.endpoint_url))
-    if asked is False or (asked is None and place.scheme == "https"):
-        return None
-    if asked is None and checked and _is_here(place.hostname or ""):
-        return _UNSIGNED
-    digest = hashlib.sha256()
-    for piece in content.pieces:
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _is_here(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _choose(signature_version: Any, signing_name: Any, context: Any, **_: Any) -> str | None:
-    usual = signature_version in ("v4", "s3v4") and signing_name == "s3" and context.get("auth_type") in (None, "v4")
-    return _NAME if usual and not context.get("unsigned_payload") else None
-
-
-def _signer(base: Any) -> Any:
-    class Signer(base):  # type: ignore[misc]
-        def payload(self, request: Any) -> str:
-            known = request.body.signed_as if isinstance(request.body, Body) else None
-            if known is None or self._is_streaming_checksum_payload(request):
-                return str(super().payload(request))
-            return known
-
-    return Signer
-
+__all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -416,6 +245,7 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
             "retries": {"max_attempts": 0, "mode": "standard"},
             **settings.get("config_kwargs", {}),
         }
+        _leave_unsigned(settings)
     if protocol in ("gs", "gcs"):
         _prepare_gcs(settings)
     try:
@@ -434,9 +264,6 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
     _close_only_here(made)
     if protocol in ("s3", "s3a"):
         made.retries = 1
-        if made.session is None:
-            made.session = quick_session(made.kwargs)
-        _send_bodies_as_they_are(made)
     if protocol in ("gs", "gcs"):
         _without_inner_retries(made, given="requests_timeout" in options)
     return made
@@ -456,35 +283,25 @@ def _close_only_here(fs: Any) -> None:
     fs.close_session = close_session  # what s3fs and gcsfs leave to weakref.finalize
 
 
-def _send_bodies_as_they_are(fs: Any) -> None:
-    """Let S3 get a body with its request, not after a round trip that asks whether it wants one; and let the CRC-32
-    that we give vouch for it, where TLS does for the rest: no other digest of it, and no frames around its pieces."""
-    inner = fs.set_session
-    seen: Any = None
+def _leave_unsigned(settings: Mapping[str, Any]) -> None:
+    """Let bodies to this very machine, where nobody is on the way, go with their CRC-32 alone.
 
-    async def set_session(*args: Any, **kwargs: Any) -> Any:
-        nonlocal seen
-        with contextlib.nullcontext() if seen is not None else collector_paused():  # of tens of thousands of objects
-            client = await inner(*args, **kwargs)
-        if client is not seen and hasattr(client, "meta"):
-            from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
-
-            client.meta.events.unregister("before-call.s3", add_expect_header)
-            client.meta.events.register("before-call.s3", _vouch_by_crc)
-            sign_beside(client)
-            skip_unused_tls(client)
-            seen = client
-        return client
-
-    fs.set_session = set_session
+    Over plain HTTP botocore signs their SHA-256, so that nobody can change them; over TLS nobody can, and it does not.
+    `config_kwargs={"s3": {"payload_signing_enabled": True}}` signs them here, too.
+    """
+    given = settings["config_kwargs"]
+    checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
+    client = settings.get("client_kwargs") or {}
+    url = settings.get("endpoint_url") or client.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL", "")
+    if checksums.lower() != "when_required" and _is_here(urlsplit(str(url)).hostname or ""):
+        given["s3"] = {"payload_signing_enabled": False, **(given.get("s3") or {})}
 
 
-def _vouch_by_crc(params: Any, context: Any, **_: Any) -> None:
-    """Tell botocore of the CRC-32 that is given: else it signs by SHA-256 of the body also over TLS."""
-    name = "x-amz-checksum-crc32"
-    if name in params["headers"] and not context.get("checksum", {}).get("request_algorithm"):
-        algorithm = {"algorithm": "crc32", "in": "header", "name": name}
-        context["checksum"] = {**context.get("checksum", {}), "request_algorithm": algorithm}
+def _is_here(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _prepare_gcs(settings: dict[str, Any]) -> None:

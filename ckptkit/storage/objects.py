@@ -112,9 +112,15 @@ class RemoteStore:
 
     def _call(self, path: str, function: Callable[[], T]) -> T:
         """Return what `function` does, retried where that is worth it, its failures as the errors of a Store."""
+        with self._errors(path):
+            return call_with_retries(function, place=self._answers())
+
+    @contextlib.contextmanager
+    def _errors(self, path: str) -> Iterator[None]:
+        """Raise what fails inside as the errors of a Store."""
         started = time.monotonic()
         try:
-            return call_with_retries(function, place=self._answers())
+            yield
         except _PASSED_ON as error:
             text = f"{self._shown(path)}: {words_of(error)}"
             if isinstance(error, PermissionError):
@@ -286,18 +292,16 @@ class RemoteStore:
             writer = PartWriter(self._connection, self._api, full, lambda job: self._call(path, job))
             try:
                 yield writer
-                tag = writer.finish(lambda content: self._finish(path, full, content))
-                if tag is not None:
-                    self._told(full, writer.nbytes, tag)
+                left = writer.finish()
+                if isinstance(left, Content):  # small enough for one request
+                    self._put(path, full, left)
+                else:
+                    self._told(full, writer.nbytes, left)
             except BaseException as error:
                 if not isinstance(error, Exception):
                     hurry()
                 writer.abort()
                 raise
-
-    def _finish(self, path: str, full: str, content: Content) -> None:
-        """Put what was small enough for one request."""
-        self._put(path, full, content)
 
     def _told(self, full: str, nbytes: int, tag: str) -> None:
         """The store has answered that the object is there."""
@@ -305,7 +309,8 @@ class RemoteStore:
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
         if overwrite:
-            self._note(full, self._tried(path, lambda: self._api.put(full, body, if_absent=False)), body)
+            put = partial(self._api.put, full, body, if_absent=False)
+            self._note(full, self._call(path, put if self._around is None else partial(self._around, put)), body)
             return
         if not self._names_are_free and not self._conditional() and self.exists(path):
             raise FileExistsError(errno.EEXIST, f"{self._shown(path)} exists already")
@@ -342,7 +347,7 @@ class RemoteStore:
 
     def _put(self, path: str, full: str, data: bytes | Content) -> str:
         """Put if absent, where the store can; else put. Returns the tag, "" where it is not told."""
-        tries, mark = 0, secrets.token_hex(8)
+        tries, mark, around = 0, secrets.token_hex(8), self._around
 
         def put() -> str:
             nonlocal tries
@@ -357,10 +362,8 @@ class RemoteStore:
                     raise
                 return ""
 
-        return self._tried(path, put)
-
-    def _tried(self, path: str, put: Callable[[], str]) -> str:
-        return self._call(path, put if self._around is None else partial(self._around, put))
+        with self._errors(path):
+            return call_with_retries(put if around is None else partial(around, put), place=self._answers())
 
     def _conditional(self) -> bool:
         """Tell whether this store refuses to replace an object when it is asked to. Tried once a connection."""

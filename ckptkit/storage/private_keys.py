@@ -49,9 +49,6 @@ class AttemptStore(RemoteStore):
 
     # --- writing
 
-    def _finish(self, path: str, full: str, content: Content) -> None:
-        self._later(path, full, content)
-
     def _told(self, full: str, nbytes: int, tag: str) -> None:
         self._underway.told(full, nbytes if tag else None)
 
@@ -61,13 +58,16 @@ class AttemptStore(RemoteStore):
             super().write(path, data, overwrite=True)
             self._told(self._full(path), len(data), "")
             return
-        self._later(path, self._full(path), Content.of(bytes(data)))
+        self._put(path, self._full(path), Content.of(bytes(data)))
 
-    def _later(self, path: str, full: str, content: Content) -> None:
+    def _put(self, path: str, full: str, data: bytes | Content) -> str:
+        content, put_now = Content.of(data), super()._put
+
         def put() -> None:
-            self._told(full, content.nbytes, self._put(path, full, content))
+            self._told(full, content.nbytes, put_now(path, full, content))
 
         self._underway.add(self._connection.upload(put, self._api.held(content)))
+        return ""  # not told yet
 
     def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
         self.settle()  # what arrives after the deletion would stay

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Body, Content
-from ckptkit.storage.connection import UPLOAD_BYTES, Connection, signed_as
+from ckptkit.storage.connection import UPLOAD_BYTES, Connection
 from ckptkit.storage.requests import (
     Entries,
     Entry,
@@ -56,6 +56,7 @@ class S3Api(FsspecApi):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
+        self._prepared: Any = None  # the client that sends bodies as they are
 
     def _call(self, method: str, **kwargs: Any) -> Any:
         from fsspec.asyn import sync
@@ -66,11 +67,21 @@ class S3Api(FsspecApi):
         fs, body = self.fs, kwargs.get("Body")
         least_s = BODY_S if body is not None and body.nbytes >= _MUCH else SOON_S
         least_s = WHOLE_S if method == "complete_multipart_upload" else least_s
-        await fs.set_session()  # who one is may be asked elsewhere, and is told in its own time
+        self._prepare(await fs.set_session())  # who one is may be asked elsewhere, and is told in its own time
         request = fs._call_s3(method, **kwargs)
         answer = await patiently(request, least_s=least_s, body=body, given_s=self._given_s())
         _refuse_page(answer, f"{kwargs.get('Bucket')}/{kwargs.get('Key', '')}", self.endpoint())
         return answer
+
+    def _prepare(self, client: Any) -> None:
+        """Let S3 get a body with its request, not after a round trip that asks whether it wants one; and let the
+        CRC-32 that we give vouch for it over TLS: no other digest is taken of it."""
+        if client is not self._prepared and hasattr(client, "meta"):
+            from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
+
+            client.meta.events.unregister("before-call.s3", add_expect_header)
+            client.meta.events.register("before-call.s3", _vouch_by_crc)
+            self._prepared = client
 
     def _given_s(self) -> float | None:
         """Return how long the user said that an answer is waited for."""
@@ -199,10 +210,8 @@ class S3Api(FsspecApi):
     def _body(self, content: Content) -> dict[str, Any]:
         """Return what carries a body. With the CRC-32 of the bytes as they were given, the store refuses what changed
         on the way; the client, which would go over all of them in the thread of all connections, takes no other."""
-        client = self.fs.s3
-        checked = getattr(client.meta.config, "request_checksum_calculation", None) != "when_required"
-        body = Body(content, signed_as=signed_as(client, content, checked=checked))
-        return {"Body": body, **({"ChecksumCRC32": content.crc32_base64()} if checked else {})}
+        checked = getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_required"
+        return {"Body": Body(content), **({"ChecksumCRC32": content.crc32_base64()} if checked else {})}
 
     def upload(self, name: str) -> S3Upload:
         bucket, key = self._split(name)
@@ -246,6 +255,14 @@ class S3Api(FsspecApi):
     def is_conditional(self) -> bool | None:
         host = urlsplit(self.fs.s3.meta.endpoint_url).hostname or ""
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
+
+
+def _vouch_by_crc(params: Any, context: Any, **_: Any) -> None:
+    """Tell botocore of the CRC-32 that is given: else it signs by SHA-256 of the body also over TLS."""
+    name = "x-amz-checksum-crc32"
+    if name in params["headers"] and not context.get("checksum", {}).get("request_algorithm"):
+        algorithm = {"algorithm": "crc32", "in": "header", "name": name}
+        context["checksum"] = {**context.get("checksum", {}), "request_algorithm": algorithm}
 
 
 def _refuse_page(answer: Any, name: str, endpoint: str) -> None:

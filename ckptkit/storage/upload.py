@@ -121,13 +121,13 @@ class PartWriter:
         nbytes = self._parts[0].nbytes
         return nbytes > 0 and nbytes % _step() == 0 and self._connection.budget.crowded
 
-    def finish(self, put: Callable[[Content], object]) -> str | None:
-        """Let the object appear, and return its tag; `put` writes one that few parts make up: then None."""
+    def finish(self) -> str | Content:
+        """Let the object appear, and return its tag; where one request will do, return all of it, to be put."""
         if self._upload is None:
             *before, last = self._parts
-            put(last.content(after=before, crc32=self._crc32))
             self._collect(-self._copied)
-            return None
+            self._copied = 0
+            return last.content(after=before, crc32=self._crc32)
         self._send(last=True)
         for _ in range(_TIMES - 1):
             try:

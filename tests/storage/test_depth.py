@@ -1,0 +1,84 @@
+"""A put passes few of our functions on its way to the request: docs/internals/ways.md names them."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.private_keys import AttemptStore
+from tests.storage import servers
+
+PACKAGE = str(Path(ckptkit.__file__).parent)
+MOST = 8
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[Mapping[str, Any]]:
+    with servers.moto() as found:
+        RemoteStore("s3://depth", storage_options=found).fs.mkdir("depth")
+        yield found
+
+
+def ours(frame: FrameType | None) -> list[str]:
+    """Return our functions on a stack, the outermost first."""
+    return [item.name for item in traceback.extract_stack(frame) if item.filename.startswith(PACKAGE)]
+
+
+def hops(store: RemoteStore, put: Callable[[], None]) -> list[str]:
+    """Return our functions between a caller and the request that `put` makes."""
+    found: list[list[str]] = []
+    inner, make = store._api._call, store.fs._call_s3  # type: ignore[attr-defined]
+
+    def call(method: str, **kwargs: Any) -> Any:
+        asking.append(ours(sys._getframe(1)))
+        return inner(method, **kwargs)
+
+    async def request(method: str, *args: Any, **kwargs: Any) -> Any:
+        return await make(method, *args, **kwargs)
+
+    def begun(method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "put_object":
+            found.append([*asking[-1], "_call", *ours(sys._getframe(1)), "patiently"])
+        return request(method, *args, **kwargs)
+
+    asking: list[list[str]] = []
+    store._api._call = call  # type: ignore[attr-defined]
+    store.fs._call_s3 = begun
+    try:
+        put()
+    finally:
+        del store._api._call  # type: ignore[attr-defined]
+        store.fs._call_s3 = make
+    assert len(found) == 1
+    return found[0]
+
+
+def written(store: RemoteStore) -> None:
+    with store.writer("streamed") as out:
+        out.write(b"abc")
+    if isinstance(store, AttemptStore):
+        store.settle()
+
+
+@pytest.mark.parametrize("how", ["write", "writer", "writer of an attempt"])
+def test_a_put_passes_at_most_eight_of_our_functions(options: Mapping[str, Any], how: str) -> None:
+    store = RemoteStore(f"s3://depth/{how[-3:]}", storage_options=options)
+    store.write("before", b"")  # whether the store has conditional writes is known from now on
+    store = AttemptStore.of(store, "attempt") if how.endswith("attempt") else store
+    names = hops(store, lambda: store.write("whole", b"abc") if how == "write" else written(store))
+    assert len(names) <= MOST, names
+    if how == "write":
+        page = (Path(PACKAGE).parent / "docs/internals/ways.md").read_text(encoding="utf-8")
+        section = page.partition("## A put to an object store")[2].partition("\n## ")[0]
+        assert [name.lstrip("_") for name in names] == re.findall(
+            r"^[0-9]+\. `(?:\w+\.)*_?(\w+)`", section, re.MULTILINE
+        )
