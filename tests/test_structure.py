@@ -84,3 +84,27 @@ def test_only_digests_names_a_digest_algorithm() -> None:
     assert {name: names for name, names in found.items() if names and name not in wire} == {}
     named = algorithms(ast.parse("import xxhash\nzlib.crc32(b'')\nx == 'crc32'"))
     assert sorted(named) == ["crc32", "xxhash", "zlib.crc32"]
+
+
+KINDS = ("LocalStore", "RemoteStore", "AttemptStore", "Snapshot")
+
+
+def questions(tree: ast.Module) -> Iterator[str]:
+    """Yield where a module asks which kind of store it has."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("local_root", "is_remote"):
+            yield f"line {node.lineno}: .{node.attr}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "type"):
+            kinds = {name.id for part in node.args[-1:] for name in ast.walk(part) if isinstance(name, ast.Name)}
+            yield from (f"line {node.lineno}: {kind}" for kind in KINDS if kind in kinds)
+        elif isinstance(node, ast.ImportFrom) and node.module == "ckptkit.storage.objects":
+            yield f"line {node.lineno}: RemoteStore"
+
+
+def test_only_storage_asks_which_kind_of_store_it_has() -> None:
+    found = {name: list(questions(tree)) for name, tree in sources().items() if ".storage." not in name}
+    assert {name: where for name, where in found.items() if where} == {}
+    asked = questions(
+        ast.parse("isinstance(x, LocalStore)\nx.local_root\nfrom ckptkit.storage.objects import RemoteStore")
+    )
+    assert len(list(asked)) == 3

@@ -27,6 +27,7 @@ from ckptkit.formats.torch_save import MODEL_FILES
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage import FileInfo, Store, open_store
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.store import split_url
 
 __all__ = [
@@ -341,10 +342,10 @@ def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Sourc
 
 
 def _refuse_empty(store: Store, url: str) -> None:
-    if store.local_root is not None and os.path.isdir(store.local_root):
+    if is_directory(store) and os.path.isdir(store.url):
         raise CheckpointNotFoundError(f"{url} is an empty directory. Expected {_EXPECTED}.")
-    if store.local_root is not None:
-        raise CheckpointNotFoundError(f"{url} does not exist. {nearest(store.local_root)}")
+    if is_directory(store):
+        raise CheckpointNotFoundError(f"{url} does not exist. {nearest(store.url)}")
     raise CheckpointNotFoundError(f"{url} does not exist, or holds nothing. Expected {_EXPECTED}.")
 
 

@@ -13,6 +13,7 @@ from ckptkit.checkpoint.run.delete import plan_rotation
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
 from ckptkit.errors import CheckpointNotFoundError
 from ckptkit.formats.own.record import LATEST_HINT, RECORD_NAME, step_of_name
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 
@@ -192,8 +193,7 @@ def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
     if found is None:
         from ckptkit.formats.detect import nearest  # here: it imports numpy, which takes longer than listing a run
 
-        path = root.local_root
-        near = f" {nearest(path)}" if path is not None else ""
+        near = f" {nearest(root.url)}" if is_directory(root) else ""
         return f"{url}: there is no such directory.{near} The root of a run is what holds step_... directories."
     look = f"To look at another system's checkpoint: ckptkit inspect {url}"
     if found.kind != "directory" and name == LATEST_HINT:

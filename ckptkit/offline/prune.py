@@ -12,7 +12,7 @@ from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.unnamed import unnamed_files
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.offline.listing import effective_policy, nothing_of_ours
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import check_writable
 from ckptkit.storage.retry import patient
@@ -94,7 +94,7 @@ def prune(
         gone = [item for item in inventory.committed if not {d.name: d.keep for d in decisions}[item.name]]
         kept = [f"{i.path}/{path}" for i in gone for path in unnamed_files(root, i.path, i.record)]
         failed = {}
-        if isinstance(root, LocalStore):
+        if is_directory(root):
             for item in gone:
                 try:
                     check_writable(root)

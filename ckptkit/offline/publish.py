@@ -19,7 +19,7 @@ from ckptkit.offline.copying.resume import clear_strays, left_beside
 from ckptkit.offline.export.checksums import SUMS_NAME
 from ckptkit.storage.journal import Journal, adopt, dead_statements, give_up, resumable
 from ckptkit.storage.ledger import Finished, Ledger
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import (
     check_target,
@@ -86,8 +86,8 @@ class _Alone:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.only: Callable[[int], bool] | None = None
-        staged = isinstance(store, LocalStore) and leftover_of(os.path.basename(store.url)) is not None
-        self.journal = Journal.beside(store) if staged and isinstance(store, LocalStore) else None
+        staged = is_directory(store) and leftover_of(os.path.basename(store.url)) is not None
+        self.journal = Journal.beside(store) if staged and is_directory(store) else None
         self.ledger: Ledger | None = getattr(store, "ledger", None)
 
     def everyone(self, fn: Callable[[], T]) -> list[T]:
@@ -165,7 +165,7 @@ class OutputPlace:
     def _stage_file(self, *, resume: bool, gone: Collection[str]) -> Iterator[Store]:
         store = open_store(self.url, storage_options=self.storage_options)
         self._check_file(store)
-        if not isinstance(store, LocalStore):
+        if not is_directory(store):
             from ckptkit.storage.publish_remote import stage_object
 
             with stage_object(store, self.file_name, overwrite=self.overwrite) as one:
@@ -207,7 +207,7 @@ class OutputPlace:
         store = open_store(self.url, storage_options=self.storage_options)
         if self.is_file:
             self._check_file(store)
-        elif not isinstance(store, LocalStore):
+        elif not is_directory(store):
             from ckptkit.storage.publish_remote import check_remote
 
             check_remote(store, self.replaceable)
@@ -215,7 +215,7 @@ class OutputPlace:
             head, name = os.path.split(store.url)
             store = LocalStore(head)
             check_target(store, name, replaceable=self.replaceable)
-        if not isinstance(store, LocalStore):
+        if not is_directory(store):
             return
         check_writable(store)
         left = left_beside(f"{self.url}/{self.file_name}" if self.is_file else self.url)
@@ -310,7 +310,7 @@ class _Together:
         try:
             results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
         except BaseException as error:
-            if not self._coordinator.is_main and self.store.local_root is None and not is_interruption(error):
+            if not self._coordinator.is_main and not is_directory(self.store) and not is_interruption(error):
                 # Rank 0 clears away what it staged; on an object store it does not know of these.
                 with contextlib.suppress(OSError):
                     self.store.delete(self.own_paths)
@@ -320,7 +320,7 @@ class _Together:
     def _durable(self, fn: Callable[[], T]) -> T:
         """Run `fn`, and make what it wrote durable: rank 0, on another machine, can't."""
         value = fn()
-        if isinstance(self.store, LocalStore):
+        if is_directory(self.store):
             sync_files(self.store, [path for path in self.own_paths if self.store.info(path) is not None])
         return value
 
@@ -344,14 +344,14 @@ class _Together:
 
 
 def _journal_of(store: Store, coordinator: Coordinator) -> Journal | None:
-    if not isinstance(store, LocalStore) or leftover_of(os.path.basename(store.url)) is None:
+    if not is_directory(store) or leftover_of(os.path.basename(store.url)) is None:
         return None
     return Journal.beside(store, world_size=coordinator.world_size, rank=coordinator.rank)
 
 
 def _join(store: Store, coordinator: Coordinator) -> None:
     """Look whether this rank sees the staging directory, and state beside it that it writes there."""
-    if coordinator.is_main or not isinstance(store, LocalStore):
+    if coordinator.is_main or not is_directory(store):
         return
     head, name = os.path.split(store.url)
     kept = leftover_of(name)

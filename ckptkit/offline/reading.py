@@ -27,7 +27,7 @@ from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record, step_of_name
 from ckptkit.offline.publish import is_one_of_many
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.store import FileInfo, Store
 
 __all__ = [
@@ -54,7 +54,7 @@ _Found = dict[str, FileInfo | None]
 def look_at(source: Source) -> Seen:
     """Return what tells the files that tensors of the source lie in from others."""
     store, paths = source.store, _paths(source.catalog)
-    if isinstance(store, LocalStore):
+    if is_directory(store):
         return {path: _stat(store, path) for path in paths}
     return {path: None if item is None else (item.size, item.mtime, item.tag) for path, item in _list(store, paths)}
 
@@ -66,7 +66,7 @@ def check_unchanged(source: Source, seen: Seen) -> None:
         CorruptCheckpointError: One was changed or replaced: what was read is of two checkpoints, perhaps.
     """
     changed = _differing(look_at(source), seen)
-    if changed and not isinstance(source.store, LocalStore):
+    if changed and source.store.asking_costs:
         # Some gateways give another tag each time: that says nothing.
         looks = [look_at(source) for _ in range(2)]
         restless = _differing(*looks)
@@ -191,7 +191,7 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
     """The error with the checkpoint in which the damage is, and with what shows all of it."""
     words = f"{getattr(error, 'filename', None) or ''}: {error}"
-    where = [source for source in sources if f"{source.store.local_root or source.url}/" in words]
+    where = [source for source in sources if f"{source.store.url}/" in words]
     if isinstance(error, CorruptCheckpointError):
         if error.checkpoint or isinstance(error, (UnsafePathError, UnsafePickleError)):
             return error  # it can't be opened; or it was made like that

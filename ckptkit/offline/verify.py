@@ -25,7 +25,6 @@ from ckptkit.offline.export.checksums import SUMS_NAME, read_checksums
 from ckptkit.offline.gaps import find_gaps
 from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints, records_of
 from ckptkit.storage.coalesce import BlockReader
-from ckptkit.storage.local import LocalStore
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
@@ -389,7 +388,7 @@ def _compare(
     done = 0
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
     # Of what lies far away small slices come many at a time.
-    reader = store if isinstance(store, LocalStore) else BlockReader(store, workers)
+    reader = BlockReader(store, workers) if store.asking_costs else store
     problems: list[Problem] = []
     with WorkerPool(workers, thread_name_prefix="ckptkit-verify") as pool:
         for check, problem in zip(checks, pool.map(lambda c: _check(store, reader, c), checks), strict=True):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store, checked_path
+from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store, UnfinishedUpload, Uploads, checked_path
 
 if TYPE_CHECKING:
     from ckptkit.storage.objects import RemoteStore
@@ -33,6 +33,40 @@ class View:
 
     def delete_tree(self, path: str) -> None:
         self._store.delete_tree(path)
+
+    def existing(self) -> Store:
+        return self._store.existing()
+
+    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
+        return self._store.with_each_put(around)
+
+    @property
+    def has_conditional_writes(self) -> bool | None:
+        return self._store.has_conditional_writes
+
+    def try_conditional(self, path: str, data: bytes) -> None:
+        self._store.try_conditional(path, data)
+
+    def claim(self, path: str, data: bytes, *, looked: bool) -> None:
+        self._store.claim(path, data, looked=looked)
+
+    def settle(self) -> None:
+        self._store.settle()
+
+    def arrived(self) -> dict[str, int]:
+        return self._store.arrived()
+
+    def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
+        return self._store.unfinished_uploads(path, older_than_s=older_than_s)
+
+    def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
+        self._store.end_uploads(found)
+
+    def with_free_names(self) -> Store:
+        return self._store.with_free_names()
+
+    def sync_directory(self, path: str = "") -> None:
+        self._store.sync_directory(path)
 
 
 def snapshot(store: Store, below: str = "") -> Store:
@@ -64,10 +98,7 @@ class Snapshot(View):
         self._names = [item.path for item in found]
         self._found = found
         self.url = store.url
-
-    @property
-    def local_root(self) -> str | None:
-        return None
+        self.asking_costs, self.sizes_are_free = store.asking_costs, True
 
     def child(self, path: str) -> Store:
         return self._store.child(path)
@@ -76,6 +107,10 @@ class Snapshot(View):
         return None
 
     # --- looking
+
+    def exists(self, path: str) -> bool:
+        found = self.info(path)
+        return found is not None and found.kind == "file"
 
     def _file(self, path: str) -> FileInfo | None:
         at = bisect_left(self._names, path)

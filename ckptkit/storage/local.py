@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import IncompleteCheckpointError, NoSpaceError, StorageError, UnsafePathError
 from ckptkit.storage.coalesce import Span, coalesce
-from ckptkit.storage.store import FileInfo, ReadInto, checked_path
+from ckptkit.storage.store import FileInfo, ReadInto, Store, UnfinishedUpload, Uploads, checked_path
 
-__all__ = ["LocalStore", "OpenDirectory", "start_writing"]
+__all__ = ["LocalStore", "OpenDirectory", "is_directory", "start_writing"]
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 # Having the disk begin to write what is in memory of a file, so that the sync at the end has less to do.
 
@@ -100,9 +103,9 @@ class LocalStore:
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
 
-    @property
-    def local_root(self) -> str | None:
-        return self.url
+    asking_costs = False
+    sizes_are_free = True
+    has_conditional_writes = True
 
     def path_of(self, path: str) -> str:
         """Return the absolute path, checked; symlinks are not resolved."""
@@ -126,7 +129,34 @@ class LocalStore:
         store._must_exist = True
         return store
 
+    def with_free_names(self) -> LocalStore:
+        return self  # to ask costs nothing
+
+    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> LocalStore:
+        return self
+
+    def try_conditional(self, path: str, data: bytes) -> None:
+        pass  # a rename never replaces
+
+    def fetch(self, paths: Iterable[str]) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def arrived(self) -> dict[str, int]:
+        return {}
+
+    def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
+        return []
+
+    def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
+        pass
+
     # --- looking
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(self.path_of(path))
 
     def info(self, path: str) -> FileInfo | None:
         full = self.path_of(path)
@@ -368,6 +398,17 @@ class LocalStore:
         if sync:
             self.sync_directory(folder)
 
+    def claim(self, path: str, data: bytes, *, looked: bool) -> None:
+        for left in (2, 1, 0):
+            with contextlib.suppress(FileExistsError):
+                self.make_directory(path.rpartition("/")[0])
+            try:
+                self.write(path, data, sync=False)
+                return
+            except FileNotFoundError:  # a reader that leaves removes the directory if it is empty
+                if not left:
+                    raise
+
     def _publish(self, part: str, path: str, *, overwrite: bool) -> None:
         if overwrite:
             with _errors(path):
@@ -460,6 +501,12 @@ class LocalStore:
             return
         with contextlib.suppress(FileNotFoundError), _errors(full):
             shutil.rmtree(full)  # works on directory descriptors: a symlink put in its way is not followed
+
+
+def is_directory(store: Store) -> TypeIs[LocalStore]:
+    """Tell whether a store is a directory: it can be renamed, locked, linked and opened by a descriptor, and its `url`
+    is its path. Of any other the names are keys, and a file appears under its own once it is whole."""
+    return isinstance(store, LocalStore)
 
 
 class OpenDirectory:

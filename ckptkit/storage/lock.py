@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Callable
 
 from ckptkit.errors import LeaseHeldError
+from ckptkit.storage.local import is_directory
+from ckptkit.storage.store import Store
 
 if sys.platform != "win32":  # which has nothing to lock by
     import fcntl
 
-__all__ = ["HeldDirectory"]
+__all__ = ["HeldDirectory", "hold"]
 
 _held: dict[tuple[int, int], Callable[[], object]] = {}  # what gives each back
 _lock = threading.Lock()
@@ -52,6 +54,11 @@ class HeldDirectory:
     def release(self) -> None:
         """Give it back; does nothing the second time."""
         self._release()
+
+
+def hold(store: Store) -> HeldDirectory | None:
+    """Take the directory of a store; None where it is no directory that could be locked."""
+    return HeldDirectory(store.url) if is_directory(store) else None
 
 
 def _take(fd: int) -> None:

@@ -11,6 +11,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from ckptkit.storage.coalesce import Job, Scatter, cut_reads
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.requests import Entries, Entry, FsspecApi, NotConditionalError, ObjectApi, Together, Uploads
 from ckptkit.storage.retry import advice_on, call_with_retries, hurry, is_outage, is_transient, patient, words_of
-from ckptkit.storage.store import FileInfo, ReadInto, checked_path, is_path, split_url
+from ckptkit.storage.store import FileInfo, ReadInto, UnfinishedUpload, checked_path, is_path, split_url
 from ckptkit.storage.upload import PartWriter
 
 __all__ = ["RemoteStore"]
@@ -64,9 +65,8 @@ class RemoteStore:
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"
 
-    @property
-    def local_root(self) -> str | None:
-        return None
+    asking_costs = True
+    sizes_are_free = False
 
     @property
     def fs(self) -> Any:
@@ -78,6 +78,12 @@ class RemoteStore:
         store = RemoteStore(f"{self._place}/{path}", storage_options=self.storage_options)
         store._connection, store._api = self._connection, self._api
         return store
+
+    def existing(self) -> RemoteStore:
+        return self  # a bucket is never made by a write
+
+    def sync_directory(self, path: str = "") -> None:
+        pass  # an object that is there is durable, and so is its name
 
     def with_free_names(self) -> RemoteStore:
         """Return this store for a writer that has listed it, or made room: no request asks whether a name is free.
@@ -321,18 +327,25 @@ class RemoteStore:
         source, full = self._full(path), target._full(name)
         self._call(path, lambda: self._api.copy(source, full))
 
-    def write_first(self, path: str, data: bytes) -> None:
-        """Write a file that must not exist, without trying conditional writes out before: `try_conditional` comes next.
-        Raises FileExistsError, where the store can tell."""
-        if self.has_conditional_writes is False:
+    def claim(self, path: str, data: bytes, *, looked: bool) -> None:
+        # Conditional writes are not tried out before: `try_conditional` comes next.
+        if self.has_conditional_writes is False and not looked:
             self.write(path, data)
         else:
             full = self._full(path)
             self._note(full, self._put(path, full, data), data)
 
+    def fetch(self, paths: Iterable[str]) -> None:
+        pass  # a snapshot does
+
+    def settle(self) -> None:
+        pass  # what was written is there
+
+    def arrived(self) -> dict[str, int]:
+        return {}
+
     def try_conditional(self, path: str, data: bytes) -> None:
-        """Find out whether this store has conditional writes, by a file of ours that holds `data`, where that is not
-        known: one more put, which changes nothing if it is not refused."""
+        # One more put, which changes nothing if it is not refused.
         if self.has_conditional_writes is None:
             self._learn(lambda: self._refuses(path, data))
 
@@ -436,7 +449,8 @@ class RemoteStore:
             say = logger.warning if isinstance(error, PermissionError) else logger.debug
             say("%s does not list unfinished uploads, which may be left and cost: %s", self.url, error)
             return []
-        return [upload for upload in found if time.time() - upload.started >= older_than_s]
+        start, now = len(self._full("", root_allowed=True)) + 1, time.time()
+        return [replace(item, path=item.name[start:]) for item in found if now - item.started >= older_than_s]
 
     def abort_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> int:
         """Throw away the unfinished uploads below `path`, and return how many there were."""
@@ -444,7 +458,7 @@ class RemoteStore:
         self.end_uploads(found)
         return len(found)
 
-    def end_uploads(self, found: Uploads) -> None:
+    def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
         """Throw these away."""
         for upload in found:
             self._call("", lambda upload=upload: self._api.abort(upload))  # type: ignore[misc]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.storage.local import is_directory
+
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
 
@@ -83,7 +85,7 @@ def owner_in(store: Store, body: Any) -> Owner | None:
     if here is None or not isinstance(stated, list) or len(stated) != len(here):
         return owner
     path, ground = stated[0] != here[0], stated[1:] != here[1:]
-    if store.local_root is None:
+    if not is_directory(store):
         # One bucket can have several names: only time tells, since a living owner renews what it states.
         return replace(owner, copied=None) if path else owner
     # A moved directory, and one that is mounted twice, has another path. Some FUSE file systems change inode numbers.
@@ -92,11 +94,11 @@ def owner_in(store: Store, body: Any) -> Owner | None:
 
 def _place(store: Store) -> list[Any] | None:
     """Return what tells a directory from a copy of it: path, device, inode; on an object store bucket and key."""
-    if store.local_root is None:
+    if not is_directory(store):
         return [store.url.partition("://")[2].strip("/")]
     try:
-        found = os.stat(store.local_root)
-        return [os.path.realpath(store.local_root), found.st_dev, found.st_ino]
+        found = os.stat(store.url)
+        return [os.path.realpath(store.url), found.st_dev, found.st_ino]
     except OSError:
         return None
 

@@ -8,9 +8,14 @@ from concurrent.futures import Future
 
 from ckptkit.storage.body import Content
 from ckptkit.storage.objects import RemoteStore
-from ckptkit.storage.store import FileInfo, ReadInto
+from ckptkit.storage.store import FileInfo, ReadInto, Store
 
-__all__ = ["AttemptStore"]
+__all__ = ["AttemptStore", "attempt_store"]
+
+
+def attempt_store(root: Store, path: str) -> Store:
+    """Return the store of the folder at `path` below `root` for the one writer that knows its keys."""
+    return AttemptStore.of(root, path) if isinstance(root, RemoteStore) else root.child(path)
 
 
 class AttemptStore(RemoteStore):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from ckptkit.errors import CheckpointExistsError, StorageError
 from ckptkit.storage import ledger
 from ckptkit.storage.ledger import FOLDER, Finished, Ledger, read_ledger
+from ckptkit.storage.listing import View
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.owner import own_statement
 from ckptkit.storage.retry import may_yet_happen
@@ -384,15 +385,16 @@ class _Place:
         self.store.delete([*names, *said, *self._probes, self._own])
 
 
-class _Staged:
+class _Staged(View):
     """A Store that remembers what it wrote, and keeps the names in `last` in memory until the end."""
 
     def __init__(
         self, inner: Store, last: frozenset[str], prefix: str = "", root: _Staged | None = None, *, ledger: Ledger
     ) -> None:
-        self.inner = inner
+        self.inner = self._store = inner
         self.ledger = ledger
         self.url = inner.url
+        self.asking_costs, self.sizes_are_free = inner.asking_costs, inner.sizes_are_free
         self.prefix = prefix
         self.root = root or self
         self.last = last
@@ -401,10 +403,6 @@ class _Staged:
         self.may_appear = False
         """Whether a name in `last` may come to be there, though the store has not said so."""
         self._lock = threading.Lock()
-
-    @property
-    def local_root(self) -> str | None:
-        return None
 
     def child(self, path: str) -> _Staged:
         return _Staged(self.inner.child(path), self.last, f"{self.prefix}{path}/", self.root, ledger=self.ledger)
@@ -432,6 +430,12 @@ class _Staged:
     def info(self, path: str) -> FileInfo | None:
         held = self.root.held.get(self.prefix + path)
         return self.inner.info(path) if held is None else FileInfo(path, "file", len(held), 0.0)
+
+    def exists(self, path: str) -> bool:
+        return self.prefix + path in self.root.held or self.inner.exists(path)
+
+    def fetch(self, paths: Iterable[str]) -> None:
+        self.inner.fetch(paths)
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
         return self.inner.list(path, recursive=recursive)
@@ -478,11 +482,14 @@ class _Staged:
         self._note(path)
         self.inner.write(path, data, overwrite=overwrite, sync=sync)
 
-    def delete(self, paths: Iterable[str]) -> None:
-        self.inner.delete(paths)
+    def existing(self) -> _Staged:
+        return self
 
-    def delete_tree(self, path: str) -> None:
-        self.inner.delete_tree(path)
+    def with_free_names(self) -> _Staged:
+        return self
+
+    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> _Staged:
+        return self
 
 
 class _Buffer:

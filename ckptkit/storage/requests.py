@@ -7,12 +7,12 @@ import contextlib
 import errno
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Content
 from ckptkit.storage.connection import PART_BYTES, Connection
+from ckptkit.storage.store import UnfinishedUpload, Uploads
 
 __all__ = [
     "Entries",
@@ -23,7 +23,6 @@ __all__ = [
     "Range",
     "ObjectApi",
     "Sink",
-    "UnfinishedUpload",
     "Upload",
     "Uploads",
     "Together",
@@ -107,18 +106,6 @@ class NotConditionalError(StorageError):
 
 class LostUploadError(StorageError, FileNotFoundError):
     """The store knows an upload no more, or will not complete it: all of its parts have to be sent anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnfinishedUpload:
-    """A multipart upload that was begun and neither completed nor aborted. It costs, and nobody sees it."""
-
-    name: str
-    upload_id: str
-    started: float
-
-
-Uploads = list[UnfinishedUpload]  # classes here have a method called list
 
 
 class Upload(Protocol):

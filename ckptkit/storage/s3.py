@@ -22,10 +22,10 @@ from ckptkit.storage.requests import (
     Range,
     Sink,
     Together,
-    UnfinishedUpload,
     Uploads,
 )
 from ckptkit.storage.retry import BODY_S, SOON_S, WHOLE_S, patiently
+from ckptkit.storage.store import UnfinishedUpload
 
 __all__ = ["S3Api"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -15,6 +15,8 @@ __all__ = [
     "FileInfo",
     "ReadInto",
     "Store",
+    "UnfinishedUpload",
+    "Uploads",
     "require_bucket",
     "split_url",
     "checked_path",
@@ -51,6 +53,23 @@ class ReadInto:
     view: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class UnfinishedUpload:
+    """A multipart upload that was begun and neither completed nor aborted. It costs, and nobody sees it.
+
+    Attributes:
+        path: Of its object, relative to the store that was asked.
+    """
+
+    name: str
+    upload_id: str
+    started: float
+    path: str = ""
+
+
+Uploads = list[UnfinishedUpload]  # a Store has a method called list
+
+
 class BlobWriter(Protocol):
     """A file that becomes visible whole, when the `with` block ends well, or not at all."""
 
@@ -72,10 +91,10 @@ class Store(Protocol):
     """
 
     url: str
-
-    @property
-    def local_root(self) -> str | None:
-        """The directory on this machine; None where the store is remote."""
+    asking_costs: bool
+    """Each look and each read is a request that waits for a server: ask for much, and several at once."""
+    sizes_are_free: bool
+    """To look at what has a name, and how large it is, costs nothing."""
 
     def child(self, path: str) -> Store:
         """Return the store of the directory at `path`."""
@@ -109,11 +128,60 @@ class Store(Protocol):
         """Write a whole file at once. Without `overwrite` it must not exist: this is the put-if-absent
         of the commit protocol, atomic where the store can do it. Raises FileExistsError."""
 
+    @property
+    def has_conditional_writes(self) -> bool | None:
+        """Whether a write without `overwrite` is known to be refused where something is; None: not tried yet."""
+
+    def try_conditional(self, path: str, data: bytes) -> None:
+        """Find out whether there are conditional writes, where that is not known, by a file that holds `data`."""
+
+    def claim(self, path: str, data: bytes, *, looked: bool) -> None:
+        """Write a file that one of several writers gets. Not synced: a machine that goes down takes its owner with it.
+
+        Args:
+            looked: The caller has just seen that nobody has it.
+
+        Raises:
+            FileExistsError: Another one was first, where the store can tell.
+        """
+
+    def exists(self, path: str) -> bool:
+        """Tell whether there is a file at `path`; one request."""
+
+    def fetch(self, paths: Iterable[str]) -> None:
+        """Fetch small files that are about to be read, all at once, where that saves waiting."""
+
+    def settle(self) -> None:
+        """Wait for all that was written. Raises the first failure."""
+
+    def arrived(self) -> dict[str, int]:
+        """Return the size of each file of which the store has said, as it was written, that it is there whole."""
+
+    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
+        """Return the same place with each try of each put made by `around`, where writes are puts."""
+
+    def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
+        """Return uploads in parts below `path` that nobody finished: they cost, and no listing shows them."""
+
+    def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
+        """Throw these away."""
+
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; those that are gone already do not count as errors."""
 
     def delete_tree(self, path: str) -> None:
         """Delete a directory and all below it, never following a symlink."""
+
+    def existing(self) -> Store:
+        """Return the same place, to be written to only while it is there: a directory that is gone, with its mount or
+        by hand, is never made anew."""
+
+    def with_free_names(self) -> Store:
+        """Return the same place for a writer that knows its names to be free: nobody is asked before a write. What may
+        not be replaced is still not replaced, where the store can tell."""
+
+    def sync_directory(self, path: str = "") -> None:
+        """Make the names in a directory durable, where they are not so by themselves."""
 
     def free_bytes(self) -> int | None:
         """Return the free space; None where the store has no limit one can ask for."""

@@ -17,7 +17,7 @@ from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.checkpoint.saving import check, save
 
-_CALLS = ("info", "list", "read", "write", "delete", "delete_tree")
+_CALLS = ("info", "list", "read", "write", "claim", "delete", "delete_tree")
 _numbers = itertools.count()
 
 
@@ -26,10 +26,20 @@ class Flaky:
 
     def __init__(self, inner: Store, fails: Callable[[int], str], count: Iterator[int] | None = None) -> None:
         self.inner, self.fails, self.count = inner, fails, count or itertools.count(1)
-        self.url, self.local_root = inner.url, inner.local_root
+        self.url = inner.url
+        self.asking_costs, self.sizes_are_free = inner.asking_costs, inner.sizes_are_free
 
     def child(self, path: str) -> Flaky:
         return Flaky(self.inner.child(path), self.fails, self.count)
+
+    def existing(self) -> Flaky:
+        return self
+
+    def with_free_names(self) -> Flaky:
+        return self
+
+    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Flaky:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.inner, name)

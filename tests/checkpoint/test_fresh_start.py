@@ -150,8 +150,7 @@ def test_a_damaged_newest_that_was_fallen_back_from_can_be_saved_again(tmp_path:
 
 def killed(say: Any, root: Store) -> None:
     def die(store: Store) -> None:
-        if root.local_root is None:
-            store.settle()  # type: ignore[attr-defined]  # what is on its way arrives
+        store.settle()  # what is on its way arrives
         os.kill(os.getpid(), 9)
 
     save(root, 1, before=die)

@@ -154,7 +154,7 @@ def _exchange(
 
 def _shares(options: LoadOptions, store: Store) -> bool:
     """Whether a share is read and sent to the others, where ranks need the same."""
-    return options.replicas == "broadcast" or (options.replicas == "auto" and store.local_root is None)
+    return options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
 
 
 def _note(staged: Staged, report: LoadReport) -> None:

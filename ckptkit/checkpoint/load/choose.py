@@ -210,7 +210,7 @@ class Loader:
         On an object store a pin is a request, and to know that it was there in time two more, all in a row: what
         `chosen` names is opened and read meanwhile. What was read whole was there; what can't be had was deleted.
         """
-        if chosen is None or self._root.local_root is not None:
+        if chosen is None or not self._root.asking_costs:
             pin = pin_while_reading(self._root, path, why=why)
             return self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint"), None
         if not self._coordinator.is_main:

@@ -237,14 +237,14 @@ def stage(
     staged.states = [_optimizer_places(optimizer, places) for optimizer in plan.optimizers]
     # One round trip less from an object store. Not where ranks share reads: what a rank gets from another is not there
     # yet when its own reads end.
-    together = store.local_root is None and world_size == 1
+    together = store.asking_costs and world_size == 1
     staged.refs = _reference_fills(state, plan, catalog, store, places, rank, foreign.tensors, together=together)
     if not together:
         staged.decoded = decode_plan(plan, staged.refs.__getitem__)
     staged.read_twice, staged.checks, staged.held = places.settle(), places.checks, places.held
     verify = bool(options.verify)
     staged.filler = prepare(catalog, store, places.now, workers=workers, verify=verify, cast=not options.atomic)
-    if not options.atomic and store.local_root is not None:
+    if not options.atomic and store.sizes_are_free:
         # Before anything is read into the live state. Not on object stores: objects are never cut off, and each look
         # is a request.
         check_sizes(staged.filler)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, require_bucket, split_url
 
@@ -83,7 +84,7 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
     found = root.info(name)
     if found is not None and found.kind == "directory":
         return
-    if root.local_root is not None and os.path.isdir(os.path.join(root.local_root, name)):
+    if is_directory(root) and os.path.isdir(os.path.join(root.url, name)):
         return
     there = f"; {len(inventory.skipped)} directories were skipped: ckptkit ls --all {root.url}" * bool(
         inventory.skipped

@@ -30,9 +30,8 @@ from ckptkit.formats.own.record import (
 from ckptkit.formats.replaceable import foreign_paths
 from ckptkit.storage import publish, staging
 from ckptkit.storage.listing import snapshot
-from ckptkit.storage.local import LocalStore
-from ckptkit.storage.objects import RemoteStore
-from ckptkit.storage.private_keys import AttemptStore
+from ckptkit.storage.local import LocalStore, is_directory
+from ckptkit.storage.private_keys import attempt_store
 from ckptkit.storage.retry import may_yet_happen
 from ckptkit.storage.store import Store
 
@@ -106,7 +105,7 @@ def place_of(root: Store, name: str, save_id: str, *, witness: Witness | None = 
         witness: What a rank must see before it says that its files are in the store that rank 0 writes to; None on
             rank 0 itself.
     """
-    if isinstance(root, LocalStore):
+    if is_directory(root):
         return LocalPlace(root, name, save_id)
     return RemotePlace(root, name, save_id, witness=witness)
 
@@ -246,7 +245,7 @@ class LocalPlace:
 
 def settle_replacements(root: Store, paths: Mapping[str, str]) -> None:
     """Finish overwrites that were killed between their two renames. `paths`: directory -> name."""
-    if isinstance(root, LocalStore):
+    if is_directory(root):
         for path, name in paths.items():
             if path != name:
                 _settle(root, path, name)
@@ -273,9 +272,7 @@ class RemotePlace:
         self._witness = witness
         self.data = save_id
         self.path = f"{name}/{save_id}"
-        self._store: Store = root.child(name).child(save_id)
-        if isinstance(root, RemoteStore):
-            self._store = AttemptStore.of(root, self.path)
+        self._store = attempt_store(root, self.path)
         self._replaced: CommitRecord | None = None
         self._published = False
         self._may_appear = False  # though the store has not said so
@@ -298,14 +295,13 @@ class RemotePlace:
 
     def sync(self, paths: Iterable[str]) -> None:
         # Small objects may still be on their way. One that is there is durable.
-        if isinstance(self._store, AttemptStore):
-            self._store.settle()
+        self._store.settle()
 
     def check_own(self, files: Mapping[str, FileRecord]) -> None:
         # A put that was answered with the tag of the whole object is proof that it is there: stores that say so and
         # have it not are beyond any look. Of what has no such answer (it was lost, another process has it, or fsspec
         # gives none) one listing tells, which S3 and GCS give consistently.
-        found = self._store.arrived() if isinstance(self._store, AttemptStore) else {}
+        found = self._store.arrived()
         if not found.keys() >= files.keys():
             start = len(self.path) + 1
             listed = snapshot(self.root, self.name).list(self.path, recursive=True)
@@ -320,12 +316,11 @@ class RemotePlace:
         self._free_at = when
 
     def look_free(self) -> None:
-        tells = isinstance(self.root, RemoteStore) and self.root.has_conditional_writes is True
-        if tells or self._is_known_free():
+        if self.root.has_conditional_writes is True or self._is_known_free():
             return
         started = time.monotonic()
         path = record_path(self.name)
-        if self.root.exists(path) if isinstance(self.root, RemoteStore) else self.root.info(path) is not None:
+        if self.root.exists(path):
             raise self._was_taken()
         self._free_at = started
 
@@ -336,10 +331,9 @@ class RemotePlace:
         # Invariant: every object that the record names is complete, under keys that nobody else writes.
         old = self._old() if overwrite else None
         root = self.root
-        if isinstance(root, RemoteStore) and self._is_known_free():
+        if self._is_known_free():
             root = root.with_free_names()
-        if isinstance(root, RemoteStore):
-            root = root.with_each_put(partial(self._try, again))
+        root = root.with_each_put(partial(self._try, again))
         try:
             root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
         except OSError as error:
@@ -363,7 +357,7 @@ class RemotePlace:
 
     def _read_back(self) -> None:
         """Raise where another writer's record replaced ours: a store that ignores conditions does not say so."""
-        if isinstance(self.root, RemoteStore) and self.root.has_conditional_writes is not True:
+        if self.root.has_conditional_writes is not True:
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
                 raise self._was_taken()
@@ -413,8 +407,8 @@ def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool 
         ours: What has that name is known to be a hint.
     """
     with contextlib.suppress(OSError, ValueError):
-        root = root.existing() if isinstance(root, LocalStore) else root
-        view = root if view is None or isinstance(root, LocalStore) else view
+        root = root.existing()
+        view = root if view is None or is_directory(root) else view
         found = None if ours else view.info(LATEST_HINT)
         if found is not None:
             if found.kind != "file" or found.size > 200:

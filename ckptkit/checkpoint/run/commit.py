@@ -33,9 +33,8 @@ from ckptkit.formats.own.record import (
     step_name,
 )
 from ckptkit.storage import staging
-from ckptkit.storage.listing import Snapshot, snapshot
-from ckptkit.storage.local import LocalStore
-from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.listing import snapshot
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.publish import remove_leftover
@@ -53,7 +52,7 @@ logger = logging.getLogger(__name__)
 UPLOAD_AGE_S = 86400.0  # of an upload that nobody finished; those of a dead save go with its files at once
 _HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # as LocalStore names what it is writing
 _OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # how RemotePlace names what it writes
-_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # as RemoteStore names what it tries conditional writes on
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # as a store names what it tries conditional writes on
 
 
 def clean_leftovers(
@@ -83,7 +82,7 @@ def clean_leftovers(
     dead = [item.path for item in inventory.abandoned]
     dead += [item.path for item in inventory.in_progress if _is_dead(root, item, leased=leased)]
     items = view.list()
-    if root.local_root is not None:
+    if is_directory(root):
         half = [f"{item.path}/{DELETING}" for item in inventory.skipped if item.deleted]
         dead += [path for path in half if root.info(path) is not None]
     dead += _lone_owners(root, items) + _half_written(items, leased=leased)
@@ -102,7 +101,7 @@ def clean_leftovers(
 
 def _clean_statements(root: Store, inventory: Inventory, view: Store, *, leased: bool, dry_run: bool) -> list[str]:
     """Remove what writers said of themselves that were killed once their checkpoint was committed."""
-    if not isinstance(view, Snapshot):
+    if not view.sizes_are_free:
         return []  # each would have to be asked for; they go with their checkpoint
     placed = [f"{item.path}/{item.record.data}" for item in inventory.committed if item.record.data]
     found = [owner_path(path) for path in placed if view.info(owner_path(path)) is not None]
@@ -118,10 +117,7 @@ def _clean_statements(root: Store, inventory: Inventory, view: Store, *, leased:
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
     """Throw away multipart uploads of saves that were begun a day ago: no listing of files shows them, and they cost.
     Others' may take longer than that."""
-    if not isinstance(root, RemoteStore):
-        return []
-    start = len(root._full("", root_allowed=True)) + 1
-    found = [u for u in root.unfinished_uploads(older_than_s=UPLOAD_AGE_S) if _OF_A_SAVE.match(u.name[start:])]
+    found = [upload for upload in root.unfinished_uploads(older_than_s=UPLOAD_AGE_S) if _OF_A_SAVE.match(upload.path)]
     if found and not dry_run:
         now = store_clock(root)  # ours may be ahead of it
         found = [upload for upload in found if now - upload.started >= UPLOAD_AGE_S]
@@ -159,7 +155,7 @@ def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
 
 def _remove(root: Store, path: str) -> None:
     kept = leftover_of(path)
-    if isinstance(root, LocalStore):
+    if is_directory(root):
         if kept is not None:
             remove_leftover(root, kept)
         elif path.endswith(f"/{DELETING}"):
@@ -254,7 +250,7 @@ def begin_save(
         start: _Start = coordinator.settle(request, what, then=opening.open)
         # 2. Invariant: every rank sees the place that rank 0 made; on another disk it would write for nobody.
         place = opening.place or place_of(root, checkpoint_name(step, tag), start.save_id, witness=start.witness)
-        if root.local_root is not None:  # on an object store before the rank says that its files are there
+        if not root.asking_costs:  # on an object store before the rank says that its files are there
             coordinator.all_ok(place.look, what)
     except BaseException:
         opening.close()
@@ -303,7 +299,7 @@ class _Opening:
             views.append(snapshot(self.root))
             return views[-1]
 
-        self.lease = self._lease(look if self.root.local_root is None else None)
+        self.lease = self._lease(look if self.root.asking_costs else None)
         self._take_turn(self.lease)
         name, save_id = checkpoint_name(first.step, first.tag), new_nonce()
         place = place_of(self.root, name, save_id)
@@ -312,7 +308,7 @@ class _Opening:
         taken = any(view.info(record_path(name)) is not None for view in views)
         if views and not taken:
             place.was_free(started)
-        if self.root.local_root is not None or taken or (kept is not None and name in _names(kept)):
+        if not self.root.asking_costs or taken or (kept is not None and name in _names(kept)):
             settle()
         elif kept is not None:
             self.inventory = kept
@@ -418,7 +414,7 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
     skipped = next((item for item in inventory.skipped if item.path == name), None)
     if skipped is not None and skipped.deleted:
         return  # what others have put there stays there
-    taken = root.info(name) if root.local_root is not None else view.info(f"{name}/{RECORD_NAME}")
+    taken = root.info(name) if is_directory(root) else view.info(f"{name}/{RECORD_NAME}")
     if skipped is not None and taken is not None:
         if request.set_aside and not skipped.unanswered and (request.overwrite or not skipped.damaged):
             _set_aside(root, skipped)
@@ -431,7 +427,7 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
 def _set_aside(root: Store, skipped: Skipped) -> None:
     """Give a directory that is no checkpoint another name, so that a save can have its own. Nothing of it is deleted.
     On an object store only its record is replaced."""
-    if isinstance(root, LocalStore):
+    if is_directory(root):
         aside = f"{skipped.path}.aside-{new_nonce()}"
         root.rename(skipped.path, aside)
         logger.warning("%s/%s was renamed to %s: %s", root.url, skipped.path, aside, skipped.reason)
@@ -564,7 +560,7 @@ class SaveAttempt:
         # 3. Invariant: a rank that reports success has its bytes on disk, where rank 0 will look for them.
         self._place.look()
         mine = {path: _file_record(path, item) for path, item in files.items()}
-        if self.coordinator.world_size > 1 or self.root.local_root is not None:
+        if self.coordinator.world_size > 1 or not self.root.asking_costs:
             self._place.sync(mine)
             self._place.check_own(mine)
         return mine  # a rank that is alone does so while its index is on its way, and before it publishes
@@ -612,7 +608,7 @@ class SaveAttempt:
         if lease is not None:
             lease.sequence = record.sequence
         self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
-        if self.root.local_root is None:
+        if self.root.asking_costs:
             before = self._opening.inventory
             others = [item for item in before.committed if item.name != self.name]
             committed = in_order([*others, Committed(self.name, self._record)])
@@ -627,7 +623,7 @@ class SaveAttempt:
         at the same time, where that takes requests."""
         lease, started = self._opening.lease, time.monotonic()
         looks: list[Callable[[], None]] = []
-        if lease is not None and self.root.local_root is None and not lease.is_surely_ours():
+        if lease is not None and self.root.asking_costs and not lease.is_surely_ours():
             looks = [lease.check] if self._overwrite else [lease.check, self._place.look_free]
         with WorkerPool(2, thread_name_prefix="ckptkit-look") as pool:
             futures = [pool.submit(look) for look in looks]
@@ -643,7 +639,7 @@ class SaveAttempt:
         lease = self._opening.lease
         ours = lease is not None and lease.wrote_hint
         wrote = write_hint(self.root, self.name, view=self._opening.view, ours=ours)
-        if lease is not None and self.root.local_root is None:
+        if lease is not None and self.root.asking_costs:
             lease.wrote_hint = wrote
 
 

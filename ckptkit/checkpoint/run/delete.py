@@ -16,7 +16,7 @@ from ckptkit.checkpoint.run.unnamed import delete_in_place, mark_of, named_paths
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record, record_path
 from ckptkit.storage.listing import snapshot
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.publish import drop, empty_trash
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
@@ -133,10 +133,7 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
             return False
         view = snapshot(root, name)
         record = _own_record(view, name)
-        if isinstance(root, LocalStore):
-            unnamed = _delete_local(root, name, record)
-        else:
-            unnamed = _delete_remote(root, view, record)
+        unnamed = _delete_local(root, name, record) if is_directory(root) else _delete_remote(root, view, record)
     logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
     if unnamed:
         shown = ", ".join(unnamed[:5]) + (f", ... ({len(unnamed)} in all)" if len(unnamed) > 5 else "")
@@ -147,7 +144,7 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
 
 
 def _own_record(root: Store, name: str) -> CommitRecord:
-    found = root.info(name) if isinstance(root, LocalStore) else None
+    found = root.info(name) if is_directory(root) else None
     record = None if found is not None and found.kind != "directory" else find_record(root, record_path(name))
     if record is None or record.name != name:
         raise CheckpointNotFoundError(

@@ -22,7 +22,8 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.formats.own.record import LATEST_HINT, MANIFEST_NAME, CommitRecord, find_record, record_path, step_of_name
-from ckptkit.storage.listing import Snapshot, snapshot
+from ckptkit.storage.listing import snapshot
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner
 from ckptkit.storage.pool import WorkerPool
@@ -212,9 +213,9 @@ class _Look:
 
 
 def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed | Skipped | _Look | str]:
-    if root.local_root is not None:
+    if is_directory(root):
         return [_look(root, name) for name in names]
-    if isinstance(view, Snapshot):
+    if view.sizes_are_free:
         view.fetch(record_path(name) for name in names)
         return [look for name in names for look in _look_at(root, view, name)]
     with WorkerPool(16, thread_name_prefix="ckptkit-ls") as pool:
@@ -309,8 +310,8 @@ def check_new(root: Store, inventory: Inventory) -> None:
         IncompleteCheckpointError: Names the directories that are checkpoints by their looks, and why none is one.
         UsageError: The root is no directory.
     """
-    if root.local_root is not None:
-        _check_directory(Path(root.local_root))
+    if is_directory(root):
+        _check_directory(Path(root.url))
     found = [item for item in inventory.skipped if not item.deleted]
     if inventory.committed or not found:
         return
@@ -345,8 +346,8 @@ def about_new(root: Store, inventory: Inventory) -> str:
     runs = [name for name in inventory.foreign[:_MAX_LOOKS] if _is_run(root.child(name))]
     if runs:
         text += f". These directories in it are runs, did you mean one? {', '.join(runs[:_MAX_NAMED])}"
-    elif root.local_root is not None and not os.path.lexists(root.local_root):
-        parent, name = os.path.split(root.local_root)
+    elif is_directory(root) and not os.path.lexists(root.url):
+        parent, name = os.path.split(root.url)
         with contextlib.suppress(OSError):
             near = difflib.get_close_matches(name, os.listdir(parent), n=1, cutoff=0.8)
             if near and _is_run(open_store(f"{parent}/{near[0]}")):

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ckptkit.errors import LeaseHeldError, SaveError
 from ckptkit.formats.own.record import CommitRecord
 from ckptkit.storage.listing import snapshot
-from ckptkit.storage.local import LocalStore
-from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.owner import Owner, own_statement, owner_in, this_process
 from ckptkit.storage.pool import start_or_do_without
 from ckptkit.storage.retry import BRIEF_S, Patience, patient, timeout_s
@@ -111,7 +110,7 @@ class Lease:
         """Tell whether nobody can have taken it: it was renewed a moment ago, and who wants it must see it silent for
         three times as long. Never where one of two that write it at once is not refused."""
         root = self.root
-        one_of_two = isinstance(root, RemoteStore) and root.has_conditional_writes is True
+        one_of_two = root.asking_costs and root.has_conditional_writes is True
         return one_of_two and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
 
     def make_sure(self) -> None:
@@ -121,10 +120,9 @@ class Lease:
 
     def try_conditional(self) -> None:
         """Find out by its file whether the store has conditional writes."""
-        if isinstance(self.root, RemoteStore):
-            with self._lock:
-                if not self._stop.is_set():
-                    self.root.try_conditional(self._state.path, self._state.to_json(self.root))
+        with self._lock:
+            if not self._stop.is_set():
+                self.root.try_conditional(self._state.path, self._state.to_json(self.root))
 
     def tidy(self) -> None:
         """Delete what older generations left, and files that a kill left half-written."""
@@ -168,7 +166,7 @@ class Lease:
             if self._stop.is_set() or self._ground is None or _ground(self.root) != self._ground:
                 return None
             logger.warning("the lease of %s was deleted; it is written again", self.root.url)
-            root = self.root.existing() if isinstance(self.root, LocalStore) else self.root
+            root = self.root.existing()
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 root.write(self._state.path, self._state.to_json(root), sync=False)
         return _top(self.root)
@@ -188,7 +186,7 @@ class Lease:
         with Patience(min(BRIEF_S, timeout_s())).entered(), self._lock:
             if self._stop.is_set():
                 return
-            seen = self.root.local_root is None and _now() - self._seen < TTL_S / 3
+            seen = self.root.asking_costs and _now() - self._seen < TTL_S / 3
             sure = seen or self.is_surely_ours()
             self._stop.set()
             _here.pop(self.nonce, None)
@@ -206,17 +204,16 @@ class Lease:
     def _write(self, state: _State) -> None:
         # Invariant: a root that is gone stays gone, or the next `check` would take another disk for ours.
         folder, _, name = state.path.rpartition("/")
-        store = self.root.child(folder)
-        store = store.existing() if isinstance(store, LocalStore) else store
+        store = self.root.child(folder).existing()
         store.write(name, state.to_json(self.root), overwrite=True, sync=False)
 
 
 def _ground(root: Store) -> tuple[int, int] | None:
     """Return what tells a directory from another of its name; None where there is no such thing."""
-    if root.local_root is None:
+    if not is_directory(root):
         return None
     with contextlib.suppress(OSError):
-        found = os.stat(root.local_root)
+        found = os.stat(root.url)
         return found.st_dev, found.st_ino
     return None
 
@@ -261,14 +258,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         state, since = _State(newest + 1, new_nonce(), this_process()), _now()
         try:
             # Put-if-absent: one of many contenders wins.
-            if isinstance(root, RemoteStore):
-                fresh = since - started < _FRESH_S  # then nobody is asked for what the look has just shown
-                (root.with_free_names().write if fresh else root.write_first)(state.path, state.to_json(root))
-            else:
-                if isinstance(root, LocalStore):
-                    with contextlib.suppress(FileExistsError):  # its inode is a part of what is stated
-                        root.make_directory(STATE_DIRECTORY)
-                write_state(root, state.path, state.to_json(root))
+            root.claim(state.path, state.to_json(root), looked=since - started < _FRESH_S)
         except FileExistsError:
             continue
         logger.debug("took the lease of %s, generation %d", root.url, state.generation)
@@ -446,7 +436,7 @@ class RunHold:
         self._pins.append(pin)
         while len(self._pins) > 1:
             before = self._pins.pop(0)
-            if self._root.local_root is not None:
+            if not self._root.asking_costs:
                 before.close()
                 continue
             leaving, left = ExitStack(), threading.Event()  # a request, which no load waits for

@@ -16,8 +16,8 @@ from typing import Any
 from ckptkit.checkpoint.run.lease import STATE_DIRECTORY, store_clock, write_state
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, UnsafePathError, UsageError
 from ckptkit.formats.own.record import CommitRecord, find_record, read_record, record_path
-from ckptkit.storage.listing import Snapshot, snapshot
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.listing import snapshot
+from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner, own_statement, owner_in
 from ckptkit.storage.retry import BRIEF_S, Patience, timeout_s
@@ -68,8 +68,7 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
     """
     view = snapshot(root, _PINS)
     items = [item for item in view.list(_PINS) if item.kind == "file" and item.path.endswith(".json")]
-    if isinstance(view, Snapshot):
-        view.fetch(item.path for item in items)
+    view.fetch(item.path for item in items)
     pins: list[Pin] = []
     left: list[FileInfo] = []
     now: float | None = None
@@ -128,10 +127,10 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": own_statement(root)}).encode()
-    fresh = root.local_root is not None and root.info(STATE_DIRECTORY) is None
+    fresh = is_directory(root) and root.info(STATE_DIRECTORY) is None
     try:
         # Nobody else has this name: on an object store no request has to ask whether it is free.
-        write_state(root, path, body, overwrite=root.local_root is None)
+        write_state(root, path, body, overwrite=root.asking_costs)
     except (OSError, UnsafePathError) as error:  # a link out of the root where pins are: not written through
         why_not = getattr(error, "strerror", None) or error  # not the name of the file, which nobody knows
         text = "%s: %s is read without a pin (%s): a job that rotates may delete it meanwhile"
@@ -156,7 +155,7 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
             renewal.join()
         with contextlib.suppress(OSError), Patience(min(BRIEF_S, timeout_s())).entered():
             root.delete([path])
-        if fresh and isinstance(root, LocalStore):
+        if fresh and is_directory(root):
             _tidy(root)
 
 
@@ -199,8 +198,7 @@ def pin_url(
 
 def _renew(root: Store, path: str, body: bytes, stop: threading.Event, patience: Patience) -> None:
     folder, _, name = path.rpartition("/")
-    store = root.child(folder)
-    store = store.existing() if isinstance(store, LocalStore) else store  # a root that is gone stays gone
+    store = root.child(folder).existing()  # a root that is gone stays gone
     while not stop.wait(TTL_S / 5):
         try:
             with patience.entered():

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record
-from ckptkit.storage.local import LocalStore, OpenDirectory
+from ckptkit.storage.local import LocalStore, OpenDirectory, is_directory
 from ckptkit.storage.store import Store
 
 __all__ = [
@@ -58,7 +58,7 @@ def _of_an_attempt(inner: str, record: CommitRecord) -> bool:
 def deleted_records(root: Store, name: str) -> list[CommitRecord]:
     """Return the records of the checkpoints that were deleted from a directory in which other files were left."""
     paths = [f"{name}/{DELETING}", f"{name}/{_DELETED}"]
-    if root.local_root is None:  # each attempt has a folder of its own, and may have been deleted by itself
+    if not is_directory(root):  # each attempt has a folder of its own, and may have been deleted by itself
         paths = [item.path for item in root.list(name) if _MARK.fullmatch(item.path[len(name) + 1 :])]
     found = []
     for path in paths:

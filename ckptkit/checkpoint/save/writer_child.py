@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CkptkitError, SaveError
 from ckptkit.formats.dcp.files import write_records
-from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
 from ckptkit.storage.retry import Patience
 
@@ -132,9 +131,8 @@ def _mapped(fd: int, nbytes: int) -> memoryview:
 def _answer(request: Request, block: memoryview) -> Answer:
     try:
         pieces = [block[s : s + f.nbytes] for s, f in zip(request.starts, request.frames, strict=True)]
-        store = open_store(request.url, storage_options=request.storage_options)
         # Invariant: a staging directory that is gone, with its mount or by hand, is never made anew.
-        store = store.existing() if isinstance(store, LocalStore) else store
+        store = open_store(request.url, storage_options=request.storage_options).existing()
         with Patience(request.patience_s).entered():
             written = write_records(
                 store,

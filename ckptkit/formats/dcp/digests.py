@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from ckptkit.catalog.entry import Digest
 from ckptkit.digests import hash_of, new_hasher
 from ckptkit.errors import IncompleteCheckpointError, IntegrityError
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import ReadInto, Store
 
@@ -104,7 +104,7 @@ def read_pieces(store: Store, path: str, start: int, view: memoryview, seen: Cal
     Raises:
         IncompleteCheckpointError: The file is too short.
     """
-    if not isinstance(store, LocalStore):
+    if not is_directory(store):
         for at in range(0, len(view), _REMOTE * 4):
             part = view[at : at + _REMOTE * 4]
             store.read_many(
@@ -137,7 +137,7 @@ def check_slices(store: Store, slices: Iterable[SliceCheck], workers: int) -> in
         IntegrityError: Bytes differ from their digest; the message names tensor and file.
         IncompleteCheckpointError: A file is missing, or too short.
     """
-    size = _PIECE if store.local_root is not None else CHECK_BYTES
+    size = CHECK_BYTES if store.asking_costs else _PIECE
     return sum(all_of([partial(_check, store, batch, size) for batch in _batches(slices, size)], workers))
 
 

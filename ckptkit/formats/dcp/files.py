@@ -19,7 +19,7 @@ from ckptkit.digests import crc32, digest_of, new_hasher
 from ckptkit.errors import NoSpaceError, StorageError
 from ckptkit.formats.dcp.records import RecordFrame
 from ckptkit.formats.own.record import FileRecord
-from ckptkit.storage.local import LocalStore, start_writing
+from ckptkit.storage.local import is_directory, start_writing
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import Store
 
@@ -71,13 +71,13 @@ class Written:
 
 def default_workers(store: Store) -> int:
     """Return how many files a rank writes at once: its share of the cores, at most 4; 8 where connections are slow."""
-    if store.local_root is None:
+    if store.asking_costs:
         return 8
     return _cores()
 
 
 def _workers(store: Store, tensors: Sequence[torch.Tensor] | Sequence[memoryview]) -> int:
-    if store.local_root is not None:
+    if not store.asking_costs:
         return default_workers(store)
     from ckptkit.formats.dcp.host_bytes import lies_row_major
 
@@ -117,9 +117,9 @@ def write_records(
     settle_device()
     started = time.perf_counter()
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
-    most = 1 + sum(lengths) // (_REMOTE_FILE if store.local_root is None else _FILE)
+    most = 1 + sum(lengths) // (_REMOTE_FILE if store.asking_costs else _FILE)
     bins = _bins(lengths, min(workers or _workers(store, tensors), most))
-    if store.local_root is None:
+    if store.asking_costs:
         bins = _worth_a_request(bins, lengths)
     paths = [f"{prefix}{number}.distcp" for number in range(len(bins))]
     starts, lengths_of, payloads = np.zeros((3, len(lengths)), np.int64)
@@ -135,7 +135,7 @@ def write_records(
             failed = [error for error in (future.exception() for future in futures) if error is not None]
         if failed:
             raise failed[0]
-    if sync and isinstance(store, LocalStore) and jobs:
+    if sync and jobs:
         store.sync_directory()
     seconds, nbytes = time.perf_counter() - started, sum(lengths)
     digest_s, sync_s = (max((job.seconds[phase] for job in jobs), default=0.0) for phase in ("digest", "sync"))
@@ -271,7 +271,7 @@ class FileJob:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        if not isinstance(self.store, LocalStore):
+        if not is_directory(self.store):
             known = len(self.frames)
             lengths = (self.frames[i].length if i < known else len(self.records[i - known]) for i in self.rows)
             turn = self.turn if sum(lengths) <= _ONE_REQUEST else contextlib.nullcontext()

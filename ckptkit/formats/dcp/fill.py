@@ -50,7 +50,7 @@ class Verify(str, enum.Enum):
 
 def read_workers(store: Store) -> int:
     """Return how many reads are in flight: two for each of this rank's cores, at most 8; 8 where latency rules."""
-    if store.local_root is None:
+    if store.asking_costs:
         return 8
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return max(1, min(8, 2 * (os.cpu_count() or 1) // ranks_here))
@@ -223,7 +223,7 @@ class Filler:
         """
         started = time.perf_counter()
         # Far away, tensors that lie beside each other are read together, whatever their size: requests cost most.
-        joined = _SMALL if self.store.local_root is not None else _BATCH_REMOTE
+        joined = _BATCH_REMOTE if self.store.asking_costs else _SMALL
         small: list[tuple[_Fill, int]] = []
         jobs, self._jobs = self._jobs, []
         for fill in self._fills:
@@ -236,7 +236,7 @@ class Filler:
                 jobs.append((fill.needed, lambda fill=fill, full=full: self._through_buffer(fill, full)))  # type: ignore[misc]
             else:
                 jobs.append((fill.needed, lambda fill=fill, at=at: self._direct(fill, at)))  # type: ignore[misc]
-        near = self.store.local_root is not None
+        near = not self.store.asking_costs
         size = _BATCH if near else _BATCH_REMOTE
         for batch in _batches(small, size, one_file=near):
             jobs.append((size, lambda batch=batch: self._joined(batch)))  # type: ignore[misc]

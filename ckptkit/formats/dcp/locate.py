@@ -350,7 +350,7 @@ class ItemEnds:
 def _read(store: Store, reads: Sequence[ReadInto]) -> None:
     """Read many short ranges: in turn while they are at hand, as a page cache's are; else several at once."""
     begin = 0
-    while store.local_root is not None and begin < len(reads):
+    while not store.asking_costs and begin < len(reads):
         started = time.perf_counter()
         turn = reads[begin : begin + _TURN]
         store.read_many(turn, workers=1)

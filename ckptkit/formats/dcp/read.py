@@ -82,7 +82,7 @@ class ExactReads:
             box_of: (offsets, sizes) of what this rank holds of a DTensor; None where it is no part of its mesh.
         """
         entries = catalog.tensors
-        if not isinstance(entries, Entries) or store.local_root is None:
+        if not isinstance(entries, Entries) or store.asking_costs:
             return None
         return cls(entries.manifest, entries, box_of)
 

@@ -87,9 +87,7 @@ from ckptkit.formats.own.manifest import Entries, Manifest
 from ckptkit.formats.own.outline import LEAST, spare_fields
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, FileRecord, find_record
 from ckptkit.storage import open_store
-from ckptkit.storage.local import LocalStore
-from ckptkit.storage.lock import HeldDirectory
-from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.lock import HeldDirectory, hold
 from ckptkit.storage.store import Store
 
 if TYPE_CHECKING:
@@ -453,8 +451,7 @@ class DCPWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.collective:
-            root = self._store().local_root
-            self._held = None if root is None else HeldDirectory(root)
+            self._held = hold(self._store())
             self._clear("__", ".metadata")
         return [
             plan if plan.storage_data is not None else dataclasses.replace(plan, storage_data=f"__{i}_")
@@ -462,8 +459,7 @@ class DCPWriter(StorageWriter):
         ]
 
     def _store(self) -> Store:
-        store = open_store(self.url, storage_options=self.storage_options)
-        return store.with_free_names() if isinstance(store, RemoteStore) else store  # `_clear` has looked
+        return open_store(self.url, storage_options=self.storage_options).with_free_names()  # `_clear` has looked
 
     def _clear(self, prefix: str, metadata: str) -> None:
         """Make room: what an unfinished save left goes; a checkpoint only if asked, its metadata before its data."""
@@ -480,7 +476,7 @@ class DCPWriter(StorageWriter):
             )
         own_index = [MANIFEST_NAME] if self.collective and MANIFEST_NAME in names else []
         store.delete([*taken, *own_index])
-        if (taken or own_index) and self.sync and isinstance(store, LocalStore):
+        if (taken or own_index) and self.sync:
             store.sync_directory()
         store.delete([name for name in names if _DATA.fullmatch(name) and name.startswith(prefix)])
 
@@ -743,7 +739,7 @@ class DCPReader(StorageReader):
 
 
 def _open(store: Store) -> Catalog:
-    catalog = own.open_manifest(store) if store.local_root is None else None
+    catalog = own.open_manifest(store) if store.asking_costs else None
     if catalog is not None and catalog.info.format == "dcp":
         return catalog  # of a `DCPWriter`, which does not write where a commit record is: none is asked for
     if find_record(store) is not None:

@@ -83,7 +83,7 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
         found = record.files.get(OBJECTS_NAME)
         return None if found is None else _checked(place, OBJECTS_NAME, found, most=_MAX_OBJECTS_BYTES)
 
-    if place.local_root is not None:
+    if not place.asking_costs:
         return _checked(place, manifest, record.files.get(manifest)), objects()
     with WorkerPool(1, thread_name_prefix="ckptkit-open") as pool:
         other = pool.submit(objects)
@@ -97,7 +97,7 @@ def open_manifest(store: Store) -> Catalog | None:
     Raises:
         CorruptCheckpointError: The manifest is damaged.
     """
-    if store.local_root is None:
+    if store.asking_costs:
         return _open_manifest_remote(store)
     found = store.info(MANIFEST_NAME)
     metadata = store.info(_METADATA_NAME)

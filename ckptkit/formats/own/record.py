@@ -500,7 +500,7 @@ def record_path(name: str) -> str:
 def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
     """Return the commit record at `path`, None where there is none. Raises CorruptCheckpointError."""
     place = f"{store.url}/{path}"
-    if store.local_root is None:
+    if store.asking_costs:
         return _find_remote(store, path, place)
     found = store.info(path)
     if found is None:

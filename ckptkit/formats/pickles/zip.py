@@ -424,7 +424,7 @@ class _Memory:
     """The few methods of a store that the readers of archives use, over bytes in memory, under one path."""
 
     url = "memory:"
-    local_root: str | None = None
+    asking_costs = sizes_are_free = True
 
     def __init__(self, path: str, data: bytes) -> None:
         self._path = path

@@ -77,7 +77,7 @@ def read_archives(
 ) -> list[Any]:
     """Return the values of these torch.save files, in their order; no tensor bytes are read."""
     paths = list(paths)
-    if len(paths) < 3 or store.local_root is not None:  # parsing is Python: threads help only where one waits
+    if len(paths) < 3 or not store.asking_costs:  # parsing is Python: threads help only where one waits
         return [read(store, path).value for path in paths]
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
         return [archive.value for archive in pool.map(lambda path: read(store, path), paths)]

@@ -21,7 +21,7 @@ from ckptkit.offline.copying.runs import checking, prepare
 from ckptkit.offline.copying.sinks import LocalSink
 from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.copying.streams import StreamWriter
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
 
@@ -119,9 +119,9 @@ def execute(
     check_plan(plan)
     kept = [index for index in range(len(plan.files)) if only is None or only(index)]
     own = restricted(plan, kept)
-    local = isinstance(destination, LocalStore)
+    local = is_directory(destination)
     # Local copies keep a processor each: more of them only wait in turn for the lock of one output file.
-    least = 2 if local and isinstance(source, LocalStore) else 4
+    least = 2 if local and is_directory(source) else 4
     workers = workers or min(16, max(least, os.cpu_count() or 1))
     if max_memory < workers * (64 << 10):
         raise UsageError(f"{format_size(max_memory)} of memory are too little for {workers} workers.")
@@ -137,7 +137,7 @@ def execute(
     copier = Copier(work, reader, verifier, gatherer, tally, chunk=chunk)
     steps, files = len(work.steps), range(len(own.files))
     try:
-        if isinstance(destination, LocalStore):
+        if is_directory(destination):
             taken = Taken()
             if journal is not None:
                 share = Share.of(plan, kept, work, source, check=check)

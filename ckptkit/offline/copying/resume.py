@@ -22,7 +22,7 @@ from ckptkit.offline.copying.checks import Verifier
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan, restricted, share_out
 from ckptkit.offline.copying.runs import EntryMap, RunStep, Step, Work, prepare
 from ckptkit.offline.copying.sources import Origin
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.staging import leftover_of, staging_name
 from ckptkit.storage.store import Store, split_url
 from ckptkit.version import __version__
@@ -104,7 +104,7 @@ def _source_values(work: Work, source: Store) -> Iterator[Any]:
         yield (step.first, step.stop) if isinstance(step, RunStep) else (step.boxes, *_made(step.tensor))
     yield from work.origins
     paths = sorted({origin.path for origin in work.origins})
-    if isinstance(source, LocalStore):
+    if is_directory(source):
         for path in paths:
             descriptor = source.stat_file(path)
             yield path, descriptor.st_size, descriptor.st_mtime_ns, descriptor.st_ino
@@ -230,7 +230,7 @@ def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
 
 def clear_strays(store: Store, plan: Plan) -> None:
     """Delete what lies in a staging directory and is no file of the plan: an interrupted run may have left it."""
-    if not isinstance(store, LocalStore) or leftover_of(os.path.basename(store.url)) is None:
+    if not is_directory(store) or leftover_of(os.path.basename(store.url)) is None:
         return
     wanted = {file.path for file in plan.files}
     folders = {path[: i + 1] for path in wanted for i, char in enumerate(path) if char == "/"}
@@ -343,7 +343,7 @@ class _Contents:
     def _stat(self, path: str) -> Any:
         """A file of the source is the same while this is."""
         folder = path.rpartition("/")[0]
-        if isinstance(self._source, LocalStore):
+        if is_directory(self._source):
             if path not in self._files:
                 found = self._source.stat_file(path)
                 self._files[path] = (found.st_size, found.st_mtime_ns, found.st_ino)

@@ -13,7 +13,7 @@ from ckptkit.catalog.entry import Codec
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, MissingExtraError, UnsupportedFormatError
 from ckptkit.formats.dcp.host_bytes import flip, is_sign
 from ckptkit.storage.coalesce import BlockReader
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Descriptors", "Origin", "Range", "SourceReader"]
@@ -84,7 +84,7 @@ class SourceReader:
     def __init__(self, store: Store, origins: Sequence[Origin]) -> None:
         self._store = store
         self._origins = origins
-        self._local = store if isinstance(store, LocalStore) else None
+        self._local = store if is_directory(store) else None
         self.descriptors = Descriptors(self._local.open_file) if self._local is not None else None
         self._blocks = BlockReader(store, len({origin.path for origin in origins}))
         self._decoders: dict[int, _Decoder] = {}

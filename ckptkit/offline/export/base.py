@@ -14,6 +14,7 @@ from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import find_side_files
+from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, split_url
 
@@ -268,8 +269,8 @@ def _read_regular(store: Store, path: str, notes: list[str]) -> bytes | None:
 
 def _in_hub_cache(store: Store, path: str) -> bool:
     """Whether a link is one of the hub's cache: .../models--x/snapshots/<revision>/file -> ../../blobs/<hash>."""
-    root = store.local_root
-    if root is None:
+    root = store.url
+    if not is_directory(store):
         return False
     blobs = os.path.join(os.path.realpath(os.path.join(root, "..", "..")), "blobs")
     target = os.path.realpath(os.path.join(root, path))
@@ -277,9 +278,9 @@ def _in_hub_cache(store: Store, path: str) -> bool:
 
 
 def _read_link(store: Store, path: str) -> bytes | None:
-    if store.local_root is None:
+    if not is_directory(store):
         return None
-    with open(os.path.realpath(os.path.join(store.local_root, path)), "rb") as file:  # noqa: PTH123
+    with open(os.path.realpath(os.path.join(store.url, path)), "rb") as file:  # noqa: PTH123
         return file.read(_MAX_FILE) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
 
 
@@ -287,8 +288,8 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
     """PEFT's config that lies in the checkpoint, in verl's lora_adapter/, or in the folder above it; else what
     verl records of it (rank, alpha, task)."""
     places = [(store, ""), (store, "lora_adapter/")]
-    if store.local_root is not None:
-        places.append((open_store(os.path.dirname(os.path.abspath(store.local_root))), ""))
+    if is_directory(store):
+        places.append((open_store(os.path.dirname(store.url)), ""))
     for place, folder in places:
         for name in ("adapter_config.json", "peft_config.json", "lora_train_meta.json"):
             data = _read_regular(place, folder + name, [])

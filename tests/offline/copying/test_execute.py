@@ -44,7 +44,7 @@ class ReadOnlyStore:
     def __init__(self, root: Path) -> None:
         self.inner = LocalStore(str(root))
         self.url = self.inner.url
-        self.local_root = None
+        self.asking_costs, self.sizes_are_free = True, False
 
     def __getattr__(self, name: str):
         if name in ("open_file", "create", "path_of"):
