@@ -10,13 +10,15 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from ckptkit.errors import UnsupportedFormatError
+
+if TYPE_CHECKING:  # else imported where it is needed: `ckptkit ls` needs none
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = [
     "CRC",
@@ -198,7 +200,13 @@ def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
 
 _MODULUS = 1 << 64
 _BLOCK = 1 << 14  # elements at a time: what is widened to 64 bits stays in the cache
-_RAMP = np.arange(_BLOCK, dtype=np.uint64)
+
+
+@functools.cache
+def _ramp(count: int) -> npt.NDArray[np.uint64]:
+    import numpy as np
+
+    return np.arange(count, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +228,9 @@ def fingerprint_of_runs(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], 
         starts: [n] the index in the tensor of the first element of each run.
         run: Elements of each.
     """
+    import numpy as np
+
+    ramp = _ramp(_BLOCK)
     f1 = f2 = 0
     if run >= _BLOCK or len(starts) == 1:
         for i, start in enumerate(starts.tolist()):
@@ -227,9 +238,9 @@ def fingerprint_of_runs(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], 
                 block = bits[i * run + at : i * run + min(at + _BLOCK, run)].astype(np.uint64)
                 total = int(block.sum())
                 f1 += total
-                f2 += (start + at) * total + int(np.dot(block, _RAMP[: len(block)]))
+                f2 += (start + at) * total + int(np.dot(block, ramp[: len(block)]))
         return Fingerprint(f1 % _MODULUS, f2 % _MODULUS)
-    rows, ramp, step = bits.reshape(-1, run), _RAMP[:run], max(1, _BLOCK // run)
+    rows, ramp, step = bits.reshape(-1, run), ramp[:run], max(1, _BLOCK // run)
     for at in range(0, len(rows), step):
         block = rows[at : at + step].astype(np.uint64)
         totals = block.sum(axis=1, dtype=np.uint64)

@@ -401,7 +401,7 @@ def test_a_store_that_fails_while_it_is_tried_is_not_taken_for_one_without_condi
 ) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     store._connection.conditional.clear()
-    store.write_first("lease", b"1")
+    store.claim("lease", b"1", looked=False)
     via.rule = lambda number, method, path: "503" if method == "PUT" else "pass"
     store.try_conditional("lease", b"1")
     assert store.has_conditional_writes is None

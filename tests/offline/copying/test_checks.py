@@ -13,6 +13,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.digests import NAMES
 from ckptkit.errors import IntegrityError
 from ckptkit.offline.copying import checks
 from ckptkit.offline.copying.checks import Crcs, RecordTable, Verifier
@@ -36,7 +37,7 @@ class SlowCrc:
 
 
 def verifier_of(data: bytes, digest: int, algorithm: str = "crc32") -> Verifier:
-    one, algorithms = np.array([0], np.int64), np.array([RecordTable.names.index(algorithm)])
+    one, algorithms = np.array([0], np.int64), np.array([NAMES.index(algorithm)])
     table = RecordTable(one, one, np.array([len(data)], np.int64), np.array([digest], np.uint64), algorithms, one)
     return Verifier(table, lambda record: f"model.safetensors: tensor {record}")
 
@@ -65,7 +66,7 @@ def feed_side_by_side(verifier: Verifier, slow: SlowCrc, pieces: tuple[bytes, ..
 def test_neighbouring_pieces_from_two_threads_are_hashed_side_by_side_and_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checks, "_crc32", slow := SlowCrc())
+    monkeypatch.setattr(checks, "crc32", slow := SlowCrc())
     verifier = verifier_of(b"".join(PIECES), zlib.crc32(b"".join(PIECES)))
     assert not feed_side_by_side(verifier, slow, PIECES)
     assert slow.others.is_set()
@@ -73,7 +74,7 @@ def test_neighbouring_pieces_from_two_threads_are_hashed_side_by_side_and_joined
 
 
 def test_a_damaged_piece_is_found_however_many_threads_bring_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_crc32", slow := SlowCrc())
+    monkeypatch.setattr(checks, "crc32", slow := SlowCrc())
     pieces = (PIECES[0], b"SECOND piece")
     (failure,) = feed_side_by_side(verifier_of(b"".join(pieces), zlib.crc32(b"".join(PIECES))), slow, pieces)
     assert isinstance(failure, IntegrityError)
