@@ -23,8 +23,8 @@ from ckptkit.checkpoint.manager import SignalWatch
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import rotate
-from ckptkit.checkpoint.run.lease import acquire_lease
 from ckptkit.storage import staging
+from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
 

@@ -20,8 +20,8 @@ from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.run.hold import RunHold
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
-from ckptkit.checkpoint.run.lease import RunHold
 from ckptkit.checkpoint.save.background import SaveHandle, collecting_later
 from ckptkit.checkpoint.save.hf_config import read_side_files
 from ckptkit.checkpoint.save.saver import Prepared, Saver, SaveRequest

@@ -400,8 +400,6 @@ class LocalStore:
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
         for left in (2, 1, 0):
-            with contextlib.suppress(FileExistsError):
-                self.make_directory(path.rpartition("/")[0])
             try:
                 self.write(path, data, sync=False)
                 return

@@ -21,11 +21,11 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run import inventory as inventory_module
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import choose, list_checkpoints
-from ckptkit.checkpoint.run.lease import acquire_lease, lease_holder
 from ckptkit.checkpoint.save.saver import Saver
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, NoSpaceError, SaveError
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.lock import acquire_lease, lease_holder
 from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
 from tests.checkpoint.test_faults import small_disk

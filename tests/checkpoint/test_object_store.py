@@ -14,10 +14,10 @@ from ckptkit.checkpoint.run.attempt import RemotePlace
 from ckptkit.checkpoint.run.commit import begin_save, clean_leftovers
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
-from ckptkit.checkpoint.run.lease import acquire_lease
 from ckptkit.checkpoint.run.pins import pin_while_reading
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, RankFailedError, SaveError
 from ckptkit.formats.own.record import CommitRecord, data_store
+from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import stage
 from ckptkit.storage.store import Store
@@ -231,7 +231,7 @@ def test_a_file_that_no_rank_says_it_wrote_is_not_published(root: Store) -> None
 def test_a_save_that_took_long_looks_at_its_lease_before_the_commit(
     root: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptkit.checkpoint.run import lease as leases
+    from ckptkit.storage import lock as leases
 
     def take_over(store: Store) -> None:
         later = leases._now() + leases.TTL_S
@@ -306,7 +306,7 @@ def test_of_two_that_take_the_lease_of_a_store_without_conditions_at_once_the_fi
     monkeypatch.setattr(RemoteStore, "has_conditional_writes", False)
 
     def take_too(store: Store) -> None:
-        from ckptkit.checkpoint.run.lease import _State, this_process
+        from ckptkit.storage.lock import _State, this_process
 
         state = _State(1, "f" * 16, this_process())
         root.write(state.path, state.to_json(root), overwrite=True)

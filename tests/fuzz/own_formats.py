@@ -23,7 +23,6 @@ from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
-from ckptkit.checkpoint.run.lease import lease_holder
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError
@@ -36,6 +35,7 @@ from ckptkit.offline.listing import list_run
 from ckptkit.offline.prune import prune
 from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.lock import lease_holder
 from tests.fuzz.mutations import json_text, mutate, mutate_tree
 from tests.fuzz.running import Finding, Target, check_message
 from tests.hostile.records import reseal

@@ -12,10 +12,10 @@ import pytest
 
 from ckptkit import CheckpointManager
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.run.lease import STATE_DIRECTORY, acquire_lease
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, StorageError
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
+from ckptkit.storage.lock import STATE_DIRECTORY, acquire_lease
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.publish import stage

@@ -15,10 +15,10 @@ from ckptkit.checkpoint.run import commit
 from ckptkit.checkpoint.run.attempt import RemotePlace
 from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.run.lease import acquire_lease
 from ckptkit.errors import CheckpointExistsError
 from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.storage import staging
+from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
 from ckptkit.storage.staging import write_owner
 from tests.checkpoint.saving import check, fork, save

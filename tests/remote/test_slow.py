@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.run.lease import STATE_DIRECTORY, TTL_S, _here
 from ckptkit.errors import CkptkitError, LeaseHeldError, StorageError
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from ckptkit.storage.connection import _READS
+from ckptkit.storage.lock import STATE_DIRECTORY, TTL_S, _here
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.publish import stage

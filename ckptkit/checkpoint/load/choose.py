@@ -16,8 +16,8 @@ from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.report import DeferredOptimizer, LoadReport, write_trace_file
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.hold import RunHold
 from ckptkit.checkpoint.run.inventory import Inventory, Skipped, about_new, check_new, choose, list_checkpoints
-from ckptkit.checkpoint.run.lease import RunHold
 from ckptkit.checkpoint.run.pins import pin_unseen, pin_url, pin_while_reading
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import (

@@ -19,7 +19,6 @@ from typing import Any, NoReturn, Protocol
 from ckptkit.checkpoint.run.attempt import LOOK_S, Place, Witness, place_of, settle_replacements, write_hint
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, Skipped, in_order, list_checkpoints
-from ckptkit.checkpoint.run.lease import Lease, acquire_lease, store_clock
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.checkpoint.run.unnamed import DELETING, deleted_records, finish_deletion, named_paths
 from ckptkit.errors import CheckpointExistsError, CkptkitError, LeaseHeldError, NoSpaceError, SaveError, UsageError
@@ -35,6 +34,7 @@ from ckptkit.formats.own.record import (
 from ckptkit.storage import staging
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
+from ckptkit.storage.lock import Lease, acquire_lease, store_clock
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.publish import remove_leftover

@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.checkpoint.run.lease import STATE_DIRECTORY, last_holder
 from ckptkit.checkpoint.run.unnamed import deleted_records, named_paths, unnamed_files
 from ckptkit.errors import (
     CheckpointNotFoundError,
@@ -24,6 +23,7 @@ from ckptkit.errors import (
 from ckptkit.formats.own.record import LATEST_HINT, MANIFEST_NAME, CommitRecord, find_record, record_path, step_of_name
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
+from ckptkit.storage.lock import STATE_DIRECTORY, last_holder
 from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner
 from ckptkit.storage.pool import WorkerPool

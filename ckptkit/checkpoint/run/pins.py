@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.checkpoint.run.lease import STATE_DIRECTORY, store_clock, write_state
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, UnsafePathError, UsageError
 from ckptkit.formats.own.record import CommitRecord, find_record, read_record, record_path
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import LocalStore, is_directory
+from ckptkit.storage.lock import STATE_DIRECTORY, store_clock, write_state
 from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner, own_statement, owner_in
 from ckptkit.storage.retry import BRIEF_S, Patience, timeout_s

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckptkit.checkpoint.run.inventory import Inventory
-    from ckptkit.checkpoint.run.lease import Lease
+    from ckptkit.storage.lock import Lease
     from ckptkit.storage.store import Store
 
 __all__ = ["Prepared", "SaveRequest", "Saver", "TensorPlan", "dcp_state_dict"]

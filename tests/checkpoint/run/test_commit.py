@@ -14,7 +14,6 @@ import pytest
 from ckptkit.checkpoint.run.commit import begin_save
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.run.lease import acquire_lease
 from ckptkit.checkpoint.run.pins import pin_forever, pin_while_reading
 from ckptkit.errors import (
     CheckpointExistsError,
@@ -26,6 +25,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.own.record import FileRecord, read_record
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, content, leftovers, save, write
 

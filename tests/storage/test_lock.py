@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.run import lease as module
-from ckptkit.checkpoint.run.lease import acquire_lease, lease_holder
 from ckptkit.errors import LeaseHeldError
+from ckptkit.storage import lock as module
+from ckptkit.storage.lock import acquire_lease, lease_holder
 from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner, this_process
 from tests.checkpoint.saving import fork

@@ -1,0 +1,118 @@
+"""What a run holds for its life: the lease to write, and the checkpoint that it was resumed from."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from dataclasses import replace
+
+from ckptkit.errors import SaveError
+from ckptkit.formats.own.record import CommitRecord
+from ckptkit.storage.lock import Lease, acquire_lease
+from ckptkit.storage.store import Store
+
+__all__ = ["RunHold"]
+
+_LEAVING_S = 10.0  # as long as a pin that is on its way out is waited for at the end; it is void without us
+_lock = threading.Lock()
+_shared: dict[tuple[int, str], _Shared] = {}  # by process (a fork has none of its parent's) and root
+
+
+class _Shared:
+    """The lease that this process has of a root, and how many managers use it."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.users = 0
+
+
+class RunHold:
+    """The holdings of one manager, on rank 0. Given back by `release`; a lease also at exit.
+
+    Managers of one process share the lease: their saves take turns. One that is forgotten keeps its share, which the
+    next manager of the process uses, too.
+    """
+
+    def __init__(self, root: Store) -> None:
+        self._root = root
+        self._pid = os.getpid()
+        self._pin: ExitStack | None = None
+        self._leaving: list[threading.Thread] = []
+        self._taken: _Shared | None = None
+
+    def lease(self, look: Callable[[], Store] | None = None) -> Lease:
+        """Return the lease, taken at the first call.
+
+        Args:
+            look: As for `acquire_lease`.
+
+        Raises:
+            LeaseHeldError: Another job writes there; the message names it.
+        """
+        if self._taken is None:
+            self._taken = _take(self._root, look)
+        return self._taken.lease
+
+    def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
+        """Note that no checkpoint is there but those in `left`, among those that `among` is about; None: all."""
+        lease = self._taken.lease if self._taken is not None else None
+        if lease is not None and lease.inventory is not None:
+            known = lease.inventory.committed
+            kept = [i for i in known if i.name in left or (among is not None and not among(i.record))]
+            lease.inventory = replace(lease.inventory, committed=tuple(kept))
+
+    def keep(self, pin: ExitStack) -> None:
+        """Hold an entered pin from now on, in place of the one before."""
+        before, self._pin = self._pin, pin
+        if before is None:
+            return
+        if not self._root.asking_costs:
+            before.close()
+            return
+        leaving = threading.Thread(target=before.close, name="ckptkit-unpin", daemon=True)  # no load waits for it
+        self._leaving.append(leaving)
+        leaving.start()
+
+    def release(self) -> None:
+        """Give everything back. Can be repeated. In a fork it does nothing: all is its parent's."""
+        if os.getpid() != self._pid:
+            return
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.close()
+        shared, self._taken = self._taken, None
+        if shared is not None:
+            with _lock:
+                shared.users -= 1
+                if shared.users == 0:
+                    shared.lease.release()
+                    key = (self._pid, self._root.url)
+                    if _shared.get(key) is shared:
+                        del _shared[key]
+        for leaving in self._leaving:
+            leaving.join(_LEAVING_S)
+
+
+def _take(root: Store, look: Callable[[], Store] | None) -> _Shared:
+    key = (os.getpid(), root.url)
+    with _lock:
+        shared = _shared.get(key)
+        if shared is not None:
+            try:
+                shared.lease.check(view=None if look is None else look())
+            except SaveError:  # the root was removed and made anew, or another job took over
+                shared = None
+        if shared is None:
+            shared = _shared[key] = _Shared(acquire_lease(root, look=look))
+        shared.users += 1
+        return shared
+
+
+@atexit.register
+def _end_of_process() -> None:
+    for (pid, _), shared in list(_shared.items()):
+        if pid == os.getpid():
+            shared.lease.release()
