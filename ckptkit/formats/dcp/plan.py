@@ -400,7 +400,7 @@ def _cut_of(
         return _Cut(value.dtype, _dtype_name(value.dtype), tuple(value.size()), None, boxes, (0, 1))
     spec = value._spec if isinstance(value, DTensor) else None
     key = (value.dtype, value.shape, place) if spec is None else (value.dtype, value.shape, spec.mesh, spec.placements)
-    known = cuts.get(key, _UNKNOWN)
+    known: _Cut | None = cuts.get(key, _UNKNOWN)
     if known is _UNKNOWN:
         if spec is None:
             shape = tuple(value.shape)
