@@ -505,6 +505,8 @@ def _text(value: Any) -> str:
 
 
 def _chosen(entries: Mapping[str, T], wanted: NameFilter) -> dict[str, T]:
+    if not wanted.include and not wanted.exclude:
+        return dict(entries)
     return {name: entry for name, entry in entries.items() if wanted(name)}
 
 

@@ -370,10 +370,12 @@ def _is_whole(check: _Check) -> bool:
 def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, Codec | None]]:
     for entry in catalog.tensors.values():
         slices = entry.slices
-        if slices.digests is None and not slices.opaque:
+        if slices.opaque:
+            continue
+        if slices.digests is None:
             yield from ((entry.name, path, nbytes, None, None) for path, _, nbytes in slices.records())
             continue
-        for part in () if slices.opaque else slices:
+        for part in slices:
             yield entry.name, part.path, part.nbytes, part.digest, part.codec
     opaque = catalog.info.extra.get("opaque", {})
     for item in catalog.objects.values():

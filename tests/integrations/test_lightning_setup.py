@@ -96,5 +96,5 @@ def test_a_missing_framework_names_its_extra(module, package, extra, monkeypatch
         monkeypatch.setitem(sys.modules, loaded, None)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.pytorch", None)
-    with pytest.raises(MissingExtraError, match=rf"ckptkit\[{extra}\]"):
+    with pytest.raises(MissingExtraError, match=rf"-e '\.\[{extra}\]'"):
         __import__(name)

@@ -58,7 +58,7 @@ _COMMANDS: dict[str, tuple[Callable[[str, str, str], Any], int]] = {  # and the 
     "verify": (lambda a, b, out: verify(a), 36),
     "diff": (lambda a, b, out: diff(a, b), 140),
     "convert --dry-run": (lambda a, b, out: convert(a, out, dry_run=True).plan_lines(), 225),
-    "convert": (lambda a, b, out: convert(a, out), 225),
+    "convert": (lambda a, b, out: convert(a, out), 240),
     "convert --to dcp": (lambda a, b, out: convert(a, out, to="dcp"), 310),
     "reshard": (lambda a, b, out: reshard(a, out, world_size=2), 720),
 }
