@@ -116,6 +116,8 @@ _unsigned4 = struct.Struct("<I").unpack_from
 _unsigned8 = struct.Struct("<Q").unpack_from
 _float8 = struct.Struct(">d").unpack_from
 
+_UNSET = object()  # an entry of the memo that was left out
+_NOT_THERE = "it fetches a memo index that is not there"
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 _LENGTHS = {1: lambda data, pos: (data[pos],), 4: _unsigned4, 8: _unsigned8}
 # Opcodes that push text or bytes behind their length: its width in bytes, and how they are decoded.
@@ -152,7 +154,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
     calls = calls or {}
     stack: list[Any] = []
     below: list[list[Any]] = []  # a stack for every open MARK: what lies below a mark is out of reach
-    memo: dict[int, Any] = {}
+    memo: list[Any] = []  # a list: a dict of the eight entries that a slice has would take as much memory as the slice
     # A container costs up to 64 bytes of memory and one of file; real pickles have few empty ones, and other opcodes
     # around each tuple.
     budget = len(data) // 3 + (3 << 16)
@@ -162,10 +164,12 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
             pos += 1
             # The first are those that descriptions of slices consist of, by the million.
             if opcode == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
+                memo.append(stack[-1])
             elif opcode == 0x68:  # BINGET
                 stack.append(memo[data[pos]])
                 pos += 1
+                if stack[-1] is _UNSET:
+                    raise ValueError(_NOT_THERE)
             elif opcode == 0x4B:  # BININT1
                 stack.append(data[pos])
                 pos += 1
@@ -219,7 +223,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
                 _put(memo, _unsigned4(data, pos)[0], stack[-1], data)
                 pos += 4
             elif opcode == 0x6A:  # LONG_BINGET
-                stack.append(memo[_unsigned4(data, pos)[0]])
+                stack.append(_get(memo, _unsigned4(data, pos)[0]))
                 pos += 4
             elif opcode in _TEXTS:
                 width, decode = _TEXTS[opcode]
@@ -328,7 +332,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
                 stack.append(stack[-1])
             elif opcode == 0x67:  # GET
                 line, pos = _line(data, pos)
-                stack.append(memo[_integer(line)])
+                stack.append(_get(memo, _integer(line)))
             elif opcode == 0x70:  # PUT
                 line, pos = _line(data, pos)
                 _put(memo, _integer(line), stack[-1], data)
@@ -390,10 +394,20 @@ def _put_items(target: Any, items: list[Any]) -> None:
         target[key if type(key) is str or type(key) is Index else checked_key(key)] = items[i + 1]
 
 
-def _put(memo: dict[int, Any], index: int, value: Any, data: bytes) -> None:
+def _put(memo: list[Any], index: int, value: Any, data: bytes) -> None:
     if not 0 <= index <= len(data):
         raise ValueError(f"memo index {index} is no place in a pickle of {len(data)} bytes")
-    memo[index] = value
+    if index < len(memo):
+        memo[index] = value
+        return
+    memo.extend([_UNSET] * (index - len(memo)))  # picklers count by one
+    memo.append(value)
+
+
+def _get(memo: list[Any], index: int) -> Any:
+    if not 0 <= index < len(memo) or memo[index] is _UNSET:
+        raise ValueError(_NOT_THERE)
+    return memo[index]
 
 
 # --- the lines of text of protocol 0
