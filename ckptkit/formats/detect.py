@@ -28,6 +28,7 @@ from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage import FileInfo, Store, open_store
 from ckptkit.storage.local import is_directory
+from ckptkit.storage.open import refuse_credentials
 from ckptkit.storage.store import split_url
 
 __all__ = [
@@ -256,6 +257,7 @@ def open_source(
         CkptkitError: What the reader of the format raises.
     """
     options = options or ReadOptions()
+    refuse_credentials(url)
     url = _real(url)
     file = _as_file(url, storage_options)
     if file is not None:

@@ -9,7 +9,7 @@ from ckptkit.errors import UsageError
 from ckptkit.redact import carries_credentials, without_secrets
 from ckptkit.storage.store import Store, require_bucket, split_url
 
-__all__ = ["open_store"]
+__all__ = ["open_store", "refuse_credentials"]
 
 
 def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Store:
@@ -25,11 +25,7 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
             or it is of a kind that begins with a bucket, and names none.
     """
     protocol, rest = split_url(url)
-    if carries_credentials(url):
-        raise UsageError(
-            f"{without_secrets(url)} has a login or a signature in it, which process lists and shell histories show to "
-            "others; it is not used. Give the plain URL, and the login in the environment or in storage options."
-        )
+    refuse_credentials(url)
     require_bucket(url)
     if protocol in ("file", "local"):
         from ckptkit.storage.local import LocalStore
@@ -38,3 +34,12 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
     from ckptkit.storage.objects import RemoteStore
 
     return RemoteStore(url, storage_options=storage_options)
+
+
+def refuse_credentials(url: str) -> None:
+    """Raise UsageError where a URL itself holds a login, a token or a signature. Ask before a URL is taken apart."""
+    if carries_credentials(url):
+        raise UsageError(
+            f"{without_secrets(url)} has a login or a signature in it, which process lists and shell histories show to "
+            "others; it is not used. Give the plain URL, and the login in the environment or in storage options."
+        )

@@ -301,3 +301,15 @@ def test_a_command_is_given_a_url_with_a_login(name: str, tmp_path: Path, caplog
 
 def test_the_path_of_a_file_is_no_query() -> None:
     assert open_store("file:///data/x?token=1").url == "/data/x?token=1"
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["ls"], ["convert"]])
+def test_a_token_in_the_query_of_a_hub_url_is_refused_with_advice(command: list[str], tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from ckptkit.cli.main import cli
+
+    rest = [str(tmp_path / "out")] if command == ["convert"] else []
+    found = CliRunner().invoke(cli, [*command, "hf://x/y?token=hf_0123456789", *rest])
+    assert found.exit_code == 2 and "hf_0123456789" not in found.output
+    assert "Give the plain URL, and the login in the environment or in storage options" in found.output
