@@ -67,6 +67,7 @@ class PerRank:
 
 
 _LISTED = 5
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -351,8 +352,8 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
     """Return a model's parameters and persistent buffers by canonical FQN, as they live (sharded under FSDP2), and
     what its modules give as extra state that is no tensor.
 
-    The names are free of what wrappers add: torch.compile, activation checkpointing, DDP. What a state-dict hook
-    leaves out is left out, and what one computes is there as computed: see `computed_state`.
+    The names are free of what wrappers add: torch.compile, activation checkpointing, DDP, DataParallel, FSDP1. What a
+    state-dict hook leaves out is left out, and what one computes is there as computed: see `computed_state`.
     """
     return _by_canonical_name(module, _live_state(module))
 
@@ -419,15 +420,15 @@ def canonical_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def _canonical_prefixes(module: torch.nn.Module) -> dict[str, str]:
     """Return the canonical name of every module by its raw one."""
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     found = {"": ""}
     modules = dict(module.named_modules(remove_duplicate=False))
     for raw in modules:
         if raw:
             parent, _, child = raw.rpartition(".")
-            wrapper = child in ("_orig_mod", "_checkpoint_wrapped_module") or (
-                child == "module" and isinstance(modules[parent], DistributedDataParallel)
+            wrapper = child in _WRAPPERS or (
+                child == "module" and isinstance(modules[parent], (DistributedDataParallel, DataParallel))
             )
             base = found[parent]
             found[raw] = base if wrapper else f"{base}.{child}".lstrip(".")
@@ -438,7 +439,7 @@ def _canonical(key: str, prefixes: Mapping[str, str]) -> str:
     parent, _, leaf = key.rpartition(".")
     while parent and parent not in prefixes:  # a state-dict hook added a level, or took a wrapper's away
         parent, _, head = parent.rpartition(".")
-        leaf = f"{head}.{leaf}"
+        leaf = leaf if head in _WRAPPERS else f"{head}.{leaf}"
     return f"{prefixes[parent]}.{leaf}".lstrip(".")
 
 

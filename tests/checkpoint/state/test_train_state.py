@@ -266,3 +266,41 @@ def test_what_state_dict_hooks_change_and_leave_out_goes_through_the_modules_own
 
 def load_file_of(run):
     return [key for key in open_checkpoint(str(run)) if key.startswith("model.")]
+
+
+def within(module):
+    """Wrap layers, not the model: activation checkpointing, and compilation within it."""
+    return torch.nn.Sequential(checkpoint_wrapper(torch.compile(module[0])), checkpoint_wrapper(module[1]), module[2])
+
+
+WRAPPERS = {
+    "nothing": lambda module: module,
+    "compile": torch.compile,
+    "compile of DataParallel": lambda module: torch.compile(torch.nn.DataParallel(module)),
+    "DataParallel": torch.nn.DataParallel,
+    "checkpointing": checkpoint_wrapper,
+    "layers": within,
+}
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_was_saved_from_a_wrapped_model_loads_into_any_other(tmp_path, wrapper, kind):
+    def state(wrap, filled):
+        made = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        for parameter in made.parameters() if filled else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.randn_like(parameter)
+        return TrainState(model=wrap(made), optimizer=optimizer, rng=False), made
+
+    def values(state, module):
+        moments = [state.optimizer.state[p]["momentum_buffer"] for p in module.parameters()]
+        return [*module.state_dict().values(), *moments]
+
+    saved, source = state(WRAPPERS[wrapper], True)
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, saved)
+        for wrap in WRAPPERS.values():
+            live, target = state(wrap, False)
+            manager.load(live)
+            assert all(map(torch.equal, values(live, target), values(saved, source)))
