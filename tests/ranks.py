@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -74,8 +75,6 @@ def _once(
     conn: Connection,
     timeout: float,
 ) -> None:
-    import faulthandler
-
     faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
     conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout))
     conn.close()
@@ -91,7 +90,9 @@ def _serve(conn: Connection, rank: int) -> None:
         except EOFError:
             os._exit(0)
         if rank < world_size:
+            faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
             conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout))
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _rendezvous() -> str:
