@@ -212,11 +212,7 @@ def _growth(job: Callable[[], None]) -> float:
     return found
 
 
-# What torch's load does; and, without a second copy, what ours does by itself where memory is short.
-LOADS: dict[str, dict[str, Any]] = {
-    "load_atomic": {"atomic": True},
-    "load_checked_first": {"atomic": True, "max_memory": 0},
-}
+LOADS: dict[str, dict[str, Any]] = {"load_atomic": {"atomic": True}}
 
 
 def requests(options: Options, model: Holder) -> dict[str, float]:

@@ -221,9 +221,7 @@ class LoadReport:
         metrics, client_state: Of the checkpoint.
         nbytes: Bytes of tensors that this rank read.
         received: Bytes of tensors that other ranks read for it and sent.
-        held: Bytes of tensors that this rank held beside live ones until all was checked: at most `max_memory`, by
-            itself half of its share of the memory that is free.
-        read_twice: Bytes that were more than that: checked first, and read again straight into the state.
+        held: Bytes of tensors that this rank held beside live ones until all was checked, with `atomic`.
         phases: What took the time: plan, read, exchange, apply. What is read is checked on the way.
         deferred: With optimizer="deferred": applies the optimizer's state, once.
     """
@@ -241,7 +239,6 @@ class LoadReport:
     nbytes: int = 0
     received: int = 0
     held: int = 0
-    read_twice: int = 0
     seconds: float = 0.0
     phases: tuple[Phase, ...] = ()
     deferred: DeferredOptimizer | None = None

@@ -169,7 +169,7 @@ def _read(catalog: Catalog, store: Store, target: Target, view: PartView) -> int
     dtype = getattr(torch, target.source_dtype)
     if _is_copy(target):
         host = torch.empty(view.local.shape, dtype=dtype)
-        nbytes = fill(catalog, store, [Fill(target.parts[0].source, host, view.parts)])
+        nbytes = fill(store, [Fill(catalog.tensors[target.parts[0].source], host, view.parts)])
         view.local.copy_(host)
         return nbytes
     nbytes = 0
@@ -178,7 +178,7 @@ def _read(catalog: Catalog, store: Store, target: Target, view: PartView) -> int
             for piece in part.cut(held.box):
                 host = torch.empty(piece.source_box.sizes, dtype=dtype)
                 whole = LocalPart(piece.source_box, (0,) * piece.source_box.ndim)
-                nbytes += fill(catalog, store, [Fill(piece.source, host, [whole])])
+                nbytes += fill(store, [Fill(catalog.tensors[piece.source], host, [whole])])
                 host = host.reshape(piece.unfold) if piece.unfold else host
                 host = host.permute(piece.axes) if piece.axes else host
                 inside = piece.target_box.relative_to(held.box)

@@ -261,9 +261,10 @@ class LocalStore:
             os.close(fd)
 
     def _read_exactly(self, fd: int, path: str, start: int, view: memoryview) -> None:
-        view = view.cast("B")
+        view, done = view.cast("B"), 0
         with _errors(path):
-            done = _fill(fd, view, start)
+            while done < len(view) and (got := os.preadv(fd, [view[done:]], start + done)):
+                done += got
         if done != len(view):
             raise IncompleteCheckpointError(
                 f"{self.path_of(path)}: the file ends at byte {start + done}, but bytes up to {start + len(view)} "
@@ -627,17 +628,6 @@ class _LocalWriter:
 def _file_info(path: str, status: os.stat_result) -> FileInfo:
     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "other")
     return FileInfo(path, kind, status.st_size if kind == "file" else 0, status.st_mtime)
-
-
-def _fill(fd: int, view: memoryview, start: int) -> int:
-    """Read into `view` from `start` until it is full or the file ends; return the bytes read."""
-    done = 0
-    while done < len(view):
-        got = os.preadv(fd, [view[done:]], start + done)
-        if got == 0:
-            break
-        done += got
-    return done
 
 
 def _allocate(fd: int, nbytes: int) -> None:

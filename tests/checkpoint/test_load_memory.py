@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.checkpoint.load import apply, buffers, stage
+from ckptkit.checkpoint.load import apply, read
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError, SaveError, UsageError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, LoadError, RankFailedError, SaveError, UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from tests.checkpoint import jobs
 
@@ -84,33 +83,31 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-# --- what arrives is the same, however much is held
+# --- what arrives is the same, beside the state or in it
 
 
-@pytest.mark.parametrize("limit", [0, 3000, 9000, "1GB", None])
+@pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("trained", [True, False])
-def test_the_same_arrives_however_little_is_held(
-    run: CheckpointManager, limit: int | str | None, trained: bool
-) -> None:
+def test_the_same_arrives_in_place_and_beside(run: CheckpointManager, atomic: bool, trained: bool) -> None:
     state = state_of(2, trained=trained)
-    report = run.load(state, atomic=True, max_memory=limit)
+    report = run.load(state, atomic=atomic)
     assert same(bits(state), bits(state_of(1)))
-    assert report is not None
-    assert any("read again" in note for note in report.notes) == (limit in (0, 3000, 9000))
+    weights = sum(tensor.nbytes for tensor in state.model.state_dict().values())  # type: ignore[union-attr]
+    assert report is not None and report.held == atomic * weights * (3 if trained else 1)  # of each its two moments
 
 
-@pytest.mark.parametrize("limit", [0, None])
-def test_masters_and_casts_arrive_however_little_is_held(tmp_path: Path, limit: int | None) -> None:
+@pytest.mark.parametrize("atomic", [True, False])
+def test_masters_and_casts_arrive_in_place_and_beside(tmp_path: Path, atomic: bool) -> None:
     def wide() -> Any:
         return state_of(1, dtype=torch.bfloat16, wrapped=True)
 
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, wide())
         state = state_of(2, dtype=torch.bfloat16, wrapped=True)
-        manager.load(state, atomic=True, max_memory=limit)
+        manager.load(state, atomic=atomic)
         assert same(bits(state), bits(wide()))
         cast = TrainState(model=state_of(2).model)
-        report = manager.load(cast, atomic=True, max_memory=limit, convert_dtype=True)
+        report = manager.load(cast, atomic=atomic, convert_dtype=True)
         rounded = {name: tensor.bfloat16() for name, tensor in cast.model.state_dict().items()}  # type: ignore[union-attr]
         assert same(rounded, dict(wide().model.state_dict()))
         assert report is not None and any("come from the fp32 masters" in note for note in report.notes)
@@ -126,27 +123,15 @@ def test_live_tensors_stay_where_they_are_when_they_are_read_into(sharded: Check
     assert same(bits(state), bits(state_of(1)))
 
 
-def test_the_largest_are_read_twice_and_the_small_ones_once(sharded: CheckpointManager) -> None:
-    state = TrainState(model=state_of(2).model, rng=False)
-    sizes = sorted(p.numel() * 4 for p in state.model.parameters())  # type: ignore[union-attr]
-    report = sharded.load(state, optimizer="skip", atomic=True, max_memory=sum(sizes[:-1]) - 1)
-    assert report is not None
-    assert report.nbytes == sum(sizes)  # checked or read; what is read again is not counted again
-    assert [note for note in report.notes if f"{sum(sizes[-2:]) / 1000:.1f} kB are checked first" in note]
-
-
 # --- a load that fails
 
 
-@pytest.mark.parametrize("limit", [0, 9000, None])
-def test_damage_is_found_before_anything_is_touched_however_little_is_held(
-    run: CheckpointManager, limit: int | None
-) -> None:
+def test_damage_is_found_before_anything_is_touched(run: CheckpointManager) -> None:
     damage(run)
     state = state_of(2)
     before = bits(state)
     with pytest.raises(CorruptCheckpointError):
-        run.load(state, atomic=True, max_memory=limit)
+        run.load(state, atomic=True)
     assert same(bits(state), before) and not state.half_loaded
     run.save(2, state)
 
@@ -193,23 +178,6 @@ def test_damage_that_is_found_in_place_is_said_and_the_state_is_not_saved(sharde
     assert sharded.load(state, str(good)) is not None
     assert same(bits(state), bits(state_of(1)))
     sharded.save(2, state)
-
-
-def test_what_is_lost_between_the_check_and_the_second_reading_is_said(
-    sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = stage.check_ahead
-
-    def check_and_lose(*args: Any) -> int:
-        nbytes = check(*args)
-        damage(sharded)
-        return nbytes
-
-    monkeypatch.setattr(stage, "check_ahead", check_and_lose)
-    state = state_of(2)
-    with pytest.raises(CorruptCheckpointError, match="half loaded"):
-        sharded.load(state, atomic=True, max_memory=0)
-    _save_is_refused(sharded, state)
 
 
 def test_falling_back_makes_a_half_loaded_state_whole(tmp_path: Path) -> None:
@@ -373,31 +341,32 @@ def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(t
 # --- how much there is
 
 
-def test_half_of_the_free_memory_is_the_limit_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "free_memory", lambda: 800)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert buffers.own_budget(None) == 100
-    assert buffers.own_budget(7) == 7
-    monkeypatch.setattr(buffers, "free_memory", lambda: None)
-    assert buffers.own_budget(None) == (4 << 30) // 4  # never without a limit
-
-
-@pytest.mark.parametrize("free", [0, 3000, 20_000, 1 << 30])
-def test_a_load_by_itself_holds_no_more_than_that_and_says_how_much(
-    free: int, sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "free", "ranks"), [(9000, 1 << 30, 1), (None, 9000, 1), (None, 100_000, 16)])
+def test_a_second_copy_that_takes_too_much_is_refused_before_anything_is_read(
+    limit: int | None, free: int, ranks: int, sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "free_memory", lambda: free)
+    monkeypatch.setattr(read, "free_memory", lambda: free)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    damage(sharded)  # which is found while reading
     state = state_of(2)
-    report = sharded.load(state, atomic=True)
-    assert report is not None and report.held <= free // 2
-    weights = sum(tensor.nbytes for tensor in state.model.state_dict().values())  # type: ignore[union-attr]
-    assert report.held + report.read_twice >= 3 * weights  # of each its two moments
-    assert (report.read_twice == 0) == (free == 1 << 30)
+    before = bits(state)
+    with pytest.raises(LoadError, match=r"atomic=True needs 50\.7 kB .* of this rank, .*nothing was loaded"):
+        sharded.load(state, atomic=True, max_memory=limit)
+    assert same(bits(state), before) and not state.half_loaded
+
+
+@pytest.mark.parametrize(("limit", "free"), [("51kB", 0), (None, 51_000), (None, None)])
+def test_a_second_copy_that_fits_is_held(
+    limit: str | None, free: int | None, sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "free_memory", lambda: free)
+    state = state_of(2)
+    sharded.load(state, atomic=True, max_memory=limit)
     assert same(bits(state), bits(state_of(1)))
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the most memory in use cannot be reset")
-def test_memory_grows_by_no_more_than_a_load_may_hold(tmp_path: Path) -> None:
+def test_memory_does_not_grow_by_a_second_copy(tmp_path: Path) -> None:
     def status(name: str) -> int:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) << 10
@@ -409,19 +378,11 @@ def test_memory_grows_by_no_more_than_a_load_may_hold(tmp_path: Path) -> None:
         nn.init.zeros_(model.weight)
         Path("/proc/self/clear_refs").write_text("5")
         before = status("VmRSS")
-        report = manager.load(TrainState(model=model), atomic=True, max_memory="16MB")
+        report = manager.load(TrainState(model=model))
         grown = status("VmHWM") - before
-    assert report is not None and report.read_twice == model.weight.nbytes
+    assert report is not None and report.held == 0
     assert bool((model.weight == 1).all())
-    assert grown < 1.25 * (16e6 + (32 << 20) + (16 << 20))  # what one check reads, and buffers
-
-
-def test_where_memory_is_short_a_load_checks_first(sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "free_memory", lambda: 0)
-    state = state_of(2)
-    report = sharded.load(state, atomic=True)
-    assert report is not None and any("read again" in note for note in report.notes)
-    assert same(bits(state), bits(state_of(1)))
+    assert grown < 64 << 20
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -437,28 +398,14 @@ def test_the_limit_of_a_container_counts(version: int, tmp_path: Path, monkeypat
     files |= {f"{top}/job/step/{names[0]}": "max\n", f"{top}/job/step/{names[1]}": "900000\n"}
     files |= {f"{top}/job/{names[0]}": "2000000\n", f"{top}/job/{names[1]}": "900000\n"}
     files |= {f"{top}/job/memory.stat": f"anon 1\n{names[2]} 100000\n"}
-    monkeypatch.setattr(buffers, "_text", lambda path: files.get(str(path), ""))
-    assert buffers.free_memory() == 2000000 - 900000 + 100000
+    monkeypatch.setattr(read, "_text", lambda path: files.get(str(path), ""))
+    assert read.free_memory() == 2000000 - 900000 + 100000
     files[f"{top}/job/{names[0]}"] = "9223372036854771712\n"
-    assert buffers.free_memory() == 5000 << 10
+    assert read.free_memory() == 5000 << 10
     files.clear()
-    assert buffers.free_memory() is None
+    assert read.free_memory() is None
 
 
 def test_a_limit_that_is_no_size_is_wrong_usage(sharded: CheckpointManager) -> None:
     with pytest.raises(UsageError):
         sharded.load(state_of(2), atomic=True, max_memory="much")
-
-
-def test_a_check_holds_little(tmp_path: Path) -> None:
-    model = nn.Linear(2048, 6400, bias=False)  # 50 MiB
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, TrainState(model=model))
-        manager.load(TrainState(model=model), atomic=True, max_memory=0)
-        tracemalloc.start()  # of Python alone: buffers are its own here
-        try:
-            manager.load(TrainState(model=model), atomic=True, max_memory=0)
-            _, most = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-    assert most < 1.25 * (4 << 20)

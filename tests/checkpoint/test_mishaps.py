@@ -96,14 +96,14 @@ def test_a_signal_during_a_load_is_acted_upon_after_it(
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1.0))
-    real = loader_module.restore
+    real = loader_module.load_checkpoint
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(loader_module, "restore", interrupted)
+    monkeypatch.setattr(loader_module, "load_checkpoint", interrupted)
     with CheckpointManager(tmp_path, on_signal="save") as manager:
         loaded = state()
         manager.load(loaded)

@@ -118,9 +118,7 @@ def test_a_wrong_shape_is_an_error_even_without_strict(run: str) -> None:
         load(run, TrainState(model=net(width=9)), strict=False)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"atomic": True}, {"atomic": True, "max_memory": 0}], ids=["in_place", "atomic", "atomic_no_memory"]
-)
+@pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["in_place", "atomic"])
 def test_an_expanded_view_is_refused_before_anything_is_touched(tmp_path: Path, options: dict[str, Any]) -> None:
     def model(value: float) -> nn.Module:
         module = nn.Module()
@@ -348,9 +346,7 @@ def test_masters_are_made_from_the_fp32_weights_of_a_checkpoint_without_masters(
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-@pytest.mark.parametrize(
-    "options", [{}, {"atomic": True}, {"atomic": True, "max_memory": 0}], ids=["", "atomic", "twice"]
-)
+@pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["in_place", "atomic"])
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_weights_of_another_dtype_come_from_the_masters(
     tmp_path: Path, kind: str, options: dict[str, Any], with_optimizer: bool

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptkit.checkpoint.load.apply import restore
+from ckptkit.checkpoint.load.checkpoint import load_checkpoint
 from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.manager import CheckpointManager
@@ -138,7 +138,7 @@ def loads_into_jobs(rng: random.Random, folder: Path) -> None:
         return source.catalog, source.store
 
     try:
-        restore(state, opened, LoadOptions(), coordinator=Coordinator())
+        load_checkpoint(state, opened, LoadOptions(), coordinator=Coordinator())
     except CkptkitError as error:
         check_message(error)
         after = list(state.model.parameters())  # type: ignore[union-attr]

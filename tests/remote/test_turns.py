@@ -173,7 +173,7 @@ def test_wrong_bytes_and_short_answers_are_found_by_whoever_reads(
     proxy.rule = rule
     for lie in (lambda data: data[:-5], flipped):
         lies.append(lie)
-        for how in ({}, {"atomic": True, "max_memory": 0}):
+        for how in ({}, {"atomic": True}):
             state = state_of(99)
             before = full(state)
             with (

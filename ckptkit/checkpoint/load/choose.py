@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, Role
-from ckptkit.checkpoint.load.apply import restore
+from ckptkit.checkpoint.load.checkpoint import load_checkpoint
 from ckptkit.checkpoint.load.foreign import with_files_beside
 from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.report import DeferredOptimizer, LoadReport, write_trace_file
@@ -92,20 +93,48 @@ class Loader:
     def load(self, state: TrainState, which: str | int, options: LoadOptions, *, fallback: str) -> LoadReport | None:
         """Restore `state` in place, as `CheckpointManager.load` says."""
         if isinstance(which, str) and _is_url(which):
-            return self._load_url(which, state, options)
+            url = self._coordinator.decide(lambda: self._exact(which), "choosing a checkpoint")
+            return self._restore(url, None, state, options)
         if fallback not in ("error", "previous"):
             raise UsageError(f"fallback={fallback!r}: it is 'error' or 'previous'.")
-        found = self._load_chosen(which, state, options, fallback == "previous")
+        damaged: list[str] = []
+        first: CorruptCheckpointError | None = None
+        rotated, origin = "", state.half_loaded
+        while True:
+            name = ""
+            try:
+                chosen = self._coordinator.decide(lambda: self._choose(which, damaged), "choosing a checkpoint")
+                if chosen is None:
+                    break
+                if isinstance(chosen, Skipped):
+                    name = chosen.path
+                    raise CorruptCheckpointError(chosen.reason)
+                path, record = chosen
+                name = record.name
+                report = self._restore(path, record, state, options, resume=True, origin=origin)
+            except CheckpointNotFoundError:
+                # Another job's rotation was faster than our pin: choose again, unless it is the same one once more.
+                if not name or name == rotated:
+                    raise
+                rotated = name
+            except CorruptCheckpointError as error:
+                if fallback == "error" or not name:
+                    raise type(error)(f"{error}\n{_ADVICE.format(url=f'{self._url}/{name}')}") from error
+                if self._coordinator.is_main:
+                    _log.warning("%s/%s is damaged, falling back to the one before it: %s", self._url, name, error)
+                first = first or error
+                damaged.append(name)
+            else:
+                self.resumed_from = name
+                self.given_up.update(damaged)
+                self.looked |= which == "latest"
+                report.metrics, report.client_state = dict(record.metrics), record.client_state
+                return report
+        if first is not None:
+            raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
         self.looked |= which == "latest"
-        if found is None:
-            other = self._coordinator.decide(lambda: self._begin(state, options), "beginning a run")
-            return self._load_url(other, state, options) if other else None
-        path, record, report = found
-        report.metrics = dict(record.metrics)
-        report.client_state = record.client_state
-        if options.optimizer == "deferred":
-            report.deferred = DeferredOptimizer(state, options, lambda s, o: self._load_committed(path, s, o))
-        return report
+        other = self._coordinator.decide(lambda: self._begin(state, options), "beginning a run")
+        return self._restore(other, None, state, options) if other else None
 
     def latest(self) -> int | None:
         """Return the step of the latest checkpoint, None where the run is new; raises as `load` does. Rank 0."""
@@ -137,85 +166,60 @@ class Loader:
             raise StorageError(found.reason)
         return found
 
-    def _load_chosen(
-        self, which: str | int, state: TrainState, options: LoadOptions, fall_back: bool
-    ) -> tuple[str, CommitRecord, LoadReport] | None:
-        """Load what `which` means; with `fall_back`, the newest before it that is not damaged."""
-        damaged: list[str] = []
-        first: CorruptCheckpointError | None = None
-        rotated, origin = "", state.half_loaded
-        while True:
-            name = ""
-            try:
-                chosen = self._coordinator.decide(lambda: self._choose(which, damaged), "choosing a checkpoint")
-                if chosen is None:
-                    break
-                if isinstance(chosen, Skipped):
-                    name = chosen.path
-                    raise CorruptCheckpointError(chosen.reason)
-                path, record = chosen
-                name = record.name
-                report = self._load_committed(path, state, options, resume=True, chosen=record, origin=origin)
-                self.resumed_from = name
-                self.given_up.update(damaged)
-                return path, record, report
-            except CheckpointNotFoundError:
-                # Another job's rotation was faster than our pin: choose again, unless it is the same one once more.
-                if not name or name == rotated:
-                    raise
-                rotated = name
-            except CorruptCheckpointError as error:
-                if not fall_back or not name:
-                    raise type(error)(f"{error}\n{_ADVICE.format(url=f'{self._url}/{name}')}") from error
-                if self._coordinator.is_main:
-                    _log.warning("%s/%s is damaged, falling back to the one before it: %s", self._url, name, error)
-                first = first or error
-                damaged.append(name)
-        if first is not None:
-            raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
-        return None
+    def _exact(self, url: str) -> str:
+        """Return which checkpoint a URL means: the newest of a run may be another one a moment later. Rank 0."""
+        named = resolve_url(url, storage_options=self._storage_options)
+        return open_source(named, storage_options=self._storage_options).url
 
-    def _load_committed(
+    def _restore(
         self,
-        path: str,
+        place: str,
+        record: CommitRecord | None,
         state: TrainState,
         options: LoadOptions,
         *,
         resume: bool = False,
-        chosen: CommitRecord | None = None,
         origin: str | None = None,
     ) -> LoadReport:
-        store = self._root.child(path)
+        """Load one checkpoint: the one at path `place` of this run, or without a record, anything at that URL."""
+
+        def opened() -> tuple[Catalog, Store]:
+            if pinned is not None:
+                store = self._root.child(place)
+                return open_catalog(store, record=pinned), store
+            source = open_source(place, storage_options=self._storage_options)
+            return source.catalog, source.store
+
         with ExitStack() as stack:
             # Rank 0 holds the pin for all: it leaves only once every rank has read.
-            record, pinned = self._begin_pin(path, stack, chosen, why="resumed from" if resume else "load")
-            report = restore(
-                state,
-                lambda: (open_catalog(store, record=record), store),
-                options,
-                coordinator=self._coordinator,
-                ready=pinned,
-                origin=origin,
-            )
+            pinned, ready = self._pin(place, record, stack, resume=resume)
+            report = load_checkpoint(state, opened, options, coordinator=self._coordinator, ready=ready, origin=origin)
             if resume and self._coordinator.is_main:
                 self._hold.keep(stack.pop_all())  # `ckptkit prune` beside this job must not delete it either
         self._announce_load(report)
+        if options.optimizer == "deferred":
+            report.deferred = DeferredOptimizer(state, options, partial(self._restore, place, record))
         return report
 
-    def _begin_pin(
-        self, path: str, stack: ExitStack, chosen: CommitRecord | None, *, why: str
-    ) -> tuple[CommitRecord, Callable[[bool], None] | None]:
+    def _pin(
+        self, place: str, chosen: CommitRecord | None, stack: ExitStack, *, resume: bool
+    ) -> tuple[CommitRecord | None, Callable[[bool], None] | None]:
         """Pin a checkpoint on rank 0, and return its record on all, and what waits for the pin.
 
         On an object store a pin is a request, and to know that it was there in time two more, all in a row: what
         `chosen` names is opened and read meanwhile. What was read whole was there; what can't be had was deleted.
         """
-        if chosen is None or not self._root.asking_costs:
-            pin = pin_while_reading(self._root, path, why=why)
+        why = "resumed from" if resume else "load"
+        if chosen is None:
+            foreign = pin_url(place, storage_options=self._storage_options)
+            self._coordinator.decide(lambda: stack.enter_context(foreign), "pinning the checkpoint")
+            return None, None
+        if not resume or not self._root.asking_costs:
+            pin = pin_while_reading(self._root, place, why=why)
             return self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint"), None
         if not self._coordinator.is_main:
             return chosen, lambda sure: None
-        unseen = pin_unseen(self._root, path, why=why)
+        unseen = pin_unseen(self._root, place, why=why)
         pool = WorkerPool(1, thread_name_prefix="ckptkit-pin")
         entered = pool.submit(unseen.__enter__)
 
@@ -241,28 +245,6 @@ class Loader:
                 )
 
         return chosen, pinned
-
-    def _load_url(self, url: str, state: TrainState, options: LoadOptions) -> LoadReport:
-        from ckptkit.formats.detect import open_source
-
-        def opened() -> tuple[Catalog, Store]:
-            source = open_source(exact, storage_options=self._storage_options)
-            return source.catalog, source.store
-
-        def choose() -> str:
-            named = resolve_url(url, storage_options=self._storage_options)
-            return open_source(named, storage_options=self._storage_options).url
-
-        # Rank 0 chooses: the newest of a run may be another one a moment later.
-        exact = self._coordinator.decide(choose, "choosing a checkpoint")
-        with ExitStack() as stack:
-            pin = pin_url(exact, storage_options=self._storage_options)
-            self._coordinator.decide(lambda: stack.enter_context(pin), "pinning the checkpoint")
-            report = restore(state, opened, options, coordinator=self._coordinator)
-        self._announce_load(report)
-        if options.optimizer == "deferred":
-            report.deferred = DeferredOptimizer(state, options, lambda s, o: self._load_url(exact, s, o))
-        return report
 
     def _announce_load(self, report: LoadReport) -> None:
         if self._coordinator.is_main:

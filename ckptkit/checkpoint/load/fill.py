@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.errors import IncompleteCheckpointError
 from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.storage.store import Store
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ckptkit.formats.dcp.fill import Filler, SliceCheck
 
-__all__ = ["Fill", "check_ahead", "check_sizes", "fill", "prepare", "read_whole", "run", "share_checks", "whole_fills"]
+__all__ = ["Fill", "add_fill", "check_sizes", "fill", "naming", "read_whole", "share_checks", "whole_fills"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,70 +26,29 @@ class Fill:
     """A tensor to be filled with parts of a checkpoint's tensor.
 
     Attributes:
-        entry: The name in the catalog.
         local: Its elements are uninitialised.
         parts: Which boxes of the whole tensor lie where in `local`; together they fill it.
     """
 
-    entry: str
+    entry: TensorEntry
     local: torch.Tensor
     parts: Sequence[LocalPart]
 
 
-def prepare(
-    catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int = 0, verify: bool = True, cast: bool = False
-) -> Filler:
-    """Return what reads all that the tensors need.
-
-    Args:
-        cast: Convert where a tensor has another dtype than its entry.
+def add_fill(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Sequence[LocalPart]) -> None:
+    """Have `local` filled.
 
     Raises:
         IncompleteCheckpointError: The slices do not hold every element that is wanted.
     """
-    from ckptkit.formats.dcp.fill import Filler, Verify, add_box
+    from ckptkit.formats.dcp.fill import add_box
 
-    filler = Filler(store, workers=workers, verify=Verify.READ if verify else Verify.OFF, cast=cast)
-    for item in fills:
-        entry = catalog.tensors[item.entry]
-        for part in item.parts:
-            target = item.local
-            if len(item.parts) > 1:
-                for dim, (start, length) in enumerate(zip(part.local_offsets, part.box.sizes, strict=True)):
-                    target = target.narrow(dim, start, length)
-            add_box(filler, entry, part.box, target)
-    return filler
-
-
-def run(filler: Filler, checks: Sequence[SliceCheck] = ()) -> int:
-    """Fill what was prepared, and return the bytes read. The digest of every slice that is read whole is checked.
-
-    Args:
-        checks: Slices to check beside: others read parts of them.
-
-    Raises:
-        IntegrityError: Bytes are not those that were written; names tensor and file.
-        IncompleteCheckpointError: A file is missing or too short; names tensor and file.
-    """
-    with _naming(filler.names()):
-        filler.run()
-        return filler.nbytes + filler.check(checks)
-
-
-def check_ahead(filler: Filler, workers: int) -> int:
-    """Check all that `filler` is to read, as far as digests tell, and return the bytes read; it fills nothing.
-
-    Args:
-        workers: How many slices at once; each holds at most `CHECK_BYTES`.
-
-    Raises:
-        IntegrityError, IncompleteCheckpointError: As for `run`.
-    """
-    from ckptkit.formats.dcp.digests import check_slices
-
-    check_sizes(filler)
-    with _naming(filler.names()):
-        return check_slices(filler.store, filler.wholly(), workers)
+    for part in parts:
+        target = local
+        if len(parts) > 1:
+            for dim, (start, length) in enumerate(zip(part.local_offsets, part.box.sizes, strict=True)):
+                target = target.narrow(dim, start, length)
+        add_box(filler, entry, part.box, target)
 
 
 def check_sizes(filler: Filler) -> None:
@@ -98,7 +57,7 @@ def check_sizes(filler: Filler) -> None:
     Raises:
         IncompleteCheckpointError: A file is missing or too short; names tensor and file.
     """
-    with _naming(filler.names()):
+    with naming(filler):
         for path, stop in filler.ends().items():
             found = filler.store.info(path)
             if found is None:
@@ -108,8 +67,9 @@ def check_sizes(filler: Filler) -> None:
 
 
 @contextmanager
-def _naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Name a tensor in errors about files."""
+def naming(filler: Filler) -> Iterator[None]:
+    """Name a tensor in errors about the files that `filler` is to read."""
+    names = filler.names()
     try:
         yield
     except (FileNotFoundError, IncompleteCheckpointError) as error:
@@ -140,25 +100,33 @@ def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck
     return shares
 
 
-def fill(catalog: Catalog, store: Store, fills: Iterable[Fill], *, workers: int = 0) -> int:
+def fill(store: Store, fills: Iterable[Fill]) -> int:
     """Fill the tensors now and return the bytes read; slices that are read in part are checked whole.
 
     Raises:
         IntegrityError: Bytes are not those that were written; names tensor and file.
         IncompleteCheckpointError: The slices do not hold every element that is wanted, or a file is missing.
     """
-    filler = prepare(catalog, store, fills, workers=workers)
-    return run(filler, filler.unchecked())
+    from ckptkit.formats.dcp.fill import Filler
+
+    filler = Filler(store)
+    for item in fills:
+        add_fill(filler, item.entry, item.local, item.parts)
+    checks = filler.unchecked()
+    with naming(filler):
+        filler.run()
+        return filler.nbytes + filler.check(checks)
 
 
-def read_whole(catalog: Catalog, store: Store, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_whole(catalog: Catalog, store: Store, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return whole tensors on the CPU, read now."""
-    fills = whole_fills(catalog, store, names)
-    fill(catalog, store, fills)
-    return {item.entry: item.local for item in fills}
+    fills = whole_fills(catalog, store.url, names)
+    if fills:
+        fill(store, fills)
+    return {name: item.local for name, item in zip(names, fills, strict=True)}
 
 
-def whole_fills(catalog: Catalog, store: Store, names: Iterable[str]) -> list[Fill]:
+def whole_fills(catalog: Catalog, url: str, names: Iterable[str]) -> list[Fill]:
     """Return what reads whole tensors into new ones on the CPU."""
     import torch
 
@@ -166,7 +134,7 @@ def whole_fills(catalog: Catalog, store: Store, names: Iterable[str]) -> list[Fi
     for name in names:
         entry = catalog.tensors.get(name)
         if entry is None:
-            raise IncompleteCheckpointError(f"{store.url}: objects.json refers to a tensor {name!r} that is not there.")
+            raise IncompleteCheckpointError(f"{url}: objects.json refers to a tensor {name!r} that is not there.")
         local = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        fills.append(Fill(name, local, (LocalPart(Box.whole(entry.shape), (0,) * len(entry.shape)),)))
+        fills.append(Fill(entry, local, (LocalPart(Box.whole(entry.shape), (0,) * len(entry.shape)),)))
     return fills

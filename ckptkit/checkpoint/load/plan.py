@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_tensors
-from ckptkit.checkpoint.save.replicas import PER_RANK
-from ckptkit.checkpoint.state.local_part import dtype_name
+from ckptkit.checkpoint.load.fill import read_whole
+from ckptkit.checkpoint.load.foreign import Adopted, adopt
+from ckptkit.checkpoint.save.replicas import PER_RANK, own_copies
+from ckptkit.checkpoint.state.local_part import dtype_name, layout_of
 from ckptkit.checkpoint.state.optimizer import GroupChanges, OptimizerTree, class_name, group_changes, named_parameters
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import (
@@ -17,18 +20,24 @@ from ckptkit.checkpoint.state.train_state import (
     TrainState,
     computed_state,
     is_stateful,
+    model_tensors,
     parameter_names,
     section,
 )
 from ckptkit.checkpoint.state.values import JSON, decode, references
-from ckptkit.errors import CorruptCheckpointError, UsageError
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UsageError
 from ckptkit.formats.dcp.host_bytes import hidden_ones
+from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
+from ckptkit.formats.own.reader import OBJECTS_NAME
+from ckptkit.storage.store import Store
 from ckptkit.units import parse_size
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["LoadOptions", "LoadPlan", "ModelTensor", "ObjectTarget", "OptimizerPlan", "plan_load", "Merge"]
+
+_log = logging.getLogger(__name__)
 
 # How a load treats what does not fit, and how much memory it may take.
 
@@ -52,8 +61,8 @@ class LoadOptions:
             takes a second copy of the state. By default tensors are read straight into the model and the optimizer:
             keys, shapes and dtypes are still checked before anything is changed, but damage that is found while
             reading leaves the state half loaded.
-        max_memory: With `atomic`, how much of a second copy may be held ("2GB"). What exceeds it is read twice: to
-            check its digests, then into the state. None: half of the free memory, shared by the ranks of this host.
+        max_memory: With `atomic`, how much the second copy may take ("2GB"); where it takes more, nothing is loaded.
+            None: the free memory, shared by the ranks of this host.
         verify: Compare every slice with its digest; those that no rank needs whole are read once more, each by one
             rank, so that no damage is loaded whatever the world size. "read" compares only what is read whole anyway,
             and reads nothing that is not needed. False trusts storage and writer.
@@ -165,8 +174,15 @@ class ObjectTarget:
 
 @dataclass(slots=True)
 class LoadPlan:
-    """All that a load will do."""
+    """All that a load will do.
 
+    Attributes:
+        catalog: The checkpoint as this rank sees it: its own copies, and another system's names as ours.
+        tensors: Tensors of objects that were read already.
+    """
+
+    catalog: Catalog
+    tensors: Mapping[str, torch.Tensor]
     models: list[ModelTensor] = field(default_factory=list)
     twins: list[list[ModelTensor]] = field(default_factory=list)  # what is saved for the several names of one tensor
     handed: list[tuple[torch.nn.Module, Mapping[str, Any]]] = field(default_factory=list)  # to load_state_dict, then
@@ -191,23 +207,23 @@ class _Planner:
     def __init__(
         self,
         state: TrainState,
-        catalog: Catalog,
         objects: Mapping[str, JSON],
         options: LoadOptions,
         rank: int,
         world_size: int,
         small: Callable[[str], Any],
         foreign: bool,
+        plan: LoadPlan,
     ) -> None:
         self.state = state
         self.foreign = foreign
-        self.catalog = catalog
+        self.catalog = plan.catalog
         self.objects = objects
         self.options = options
         self.rank = rank
         self.world_size = world_size
         self.small = small
-        self.plan = LoadPlan()
+        self.plan = plan
         self.filter = KeyFilter(options.include, options.exclude)
         self.by_role: dict[Role, dict[str, TensorEntry]] = {}
         self.from_masters: set[str] = set()  # FQNs of masters that live weights take
@@ -217,7 +233,7 @@ class _Planner:
             self.by_role[role] = self.catalog.by_role(role)
         return self.by_role[role]
 
-    def run(self) -> LoadPlan:
+    def run(self) -> None:
         if self.options.model == "restore":
             self.models()
         else:
@@ -239,7 +255,6 @@ class _Planner:
         if self.state.rng:
             self.rng()
         self.left_out()
-        return self.plan
 
     # --- models
 
@@ -635,24 +650,93 @@ def _plan_masters(
 
 
 def plan_load(
-    state: TrainState,
-    catalog: Catalog,
-    objects: Mapping[str, JSON],
-    options: LoadOptions,
-    *,
-    rank: int,
-    world_size: int,
-    small: Callable[[str], Any],
-    foreign: bool = False,
+    state: TrainState, catalog: Catalog, store: Store, options: LoadOptions, *, rank: int, world_size: int
 ) -> LoadPlan:
-    """Return what a load would do; nothing is touched, and no tensor is read but those that settings refer to.
+    """Return what a load would do; nothing is touched, and no tensor is read but those that settings refer to. What
+    does not fit is in the plan's `mismatches`.
 
-    Args:
-        objects: What is no tensor, by key.
-        small: Reads a whole tensor by its key (a learning rate that is a large tensor; next to never).
-        foreign: ckptkit did not write it: schedulers, dataloaders and extras may be missing.
+    Raises:
+        CheckpointMismatchError: It is a LOCAL checkpoint of another mesh.
+        CorruptCheckpointError: It is damaged.
     """
     for item in state.extra.values():
         if isinstance(item, type) and is_stateful(item):
             raise UsageError("TrainState.extra holds a class; it must hold objects.")
-    return _Planner(state, catalog, objects, options, rank, world_size, small, foreign).run()
+    _check_local(state, catalog, store.url, world_size=world_size)
+    objects = _json_objects(catalog)
+    catalog, unlike = own_copies(catalog, objects, rank=rank, world_size=world_size)
+    adopted = Adopted(catalog, objects)
+    if not objects:
+        adopted = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
+    catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # each entry made once
+
+    def small(key: str) -> torch.Tensor:  # a learning rate that is a large tensor; next to never
+        return adopted.tensors[key] if key in adopted.tensors else read_whole(catalog, store, [key])[key]
+
+    plan = LoadPlan(catalog, adopted.tensors)
+    _Planner(state, adopted.objects, options, rank, world_size, small, not objects, plan).run()
+    plan.notes += adopted.notes
+    if unlike:
+        plan.notes.append(unlike)
+        if rank == 0:
+            _log.warning("%s: %s.", store.url, unlike)
+    return plan
+
+
+def _json_objects(catalog: Catalog) -> dict[str, JSON]:
+    """Return what a checkpoint of ours holds besides tensors; nothing for one that ckptkit did not write."""
+    found = catalog.objects.values()
+    return {entry.name: entry.value for entry in found if entry.path.rpartition("/")[2] == OBJECTS_NAME}
+
+
+def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: int) -> None:
+    """Raise unless a LOCAL checkpoint was saved by as many ranks, on the same mesh, with the same placements.
+
+    Raises:
+        CheckpointMismatchError: Names the command that makes a checkpoint for this job.
+    """
+    if catalog.info.format != "ckptkit-local":
+        return
+    saved = catalog.info.world_size
+    why = (
+        f"it was saved at world size {saved}, this job has {world_size}"
+        if saved != world_size
+        else _moved(state, catalog)
+    )
+    if why:
+        mesh = _live_mesh(state)
+        flag = f" --mesh {mesh}" if mesh else ""
+        raise CheckpointMismatchError(
+            f"{url} is a LOCAL checkpoint, which loads only where it was saved: {why}. Make one for this job:\n"
+            f"  ckptkit reshard {url} DST --world-size {world_size}{flag} --type local"
+        )
+
+
+def _moved(state: TrainState, catalog: Catalog) -> str:
+    """Tell which parameter is placed otherwise than in the checkpoint; "" where none is."""
+    from torch.distributed.tensor import DTensor
+
+    meshes, placements = catalog.info.extra.get(MESHES, []), catalog.info.extra.get(PLACEMENTS, {})
+    for name, module in state.parts("model").items():
+        for fqn, tensor in model_tensors(module)[0].items():
+            key = f"{section('model', name)}.{fqn}"
+            if key not in catalog.tensors:
+                continue
+            saved = placements.get(key)
+            was = None if saved is None else (tuple(meshes[saved[0]]["shape"]), tuple(saved[1]))
+            layout = layout_of(tensor) if isinstance(tensor, DTensor) else None
+            now = None if layout is None else (layout.mesh_shape, layout.texts())
+            if was != now:
+                return f"{key} was placed {was or 'whole on each rank'}, here it is {now or 'whole on each rank'}"
+    return ""
+
+
+def _live_mesh(state: TrainState) -> str:
+    from torch.distributed.tensor import DTensor
+
+    for module in state.parts("model").values():
+        for tensor in model_tensors(module)[0].values():
+            if isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1:
+                layout = layout_of(tensor)
+                return ",".join(f"{n}={s}" for n, s in zip(layout.mesh_names, layout.mesh_shape, strict=True))
+    return ""

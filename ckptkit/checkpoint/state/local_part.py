@@ -123,8 +123,10 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
     import torch
     from torch.distributed.tensor import DTensor
 
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            local = tensor.to_local()
     why = why_not_dense(local)
     if why and not local.is_meta:
         raise SaveError(f"tensor {key!r} {why}.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,6 +37,7 @@ _FEW = 16  # slices, up to which a loop is cheaper than numpy
 
 _SMALL = 1 << 20  # below, reads of one file are joined
 _BATCH = 8 << 20
+_GAP = 64 << 10  # read and dropped rather than another read
 _BATCH_REMOTE = 64 << 20  # each is read by several requests at once
 _TILE = 32 << 20  # bytes of a region that go through a buffer at once
 _RUN = 32 << 10  # shorter runs of needed bytes are read with the gaps between them
@@ -106,11 +109,6 @@ class Filler:
         self.cast = cast
         self.nbytes = 0
         self._fills: list[_Fill] = []
-        self._jobs: list[tuple[int, Callable[[], int]]] = []
-
-    def add_job(self, nbytes: int, job: Callable[[], int]) -> None:
-        """Take a read of about so many bytes that needs nothing of the filler but its turn; it returns the bytes."""
-        self._jobs.append((nbytes, job))
 
     def add(self, entry: TensorEntry, row: int, offsets: tuple[int, ...], target: torch.Tensor) -> None:
         """Take slice `row` of a tensor, from `offsets` (counted in the slice) on, as far as `target` is large.
@@ -160,10 +158,7 @@ class Filler:
         return list(found.values())
 
     def signature(self) -> bytes:
-        """Return 16 bytes that are the same on ranks that are to read the same into tensors of the same kind; b"" where
-        that can't be told."""
-        if self._jobs:
-            return b""
+        """Return 16 bytes that are the same on ranks that are to read the same into tensors of the same kind."""
         found = new_signer()
         for fill in self._fills:
             # In a compressed record `start` counts from its first byte; how a tensor lies tells how it is sent.
@@ -195,14 +190,6 @@ class Filler:
                 last[fill.path] = stop, fill.name
         return {path: name for path, (_, name) in last.items()}
 
-    def wholly(self) -> list[SliceCheck]:
-        """Return the slices that are to be read whole, and have a digest."""
-        return [
-            SliceCheck(fill.name, fill.path, fill.start, fill.nbytes, fill.digest)
-            for fill in self._fills
-            if fill.digest is not None and fill.whole
-        ]
-
     def ends(self) -> dict[str, int]:
         """Return for each file that is to be read up to where."""
         found: dict[str, int] = {}
@@ -222,10 +209,11 @@ class Filler:
             IncompleteCheckpointError: A file is too short.
         """
         started = time.perf_counter()
+        near = not self.store.asking_costs
         # Far away, tensors that lie beside each other are read together, whatever their size: requests cost most.
-        joined = _BATCH_REMOTE if self.store.asking_costs else _SMALL
+        joined = _SMALL if near else _BATCH_REMOTE
         small: list[tuple[_Fill, int]] = []
-        jobs, self._jobs = self._jobs, []
+        jobs: list[tuple[int, Callable[[], int]]] = []
         for fill in self._fills:
             at = _start_in_file(fill)
             direct = _is_direct(fill)
@@ -233,22 +221,44 @@ class Filler:
             if at is not None and not full and fill.needed < (joined if direct else _SMALL):
                 small.append((fill, at))
             elif at is None or full or not direct:
-                jobs.append((fill.needed, lambda fill=fill, full=full: self._through_buffer(fill, full)))  # type: ignore[misc]
+                jobs.append((fill.needed, partial(self._through_buffer, fill, full)))
             else:
-                jobs.append((fill.needed, lambda fill=fill, at=at: self._direct(fill, at)))  # type: ignore[misc]
-        near = not self.store.asking_costs
-        size = _BATCH if near else _BATCH_REMOTE
-        for batch in _batches(small, size, one_file=near):
-            jobs.append((size, lambda batch=batch: self._joined(batch)))  # type: ignore[misc]
+                jobs.append((fill.needed, partial(self._direct, fill, at)))
+        small.sort(key=lambda item: (item[0].path, item[1]))
+        for batch in _ranges(small) if near else _batches(small):
+            jobs.append((_BATCH if near else _BATCH_REMOTE, partial(self._range if near else self._joined, batch)))
         self._fills = []
         jobs.sort(key=lambda job: -job[0])
-        self.nbytes += sum(all_of([call for _, call in jobs], self.workers))
+        if self.workers > 1 and len(jobs) > 1:
+            self.nbytes += sum(all_of([job for _, job in jobs], self.workers))
+        else:
+            for _, job in jobs:
+                self.nbytes += job()
         return time.perf_counter() - started
 
     # --- into the target's own memory
 
+    def _range(self, batch: Sequence[tuple[_Fill, int]]) -> int:
+        """Small tensors that lie near each other in one file: one read, checked, then dealt out to them."""
+        first, begin = batch[0]
+        buffer = torch.empty(max(at + fill.needed for fill, at in batch) - begin, dtype=torch.uint8)
+        view = host_view(buffer, writable=True)
+        self.store.read_into(first.path, begin, view)
+        for fill, at in batch:
+            if fill.whole and fill.checkable:
+                check_bytes(fill.digest, view[at - begin : at - begin + fill.nbytes], fill.path, fill.name)
+        source, nbytes = buffer.data_ptr() - begin, 0
+        for fill, at in batch:
+            direct = _is_direct(fill)
+            into = fill.target if direct else torch.empty(fill.sizes, dtype=fill.dtype)
+            ctypes.memmove(into.data_ptr(), source + at, fill.needed)
+            if not direct:
+                _copy(fill.target, into)
+            nbytes += fill.needed
+        return nbytes
+
     def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Small reads: near ones of one file become one."""
+        """Small tensors far away: asked for together, however they lie."""
         # A cast, a device, a stride: read with the others all the same, and copied then.
         into = [fill.target if _is_direct(fill) else torch.empty(fill.sizes, dtype=fill.dtype) for fill, _ in batch]
         views = [host_view(tensor, writable=True) for tensor in into]
@@ -367,18 +377,28 @@ def _start_in_file(fill: _Fill) -> int | None:
     return fill.start + fill.itemsize * box.flat_start(fill.shape) if box.is_contiguous_in(fill.shape) else None
 
 
-def _batches(small: list[tuple[_Fill, int]], size: int, *, one_file: bool) -> Iterator[list[tuple[_Fill, int]]]:
-    """Cut small reads into batches, in the order of the files.
+def _ranges(small: Sequence[tuple[_Fill, int]]) -> Iterator[list[tuple[_Fill, int]]]:
+    """Cut small reads, in the order of the files, where a file ends, where there is a gap, and every few megabytes."""
+    batch: list[tuple[_Fill, int]] = []
+    stop = 0
+    for item in small:
+        fill, at = item
+        if batch and (fill.path != batch[0][0].path or at - stop > _GAP or stop - batch[0][1] >= _BATCH):
+            yield batch
+            batch = []
+        stop = max(stop, at + fill.needed) if batch else at + fill.needed
+        batch.append(item)
+    if batch:
+        yield batch
 
-    Args:
-        one_file: A batch ends with its file. Far away it does not: how many requests there should be for a file is told
-            by all that is read, and a batch that seems little gets a connection for every few megabytes.
-    """
-    small.sort(key=lambda item: (item[0].path, item[1]))
+
+def _batches(small: Sequence[tuple[_Fill, int]]) -> Iterator[list[tuple[_Fill, int]]]:
+    """Cut small reads far away into batches. They do not end with a file: how many requests there should be for one is
+    told by all that is read, and a batch that seems little gets a connection for every few megabytes."""
     batch: list[tuple[_Fill, int]] = []
     nbytes = 0
     for item in small:
-        if batch and (nbytes >= size or (one_file and batch[-1][0].path != item[0].path)):
+        if batch and nbytes >= _BATCH_REMOTE:
             yield batch
             batch, nbytes = [], 0
         batch.append(item)

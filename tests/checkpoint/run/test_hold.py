@@ -242,13 +242,13 @@ def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(
         manager.save(1, state())
         manager.save(2, state())
     seen = []
-    real = module.restore
+    real = module.load_checkpoint
 
     def restore(*args: Any, **kwargs: Any) -> Any:
         seen.append(rotate(open_store(str(tmp_path / "a")), RetentionPolicy(max_num=1)).deleted)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "restore", restore)
+    monkeypatch.setattr(module, "load_checkpoint", restore)
     with CheckpointManager(tmp_path / "b") as manager:
         manager.load(state(), f"{tmp_path}/a/step_00000001")
     assert seen == [()]

@@ -1,0 +1,229 @@
+"""The way of a load: open, plan, agree, read, apply. All ranks go it together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.catalog.entry import Catalog
+from ckptkit.checkpoint.load.apply import apply_objects, apply_tensors, decode_plan
+from ckptkit.checkpoint.load.fill import naming, share_checks
+from ckptkit.checkpoint.load.plan import LoadOptions, plan_load
+from ckptkit.checkpoint.load.read import Reading
+from ckptkit.checkpoint.load.shared_reads import exchange, groups_of
+from ckptkit.checkpoint.report import LoadReport, PhaseClock
+from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.state.half_loaded import clear
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    LoadError,
+)
+
+if TYPE_CHECKING:
+    from ckptkit.formats.dcp.fill import SliceCheck
+    from ckptkit.storage.store import Store
+
+__all__ = ["load_checkpoint"]
+
+_log = logging.getLogger(__name__)
+
+
+def load_checkpoint(
+    state: TrainState,
+    opened: Callable[[], tuple[Catalog, Store]],
+    options: LoadOptions,
+    *,
+    coordinator: Coordinator,
+    ready: Callable[[bool], None] | None = None,
+    origin: str | None = None,
+) -> LoadReport:
+    """Load the checkpoint that `opened` gives into `state`, on all ranks or on none. All ranks must call it.
+
+    Keys, shapes and dtypes are checked first: where they do not fit, nothing has changed. Then tensors are read
+    straight into the state, and their digests are checked as they are read. An error while reading says that the
+    state is half loaded, and such a state can't be saved. With `options.atomic`, all is read and checked beside the
+    state first.
+
+    Args:
+        ready: Waits for the checkpoint's pin; with True also for the answer whether it was there in time, or the
+            checkpoint is being deleted: then it raises, and that comes before what was found of the files. Nothing
+            is read into the state before that is known.
+        origin: `state.half_loaded` before the first attempt, where this is another one with the same options.
+
+    Raises:
+        CheckpointMismatchError: Lists all that does not fit, the same on every rank.
+        CorruptCheckpointError: The checkpoint is damaged.
+        LoadError: With `options.atomic`, the second copy does not fit into the memory.
+        RankFailedError: Another rank failed.
+    """
+    clock = PhaseClock()
+    rank, world_size = coordinator.rank, coordinator.world_size
+    with clock.phase("plan"):
+        with _Part() as planned, _pinned(ready, sure=not options.atomic):
+            catalog, store = opened()
+            plan = plan_load(state, catalog, store, options, rank=rank, world_size=world_size)
+            plan.mismatches.check(store.url, strict=options.strict)
+            reading = Reading(plan, store, options, rank=rank, world_size=world_size)
+            decoded = None
+            if reading.first is not None:
+                with naming(reading.first):
+                    reading.first.run()
+                decoded = decode_plan(plan, reading.refs.__getitem__)
+            checks = reading.filler.unchecked() if options.verify and options.verify != "read" else []
+            planned.value = checks, reading.filler.signature() if world_size > 1 and _shares(options, store) else b""
+        shares, alike = coordinator.settle(planned.answer, "loading", then=_shared)
+    report = LoadReport(
+        store.url,
+        catalog.info.step,
+        missing=plan.mismatches.everything("missing"),
+        unexpected=plan.mismatches.everything("unexpected"),
+        skipped=dict(plan.skipped),
+        notes=list(plan.notes),
+        held=reading.held,
+    )
+    members = alike[rank]
+    parts = reading.filler.share_out(members.index(rank), len(members)) if len(members) > 1 else []
+    before = state._half
+    if not options.atomic:
+        state._half = report.url
+    with _said_if_half(state):
+        # One rank that has read all that it needs need not ask; of many, another may have found a file gone.
+        with _Part() as read, _pinned(ready, sure=world_size > 1), naming(reading.filler):
+            started = time.perf_counter()
+            reading.filler.run()
+            report.nbytes = reading.filler.nbytes + reading.filler.check(shares[rank])
+            decoded = decoded or decode_plan(plan, reading.refs.__getitem__)
+            clock.add("read", time.perf_counter() - started, report.nbytes)
+        coordinator.settle(read.answer, "loading", then=_raise_one)
+        if any(len(ranks) > 1 for ranks in alike):  # all ranks have read by now, and well
+            started = time.perf_counter()
+            with _Part() as sent:
+                report.received = exchange(coordinator, members, parts) if parts else 0
+            coordinator.settle(sent.outcome, "sending each other what replicas share")
+            clock.add("exchange", time.perf_counter() - started, report.received)
+        with clock.phase("apply"):
+            # Also with `atomic`: an object that refuses its state comes after others that have taken theirs.
+            state._half = report.url
+            with _Part() as applied:
+                apply_objects(state, plan, decoded, report)
+            coordinator.settle(applied.outcome, "restoring the state of schedulers, dataloaders and extras")
+            with _Part() as applied:
+                apply_tensors(plan, reading, decoded, report, rank)
+            coordinator.settle(applied.outcome, "restoring models and optimizers")
+    state.step = state.step if report.step is None else report.step
+    # A part makes a half-loaded state whole only where an earlier attempt of the same load has left it so.
+    if not report.missing and (options.whole or origin == ""):
+        state.half_loaded = ""
+    else:
+        state._half = before
+        clear(item for kind in options.complete(report.missing) for item in state.objects(kind))
+    report.seconds, report.phases = clock.seconds(), clock.phases
+    return report
+
+
+class _Part:
+    """What this rank's part of a step comes to: the block sets `value`, or an error ends it, which is kept.
+
+    Attributes:
+        outcome: For `Coordinator.settle`.
+    """
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.outcome = Outcome()
+
+    @property
+    def answer(self) -> Outcome:
+        """The outcome, an error of ckptkit as a value: of those, rank 0 makes one error of all."""
+        known = isinstance(self.outcome.cause, CkptkitError)
+        return Outcome(self.outcome.cause) if known else self.outcome
+
+    def __enter__(self) -> _Part:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        # All that can be raised, as torch's CheckpointException is no Exception: `settle` raises it on all ranks.
+        self.outcome = Outcome(self.value) if error is None else Outcome.of_error(error)
+        return True
+
+
+@contextmanager
+def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[None]:
+    """Wait at the end of the block until the checkpoint is pinned; `sure`: and known to have been pinned in time. An
+    error within is explained by a checkpoint that was deleted, where it was."""
+    if ready is None:
+        yield
+        return
+    try:
+        yield
+    except FileNotFoundError as error:
+        ready(True)
+        if isinstance(error, CkptkitError):
+            raise
+        raise IncompleteCheckpointError(f"{error}. Was it deleted while it was opened?") from error
+    except Exception:
+        ready(True)
+        raise
+    ready(sure)
+
+
+def _shared(answers: Sequence[Any]) -> tuple[list[list[SliceCheck]], list[list[int]]]:
+    """Return by rank the slices that it checks for others, and the ranks that read the same as it does."""
+    _raise_one(answers)
+    return share_checks([checks for checks, _ in answers]), groups_of([signature for _, signature in answers])
+
+
+def _shares(options: LoadOptions, store: Store) -> bool:
+    """Whether a share is read and sent to the others, where ranks need the same."""
+    return options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
+
+
+@contextmanager
+def _said_if_half(state: TrainState) -> Iterator[None]:
+    """Let an error say so if it leaves the state half loaded."""
+    try:
+        yield
+    except BaseException as error:
+        if not state.half_loaded:
+            raise
+        state.mark_objects_half_loaded()
+        if not isinstance(error, CkptkitError):
+            raise
+        _log.error("the state is half loaded from %s; load a checkpoint before it is used or saved", state.half_loaded)
+        text = "The state is half loaded: load a checkpoint before it is used or saved."
+        if isinstance(error, OSError) and error.errno is not None:
+            said: CkptkitError = type(error)(error.errno, f"{error.strerror}\n{text}")
+        else:
+            said = type(error)(f"{error}\n{text}")
+        said.__dict__.update(error.__dict__)
+        raise said from error
+
+
+def _raise_one(answers: Sequence[Any]) -> None:
+    """Raise what ranks ran into as one error. Most often it is the same on all: then as it is."""
+    errors = [answer if isinstance(answer, CkptkitError) else None for answer in answers]
+    texts: dict[str, list[int]] = {}
+    for rank, error in enumerate(errors):
+        if error is not None:
+            texts.setdefault(str(error), []).append(rank)
+    kinds = {type(error) for error in errors if error is not None}
+    if not kinds:
+        return
+    gone = next((error for error in errors if isinstance(error, CheckpointNotFoundError)), None)
+    if gone is not None:
+        raise gone  # which explains whatever others did not find
+    lines = [text if len(ranks) == len(errors) else f"rank {ranks}: {text}" for text, ranks in texts.items()]
+    kind = kinds.pop() if len(kinds) == 1 else LoadError
+    if kinds and all(issubclass(other, CorruptCheckpointError) for other in kinds):
+        kind = CorruptCheckpointError
+    raise kind("\n".join(lines))

@@ -1,0 +1,271 @@
+"""What a load reads, and into which memory: planned before anything of the training state is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.catalog.entry import TensorEntry
+from ckptkit.checkpoint.load.fill import add_fill, check_sizes, whole_fills
+from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
+from ckptkit.checkpoint.state.local_part import PartView, part_view
+from ckptkit.checkpoint.state.optimizer import new_state_tensor
+from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
+from ckptkit.checkpoint.state.values import encode
+from ckptkit.errors import LoadError, SaveError
+from ckptkit.formats.dcp.shared_memory import check_claims, overlapping
+from ckptkit.storage.store import Store
+from ckptkit.units import format_size
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Reading", "free_memory"]
+
+
+class Reading:
+    """Plans what is read where: into the live tensors, or with `atomic` into a second copy. Nothing is read yet.
+
+    Attributes:
+        first: Reads the tensors that objects refer to, which can then be looked at before the live state is touched.
+        filler: Reads all else; those of objects, too, where `first` has none.
+        states: For each optimizer of the plan what its state will hold, by FQN and name.
+        refs: The tensors that objects refer to.
+        held: Bytes of the second copy.
+
+    Raises:
+        CheckpointMismatchError: Tensors that share memory would get different values.
+        IncompleteCheckpointError: A file is missing or too short; names tensor and file.
+        LoadError: The second copy needs more memory than it may take.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        store: Store,
+        options: LoadOptions,
+        *,
+        rank: int,
+        world_size: int,
+        workers: int = 0,
+    ) -> None:
+        from ckptkit.formats.dcp.fill import Filler, Verify
+
+        verify = Verify.READ if options.verify else Verify.OFF
+        self.filler = Filler(store, workers=workers, verify=verify, cast=True)
+        # On an object store together with all else: one round trip less. Not where ranks share reads: what a rank gets
+        # from another is not there yet when its own reads end.
+        apart = not store.asking_costs or world_size > 1
+        self.first = Filler(store, workers=workers) if apart else None
+        self.held = 0
+        self._rank = rank
+        self._atomic = options.atomic
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live, what is read for it)
+        views = [self._weight(target.live, target.entry) for target in plan.models]
+        _check_shared_memory(plan, views, store, rank)
+        self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
+        if options.atomic:
+            self._check_memory(options.max_nbytes)
+        self.refs = self._references(plan, store.url)
+        if not options.atomic and store.sizes_are_free:
+            # Before anything is read into the live state. Not on object stores: objects are never cut off, and each
+            # look is a request.
+            check_sizes(self.filler)
+
+    def finish(self) -> None:
+        """Copy the second copies of live tensors that no new one can replace into them."""
+        import torch
+
+        with torch.no_grad():
+            for live, read in self._copies:
+                live.copy_(read)
+        self._copies.clear()
+
+    # --- what is read where
+
+    def _weight(self, live: torch.Tensor, entry: TensorEntry) -> PartView:
+        view = part_view(entry.name, live, self._rank)
+        if self._atomic or view.local.is_meta:
+            self._beside(view, entry)
+        else:
+            add_fill(self.filler, entry, view.local, view.parts)
+        return view
+
+    def _beside(self, view: PartView, entry: TensorEntry) -> None:
+        """Read this rank's part of a live tensor into memory of its own."""
+        import torch
+
+        read = torch.empty(tuple(view.local.shape), dtype=getattr(torch, entry.dtype))
+        self.held += 0 if view.local.is_meta else read.nbytes
+        self._copies.append((view.local, read))
+        add_fill(self.filler, entry, read, view.parts)
+
+    def _into(self, new: torch.Tensor, entry: TensorEntry) -> None:
+        view = part_view(entry.name, new, self._rank)
+        add_fill(self.filler, entry, view.local, view.parts)
+
+    def _optimizer(self, plan: OptimizerPlan) -> dict[str, dict[str, torch.Tensor]]:
+        on_device = {
+            id(parameter): bool(group.get("fused") or group.get("capturable"))
+            for group in plan.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for fqn, parameter in plan.parameters.items():
+            wanted = dict(plan.states.get(fqn, {}))
+            master = plan.masters.get(fqn)
+            if master is not None and plan.master_name is not None:
+                wanted[plan.master_name] = master
+            live = plan.optimizer.state.get(parameter, {})
+            for name, entry in wanted.items():
+                tensor = self._state(parameter, name, entry, live.get(name), on_device=on_device[id(parameter)])
+                states.setdefault(fqn, {})[name] = tensor
+        return states
+
+    def _state(
+        self, parameter: torch.Tensor, name: str, entry: TensorEntry, live: Any, *, on_device: bool
+    ) -> torch.Tensor:
+        """Return what one state of a parameter will be: the live tensor, where it is placed as a new one would be."""
+        import torch
+
+        if isinstance(live, torch.Tensor) and _is_alike(live, parameter, entry):
+            if not self._atomic:
+                self._into(live, entry)
+                return live
+            view = part_view(entry.name, live, self._rank)
+            if live.device.type != "cpu":  # a new one would need as much of the accelerator's memory again
+                self._beside(view, entry)
+                return live
+            self.held += view.local.nbytes
+        dtype = getattr(torch, entry.dtype)
+        new = new_state_tensor(parameter, name, dtype, entry.shape, on_device=on_device)
+        self._into(new, entry)
+        return new
+
+    def _references(self, plan: LoadPlan, url: str) -> dict[str, torch.Tensor]:
+        """Return the tensors inside objects: placed like the live value's own under that name, else whole."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        wanted = plan.references()
+        refs = {key: plan.tensors[key] for key in wanted if key in plan.tensors}
+        wanted = [key for key in wanted if key not in refs]
+        if not wanted:
+            return refs
+        live = _live_references(plan)
+        plain = []
+        for key in wanted:
+            entry, template = plan.catalog.tensors.get(key), live.get(key)
+            if entry is None or not isinstance(template, DTensor) or tuple(template.shape) != entry.shape:
+                plain.append(key)
+                continue
+            refs[key] = torch.empty_like(template, dtype=getattr(torch, entry.dtype), requires_grad=False)
+            self._into(refs[key], entry)
+        for key, item in zip(plain, whole_fills(plan.catalog, url, plain), strict=True):
+            refs[key] = item.local
+            add_fill(self.first or self.filler, item.entry, item.local, item.parts)
+        return refs
+
+    def _check_memory(self, limit: int | None) -> None:
+        """Raise where the second copy takes more than `limit`, or than this rank's share of what is free."""
+        ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+        free = free_memory() if limit is None else None
+        most = limit if free is None else free // ranks_here
+        if most is not None and self.held > most:
+            why = "max_memory allows" if limit is not None else "its share of the free memory is"
+            raise LoadError(
+                f"atomic=True needs {format_size(self.held)} beside the state of this rank, {why} {format_size(most)}; "
+                "nothing was loaded. Load without atomic=True, which holds no second copy"
+                + (", or raise max_memory." if limit is not None else ".")
+            )
+
+
+def _check_shared_memory(plan: LoadPlan, views: Sequence[PartView], store: Store, rank: int) -> None:
+    pairs = list(zip(plan.models, views, strict=True))
+    groups = [[pairs[i][1].claim(pairs[i][0].entry) for i in group] for group in overlapping([v.local for v in views])]
+    groups += [[part_view(twin.key, twin.live, rank).claim(twin.entry) for twin in twins] for twins in plan.twins]
+    check_claims(store, groups)
+
+
+def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
+    """Return the tensors that the live extra state has where the saved one has references."""
+    live: dict[str, torch.Tensor] = {}
+    for target in plan.objects:
+        item = target.item
+        if target.kind == "extra" and not isinstance(item, PerRank):
+            # What is there now may be anything: it need not be such as could be saved.
+            with contextlib.suppress(SaveError):
+                encode(item.state_dict() if is_stateful(item) else item, target.key, live)
+    return live
+
+
+def _is_alike(live: torch.Tensor, parameter: torch.Tensor, entry: TensorEntry) -> bool:
+    """Tell whether a live state is what a new one of this parameter would be: of its shape, placed as it is."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if live.dtype is not getattr(torch, entry.dtype) or live.numel() <= 1 or live.device != parameter.device:
+        return False
+    if not tuple(live.shape) == entry.shape == tuple(parameter.shape) or live.is_meta:
+        return False
+    if not isinstance(parameter, DTensor) or not isinstance(live, DTensor):
+        return type(live) is torch.Tensor and not isinstance(parameter, DTensor) and _apart(live, parameter)
+    same = live.device_mesh == parameter.device_mesh and live.placements == parameter.placements
+    return same and _apart(live.to_local(), parameter.to_local())
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not one.numel():
+        return True
+    return one.stride() == other.stride() and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+# --- how much there is
+
+
+def free_memory() -> int | None:
+    """Return the bytes of memory that processes here can still get, the limits of containers counted; None where the
+    system does not tell (it is not Linux)."""
+    found = [*_system(), *_groups()]
+    return max(0, min(found)) if found else None
+
+
+def _system() -> Iterator[int]:
+    for key, value in _table("/proc/meminfo", ":"):
+        if key == "MemAvailable":
+            yield int(value.split()[0]) << 10
+
+
+def _groups() -> Iterator[int]:
+    """Yield what each control group that this process is in may still use."""
+    for line in _text("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, limit, used, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, used = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        here = Path(top, path.lstrip("/"))
+        for folder in dict.fromkeys([here, *here.parents, Path(top)]):
+            most, now = _text(folder / limit).strip(), _text(folder / used).strip()
+            if folder.is_relative_to(top) and most.isdigit() and now.isdigit():
+                # What files hold of it makes room as soon as it is asked for.
+                files = sum(int(value) for key, value in _table(folder / "memory.stat", " ") if key == cache)
+                yield int(most) - int(now) + files
+
+
+def _table(path: str | Path, separator: str) -> Iterator[tuple[str, Any]]:
+    for line in _text(path).splitlines():
+        key, _, value = line.partition(separator)
+        yield key, value
+
+
+def _text(path: str | Path) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        return Path(path).read_text(encoding="utf-8")
+    return ""
