@@ -143,7 +143,7 @@ def advice_on(error: BaseException, protocol: str) -> str:
         return ". The clock of this machine is not the store's: set it right"
     if code in _UNKNOWN or "Credential" in type(error).__name__:
         return f". Give credentials that the store knows by {given}"
-    if code in _ELSEWHERE or isinstance(error, RecursionError):
+    if code in _ELSEWHERE or _goes_in_circles(error):
         return _elsewhere(answer)
     if code in _UNKNOWN_REQUEST:
         return ". The server does not take such a request: is the endpoint the right one?"
@@ -167,9 +167,17 @@ def advice_on(error: BaseException, protocol: str) -> str:
     return ""
 
 
+def _goes_in_circles(error: BaseException) -> bool:
+    """Tell whether botocore followed redirects that lead nowhere, until its HTTP client or itself had no stack left."""
+    inner = getattr(error, "kwargs", None)
+    return isinstance(error, RecursionError) or (
+        isinstance(inner, dict) and isinstance(inner.get("error"), RecursionError)
+    )
+
+
 def words_of(error: BaseException) -> str:
     """Return what a store, or the way to it, said: never nothing, and nothing secret."""
-    if isinstance(error, RecursionError):  # botocore follows a redirect that leads nowhere
+    if _goes_in_circles(error):
         return "each answer is a redirect, and none says where to"
     text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
     answer = _answer(error)
@@ -270,7 +278,7 @@ def is_transient(error: BaseException) -> bool:
 
     What is not found, denied, exists already or is malformed stays so.
     """
-    if isinstance(error, _FINAL):
+    if isinstance(error, _FINAL) or _goes_in_circles(error):
         return False
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True
