@@ -24,6 +24,7 @@ _STOPS = (KeyboardInterrupt, SystemExit)
 _HEAD = 2  # words of a message: the step of the conversation, and how many bytes it has
 _WORDS = 256  # of what is sent at once: most messages are shorter, and need no second one
 _INLINE = 8 * (_WORDS - _HEAD)
+_TAGS = (0, 1)  # of the start of a message and of its rest: neither is ever taken for the other
 _MAX_NAMED = 4  # ranks named in a message; `RankFailedError.causes` has all of them
 
 
@@ -91,6 +92,7 @@ class Coordinator:
         self._step = 0
         self._broken = False
         self._closed = False
+        self._lost = False
         self._kept: list[Any] = []  # messages that gloo may still touch
         if _is_distributed():
             self._join()
@@ -142,6 +144,12 @@ class Coordinator:
             with contextlib.suppress(RuntimeError, ValueError):  # after a failure there is little left to close
                 dist.destroy_process_group(self.group)
             self.group = None
+
+    def _give_up(self) -> None:
+        """Break this rank's connections: whoever still waits for it, or sends to it, learns that at once."""
+        self._kept.clear()
+        self._leave()
+        self._lost = self.world_size > 1
 
     # --- the verbs
 
@@ -293,6 +301,8 @@ class Coordinator:
     def _check_open(self) -> None:
         if self._closed:  # without a group of its own, torch would send the messages over that of the training
             raise UsageError("the CheckpointManager that this belongs to is closed. Make another one.")
+        if self._lost:
+            raise RankFailedError("an earlier call lost the connection to rank 0. Start the job again.")
 
     def _begin(self) -> None:
         self._check_open()
@@ -310,7 +320,7 @@ class Coordinator:
 
         header = torch.full((_WORDS,), -1, dtype=torch.int64)
         try:
-            work = dist.irecv(header, self._ranks[rank], group=self.group)
+            work = dist.irecv(header, self._ranks[rank], group=self.group, tag=_TAGS[0])
         except RuntimeError as error:
             return header, error
         self._kept.append((header, work))
@@ -332,7 +342,7 @@ class Coordinator:
         if nbytes == len(start):
             return pickle.loads(start)  # from a rank of this job, over its own connection
         body = torch.empty(nbytes - len(start), dtype=torch.uint8)
-        work = dist.irecv(body, self._ranks[rank], group=self.group)
+        work = dist.irecv(body, self._ranks[rank], group=self.group, tag=_TAGS[1])
         self._kept.append((body, work))
         self._wait(work, seconds)
         return pickle.loads(start + body.numpy().tobytes())
@@ -363,9 +373,9 @@ class Coordinator:
         works: list[Any] = []
         reached = True
         for rank in ranks:
-            for tensor in (header, body) if body.numel() else (header,):
+            for tensor, tag in zip((header, body) if body.numel() else (header,), _TAGS, strict=False):
                 try:
-                    works.append(dist.isend(tensor, self._ranks[rank], group=self.group))
+                    works.append(dist.isend(tensor, self._ranks[rank], group=self.group, tag=tag))
                 except RuntimeError:
                     reached = False
         self._kept.append((header, body, works))
@@ -392,6 +402,7 @@ class Coordinator:
                 self._board().wait([self._key()], timedelta(seconds=_BOARD_S))
                 value, self._broken = pickle.loads(self._board().get(self._key()))
             except RuntimeError:
+                self._give_up()
                 raise RankFailedError(
                     f"rank 0 died or hung ({_reason(error)}). Whether it had published, only the storage can "
                     "tell: resume from the latest checkpoint.",

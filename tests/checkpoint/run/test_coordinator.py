@@ -218,3 +218,19 @@ def test_a_rank_that_hangs_is_named_on_every_rank_and_they_can_go_on() -> None:
     )
     assert all(r[0][3] < 12 for r in results)
     assert results[0][1] == [0, 1, 2]
+
+
+def _one_misses_a_step() -> Any:
+    c = Coordinator(timeout_s=300)
+    c.barrier()
+    if c.rank == 1:
+        c._step += 1  # it can't make sense of what rank 0 says next
+    told = [_error(lambda: c.decide(lambda: "x" * 100_000, "choosing"))[0]]
+    told.append(_error(c.barrier)[0])
+    return told
+
+
+def test_a_rank_that_gives_up_leaves_rank_0_waiting_no_longer() -> None:
+    main, other = run_ranks(_one_misses_a_step, 2, timeout=60)
+    assert other == ["RankFailedError", "RankFailedError"]
+    assert main[1] == "RankFailedError"
