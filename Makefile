@@ -5,7 +5,7 @@ PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c tests/constra
 # Two workers, each with its own ranks and servers; what one has not begun the other takes.
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
 
-.PHONY: demo test test-night test-all lint docs clean
+.PHONY: demo test test-night test-ci test-all lint docs clean
 
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
@@ -16,6 +16,10 @@ test: .venv/test.stamp
 # What `make test` leaves out: every kill point, seed and attack, the servers, the browser. tests/split.py says which.
 test-night: .venv/test.stamp
 	$(PYTEST) -m night
+
+# What CI runs: each test at least once, without the other cases of the night's sweeps.
+test-ci: .venv/test.stamp
+	$(PYTEST) -m "not sweep"
 
 # One run, not one after the other: what tests of both halves set up together is set up once.
 test-all: .venv/test.stamp

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.split import at_night
+from tests.split import at_night, sweeps
 
 # No timed assertions: a busy machine must not turn a test red.
 settings.register_profile("ckptkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,9 +29,11 @@ ZOO = Path(__file__).parent / "zoo"
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test` leaves to `make test-night`."""
+    """Mark what `make test` leaves to `make test-night`, and what of that CI leaves out."""
     for item in at_night(items):
         item.add_marker("night")
+    for item in sweeps(items):
+        item.add_marker("sweep")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,7 @@
-"""The two halves of the tests: `make test` by day, `make test-night` for the rest. The only place that divides them.
+"""The halves of the tests: `make test` by day, `make test-night` for the rest. The only place that divides them.
+
+CI runs each test at least once: the cases of the day, and of a test that only the night has, the first one. The other
+cases of the night are the sweeps.
 
 `NIGHT` maps a directory, a file or a test (`file::name`) to `every`: of the cases of each test there, each `every`-th
 runs by day and the others at night. 0 leaves the whole test to the night: its rule is then listed in tests/README.md.
@@ -11,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
-__all__ = ["NIGHT", "PARTS", "at_night"]
+__all__ = ["NIGHT", "PARTS", "at_night", "sweeps"]
 
 PARTS = 5  # The seeds of a fuzzer are dealt out over this many tests; the first one runs by day.
 
@@ -145,6 +148,18 @@ def at_night(items: Iterable[Test]) -> list[Test]:
         test = item.nodeid.partition("[")[0]
         every = _every(test)
         if every == 0 or seen[test] % every:
+            found.append(item)
+        seen[test] += 1
+    return found
+
+
+def sweeps(items: Iterable[Test]) -> list[Test]:
+    """Return those of `items`, all that were collected, that neither the day nor CI runs."""
+    seen: Counter[str] = Counter()
+    found = []
+    for item in at_night(items):
+        test = item.nodeid.partition("[")[0]
+        if _every(test) or seen[test]:
             found.append(item)
         seen[test] += 1
     return found

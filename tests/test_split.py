@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.split import NIGHT, at_night
+from tests.split import NIGHT, at_night, sweeps
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,4 +41,11 @@ def test_every_nth_case_of_each_test_runs_by_day(monkeypatch: pytest.MonkeyPatch
         "a/x.py::f[2]",
         "a/y.py::g[1]",
         "a/x.py::T::m",
+    ]
+    items.append(Item("a/x.py::T::m[1]"))
+    assert [item.nodeid for item in sweeps(items)] == [
+        "a/x.py::f[1]",
+        "a/x.py::f[2]",
+        "a/y.py::g[1]",
+        "a/x.py::T::m[1]",
     ]
