@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -84,6 +85,7 @@ def _once(
 
 
 def _serve(conn: Connection, rank: int) -> None:
+    gc.freeze()  # what is loaded stays: collections look at what tests made
     while True:
         try:
             fn, world_size, rendezvous, args, timeout = pickle.loads(conn.recv_bytes())
@@ -93,6 +95,8 @@ def _serve(conn: Connection, rank: int) -> None:
             faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
             conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout))
             faulthandler.cancel_dump_traceback_later()
+            # Nothing of this task is finalized in the midst of the next one, whose process groups have the same names.
+            gc.collect()
 
 
 def _rendezvous() -> str:
