@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -67,6 +66,17 @@ def _answer(fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str,
         return pickle.dumps(("error", traceback.format_exc()))
 
 
+def _forget_meshes() -> None:
+    """Clear what DTensor remembers of the process groups that have just been destroyed.
+
+    Two meshes are equal if their ranks and names are, whatever their groups. An operator on a tensor of the next task's
+    mesh would find the result remembered for this task's, and with it groups that are gone, or belong to other ranks.
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
 def _once(
     fn: Callable[..., Any],
     rank: int,
@@ -85,7 +95,6 @@ def _once(
 
 
 def _serve(conn: Connection, rank: int) -> None:
-    gc.freeze()  # what is loaded stays: collections look at what tests made
     while True:
         try:
             fn, world_size, rendezvous, args, timeout = pickle.loads(conn.recv_bytes())
@@ -95,8 +104,7 @@ def _serve(conn: Connection, rank: int) -> None:
             faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
             conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout))
             faulthandler.cancel_dump_traceback_later()
-            # Nothing of this task is finalized in the midst of the next one, whose process groups have the same names.
-            gc.collect()
+            _forget_meshes()
 
 
 def _rendezvous() -> str:
