@@ -150,29 +150,22 @@ def archives_of_items(rng: random.Random, folder: Path) -> None:
     source = (ZOO / "dcp_threads2_w2/ckpt/__0_0.distcp").read_bytes()
     item = source[:2281] if rng.random() < 0.5 else source[2281 : 2281 + 2025]
     damaged = mutate(rng, item)
-    if len(damaged) < 1100:
+    if len(damaged) != len(item):
         return
-    from ckptkit.formats.dcp.locate import Frame, ItemParser
-    from ckptkit.formats.pickles.zip import Layout, parse_directory
+    from ckptkit.formats.dcp.locate import ENDS, parse_item
 
-    members, directory = parse_directory(item[-1024:], len(item), file="f")
-    frame = Frame.of(item[:1024], item[-1024:], Layout(members, directory, "f").members, directory, len(item))
+    _, frame = parse_item(item[:ENDS], item[-ENDS:], "x", 0, len(item), "f", {})
     assert frame is not None
-    front, tail = (np.frombuffer(part, np.uint8)[None] for part in (damaged[:1024], damaged[-frame.nbytes :]))
-    parsed = frame.parse(front, tail, np.array([len(damaged)]))
-    if not parsed.fits[0]:
+    front, tail = (np.frombuffer(part, np.uint8)[None] for part in (damaged[:ENDS], damaged[-ENDS:]))
+    if not frame.same(front, tail)[0]:
         return
-    template = ItemParser().template(parsed.distinct[0], "f")
-    if template is None or template.storage.nbytes > int(parsed.nbytes[0]):
-        return  # as the locator does, which then takes a full look
     (folder / "x").write_bytes(damaged)
     try:
         tensor = read_archive(LocalStore(folder), "x").value
     except CkptkitError as error:
         raise Finding(f"the frame accepts what a full look refuses: {error}") from error
-    if (tensor.storage.start, tensor.storage.nbytes, tensor.crc32) != (
-        int(parsed.starts[0]), int(parsed.nbytes[0]), int(parsed.crc[0]),
-    ):  # fmt: skip
+    begin, nbytes = frame.begin, frame.tensor.storage.nbytes
+    if (tensor.storage.start, tensor.storage.nbytes, tensor.crc32) != (begin, nbytes, int(frame.crcs(tail)[0])):
         raise Finding("the frame finds other bytes than a full look")
 
 

@@ -1,7 +1,7 @@
 """Reads a checkpoint of torch.distributed.checkpoint: `.metadata`, or one `__R.metadata` a rank, and its data files.
 
 Opening reads metadata only. Where the bytes of a tensor lie inside its item is looked up when somebody asks
-for them (`dcp_locate`), since it costs a read an item.
+for them (`locate`), since it costs a read an item.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ class _Builder:
         numels, short = self._check_bytes(columns)
         if not numels.all():
             columns = columns.take(numels != 0)
-        items = Items.of(self.store, self.files.paths, self.files.ranks, columns)
+        items = Items(self.store, self.files.paths, self.files.ranks, columns)
         entries: dict[str, TensorEntry] = {}
         for i, (name, dtype, shape) in enumerate(zip(columns.names, columns.dtypes, columns.shapes, strict=True)):
             found = roles.of(name)
