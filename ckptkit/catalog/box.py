@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,12 +49,13 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """Return the part both boxes share, None where it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
-        sizes = tuple(min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets, strict=True))
-        return Box(offsets, sizes) if all(s > 0 for s in sizes) else None
+        spans = zip(self.offsets, self.sizes, other.offsets, other.sizes, offsets, strict=True)
+        sizes = tuple([min(a + m, b + n) - o for a, m, b, n, o in spans])
+        return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
     def relative_to(self, outer: Box) -> Box:
         """Return this box with offsets counted from the first element of `outer`."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+        return Box(tuple(map(operator.sub, self.offsets, outer.offsets)), self.sizes)
 
     def is_contiguous_in(self, shape: tuple[int, ...]) -> bool:
         """Tell whether the box is one run of elements in a row-major tensor of this shape."""

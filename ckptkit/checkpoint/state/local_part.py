@@ -120,13 +120,9 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
     Raises:
         SaveError: The tensor is of a kind that has no bytes of its own (sparse, quantized, some subclasses).
     """
-    import torch
     from torch.distributed.tensor import DTensor
 
-    local = tensor
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            local = tensor.to_local()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     why = why_not_dense(local)
     if why and not local.is_meta:
         raise SaveError(f"tensor {key!r} {why}.")
@@ -151,21 +147,19 @@ def check_safetensors(views: Iterable[PartView]) -> None:
 
 def layout_of(tensor: DTensor) -> Layout:
     """Return how a DTensor is cut."""
-    mesh = tensor.device_mesh
-    return Layout(
-        tuple(mesh.shape),
-        tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(mesh.ndim))),
-        _mesh_ranks(mesh),
-        tuple(_placement(placement) for placement in tensor.placements),
-    )
+    return _layout(tensor.device_mesh, tuple(tensor.placements))
 
 
 @functools.lru_cache(maxsize=256)
-def _mesh_ranks(mesh: Any) -> tuple[int, ...]:
-    return tuple(mesh.mesh.flatten().tolist())
+def _layout(mesh: Any, placements: tuple[Any, ...]) -> Layout:
+    return Layout(
+        tuple(mesh.shape),
+        tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(mesh.ndim))),
+        tuple(mesh.mesh.flatten().tolist()),
+        tuple(_placement(placement) for placement in placements),
+    )
 
 
-@functools.lru_cache(maxsize=4096)
 def _placement(placement: Any) -> PlacementRecord:
     if placement.is_replicate():
         return PlacementRecord("replicate")

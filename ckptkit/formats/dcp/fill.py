@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +60,7 @@ def read_workers(store: Store) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Fill:
-    """Region [offsets, offsets + sizes) of a slice into `target`, which has its shape."""
+    """Region [offsets, offsets + sizes) of a slice into `target`, which has its shape; `needed` bytes of `nbytes`."""
 
     name: str
     path: str
@@ -74,11 +73,9 @@ class _Fill:
     digest: Digest | None
     codec: Codec | None
     offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    needed: int
     target: torch.Tensor
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(self.target.shape)
 
     @property
     def whole(self) -> bool:
@@ -89,10 +86,6 @@ class _Fill:
         """The digest covers exactly the slice."""
         d = self.digest
         return d is not None and d.start == self.start and d.nbytes == self.nbytes
-
-    @property
-    def needed(self) -> int:
-        return math.prod(self.sizes) * self.itemsize
 
 
 class Filler:
@@ -116,9 +109,10 @@ class Filler:
         Raises:
             CheckpointMismatchError: The dtypes differ, and no cast was allowed.
         """
-        if not target.numel():
+        numel = target.numel()
+        if not numel:
             return
-        slices, dtype = entry.slices, _torch_dtype(entry.dtype)
+        slices, dtype, itemsize = entry.slices, _torch_dtype(entry.dtype), DTYPES[entry.dtype].itemsize
         if dtype is not target.dtype and not self.cast:
             wanted = str(target.dtype).removeprefix("torch.")
             raise CheckpointMismatchError(
@@ -137,13 +131,15 @@ class Filler:
                 slices.paths[int(slices.files[row])],
                 start,
                 nbytes,
-                DTYPES[entry.dtype].itemsize,
+                itemsize,
                 dtype,
                 tuple(slices.sizes[row].tolist()),
                 slices.strides.get(row),
                 digest,
                 slices.codecs.get(row),
                 offsets,
+                tuple(target.shape),
+                numel * itemsize,
                 target,
             )
         )
