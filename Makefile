@@ -5,7 +5,15 @@ PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c tests/constra
 # Two workers, each with its own ranks and servers; what one has not begun the other takes.
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
 
-.PHONY: demo test test-night test-ci test-all lint docs clean
+# A machine with a GPU may have no network: `make gpu-wheels` fetches what `make gpu WHEELS=...` installs there.
+WHEELS ?= build/wheels
+GPU_PYTHON_VERSION ?= 3.12
+# Python with the torch that `make gpu` tests: python3's, else that of `make test`.
+GPU_PYTHON ?= $(shell $(PYTHON) -c "import importlib.util as u; exit(not u.find_spec('torch'))" && echo $(PYTHON) || echo .venv/bin/python)
+# `make gpu DEVICE=cpu` runs the same code on the host.
+DEVICE ?= cuda
+
+.PHONY: demo test test-night test-ci test-all gpu gpu-wheels lint docs clean
 
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
@@ -24,6 +32,25 @@ test-ci: .venv/test.stamp
 # One run, not one after the other: what tests of both halves set up together is set up once.
 test-all: .venv/test.stamp
 	$(PYTEST)
+
+# What needs a CUDA device: the tests of tests/gpu, then the tables of benchmarks/gpu.py. Fetches nothing.
+gpu: .venv-gpu/stamp
+	.venv-gpu/bin/python -m pytest tests/gpu -v -W default $(if $(filter cuda,$(DEVICE)),-m gpu)
+	.venv-gpu/bin/python -m benchmarks.gpu --device $(DEVICE)
+
+# An environment over that of GPU_PYTHON, which may be one itself: `--system-site-packages` shows only the system's.
+.venv-gpu/stamp: tests/gpu/requirements.txt
+	$(GPU_PYTHON) -m venv --clear .venv-gpu
+	$(GPU_PYTHON) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
+	  > $$(.venv-gpu/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
+	.venv-gpu/bin/pip install --quiet --disable-pip-version-check --no-index --find-links $(WHEELS) -r $<
+	touch $@
+
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) --only-binary :all: \
+	  --python-version $(GPU_PYTHON_VERSION) --implementation cp \
+	  $(foreach v,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(v)_x86_64) \
+	  --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -r tests/gpu/requirements.txt
 
 lint: .venv/dev.stamp
 	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && .venv/bin/lint-imports
@@ -53,4 +80,4 @@ docs: .venv/docs.stamp
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-gpu

@@ -42,7 +42,9 @@ def context() -> Any:
     return _context
 
 
-def _answer(fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str, args: Any, timeout: float) -> bytes:
+def _answer(
+    fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str, args: Any, timeout: float, device: str = "cpu"
+) -> bytes:
     import torch
     import torch.distributed as dist
 
@@ -50,8 +52,10 @@ def _answer(fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str,
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
             init_method="file://" + rendezvous,
             rank=rank,
             world_size=world_size,
@@ -85,9 +89,10 @@ def _once(
     args: Any,
     conn: Connection,
     timeout: float,
+    device: str,
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
-    conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout))
+    conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout, device))
     conn.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -135,12 +140,18 @@ def _values(results: list[tuple[str, Any]]) -> list[Any]:
     return [value for _, value in results]
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
-    """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError."""
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150, device: str = "cpu"
+) -> list[Any]:
+    """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError.
+
+    With `device="cuda"` each rank has a GPU, NCCL beside gloo, and is spawned: CUDA does not work after a fork.
+    """
     rendezvous, processes, conns = _rendezvous(), [], []
+    making = multiprocessing.get_context("spawn") if device == "cuda" else context()
     for rank in range(world_size):
-        ours, theirs = context().Pipe(False)
-        process = context().Process(target=_once, args=(fn, rank, world_size, rendezvous, args, theirs, timeout))
+        ours, theirs = making.Pipe(False)
+        process = making.Process(target=_once, args=(fn, rank, world_size, rendezvous, args, theirs, timeout, device))
         process.start()
         theirs.close()
         processes.append(process)

@@ -25,7 +25,9 @@ with warnings.catch_warnings():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     # Sizes that no test has: DTensor remembers where the shards of a shape lie, and here this process is rank 0.
     _model = torch.nn.Sequential(torch.nn.Linear(61, 59), torch.nn.Linear(59, 53))
-    torch.distributed.fsdp.fully_shard(_model)
+    # The default mesh is of the accelerator, and where CUDA has begun it does not work in forked processes.
+    _mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.distributed.fsdp.fully_shard(_model, mesh=_mesh)
     _optimizer = torch.optim.AdamW(_model.parameters())
     if torch.version.cuda is None and torch.version.hip is None:
         _model(torch.randn(2, 61)).sum().backward()
@@ -35,4 +37,4 @@ with warnings.catch_warnings():
     _optimizer.step()
     torch.distributed.checkpoint.state_dict.get_state_dict(_model, _optimizer)
     dist.destroy_process_group()
-    del _model, _optimizer
+    del _model, _mesh, _optimizer

@@ -81,6 +81,7 @@ NIGHT: dict[str, int] = {
     "tests/fsdp/test_strategy.py": 6,
     "tests/fsdp/test_tensor_parallel.py": 3,
     "tests/fsdp/test_tensor_parallel.py::test_a_transformers_plan_equals_a_single_process": 0,
+    "tests/gpu": 3,
     "tests/integrations": 6,
     "tests/integrations/test_lightning_scripts.py": 0,
     "tests/integrations/test_lightning_shapes.py": 0,

@@ -1,11 +1,13 @@
 """Time and CPU of `CheckpointManager.save` and `load` beside `dcp.save` and `dcp.load`: same ranks, same disk, one run.
 
-    python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000] [--json FILE]
+    python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000] \
+        [--device cuda] [--json FILE]
 
 large: 16 parameters; adamw: a transformers model with AdamW; small: `--tensors` small parameters. Every figure is the
 best of `--repeat` runs; a run is the slowest rank between two barriers. CPU is the sum over ranks.
 Ratios are torch's time over ours: 2.0 means half the time. Before each save, whoever's it is, every rank uses and
 frees as much memory as it will write: a virtual machine may have given it back to its host. `--cold` leaves that out.
+On `--device cuda` each rank has a GPU, and `bare` goes through pinned memory.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def main() -> int:
     parser.add_argument(
         "--cold", action="store_true", help="measure also how a virtual machine gets memory from its host"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
@@ -45,8 +48,8 @@ def main() -> int:
             for kind in options.kinds:
                 root = f"{where}/ckptkit-benchmark"
                 arguments = (kind, options.gigabytes, options.tensors, root)
-                settings = (not options.no_sync, options.repeat, options.cold)
-                found = run_ranks(rank_main, ranks, *arguments, *settings, timeout=1800)[0]
+                settings = (not options.no_sync, options.repeat, options.cold, options.device)
+                found = run_ranks(rank_main, ranks, *arguments, *settings, timeout=1800, device=options.device)[0]
                 rows.append({"where": where, "ranks": ranks, "kind": kind, "dd": dd, "best": found})
                 show(rows[-1])
                 shutil.rmtree(root, ignore_errors=True)

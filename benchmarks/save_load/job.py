@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -18,20 +20,22 @@ _BLOCKS, _WIDTH = 125, 16
 class Job:
     """500 small parameters, and three tensors of Adam for each: 2,000 tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         def block() -> nn.Module:
             return nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH))
 
-        self.model = nn.Sequential(*(block() for _ in range(_BLOCKS)))
+        self.device = device
+        self.model = nn.Sequential(*(block() for _ in range(_BLOCKS))).to(device)
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         for layer in self.model:
-            fully_shard(layer)
-        fully_shard(self.model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.Adam(self.model.parameters(), foreach=True)
         self.step()
 
     def step(self) -> None:
         """Train one step."""
-        self.model(torch.randn(2, _WIDTH)).sum().backward()
+        self.model(torch.randn(2, _WIDTH, device=self.device)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

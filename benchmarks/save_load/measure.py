@@ -25,16 +25,16 @@ from torch.distributed.tensor import DTensor, Shard
 Result = dict[str, tuple[float, float]]
 
 
-def make_state(kind: str, gigabytes: float, tensors: int) -> dict[str, Any]:
+def make_state(kind: str, gigabytes: float, tensors: int, device: str = "cpu") -> dict[str, Any]:
     """Few large tensors, or many small ones: DTensors cut along dim 0."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
     count = 16 if kind == "large" else tensors
     world = dist.get_world_size()
     rows = int(gigabytes * 2**30) // (4 * 1024 * count * world) if kind == "large" else 4
     columns = 1024 if kind == "large" else 16
     state = {}
     for i in range(count):
-        local = torch.full((rows, columns), float(i + dist.get_rank()))
+        local = torch.full((rows, columns), float(i + dist.get_rank()), device=device)
         state[f"layers.{i}.weight"] = DTensor.from_local(
             local, mesh, (Shard(0),), shape=torch.Size((rows * world, columns)), stride=(columns, 1), run_check=False
         )
@@ -54,11 +54,19 @@ def get_memory(nbytes: int) -> None:
             memory[at] = 1
 
 
+def settle() -> None:
+    """Wait for what this process has queued on a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def timed(call: Callable[[], Any]) -> tuple[float, float]:
     """(seconds of the slowest rank, CPU seconds of all)."""
+    settle()
     dist.barrier()
     before, cpu = time.perf_counter(), time.process_time()
     call()
+    settle()
     spent = torch.tensor([time.perf_counter() - before, time.process_time() - cpu], dtype=torch.float64)
     slowest, total = spent[:1].clone(), spent[1:].clone()
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -69,13 +77,13 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
 class Job:
     """A model, with an optimizer or alone, and what torch's own checkpoint functions take of it."""
 
-    def __init__(self, kind: str, gigabytes: float, tensors: int) -> None:
+    def __init__(self, kind: str, gigabytes: float, tensors: int, device: str) -> None:
         self.optimizer: torch.optim.Optimizer | None = None
         if kind == "adamw":
-            self.model, self.optimizer = _llama(gigabytes)
+            self.model, self.optimizer = _llama(gigabytes, device)
         else:
             self.model = nn.Module()
-            for i, tensor in enumerate(make_state(kind, gigabytes, tensors)["model"].values()):
+            for i, tensor in enumerate(make_state(kind, gigabytes, tensors, device)["model"].values()):
                 self.model.register_parameter(f"weight{i}", nn.Parameter(tensor))
 
     def torch_state(self) -> dict[str, Any]:
@@ -99,7 +107,7 @@ class Job:
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
 
 
-def _llama(gigabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _llama(gigabytes: float, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A transformers model under FSDP2 whose weights and AdamW moments take `gigabytes` in all, after one step."""
     from torch.distributed.fsdp import fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -109,12 +117,14 @@ def _llama(gigabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         vocab_size=4096, hidden_size=1024, intermediate_size=2731, num_hidden_layers=layers, num_attention_heads=8
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    model(input_ids=torch.arange(8).reshape(1, 8), labels=torch.arange(8).reshape(1, 8)).loss.backward()
+    tokens = torch.arange(8, device=device).reshape(1, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
@@ -170,7 +180,7 @@ class Bench:
         def write(file: Path, tensors: list[torch.Tensor]) -> None:
             with file.open("wb", buffering=0) as target:
                 for tensor in tensors:
-                    view = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+                    view = memoryview(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy())
                     while view:
                         view = view[target.write(view) :]
                 if self.sync:
@@ -179,9 +189,13 @@ class Bench:
         def read(file: Path, tensors: list[torch.Tensor]) -> None:
             with file.open("rb", buffering=0) as source:
                 for tensor in tensors:
-                    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                    there = tensor.device.type == "cpu"
+                    host = tensor if there else torch.empty_like(tensor, device="cpu", pin_memory=True)
+                    view = memoryview(host.view(-1).view(torch.uint8).numpy())
                     while view:
                         view = view[source.readinto(view) :]
+                    if not there:
+                        tensor.copy_(host)
 
         Path(path).mkdir(exist_ok=True)
         with ThreadPoolExecutor(count) as pool:
@@ -212,11 +226,11 @@ def fresh(root: str) -> str:
 
 
 def rank_main(
-    kind: str, gigabytes: float, tensors: int, root: str, sync: bool, repeat: int, cold: bool
+    kind: str, gigabytes: float, tensors: int, root: str, sync: bool, repeat: int, cold: bool, device: str
 ) -> dict[str, Result]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    bench = Bench(Job(kind, gigabytes, tensors), sync)
+    bench = Bench(Job(kind, gigabytes, tensors, device), sync)
     nbytes = sum(tensor.nbytes for tensor in bench.job.local_tensors())
     best: dict[str, Result] = {name: {} for name in PEERS}
     for _ in range(repeat):

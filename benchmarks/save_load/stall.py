@@ -1,12 +1,13 @@
 """How long `save_async` stops training: ours in both modes, beside a clone of the same state and `dcp.async_save`.
 
-    python -m benchmarks.save_load.stall [--ranks 2] [--where /dev/shm] [--gigabytes 1] [--saves 4] [--repeat 3]
+    python -m benchmarks.save_load.stall [--ranks 2] [--where /dev/shm] [--gigabytes 1] [--saves 4] [--repeat 3] \
+        [--device cuda]
 
 A stall is the time of the slowest rank between two barriers, from the call to its return; each save is committed before
 the next. "first" is the first of a fresh set of processes, "later" the best of the others; of all `--repeat` sets the
 best and the median. In brackets: as multiples of a clone of the state, the first one for a first save, as they take new
 memory, a later one for later saves. `--kind model` is a job: 500 small parameters under FSDP2 with Adam, a step between
-the saves. Every peer runs in ranks of its own.
+the saves. Every peer runs in ranks of its own. On `--device cuda` each rank has a GPU, and the clone stays there.
 """
 
 from __future__ import annotations
@@ -80,12 +81,14 @@ class Holder:
         self.state = state
 
 
-def measure(peer: str, gigabytes: float, tensors: int, kind: str, root: str, saves: int) -> list[float]:
+def measure(
+    peer: str, gigabytes: float, tensors: int, kind: str, root: str, saves: int, device: str = "cpu"
+) -> list[float]:
     """Seconds of each stall."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     hush(peer)
-    state = Job() if kind == "model" else make_state(kind, gigabytes, tensors)
+    state = Job(device) if kind == "model" else make_state(kind, gigabytes, tensors, device)
     if peer == "clone":
         memory = state.tensors() if isinstance(state, Job) else [t._local_tensor for t in state["model"].values()]
         return [timed(lambda: [t.clone() for t in memory])[0] for _ in range(saves)]
@@ -110,13 +113,14 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--peers", nargs="+", default=list(PEERS))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     found: dict[str, list[tuple[float, float]]] = {peer: [] for peer in options.peers}
     for _ in range(options.repeat):
         for peer, rows in found.items():
             root = f"{options.where}/ckptkit-stall"
-            arguments = (peer, options.gigabytes, options.tensors, options.kind, root, options.saves)
-            first, *others = run_ranks(measure, options.ranks, *arguments, timeout=900)[0]
+            arguments = (peer, options.gigabytes, options.tensors, options.kind, root, options.saves, options.device)
+            first, *others = run_ranks(measure, options.ranks, *arguments, timeout=900, device=options.device)[0]
             shutil.rmtree(root, ignore_errors=True)
             rows.append((first, min(others)))
     print(f"{options.where}, {options.ranks} ranks, {options.kind}, {options.gigabytes} GiB; milliseconds (clones)")

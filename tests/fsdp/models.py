@@ -128,7 +128,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -143,14 +143,14 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def train_plain(
-    model: nn.Module, steps: int = 3, *, max_norm: float = 0.0, lr: float = 1e-2, micro: int = 1
+    model: nn.Module, steps: int = 3, *, max_norm: float = 0.0, lr: float = 1e-2, device: str = "cpu"
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a single process on whole batches, with the same optimizer settings."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)
     losses, norms = [], []
     for step in range(steps):
-        loss = loss_of(model, batch(step))
+        loss = loss_of(model, batch(step).to(device))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trainable, max_norm or float("inf"))
         optimizer.step()
@@ -168,6 +168,7 @@ def train_sharded(
     *,
     data_rank: int | None = None,
     data_ranks: int | None = None,
+    device: str = "cpu",
 ) -> tuple[list[float], list[float]]:
     """Losses over the whole batch and gradient norms of a sharded run; each data rank takes its part."""
     ranks = data_ranks or dist.get_world_size()
@@ -175,29 +176,31 @@ def train_sharded(
     micro = strategy.accumulated_gradient
     losses, norms = [], []
     for step in steps:
-        mine = part(batch(step), ranks, rank)
+        mine = part(batch(step), ranks, rank).to(device)
         total = torch.zeros(())
         for tokens in mine.chunk(micro):
             loss = loss_of(model, tokens)
             strategy.backward(loss, model, optimizer)
             stepped = strategy.optimizer_step(optimizer, model)
-            total += loss.detach() / micro
+            total += loss.detach().cpu() / micro
         assert stepped
         losses.append(mean_over_ranks(total))
         norms.append(strategy.last_grad_norm.item())
     return losses, norms
 
 
-def run(config: dict[str, Any], build: Callable[[], nn.Module], **options: Any) -> dict[str, Any]:
+def run(
+    config: dict[str, Any], build: Callable[[], nn.Module], *, device: str = "cpu", **options: Any
+) -> dict[str, Any]:
     """Train `build()` plainly and sharded on this rank; return both results."""
     max_norm = options.pop("max_norm", 0.0)
     lr = options.pop("lr", 1e-2)
-    plain = made(build)
-    plain_losses, plain_norms = train_plain(plain, max_norm=max_norm, lr=lr)
+    plain = made(build).to(device)
+    plain_losses, plain_norms = train_plain(plain, max_norm=max_norm, lr=lr, device=device)
     strategy = FSDPStrategy(FSDPConfig.from_dict(config), max_norm=max_norm, **options)
     model = strategy.prepare_model(made(build, seed=dist.get_rank()))  # rank 0's values go to all
     optimizer = strategy.create_optimizer(model, lr=lr)
-    losses, norms = train_sharded(model, strategy, optimizer)
+    losses, norms = train_sharded(model, strategy, optimizer, device=device)
     return {
         "plain": (plain_losses, plain_norms, weights(plain)),
         "sharded": (losses, norms, weights(model)),

@@ -1,0 +1,85 @@
+"""Tensors on a device are saved and loaded as those of the host are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit import CheckpointManager, TrainState
+from tests.gpu import states
+
+WAYS = [
+    ("sharded", "save"),
+    ("sharded", "thread"),
+    ("sharded", "process"),
+    ("full", "save"),
+    ("full", "thread"),
+    ("local", "save"),
+    ("local", "thread"),
+]
+
+
+def save(manager: CheckpointManager, way: str, state: TrainState) -> None:
+    if way == "save":
+        manager.save(1, state)
+    else:
+        manager.save_async(1, state).result()
+
+
+def opened(folder, kind: str, way: str) -> CheckpointManager:
+    return CheckpointManager(folder, state_dict_type=kind, async_mode="process" if way == "process" else "thread")
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_every_dtype_and_layout_comes_back_to_its_device(device, kind, way, tmp_path):
+    state = states.training(device, 1)
+    expected = states.copied(state)
+    with opened(tmp_path, kind, way) as manager:
+        save(manager, way, state)
+        for atomic in (False, True):
+            loaded = states.training(device)
+            manager.load(loaded, atomic=atomic)
+            states.assert_same(loaded, expected, device)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+@pytest.mark.parametrize("to_device", [True, False], ids=["to the device", "from the device"])
+def test_a_checkpoint_loads_on_another_device(device, kind, to_device, tmp_path):
+    source, target = ("cpu", device) if to_device else (device, "cpu")
+    state = states.training(source, 1)
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, state)
+        loaded = states.training(target)
+        manager.load(loaded)
+    states.assert_same(loaded, states.copied(state), target)
+
+
+@pytest.mark.parametrize("way", ["save", "thread", "process"])
+def test_what_the_device_still_computes_is_saved(device, way, tmp_path):
+    model = nn.Module()
+    model.register_buffer("product", torch.eye(512, device=device))
+    with opened(tmp_path, "sharded", way) as manager:
+        for _ in range(50):  # on a device they run when the save begins
+            model.product = model.product @ model.product
+        model.product.mul_(3)
+        save(manager, way, TrainState(model=model))
+        target = nn.Module()
+        target.register_buffer("product", torch.zeros(512, 512, device=device))
+        manager.load(TrainState(model=target))
+    assert torch.equal(target.product, 3 * torch.eye(512, device=device))
+
+
+@pytest.mark.parametrize("way", ["thread", "process"])
+def test_what_training_does_after_a_background_save_began_is_not_in_it(device, way, tmp_path):
+    model = nn.Linear(1024, 2048, bias=False).to(device)
+    with opened(tmp_path, "sharded", way) as manager:
+        for step in (1, 2):  # the second one takes the memory that the first one made
+            nn.init.constant_(model.weight, step)
+            handle = manager.save_async(step, TrainState(model=model))
+            with torch.no_grad():
+                model.weight.fill_(-1)
+            handle.result()
+        for step in (1, 2):
+            manager.load(TrainState(model=model), step)
+            assert bool((model.weight == step).all())

@@ -1,0 +1,113 @@
+"""FSDPStrategy on one rank of a device, over NCCL there and gloo on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy
+from tests.fsdp import models
+from tests.fsdp.test_numerics import check
+
+# Not masters of parameters on the host: those are refused.
+RUNS = [(precision, offload) for precision in ("mixed", "master") for offload in ("none", "optimizer", "params")][:-1]
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def one_step(strategy, model, optimizer, index, factor=1.0):
+    device = strategy.config.device
+    loss = models.loss_of(model, models.batch(index).to(device)) * factor
+    strategy.backward(loss, model, optimizer)
+    return strategy.optimizer_step(optimizer, model)
+
+
+def moments(optimizer):
+    return [local(v) for s in optimizer.state.values() for k, v in s.items() if k != "step"]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_checkpoints_do_not_go_through_the_device(device):
+    with FSDPStrategy(FSDPConfig(device=device)):
+        assert "gloo" in dist.get_backend_config()
+        assert ("nccl" in dist.get_backend_config()) == (device == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("config", "tolerances"),
+    [
+        ({}, {}),
+        ({"activation_checkpointing": True}, {}),
+        ({"offload": "params"}, {}),
+        ({"mixed_precision": "bf16"}, {"loss": 0.03, "norm": 0.05, "weight": 0.05}),
+        ({"mixed_precision": "fp16"}, {"loss": 0.005, "norm": 0.05, "weight": 0.05}),
+        ({"mixed_precision": "bf16", "precision": "master"}, {"loss": 0.03, "norm": 0.05, "weight": 0.05}),
+        ({"mixed_precision": "fp16", "precision": "master"}, {"loss": 0.005, "norm": 0.05, "weight": 0.05}),
+    ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) or "plain",
+)
+def test_a_run_equals_plain_torch(device, config, tolerances):
+    config = {**config, "device": device}
+    with FSDPStrategy(FSDPConfig.from_dict(config)):
+        check([models.run(config, models.untied, device=device, max_norm=1.0)], **tolerances)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "offload"), RUNS)
+def test_a_run_that_was_saved_and_loaded_goes_on_bit_for_bit(device, precision, dtype, offload, tmp_path):
+    scale = {"initial_loss_scale": 2.0**10} if dtype == "fp16" else {}
+    config = FSDPConfig(precision=precision, mixed_precision=dtype, offload=offload, device=device, **scale)
+    host = "cpu" if offload == "params" else device
+    with FSDPStrategy(config, max_norm=1.0) as strategy:
+        model = strategy.prepare_model(models.made(models.tied))
+        assert {p.device.type for p in model.parameters()} == {host}
+        optimizer = strategy.create_optimizer(model)
+        assert one_step(strategy, model, optimizer, 0)
+        strategy.maybe_offload_optimizer(optimizer)
+        assert {v.device.type for v in moments(optimizer)} == {device if offload == "none" else "cpu"}
+        strategy.save_ckpt(model, str(tmp_path), optimizer=optimizer)
+        strategy.maybe_load_optimizer(optimizer)
+        assert {v.device.type for v in moments(optimizer)} == {host}
+        assert one_step(strategy, model, optimizer, 1)
+
+        resumed = strategy.prepare_model(models.made(models.tied, seed=5))
+        other = strategy.create_optimizer(resumed)
+        strategy.load_ckpt(resumed, str(tmp_path), optimizer=other)
+        assert one_step(strategy, resumed, other, 1)
+        assert same(models.weights(resumed).values(), models.weights(model).values())
+        assert same(moments(other), moments(optimizer))
+
+
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(device, precision):
+    config = FSDPConfig(precision=precision, mixed_precision="fp16", device=device, initial_loss_scale=2.0**10)
+    with FSDPStrategy(config) as strategy:
+        model = strategy.prepare_model(models.made(models.untied))
+        optimizer = strategy.create_optimizer(model)
+        scaler = strategy.grad_scaler(optimizer)
+        assert one_step(strategy, model, optimizer, 0)
+        scale, before = scaler.scale, [*models.weights(model).values(), *(v.clone() for v in moments(optimizer))]
+        assert [one_step(strategy, model, optimizer, i, math.inf) for i in (1, 2)] == [False, False]
+        assert scaler.scale == scale / 2
+        assert same(before, [*models.weights(model).values(), *moments(optimizer)])
+        assert one_step(strategy, model, optimizer, 3)
+
+
+def test_a_model_leaves_the_device_and_comes_back(device):
+    with FSDPStrategy(FSDPConfig(device=device)) as strategy:
+        model = strategy.prepare_model(models.made(models.untied))
+        before = models.weights(model)
+        strategy.offload_model(model)
+        assert {local(p).device.type for p in model.parameters()} == {"cpu"}
+        strategy.reload_model(model)
+        assert {local(p).device.type for p in model.parameters()} == {device}
+        assert same(before.values(), models.weights(model).values())
