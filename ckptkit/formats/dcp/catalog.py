@@ -32,6 +32,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import step_of_name
 from ckptkit.formats.pickles.inert import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata
 from ckptkit.formats.pickles.walk import loads
+from ckptkit.gc_pause import collector_paused
 from ckptkit.storage.store import FileInfo, Store, checked_path
 
 __all__ = ["METADATA", "metadata_files", "open_catalog"]
@@ -48,6 +49,7 @@ Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 
 
+@collector_paused()
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
     """Return what the DCP checkpoint at the store's root holds. Reads its metadata, no data file.
 

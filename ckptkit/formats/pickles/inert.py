@@ -184,9 +184,11 @@ class Index(Stub):
     __slots__ = ("fqn", "offset")
 
     def __setstate__(self, state: Any) -> None:
-        self.fqn = state.get("fqn")
-        self.offset = state.get("offset")
+        self.fill(state.get("fqn"), state.get("offset"))
         state.clear()
+
+    def fill(self, fqn: Any, offset: Any, index: Any = None) -> None:
+        self.fqn, self.offset = fqn, offset
 
 
 class StorageInfo(Stub):
@@ -195,11 +197,11 @@ class StorageInfo(Stub):
     __slots__ = ("length", "offset", "relative_path", "transforms")
 
     def __setstate__(self, state: Any) -> None:
-        self.relative_path = state.get("relative_path")
-        self.offset = state.get("offset")
-        self.length = state.get("length")
-        self.transforms = state.get("transform_descriptors")
+        self.fill(*map(state.get, ("relative_path", "offset", "length", "transform_descriptors")))
         state.clear()
+
+    def fill(self, relative_path: Any, offset: Any, length: Any, transforms: Any = None) -> None:
+        self.relative_path, self.offset, self.length, self.transforms = relative_path, offset, length, transforms
 
 
 class ChunkMetadata(Stub):
@@ -208,9 +210,11 @@ class ChunkMetadata(Stub):
     __slots__ = ("offsets", "sizes")
 
     def __setstate__(self, state: Any) -> None:
-        self.offsets = state.get("offsets")
-        self.sizes = state.get("sizes")
+        self.fill(state.get("offsets"), state.get("sizes"))
         state.clear()
+
+    def fill(self, offsets: Any, sizes: Any) -> None:
+        self.offsets, self.sizes = offsets, sizes
 
 
 class TensorMetadata(Stub):

@@ -13,7 +13,16 @@ from typing import Any, Literal
 
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsafePickleError
 from ckptkit.formats.pickles.allowed import allowed_global, checked_key
-from ckptkit.formats.pickles.inert import Function, Index, Record, StateDict, Stub, unknown_type
+from ckptkit.formats.pickles.inert import (
+    ChunkMetadata,
+    Function,
+    Index,
+    Record,
+    StateDict,
+    StorageInfo,
+    Stub,
+    unknown_type,
+)
 from ckptkit.gc_pause import collector_paused
 
 __all__ = ["MAX_PICKLE_BYTES", "PersistentLoad", "Unknown", "guarded", "load_prefix", "loads", "walk"]
@@ -163,34 +172,81 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
             opcode = data[pos]
             pos += 1
             # The first are those that descriptions of slices consist of, by the million.
-            if opcode == 0x94:  # MEMOIZE
-                memo.append(stack[-1])
-            elif opcode == 0x68:  # BINGET
-                stack.append(memo[data[pos]])
-                pos += 1
-                if stack[-1] is _UNSET:
+            if opcode == 0x6A:  # LONG_BINGET
+                value = memo[_unsigned4(data, pos)[0]]
+                if value is _UNSET:
                     raise ValueError(_NOT_THERE)
+                stack.append(value)
+                pos += 4
+            elif opcode == 0x68:  # BINGET
+                value = memo[data[pos]]
+                if value is _UNSET:
+                    raise ValueError(_NOT_THERE)
+                stack.append(value)
+                pos += 1
             elif opcode == 0x4B:  # BININT1
                 stack.append(data[pos])
                 pos += 1
+            elif opcode == 0x94:  # MEMOIZE
+                memo.append(stack[-1])
+            elif opcode == 0x86:  # TUPLE2
+                budget -= 1
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif opcode == 0x85:  # TUPLE1
+                budget -= 1
+                args = (stack[-1],)
+                if data[pos : pos + 3] == b"\x94R\x94":  # MEMOIZE, REDUCE, MEMOIZE: a torch.Size
+                    value = stack.pop()
+                    if stack[-1] is not tuple or type(value) is not tuple:
+                        value = _call(stack[-1], args, calls)
+                    stack[-1] = value
+                    memo.append(args)
+                    memo.append(value)
+                    pos += 3
+                else:
+                    stack[-1] = args
+            elif opcode == 0x29:  # EMPTY_TUPLE
+                if data[pos : pos + 5] == b"\x81\x94}\x94(":  # NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK
+                    budget -= 3
+                    stack[-1] = value = _new(stack[-1], (), calls)
+                    state: dict[Any, Any] = {}
+                    stack.append(state)
+                    memo.append(value)
+                    memo.append(state)
+                    below.append(stack)
+                    stack = []
+                    pos += 5
+                else:
+                    stack.append(())
+            elif opcode == 0x75:  # SETITEMS
+                items, stack = stack, below.pop()
+                usual = _OF_METADATA.get(type(stack[-2])) if data[pos] == 0x62 and len(stack) > 1 else None  # BUILD
+                if usual is not None and stack[-1] == {} and items[::2] == usual:
+                    stack.pop()
+                    stack[-1].fill(*items[1::2])  # the state would be emptied
+                    pos += 1
+                else:
+                    _put_items(stack[-1], items)
+            elif opcode == 0x4D:  # BININT2
+                stack.append(_unsigned2(data, pos)[0])
+                pos += 2
             elif opcode == 0x4A:  # BININT
                 stack.append(_signed4(data, pos)[0])
                 pos += 4
+            elif opcode in _TEXTS:
+                width, decode = _TEXTS[opcode]
+                length = _LENGTHS[width](data, pos)[0]
+                pos += width + length
+                if pos > len(data):
+                    raise ValueError("it ends in the middle of an argument")
+                stack.append(decode(data[pos - length : pos]))
             elif opcode == 0x28:  # MARK
                 below.append(stack)
                 stack = []
             elif opcode == 0x52:  # REDUCE
                 args = stack.pop()
                 stack[-1] = _call(stack[-1], args, calls)
-            elif opcode == 0x85:  # TUPLE1
-                budget -= 1
-                stack[-1] = (stack[-1],)
-            elif opcode == 0x86:  # TUPLE2
-                budget -= 1
-                last = stack.pop()
-                stack[-1] = (stack[-1], last)
-            elif opcode == 0x29:  # EMPTY_TUPLE
-                stack.append(())
             elif opcode == 0x81:  # NEWOBJ
                 args = stack.pop()
                 stack[-1] = _new(stack[-1], args, calls)
@@ -204,9 +260,6 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
             elif opcode == 0x7D:  # EMPTY_DICT
                 budget -= 3
                 stack.append({})
-            elif opcode == 0x75:  # SETITEMS
-                items, stack = stack, below.pop()
-                _put_items(stack[-1], items)
             elif opcode == 0x74:  # TUPLE
                 budget -= 1
                 made, stack = tuple(stack), below.pop()
@@ -216,22 +269,9 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
             elif opcode == 0x71:  # BINPUT
                 _put(memo, data[pos], stack[-1], data)
                 pos += 1
-            elif opcode == 0x4D:  # BININT2
-                stack.append(_unsigned2(data, pos)[0])
-                pos += 2
             elif opcode == 0x72:  # LONG_BINPUT
                 _put(memo, _unsigned4(data, pos)[0], stack[-1], data)
                 pos += 4
-            elif opcode == 0x6A:  # LONG_BINGET
-                stack.append(_get(memo, _unsigned4(data, pos)[0]))
-                pos += 4
-            elif opcode in _TEXTS:
-                width, decode = _TEXTS[opcode]
-                length = _LENGTHS[width](data, pos)[0]
-                pos += width + length
-                if pos > len(data):
-                    raise ValueError("it ends in the middle of an argument")
-                stack.append(decode(data[pos - length : pos]))
             elif opcode in (0x8A, 0x8B):  # LONG1, LONG4
                 width = 1 if opcode == 0x8A else 4
                 length = _LENGTHS[width](data, pos)[0]
@@ -362,7 +402,17 @@ def _call(function: Any, args: Any, calls: Calls, keywords: dict[str, Any] | Non
     raise ValueError(f"it calls what is no function: {type(function).__name__}")
 
 
+# Classes that come by the million, and what their states usually have.
+_OF_METADATA: Mapping[Any, list[str]] = {
+    ChunkMetadata: ["offsets", "sizes"],
+    Index: ["fqn", "offset", "index"],
+    StorageInfo: ["relative_path", "offset", "length", "transform_descriptors"],
+}
+
+
 def _new(cls: Any, args: Any, calls: Calls, keywords: dict[str, Any] | None = None) -> Any:
+    if type(cls) is type and cls in _OF_METADATA and not args and not keywords:
+        return object.__new__(cls)
     if isinstance(cls, type) and issubclass(cls, Stub) and not issubclass(cls, (Record, StateDict, Function)):
         if args or keywords:
             raise ValueError("a record of metadata takes no arguments")
@@ -387,11 +437,11 @@ def _extend(target: Any, items: list[Any]) -> None:
 
 
 def _put_items(target: Any, items: list[Any]) -> None:
-    if not isinstance(target, (dict, Record)) or len(items) % 2:
+    if (type(target) is not dict and not isinstance(target, (dict, Record))) or len(items) % 2:
         raise ValueError(f"it sets items of a {type(target).__name__}")
-    for i in range(0, len(items), 2):
-        key = items[i]
-        target[key if type(key) is str or type(key) is Index else checked_key(key)] = items[i + 1]
+    pairs = iter(items)
+    for key, value in zip(pairs, pairs, strict=True):
+        target[key if type(key) is str or type(key) is Index else checked_key(key)] = value
 
 
 def _put(memo: list[Any], index: int, value: Any, data: bytes) -> None:
