@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -32,6 +32,7 @@ __all__ = [
     "MeshInfo",
     "CatalogInfo",
     "Catalog",
+    "WholeTensors",
     "same_by_record",
 ]
 
@@ -477,6 +478,10 @@ class CatalogInfo:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+class WholeTensors(Mapping[str, TensorEntry]):
+    """Tensors that lie in one piece each, as a reader has seen: no need to make 300,000 entries to know it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """Everything a checkpoint holds: tensors and objects by name, and where it came from."""
@@ -488,8 +493,12 @@ class Catalog:
     def opaque(self) -> dict[str, str]:
         """Return by name the tensors that can't be read without their classes, and why. Looks at all records."""
         found = dict(self.info.extra.get("opaque", {}))
-        found.update((e.name, why) for e in self.tensors.values() if (why := e.slices.opaque))
+        found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))
         return found
+
+    def in_parts(self) -> Iterable[TensorEntry]:
+        """Return the tensors that may lie in several pieces, or in records of classes: those that can have gaps."""
+        return () if isinstance(self.tensors, WholeTensors) else self.tensors.values()
 
     def by_role(self, role: Role) -> dict[str, TensorEntry]:
         """Return the tensors of one role, keyed by FQN (MODEL, MASTER) or by name (the others)."""

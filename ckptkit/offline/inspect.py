@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from ckptkit.gc_pause import collector_paused
 __all__ = ["InspectReport", "Section", "TensorInfo", "TreeNode", "inspect", "summarise"]
 
 SCHEMA = "ckptkit.inspect/1"
+_Sized: TypeAlias = tuple[TensorEntry, int, int]  # with its elements and bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +130,12 @@ def summarise(
     info = catalog.info
     entries = list(catalog.tensors.values())
     shown = [e for e in entries if tensors and _matches(e, tensors)]
-    sizes = {e.name: (n := e.numel, n * dtype_of(e.dtype).itemsize) for e in entries}  # once: there may be 300,000
-    model = [e for e in entries if e.role is Role.MODEL]
+    itemsizes = {dtype: dtype_of(dtype).itemsize for dtype in {e.dtype for e in entries}}
+    sized = [(e, n := e.numel, n * itemsizes[e.dtype]) for e in entries]  # once: there may be 300,000
+    model = [item for item in sized if item[0].role is Role.MODEL]
     opaque = dict(info.extra.get("opaque", {}))
-    opaque.update((e.name, why) for e in model if (why := e.slices.opaque))
-    largest = heapq.nlargest(8, model, key=lambda e: sizes[e.name][1])
+    opaque.update((e.name, why) for e in catalog.in_parts() if e.role is Role.MODEL and (why := e.slices.opaque))
+    largest = heapq.nlargest(8, model, key=itemgetter(2))
     return InspectReport(
         url=url,
         note=note,
@@ -140,11 +144,11 @@ def summarise(
         step=info.step,
         world_size=info.world_size,
         mesh=_mesh(info.mesh),
-        sections=tuple(_sections(entries, sizes)),
-        largest=tuple(_tensor(e, slices=False) for e in largest),
+        sections=tuple(_sections(sized)),
+        largest=tuple(_tensor(e, slices=False) for e, _, _ in largest),
         tensors=tuple(_tensor(e, slices=True) for e in shown),
-        tree=_tree("", [(e.fqn.split("."), *sizes[e.name]) for e in model], depth),
-        tied=_tied(catalog, sizes),
+        tree=_tree("", [(e.fqn.split(".", depth), numel, nbytes) for e, numel, nbytes in model], depth),
+        tied=_tied(catalog, model),
         objects=tuple(name for name in catalog.objects if name not in opaque),
         uninterpreted=opaque,
         files=dict(info.files),
@@ -164,20 +168,20 @@ def _matches(entry: TensorEntry, pattern: str) -> bool:
     return fnmatch.fnmatchcase(entry.name, pattern) or fnmatch.fnmatchcase(entry.fqn, pattern)
 
 
-def _sections(entries: Iterable[TensorEntry], sizes: Mapping[str, tuple[int, int]]) -> Iterable[Section]:
-    entries = list(entries)
+def _sections(sized: Iterable[_Sized]) -> Iterable[Section]:
+    by_role: dict[Role, list[_Sized]] = {}
+    for item in sized:
+        by_role.setdefault(item[0].role, []).append(item)
     for role in Role:
-        mine = [e for e in entries if e.role is role]
+        mine = by_role.get(role)
         if not mine:
             continue
         dtypes: dict[str, int] = {}
-        placements: dict[str, int] = {}
-        for entry in mine:
-            dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + sizes[entry.name][1]
-            cut = _cut(entry)
-            placements[cut] = placements.get(cut, 0) + 1
-        total, nbytes = (sum(sizes[e.name][i] for e in mine) for i in (0, 1))
-        yield Section(role.value, len(mine), total, nbytes, dtypes, placements)
+        for entry, _, nbytes in mine:
+            dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + nbytes
+        placements = Counter(_cut(entry) for entry, _, _ in mine)
+        numel, nbytes = (sum(map(itemgetter(i), mine)) for i in (1, 2))
+        yield Section(role.value, len(mine), numel, nbytes, dtypes, dict(placements))
 
 
 def _cut(entry: TensorEntry) -> str:
@@ -190,14 +194,14 @@ def _cut(entry: TensorEntry) -> str:
     return " x ".join(cuts) or "whole, in replicas"
 
 
-def _tied(catalog: Catalog, sizes: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
     """Names that share their bytes: as the format records them, or because their slices are the same."""
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)
     first: dict[tuple[str, int, int], tuple[str, tuple[int, ...]]] = {}
-    for entry in catalog.tensors.values():
-        if entry.role is Role.MODEL and sizes[entry.name][1] and not entry.slices.opaque:
+    for entry, _, nbytes in model:
+        if nbytes and not entry.slices.opaque:
             kept, shape = first.setdefault(entry.slices.record(0), (entry.fqn, entry.shape))
             if kept != entry.fqn and entry.shape == shape:
                 found.setdefault(entry.fqn, kept)
@@ -237,8 +241,8 @@ def _tree(name: str, entries: list[tuple[list[str], int, int]], depth: int, at: 
     return TreeNode(
         name,
         len(entries),
-        sum(numel for _, numel, _ in entries),
-        sum(nbytes for _, _, nbytes in entries),
+        sum(map(itemgetter(1), entries)),
+        sum(map(itemgetter(2), entries)),
         tuple(child for child in children if child is not None),
     )
 

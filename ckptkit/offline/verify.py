@@ -230,6 +230,8 @@ _ANYWAY = "To use what can be read all the same: --no-check."
 def _beside_tensors(catalog: Catalog) -> list[_Check]:
     """The digests that a commit record has of files in which no tensor lies: `.metadata`, a tokenizer."""
     digests = catalog.info.extra.get("digests", {})
+    if not digests:
+        return []
     tables = {id(entry.slices.paths): entry.slices.paths for entry in catalog.tensors.values()}  # most share one
     holding = {path for paths in tables.values() for path in paths}
     return [
@@ -276,7 +278,7 @@ def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
 
 
 def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
-    for entry in catalog.tensors.values():
+    for entry in catalog.in_parts():
         try:
             entry.check_coverage()
         except (CorruptCheckpointError, IncompleteCheckpointError) as error:

@@ -8,13 +8,18 @@ its dtype and shape ask for; the ranges cover the data from its first to its las
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import from_safetensors
@@ -25,6 +30,7 @@ from ckptkit.storage.pool import WorkerPool
 
 __all__ = [
     "HeaderTensor",
+    "HeaderTensors",
     "SafetensorsHeader",
     "parse_header",
     "read_header",
@@ -41,8 +47,12 @@ __all__ = [
 MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 64  # torch's own limit; keeps the product of a hostile shape small
 _MAX_EXTENT = 2**63 - 1
+_MOST_NUMEL = 2.0**50  # of a tensor; more, and no product of 64 bits is exact
+_FIELDS = ("dtype", "shape", "data_offsets")
 _FIRST_READ = 64 << 10
 _HALF = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")  # as repr writes a lone surrogate
+_first, _second = itemgetter(0), itemgetter(1)
+UInt64 = npt.NDArray[np.uint64]  # what a header may state ends below 2^63 of the data, not of the file
 _THREADS = 8  # headers are small: on object storage the time goes into waiting
 
 
@@ -55,6 +65,47 @@ class HeaderTensor(NamedTuple):
     nbytes: int
 
 
+class HeaderTensors(Mapping[str, HeaderTensor]):
+    """The tensors of a header by name, kept as columns: there may be 300,000, of which a command asks for few.
+
+    Attributes:
+        dtypes, shapes: By row; torch's dtype names.
+        starts, nbytes: [n] bytes, counted from the start of the file.
+    """
+
+    __slots__ = ("_rows", "dtypes", "nbytes", "shapes", "starts")
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        starts: UInt64,
+        nbytes: UInt64,
+    ) -> None:
+        self._rows = dict(zip(names, itertools.count()))
+        self.dtypes, self.shapes = dtypes, shapes
+        self.starts, self.nbytes = starts, nbytes
+
+    def __getitem__(self, name: str) -> HeaderTensor:
+        row = self._rows[name]
+        return HeaderTensor(self.dtypes[row], tuple(self.shapes[row]), self.starts.item(row), self.nbytes.item(row))
+
+    def columns(self) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
+        """Yield (name, dtype, shape, start, bytes) of all tensors, in the order of the header."""
+        shapes = map(tuple, self.shapes)
+        return zip(self._rows, self.dtypes, shapes, self.starts.tolist(), self.nbytes.tolist(), strict=True)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
     """What a header says.
@@ -65,7 +116,7 @@ class SafetensorsHeader:
         nbytes: Bytes of the whole file (or of the blob in it).
     """
 
-    tensors: Mapping[str, HeaderTensor]
+    tensors: HeaderTensors
     metadata: Mapping[str, str]
     nbytes: int
 
@@ -120,7 +171,9 @@ def parse_header(raw: bytes, path: str, *, start: int = 0) -> SafetensorsHeader:
     members = _load_json(raw, path)
     metadata = _metadata(members.pop("__metadata__", None), path)
     data_start = start + 8 + len(raw)
-    tensors = {name: _tensor(name, value, data_start, path) for name, value in members.items()}
+    tensors = _columns(members, data_start)
+    if tensors is None:
+        tensors = _one_by_one(members, data_start, path)
     end = _check_contiguous(tensors, data_start, path)
     return SafetensorsHeader(tensors, metadata, end - start)
 
@@ -162,13 +215,67 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
     return _unique(value, path, " of __metadata__")
 
 
+def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | None:
+    """Return all tensors by a few passes over lists; None where anything is unusual: `_tensor` says what is wrong."""
+    entries = list(members.values())
+    if not _all_of(entries, tuple) or set(map(len, entries)) - {len(_FIELDS)}:
+        return None
+    pairs = list(itertools.chain.from_iterable(entries))
+    keys = list(map(_first, pairs))
+    if keys != list(_FIELDS) * len(entries):
+        return None
+    values = list(map(_second, pairs))
+    stated, shapes, offsets = values[0::3], values[1::3], values[2::3]
+    if not (_all_of(stated, str) and _all_of(shapes, list) and _all_of(offsets, list)):
+        return None
+    try:
+        known = {name: from_safetensors(name) for name in set(stated)}
+    except UnsupportedFormatError:
+        return None
+    sizes, spans = _numbers(shapes), _numbers(offsets)
+    ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
+    if sizes is None or spans is None or set(map(len, offsets)) - {2} or ndims.max(initial=0) > _MAX_DIMS:
+        return None
+    begins, ends = spans.reshape(-1, 2).T
+    first = np.cumsum(ndims) - ndims
+    numels, most = np.ones(len(shapes), np.uint64), np.ones(len(shapes))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for dim in range(int(ndims.max(initial=0))):
+            rows = np.flatnonzero(ndims > dim)
+            column = sizes[first[rows] + dim]
+            numels[rows] *= column
+            most[rows] *= column
+    nbytes = numels * np.array([known[name].itemsize for name in stated], np.uint64)
+    if not (most < _MOST_NUMEL).all() or (begins > ends).any() or (ends - begins != nbytes).any():
+        return None
+    return HeaderTensors(members, [known[name].name for name in stated], shapes, begins + np.uint64(data_start), nbytes)
+
+
+def _all_of(values: Iterable[Any], kind: type[Any]) -> bool:
+    return not set(map(type, values)) - {kind}
+
+
+def _numbers(lists: Sequence[list[Any]]) -> UInt64 | None:
+    """Return what these lists hold, end to end; None where something is no natural number of 63 bits."""
+    values = list(itertools.chain.from_iterable(lists))
+    if not _all_of(values, int) or (values and (min(values) < 0 or max(values) > _MAX_EXTENT)):
+        return None  # JSON true is another type
+    return np.array(values, np.uint64)
+
+
+def _one_by_one(members: Mapping[str, Any], data_start: int, path: str) -> HeaderTensors:
+    found = [_tensor(name, value, data_start, path) for name, value in members.items()]
+    dtypes, shapes, starts, nbytes = zip(*found, strict=True) if found else ((), (), (), ())
+    return HeaderTensors(members, dtypes, shapes, np.array(starts, np.uint64), np.array(nbytes, np.uint64))
+
+
 def _tensor(name: str, value: Any, data_start: int, path: str) -> HeaderTensor:
     if not isinstance(value, tuple):
         raise CorruptCheckpointError(f"{path}: header entry {name!r} is no object.")
     fields = dict(value)
     if len(fields) != len(value):
         _unique(value, path, f" of {name!r}")
-    if fields.keys() != {"dtype", "shape", "data_offsets"}:
+    if fields.keys() != set(_FIELDS):
         raise CorruptCheckpointError(
             f"{path}: header entry {name!r} has the keys {sorted(fields)}; expected dtype, shape and data_offsets."
         )
@@ -209,18 +316,21 @@ def _naturals(value: Any, what: str, name: str, path: str) -> tuple[int, ...]:
     raise CorruptCheckpointError(f"{path}: {what} of {name!r} must be a list of integers from 0 to 2^63 - 1.")
 
 
-def _check_contiguous(tensors: Mapping[str, HeaderTensor], data_start: int, path: str) -> int:
+def _check_contiguous(tensors: HeaderTensors, data_start: int, path: str) -> int:
     """Check that the ranges follow each other without hole or overlap; return where the last one ends."""
-    end = data_start
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if tensor.start != end:
-            what = "a hole" if tensor.start > end else "an overlap"
-            raise CorruptCheckpointError(
-                f"{path}: {what} in the data before tensor {name!r}: it begins at byte {tensor.start - data_start} "
-                f"of the data, the tensors before it end at {end - data_start}."
-            )
-        end += tensor.nbytes
-    return end
+    order = np.lexsort((tensors.nbytes, tensors.starts))
+    starts, nbytes = tensors.starts[order], tensors.nbytes[order]
+    ends = np.concatenate([np.array([data_start], np.uint64), starts + nbytes])
+    wrong = np.flatnonzero(starts != ends[:-1])
+    if len(wrong):
+        row = int(wrong[0])
+        start, end, name = int(starts[row]), int(ends[row]), list(tensors)[int(order[row])]
+        what = "a hole" if start > end else "an overlap"
+        raise CorruptCheckpointError(
+            f"{path}: {what} in the data before tensor {name!r}: it begins at byte {start - data_start} "
+            f"of the data, the tensors before it end at {end - data_start}."
+        )
+    return int(ends[-1])
 
 
 def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:

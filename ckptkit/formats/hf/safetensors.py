@@ -6,10 +6,10 @@ Only headers, the index and config.json are read here, never tensor bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry, WholeTensors
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -18,7 +18,7 @@ from ckptkit.errors import (
     UnsupportedFormatError,
 )
 from ckptkit.formats.hf.dcp_shards import SHARD_NAME, open_shards
-from ckptkit.formats.hf.header import HeaderTensor, SafetensorsHeader, read_headers
+from ckptkit.formats.hf.header import SafetensorsHeader, read_headers
 from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json, unread_optimizer
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
@@ -50,14 +50,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     notes = (*notes, *unread_optimizer(listed))
     if "modules.json" in listed:
         notes = (*notes, *_modules(store))
-    entries: dict[str, TensorEntry] = {}
-    for path, header in headers.items():
-        for name, tensor in header.tensors.items():
-            if name in entries:
-                first = entries[name].slices[0].path
-                raise CorruptCheckpointError(f"tensor {name!r} is in {first} and again in {path}.")
-            entries[name] = _whole_entry(name, tensor, path)
-    return Catalog(entries, info=_info(store, headers, find_side_files(store), notes))
+    return Catalog(_Tensors(headers), info=_info(store, headers, find_side_files(store), notes))
 
 
 def open_file(store: Store, path: str) -> Catalog:
@@ -68,14 +61,57 @@ def open_file(store: Store, path: str) -> Catalog:
         raise IncompleteCheckpointError(
             f"{path} is one of the shards that several ranks wrote. Give the directory that holds them all."
         )
-    entries = {name: _whole_entry(name, tensor, path) for name, tensor in header.tensors.items()}
     side = find_side_files(store) if path in ("model.safetensors", "adapter_model.safetensors") else SideFiles()
-    return Catalog(entries, info=_info(store, headers, side, ()))
+    return Catalog(_Tensors(headers), info=_info(store, headers, side, ()))
 
 
-def _whole_entry(name: str, tensor: HeaderTensor, path: str) -> TensorEntry:
-    slices = SliceArray.whole(path, tensor.start, tensor.nbytes, tensor.shape)
-    return TensorEntry(name, tensor.dtype, tensor.shape, slices, Role.MODEL, name)
+class _Tensors(WholeTensors):
+    """The tensors of some files; an entry is made when it is asked for, and kept."""
+
+    def __init__(self, headers: Mapping[str, SafetensorsHeader]) -> None:
+        self._headers = headers
+        self._paths: dict[str, str] = {}
+        self._made: dict[str, TensorEntry] = {}
+        for path, header in headers.items():
+            twice = self._paths.keys() & header.tensors.keys() if self._paths else ()
+            for name in header.tensors if twice else ():
+                if name in twice:
+                    raise CorruptCheckpointError(f"tensor {name!r} is in {self._paths[name]} and again in {path}.")
+            self._paths.update(dict.fromkeys(header.tensors, path))
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        found = self._made.get(name)
+        if found is None:
+            path = self._paths[name]
+            found = self._made[name] = _entry(path, name, *self._headers[path].tensors[name])
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._paths
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def values(self) -> ValuesView[TensorEntry]:
+        return self._all().values()
+
+    def items(self) -> ItemsView[str, TensorEntry]:
+        return self._all().items()
+
+    def _all(self) -> dict[str, TensorEntry]:
+        """Make all entries: five times as fast as one by one."""
+        if len(self._made) < len(self._paths):
+            columns = ((path, header.tensors.columns()) for path, header in self._headers.items())
+            made = {row[0]: _entry(path, *row) for path, rows in columns for row in rows}
+            self._made = {**made, **self._made} if self._made else made
+        return self._made
+
+
+def _entry(path: str, name: str, dtype: str, shape: tuple[int, ...], start: int, nbytes: int) -> TensorEntry:
+    return TensorEntry(name, dtype, shape, SliceArray.whole(path, start, nbytes, shape), Role.MODEL, name)
 
 
 def _info(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptkit.formats.detect import open_source
 from ckptkit.offline.convert import convert
 from ckptkit.offline.diff import diff
 from ckptkit.offline.inspect import inspect
@@ -54,13 +55,15 @@ def _calls(work: Callable[[], Any]) -> int:
 
 
 _COMMANDS: dict[str, tuple[Callable[[str, str, str], Any], int]] = {  # and the most calls for a tensor
-    "inspect": (lambda a, b, out: inspect(a), 55),
-    "verify": (lambda a, b, out: verify(a), 36),
-    "diff": (lambda a, b, out: diff(a, b), 140),
-    "convert --dry-run": (lambda a, b, out: convert(a, out, dry_run=True).plan_lines(), 225),
-    "convert": (lambda a, b, out: convert(a, out), 240),
-    "convert --to dcp": (lambda a, b, out: convert(a, out, to="dcp"), 310),
-    "reshard": (lambda a, b, out: reshard(a, out, world_size=2), 720),
+    "open": (lambda a, b, out: open_source(a), 1),
+    "verify --quick": (lambda a, b, out: verify(a, quick=True), 1),
+    "inspect": (lambda a, b, out: inspect(a), 24),
+    "verify": (lambda a, b, out: verify(a), 10),
+    "diff": (lambda a, b, out: diff(a, b), 100),
+    "convert --dry-run": (lambda a, b, out: convert(a, out, dry_run=True).plan_lines(), 205),
+    "convert": (lambda a, b, out: convert(a, out), 220),
+    "convert --to dcp": (lambda a, b, out: convert(a, out, to="dcp"), 300),
+    "reshard": (lambda a, b, out: reshard(a, out, world_size=2), 675),
 }
 
 

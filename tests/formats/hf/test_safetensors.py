@@ -19,6 +19,7 @@ from ckptkit.errors import (
     UnsafePathError,
     UnsupportedFormatError,
 )
+from ckptkit.formats.hf import header as header_module
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.header import read_header
 from ckptkit.storage import open_store
@@ -68,6 +69,11 @@ BAD = {
     "data that does not start at 0": ({"a": _f32([1], 4, 8)}, b"0" * 8, None, CorruptCheckpointError),
     "truncated data": ({"a": _f32([4], 0, 16)}, b"0" * 15, None, IncompleteCheckpointError),
     "bytes after the data": ({"a": _f32([1], 0, 4)}, b"0" * 5, None, CorruptCheckpointError),
+    "data that would end past 2^63 of the file": (
+        {"a": _f32([1], 2**63 - 5, 2**63 - 1)}, b"0000", None, CorruptCheckpointError
+    ),
+    "64 dimensions whose product no float holds": ({"a": _f32([2**63 - 1] * 64, 0, 4)}, b"0", None,
+                                                   CorruptCheckpointError),
     "an unknown dtype": ({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"0", None,
                          UnsupportedFormatError),
 }  # fmt: skip
@@ -81,6 +87,36 @@ def test_a_header_that_breaks_a_rule_is_refused_fast_and_by_name(tmp_path, fault
     with pytest.raises(error, match=r"x\.safetensors"):
         _read(tmp_path)
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("fault", [fault for fault in BAD if isinstance(BAD[fault][0], dict)])
+def test_many_tensors_at_once_are_judged_as_one_is(tmp_path, monkeypatch, fault):
+    messages = []
+    for one_by_one in (False, True):
+        if one_by_one:
+            monkeypatch.setattr(header_module, "_columns", lambda members, data_start: None)
+        header, data, length, error = BAD[fault]
+        good = {f"good.{i}": _f32([0, 3], 0, 0) for i in range(9)}
+        _write(tmp_path / "x.safetensors", {**good, **header}, data, length=length)
+        with pytest.raises(error) as caught:
+            _read(tmp_path)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+ODD = {
+    "fields in another order": {"data_offsets": [0, 4], "dtype": "F32", "shape": [1]},
+    "a product that overflows before a zero": {"dtype": "F32", "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]},
+    "no dimensions": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},
+}
+
+
+@pytest.mark.parametrize("oddity", ODD)
+def test_an_odd_header_that_breaks_no_rule_is_read(tmp_path, oddity):
+    begin, end = ODD[oddity]["data_offsets"]
+    _write(tmp_path / "x.safetensors", {"a": ODD[oddity]}, b"0" * (end - begin))
+    found = _read(tmp_path).tensors["a"]
+    assert (list(found.shape), found.nbytes, found.dtype) == (ODD[oddity]["shape"], end - begin, "float32")
 
 
 @pytest.mark.parametrize("size", [0, 7])
