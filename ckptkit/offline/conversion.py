@@ -42,7 +42,7 @@ class ConvertReport:
         nbytes, nbytes_read: Written and read.
         checked: Source digests that were checked.
         verified: Tensors of the result that were read again and found equal to the source; None if not asked.
-        proved: Sentences, each of which was checked and holds.
+        proved: Phrases with the figures that were counted; each was checked and holds.
         notes: Decisions a person should know.
         seconds: Wall time; 0.0 for a dry run.
         faults: What a real run would raise: a dry run lists it.
@@ -81,7 +81,7 @@ class ConvertReport:
 
     def proof(self) -> str:
         """Return the line of what was proved."""
-        return "proved: " + ", ".join(self.proved)
+        return "proved: " + "; ".join(self.proved)
 
     def plan_lines(self) -> list[str]:
         """Return what --dry-run prints: every source and its target, what is left over, what is missing."""
@@ -141,27 +141,48 @@ class Outcome:
 
     Attributes:
         masters: Weights that were found equal to their fp32 masters, cast.
+        looked: What `look` counted; None where there was none.
         verified: Tensors of the result that were found equal to the source; None if not asked.
         record: Of the checkpoint of ours that was committed; None for another format.
     """
 
     copied: CopyReport
     masters: int
+    looked: int | None
     verified: int | None
     record: CommitRecord | None
 
     def told(self, planned: ConvertReport, *, proved: Sequence[str], started: float) -> ConvertReport:
-        """Return the report of the plan with what became of it. `started`: of time.perf_counter."""
+        """Return the report of the plan with what became of it.
+
+        Args:
+            proved: What the caller has proved besides.
+            started: Of time.perf_counter.
+        """
+        facts = [str(self.copied.covered)]
+        if self.copied.records:
+            facts.append(f"{self.copied.records} source digest{'s' * (self.copied.records != 1)} checked")
+        if self.masters:
+            facts.append(f"{self.masters} weight{'s' * (self.masters != 1)} equal to the fp32 master, cast")
+        facts += proved
+        if self.verified is not None:
+            facts.append(f"{self.verified}/{planned.tensors} tensors equal to the source")
+        if self.record is not None:
+            facts.append(f"committed as step {self.record.step} of {_ranks(self.record.world_size)}")
         return replace(
             planned,
             nbytes_read=self.copied.nbytes_read,
             notes=(*self.copied.notes(), *planned.notes),
             checked=self.copied.records,
             verified=self.verified,
-            proved=tuple(proved),
+            proved=tuple(facts),
             seconds=time.perf_counter() - started,
             peak_memory=peak_memory(),
         )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def carry_out(
@@ -171,17 +192,17 @@ def carry_out(
     how: How,
     *,
     masters_of: Collection[str] | None = None,
-    look: Callable[[Store], None] | None = None,
+    look: Callable[[Store], int] | None = None,
     sealing: Seal | None = None,
 ) -> Outcome:
     """Write a plan and publish it, whole or not at all. Every rank of several calls it.
 
     Args:
         masters_of: Source tensors among which masters are proved; None for all.
-        look: Called once with what was written; raises where it is wrong.
+        look: Called once with what was written; raises where it is wrong, and returns what it has compared.
         sealing: What makes the result a committed checkpoint of ours.
     """
-    verified = record = None
+    looked = verified = record = None
     with place.stage(plan) as session:
 
         def copied() -> CopyReport:
@@ -206,7 +227,7 @@ def carry_out(
         copies = session.everyone(copied)
         done = CopyReport.joined(copies)
         if look is not None:
-            session.one(partial(look, session.store))
+            looked = session.one(partial(look, session.store))
         if how.verify:
             verified = session.one(proved)
         if sealing is not None:
@@ -215,4 +236,4 @@ def carry_out(
             digested = Digested.joined(copy.digested for copy in copies)
             sealed = partial(seal, plan, session.store, sealing, digested=digested, workers=how.workers)
             record = session.one(sealed)
-    return Outcome(done, masters, verified, record)
+    return Outcome(done, masters, looked, verified, record)

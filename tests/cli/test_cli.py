@@ -14,6 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ckptkit.cli.main import cli
+from ckptkit.formats.detect import open_source
+from ckptkit.offline.inspect import inspect
+from ckptkit.units import format_count
 from tests.test_package import modules_after, run_cli
 
 DCP = "dcp_fsdp2_uneven_w4/ckpt"
@@ -142,9 +145,28 @@ def test_a_dry_run_writes_nothing(zoo: Path, tmp_path: Path) -> None:
 
 
 def test_a_conversion_ends_with_what_was_proved(zoo: Path, tmp_path: Path) -> None:
+    model = next(s for s in inspect(str(zoo / DCP)).sections if s.role == "model")
     result = run("convert", zoo / DCP, tmp_path / "out", "--verify")
     assert result.exit_code == 0, result.stderr
-    assert "equal to the source" in result.output.strip().splitlines()[-1]
+    n, elements = model.tensors, format_count(model.numel)
+    assert re.fullmatch(
+        rf"proved: {n} tensors, {elements} elements, each covered once; \d+ source digests checked; "
+        rf"{n} header entries match the plan; {n}/{n} tensors equal to the source",
+        result.output.strip().splitlines()[-1],
+    )
+
+
+def test_the_figures_of_a_proof_are_those_of_the_result(zoo: Path, tmp_path: Path) -> None:
+    result = run("convert", zoo / DCP, tmp_path / "out", "--include", "*.norm.weight")
+    assert "proved: 2 tensors, 20 elements, each covered once; 8 source digests checked; 2 " in result.output
+    result = run("reshard", zoo / DCP, tmp_path / "two", "--world-size", "2")
+    sections = inspect(str(tmp_path / "two")).sections
+    tensors, elements = sum(s.tensors for s in sections), format_count(sum(s.numel for s in sections))
+    assert f"proved: {tensors} tensors, {elements} elements, each covered once; " in result.output
+    slices = [s for entry in open_source(str(tmp_path / "two")).catalog.tensors.values() for s in entry.slices]
+    again = run("reshard", tmp_path / "two", tmp_path / "three", "--world-size", "3")
+    digests = len({(s.path, s.start) for s in slices if s.nbytes})
+    assert f"; {digests} source digests checked; committed as step 0 of 3 ranks" in again.output
 
 
 def test_a_damaged_source_fails_with_file_and_tensor_and_leaves_nothing(zoo: Path, tmp_path: Path) -> None:

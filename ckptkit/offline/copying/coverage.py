@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,8 +14,9 @@ from ckptkit.catalog.tiles import check_coverage
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, OutputTensor, Placement, Plan
+from ckptkit.units import format_count
 
-__all__ = ["check_plan", "used_sources"]
+__all__ = ["Covered", "check_plan", "used_sources"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -23,9 +26,22 @@ def used_sources(plan: Plan) -> list[str]:
     return list(dict.fromkeys(key for placement in plan.placements for key in placement.tensor.sources))
 
 
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """What a proof counted: the tensors of a result, their elements, and the bytes of its files, each written once."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        counts = ((str(self.tensors), "tensor"), (format_count(self.elements), "element"))
+        return ", ".join(f"{n} {what}{'s' * (n != '1')}" for n, what in counts) + ", each covered once"
+
+
 @collector_paused()
-def check_plan(plan: Plan) -> None:
-    """Check that sources are complete, targets covered once, and files filled exactly.
+def check_plan(plan: Plan) -> Covered:
+    """Check that sources are complete, targets covered once, and files filled exactly; return what was counted.
 
     Raises:
         CorruptCheckpointError, IncompleteCheckpointError: A source tensor has gaps or overlaps.
@@ -36,12 +52,14 @@ def check_plan(plan: Plan) -> None:
         if key not in plan.catalog.tensors:
             raise CheckpointMismatchError(f"the plan reads {key!r}, which the source does not have.")
     check_coverage([plan.catalog.tensors[key] for key in sources])
+    elements = 0
     for placement in plan.placements:
         tensor = placement.tensor
+        elements += tensor.numel
         _check_parts(plan.catalog, tensor)
         if placement.sizes.tolist() != [list(tensor.shape)] or any(placement.offsets[0].tolist()):  # else the whole
             _check_boxes(tensor, placement.offsets, placement.sizes, "the boxes that are written")
-    _check_files(plan)
+    return Covered(len(plan.placements), elements, _check_files(plan))
 
 
 def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
@@ -77,7 +95,8 @@ def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) 
         raise CheckpointMismatchError(f"tensor {tensor.name!r}: {what} do not cover it once: {error}") from error
 
 
-def _check_files(plan: Plan) -> None:
+def _check_files(plan: Plan) -> int:
+    """Check that literals and boxes fill each file exactly; return the bytes of all."""
     files, starts, lengths = _placed(plan.placements)
     order = np.lexsort((starts, files))
     files, starts, lengths = files[order], starts[order], lengths[order]
@@ -85,6 +104,7 @@ def _check_files(plan: Plan) -> None:
     for index, file in enumerate(plan.files):
         a, b = int(bounds[index]), int(bounds[index + 1])
         _check_file(file, starts[a:b], lengths[a:b])
+    return plan.nbytes
 
 
 def _placed(placements: tuple[Placement, ...]) -> tuple[Int64, Int64, Int64]:

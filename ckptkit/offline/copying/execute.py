@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptkit.errors import UsageError
 from ckptkit.offline.copying.checks import Verifier
 from ckptkit.offline.copying.copier import Copier, Digested, Progress, Tally
-from ckptkit.offline.copying.coverage import check_plan
+from ckptkit.offline.copying.coverage import Covered, check_plan
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Plan, check_room, restricted
 from ckptkit.offline.copying.pool import Pool
@@ -47,6 +47,7 @@ class CopyReport:
         nbytes: Bytes written.
         nbytes_read: Bytes of the source that were read, those that were only checked included.
         records: Digests of the source that were checked, and found right.
+        covered: What was proved of the whole plan before anything was written.
         seconds: Wall time.
         steps: In how many steps it was done.
         taken_over: How many of them an interrupted run had done.
@@ -56,6 +57,7 @@ class CopyReport:
     nbytes: int
     nbytes_read: int
     records: int
+    covered: Covered
     seconds: float
     steps: int = 0
     taken_over: int = 0
@@ -68,6 +70,7 @@ class CopyReport:
             sum(report.nbytes for report in reports),
             sum(report.nbytes_read for report in reports),
             sum(report.records for report in reports),
+            reports[0].covered,
             max(report.seconds for report in reports),
             sum(report.steps for report in reports),
             sum(report.taken_over for report in reports),
@@ -116,7 +119,7 @@ def execute(
         NoSpaceError: The destination is, or would become, full.
     """
     started = time.perf_counter()
-    check_plan(plan)
+    covered = check_plan(plan)
     kept = [index for index in range(len(plan.files)) if only is None or only(index)]
     own = restricted(plan, kept)
     local = is_directory(destination)
@@ -168,4 +171,5 @@ def execute(
         reader.close()
     proved = int(verifier.proved.sum()) if verifier is not None else 0
     digested = copier.digested.renumbered(kept) if digests else None
-    return CopyReport(own.nbytes, tally.nbytes, proved, time.perf_counter() - started, steps, taken_over, digested)
+    seconds = time.perf_counter() - started
+    return CopyReport(own.nbytes, tally.nbytes, proved, covered, seconds, steps, taken_over, digested)

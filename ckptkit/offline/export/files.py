@@ -78,8 +78,11 @@ def adapter_files(
     return [file], placements, (ADAPTER,)
 
 
-def check_headers(plan: Plan, store: Store) -> None:
+def check_headers(plan: Plan, store: Store) -> int:
     """Read the headers and the index of a result again, and compare them with the plan, name by name.
+
+    Returns:
+        How many entries were compared, those of the index included.
 
     Raises:
         IntegrityError: A reader would see another tensor, or another place of it, than was planned.
@@ -88,8 +91,10 @@ def check_headers(plan: Plan, store: Store) -> None:
     for item in plan.placements:
         path = plan.files[int(item.files[0])].path
         planned[path][item.tensor.name] = (item.tensor.dtype, tuple(item.tensor.shape), int(item.starts[0]))
+    compared = 0
     for path, tensors in planned.items():
         header = read_header(store, path)
+        compared += len(header.tensors)
         found = {name: (t.dtype, tuple(t.shape), t.start) for name, t in header.tensors.items()}
         if found != tensors or dict(header.metadata) != METADATA:
             raise IntegrityError(f"{path}: its header does not say what was planned. This is a bug, or a faulty disk.")
@@ -99,3 +104,5 @@ def check_headers(plan: Plan, store: Store) -> None:
             raise IntegrityError(
                 f"{INDEX}: it does not name the tensors of the files. This is a bug, or a faulty disk."
             )
+        compared += len(weight_map)
+    return compared
