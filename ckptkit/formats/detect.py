@@ -52,6 +52,7 @@ __all__ = [
 
 
 RECORD = "checkpoint.json"
+MANIFEST = "manifest.safetensors"
 _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 # Names that a tool gives to weights; a safetensors file of any other name counts only where nothing else is there.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
@@ -124,7 +125,11 @@ def _only_torch_file(place: Place) -> bool:
 # Names are looked at before a reader is imported: most directories have nothing that most readers look for.
 # DeepSpeed and verl name their files so that nothing else does; what has a file beside a DCP comes before DCP.
 FORMATS: tuple[Format, ...] = (
-    Format("ckptkit", lambda p: RECORD in p.files, "own.reader"),
+    Format(
+        "ckptkit",
+        lambda p: RECORD in p.files or (MANIFEST in p.files and reader("own.reader").is_of_a_save(p.store)),
+        "own.reader",
+    ),
     Format(
         "deepspeed-universal",
         lambda p: "zero" in p.directories and p.any_file(r".*_(?:model|optim)_states\.pt"),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport, SaveReport
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, IncompleteCheckpointError, UsageError
 from ckptkit.fsdp import meta
 
 __all__ = ["CheckpointOptions", "save_checkpoint", "load_checkpoint"]
@@ -24,6 +24,8 @@ __all__ = ["CheckpointOptions", "save_checkpoint", "load_checkpoint"]
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"(\d+)$")
 _GIB = 2**30
+
+StartFresh: TypeAlias = Literal["if_empty", "if_none_committed", "never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +80,18 @@ def load_checkpoint(
     which: str | int = "latest",
     strict: bool = True,
     restore_optimizer: bool = True,
+    start_fresh: StartFresh = "if_empty",
 ) -> LoadReport | None:
     """Load a committed checkpoint of the run, or the foreign one that lies at the URL itself; None where is neither.
 
     Models that had no values have them after this.
     """
     wanted = "restore" if restore_optimizer else "skip"
-    with _manager(options) as manager:
+    with _manager(options, start_fresh) as manager:
         report = manager.load(state, which, strict=strict, optimizer=wanted)
         if report is None:
-            with contextlib.suppress(CheckpointNotFoundError):
+            half = (IncompleteCheckpointError,) if start_fresh == "if_none_committed" else ()
+            with contextlib.suppress(CheckpointNotFoundError, *half):
                 report = manager.load(state, _as_url(options.url), strict=strict, optimizer=wanted)
     if report is None:
         return None
@@ -97,11 +101,14 @@ def load_checkpoint(
 
 
 @contextlib.contextmanager
-def _manager(options: CheckpointOptions) -> Iterator[CheckpointManager]:
+def _manager(options: CheckpointOptions, start_fresh: StartFresh = "if_empty") -> Iterator[CheckpointManager]:
     if not options.url:
         raise UsageError("save_ckpt and load_ckpt need a directory, found an empty string.")
     with CheckpointManager(
-        options.url, retention=options.retention(), state_dict_type=options.state_dict_type
+        options.url,
+        retention=options.retention(),
+        state_dict_type=options.state_dict_type,
+        start_fresh=start_fresh,
     ) as manager:
         yield manager
 

@@ -492,14 +492,19 @@ class FSDPStrategy:
         load_lr_scheduler_states: bool = True,
         *,
         which: str | int = "latest",
+        start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
     ) -> tuple[str | None, Any]:
         """Load the newest committed checkpoint (or `which`) in place, at any number of ranks; all must call it.
 
         Returns its URL and the client state, or (None, {}) where there is none. `last_load` is the full report. An
         optimizer or scheduler that is given must be in the checkpoint, unless its flag says not to load it.
 
+        Args:
+            start_fresh: When the answer may be (None, {}), as for `CheckpointManager`.
+
         Raises:
             CheckpointMismatchError: Lists everything that does not fit; nothing was changed.
+            IncompleteCheckpointError: There are directories of steps, and none is committed (see `start_fresh`).
         """
         from ckptkit.fsdp import saving
 
@@ -521,7 +526,12 @@ class FSDPStrategy:
         if not load_optimizer_states:
             state.grad_scaler = None
         report = saving.load_checkpoint(
-            options, state, which=which, strict=load_module_strict, restore_optimizer=load_optimizer_states
+            options,
+            state,
+            which=which,
+            strict=load_module_strict,
+            restore_optimizer=load_optimizer_states,
+            start_fresh=start_fresh,
         )
         self.last_load = report
         if report is None:

@@ -25,7 +25,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record, step_of_name
+from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
 from ckptkit.offline.publish import is_one_of_many
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.store import FileInfo, Store
@@ -288,11 +288,6 @@ def _opened(
                     reading.ours.append((url, source))
                     return source
             error: Exception = CheckpointNotFoundError(f"{source.url} was replaced while it was opened.")
-            if source.store.info(RECORD_NAME) is None:
-                error = IncompleteCheckpointError(
-                    f"{source.url} has a manifest and no {RECORD_NAME}: a copy that is not complete (copy the rest of "
-                    "it), or a checkpoint that is being deleted."
-                )
         except _VANISHED as found:
             # The same words twice: nobody is deleting, it is like that.
             if str(found) == before:

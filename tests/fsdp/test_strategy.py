@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, CkptkitError, SaveError, UsageError
+from ckptkit.errors import (
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CkptkitError,
+    IncompleteCheckpointError,
+    SaveError,
+    UsageError,
+)
 from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
 from ckptkit.fsdp.setup import accumulation_steps
 from ckptkit.fsdp.strategy import ModelOptimPair
@@ -629,6 +637,24 @@ def _flags(folder):
 
 def test_what_is_asked_for_must_be_there_unless_its_flag_says_otherwise(ranks, tmp_path):
     ranks.run(_flags, 2, str(tmp_path))
+
+
+def _half_copied(folder):
+    parts = session({}, models.untied)
+    strategy, model, optimizer, _ = parts
+    train(parts, range(1))
+    strategy.save_ckpt(model, folder, optimizer=optimizer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(folder, f"step_{strategy.global_step:08d}", "checkpoint.json").unlink()
+    dist.barrier()
+    with pytest.raises(IncompleteCheckpointError, match=r"FSDPStrategy\.load_ckpt"):
+        strategy.load_ckpt(model, folder, optimizer=optimizer)
+    assert strategy.load_ckpt(model, folder, optimizer=optimizer, start_fresh="if_none_committed") == (None, {})
+
+
+def test_half_a_copy_is_an_error_unless_a_fresh_start_is_asked_for(ranks, tmp_path):
+    ranks.run(_half_copied, 2, str(tmp_path))
 
 
 def _weights_alone(folder):

@@ -322,8 +322,8 @@ def check_new(root: Store, inventory: Inventory) -> None:
     more = f"\n  and {len(found) - _MAX_NAMED} more" * (len(found) > _MAX_NAMED)
     raise IncompleteCheckpointError(
         f"{root.url} has no committed checkpoint, but it is not empty:\n{named}{more}\n"
-        "If it was copied, copy the rest of it. To start anew, choose another directory, move these away, or make the "
-        "manager with start_fresh='if_none_committed'."
+        "If it was copied, copy the rest of it. To start over, use another directory, move these away, or pass "
+        "start_fresh='if_none_committed' (to CheckpointManager or FSDPStrategy.load_ckpt)."
     )
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.own.json import parse
 
-__all__ = ["Column", "Columns", "pack", "pack_texts", "unpack", "unpack_texts"]
+__all__ = ["Column", "Columns", "fields_of", "pack", "pack_texts", "unpack", "unpack_texts"]
 
 Column = npt.NDArray[Any]
 
@@ -86,16 +86,21 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
     (length,) = struct.unpack("<Q", view[:8])
     if length > min(_MAX_HEADER, len(view) - 8):
         raise CorruptCheckpointError(f"{file}: the header claims {length} bytes of {len(view)}. It is truncated.")
-    fields = _json(bytes(view[8 : 8 + length]), file)
-    metadata = fields.pop("__metadata__", None)
-    if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):
-        raise CorruptCheckpointError(f"{file}: this safetensors file was not written by ckptkit.")
-    header = _json(metadata[_KEY], file)
+    fields, header = fields_of(bytes(view[8 : 8 + length]), file)
     body = view[8 + length :]
     arrays = {name: _column(name, spec, body, file) for name, spec in fields.items()}
     if sum(array.nbytes for array in arrays.values()) != len(body):
         raise CorruptCheckpointError(f"{file}: its columns do not fill its {len(body)} bytes of data exactly.")
     return Columns(arrays, header, file)
+
+
+def fields_of(text: bytes, file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the description of each column and what was packed beside them. Raises CorruptCheckpointError."""
+    fields = _json(text, file)
+    metadata = fields.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):
+        raise CorruptCheckpointError(f"{file}: this safetensors file was not written by ckptkit.")
+    return fields, _json(metadata[_KEY], file)
 
 
 def _json(text: bytes | str, file: str) -> dict[str, Any]:

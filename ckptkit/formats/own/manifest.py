@@ -47,7 +47,7 @@ from ckptkit.catalog.entry import (
 )
 from ckptkit.digests import DIGEST
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
-from ckptkit.formats.own.columns import Column, Columns, pack, pack_texts, unpack, unpack_texts
+from ckptkit.formats.own.columns import Column, Columns, fields_of, pack, pack_texts, unpack, unpack_texts
 from ckptkit.storage.store import checked_path
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ __all__ = [
     "Objects",
     "Slices",
     "Tensors",
+    "format_in_header",
     "read_manifest",
     "encode",
     "manifest_of",
@@ -373,6 +374,13 @@ class Manifest:
         manifest = _decode(columns)
         check_manifest(manifest, columns)
         return manifest
+
+
+def format_in_header(header: bytes) -> str:
+    """Return the `format` of the catalog whose manifest begins with this JSON. Raises CorruptCheckpointError."""
+    fields = fields_of(header, "manifest.safetensors")[1]
+    info = fields.get("info")
+    return str(info.get("format", "")) if isinstance(info, dict) else ""
 
 
 def read_manifest(data: bytes | bytearray | memoryview, *, file: str = "manifest.safetensors") -> Catalog:

@@ -14,20 +14,30 @@ from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, In
 from ckptkit.formats.hf.side_files import is_side_file
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
-from ckptkit.formats.own.manifest import Manifest
+from ckptkit.formats.own.manifest import Manifest, format_in_header
 from ckptkit.formats.own.outline import spare_fields, spares_of
-from ckptkit.formats.own.record import MANIFEST_NAME, CommitRecord, FileRecord, data_store, read_record, step_of_name
+from ckptkit.formats.own.record import (
+    MANIFEST_NAME,
+    RECORD_NAME,
+    CommitRecord,
+    FileRecord,
+    data_store,
+    find_record,
+    read_record,
+    step_of_name,
+)
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.staging import leftover_of
 from ckptkit.storage.store import Store
 
-__all__ = ["OBJECTS_NAME", "open_catalog", "open_manifest", "role_of"]
+__all__ = ["OBJECTS_NAME", "is_of_a_save", "open_catalog", "open_manifest", "role_of"]
 
 OBJECTS_NAME = "objects.json"
 _STORED_AS_OBJECT = "was stored as an object of its class"
 _OBJECTS_FORMAT = 1
 _METADATA_NAME = ".metadata"
 _DIGEST_PIECE = 8 << 20
+_FIRST_HEADER = 64 << 10
 _FIRST_READ = 16 << 20  # of a file whose size would have to be asked for
 _MAX_INDEX_BYTES = 8 << 30
 _MAX_OBJECTS_BYTES = 256 << 20  # JSON costs up to twenty times its size in memory
@@ -49,11 +59,18 @@ def open_catalog(
 
     Raises:
         CheckpointNotFoundError: There is no commit record: nothing was completed here.
-        IncompleteCheckpointError: The manifest is missing.
+        IncompleteCheckpointError: The manifest is missing, or the record is, beside the manifest of a save.
         IntegrityError: A file is not the one that was committed.
         CorruptCheckpointError: A file is not what it must be.
         UnsafePathError: The directory's name is that of a step, and its record says that it is another checkpoint.
     """
+    if record is None:
+        record = find_record(store)
+    if record is None and is_of_a_save(store):
+        raise IncompleteCheckpointError(
+            f"{store.url} has a manifest and no {RECORD_NAME}: a copy that is not complete (copy the rest of it), or a "
+            "checkpoint that is being deleted."
+        )
     record = record or read_record(store)
     notes = _check_name(store, record)
     place = data_store(store, record)
@@ -88,6 +105,21 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
     with WorkerPool(1, thread_name_prefix="ckptkit-open") as pool:
         other = pool.submit(objects)
         return _checked(place, manifest, record.files.get(manifest)), other.result()
+
+
+def is_of_a_save(store: Store) -> bool:
+    """Tell from its header whether the manifest at the store's root is of a save, which ends with a commit record.
+
+    That of `DCPWriter`, which commits with `.metadata`, is not, nor is one that can't be read.
+    """
+    try:
+        data = store.read(MANIFEST_NAME, 0, _FIRST_HEADER)
+        stop = 8 + int.from_bytes(data[:8], "little")
+        if len(data) < stop <= _MAX_INDEX_BYTES:
+            data += store.read(MANIFEST_NAME, len(data), stop)
+        return format_in_header(data[8:stop]).startswith("ckptkit-")
+    except (FileNotFoundError, CorruptCheckpointError):
+        return False
 
 
 def open_manifest(store: Store) -> Catalog | None:

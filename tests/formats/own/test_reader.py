@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from torch import nn
 
+import ckptkit
+from ckptkit import CheckpointManager, StateDictType, TrainState, open_checkpoint
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
     CheckpointNotFoundError,
@@ -95,9 +98,25 @@ def test_paths_are_relative_to_the_store_wherever_the_data_lie(tmp_path):
 
 
 def test_a_directory_without_a_record_is_no_checkpoint(tmp_path):
-    (tmp_path / "manifest.safetensors").write_bytes(Manifest.of(catalog()).to_bytes())
     with pytest.raises(CheckpointNotFoundError):
         open_catalog(LocalStore(tmp_path))
+
+
+@pytest.mark.parametrize("kind", list(StateDictType))
+def test_a_step_that_lost_its_record_is_not_read_as_something_else(tmp_path, kind):
+    model = nn.Linear(2, 2)
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, TrainState(model=model))
+    (tmp_path / "step_00000001" / "checkpoint.json").unlink()
+    expected = r"has a manifest and no checkpoint\.json: a copy that is not complete"
+    for read in (
+        open_checkpoint,
+        ckptkit.inspect,
+        lambda url: CheckpointManager(url).load(TrainState(model=model), url),
+    ):
+        for url in (tmp_path, tmp_path / "step_00000001"):
+            with pytest.raises(IncompleteCheckpointError, match=expected):
+                read(str(url))
 
 
 @pytest.mark.parametrize("name", ["manifest.safetensors", "objects.json"])
