@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +11,18 @@ from ckptkit.checkpoint.retention import Decision, RetentionPolicy
 from ckptkit.checkpoint.run.address import NAMED_CHECKPOINT
 from ckptkit.checkpoint.run.delete import plan_rotation
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
+from ckptkit.checkpoint.run.unnamed import unnamed_files
 from ckptkit.errors import CheckpointNotFoundError
 from ckptkit.formats.own.record import LATEST_HINT, RECORD_NAME, step_of_name
+from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 
-__all__ = ["Listed", "Listing", "effective_policy", "list_run", "nothing_of_ours", "policy_of"]
+__all__ = ["Listed", "Listing", "Outlook", "effective_policy", "list_run", "look_ahead", "nothing_of_ours", "policy_of"]
 
 SCHEMA = "ckptkit.ls/1"
+_RESUMED = "the last job was resumed from it and kept it; that job is over, and the next save or prune deletes it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class Listed:
         state: "committed", "in progress", "abandoned" or "skipped".
         keep: What rotation would do; None where it has no say.
         why: The reasons; for what is no checkpoint, what it is.
+        kept_files: Of what rotation would delete, or has deleted: files that its record does not name. They stay.
         age_s: Since it was saved, by the clocks of the machines; None where unknown.
         absent_before: Checkpoints that were saved before this one, after the one before it that is here, and that are
             not here: rotation deleted them, say.
@@ -95,21 +99,61 @@ def list_run(
         CheckpointNotFoundError: There is no such directory, or nothing of ours in it.
     """
     root = open_store(url, storage_options=storage_options)
-    inventory = list_checkpoints(root)
+    view = snapshot(root)
+    inventory = list_checkpoints(root, view=view)
     if not (inventory.committed or inventory.in_progress or inventory.abandoned or inventory.skipped):
         raise CheckpointNotFoundError(nothing_of_ours(url, inventory, root))
-    policy = effective_policy(policy, inventory, recorded=recorded)
-    decisions = {d.name: d for d in plan_rotation(inventory, root, policy or RetentionPolicy())}
-    now, origin = time.time(), inventory.latest.record.extra.get("resumed_from") if inventory.latest else None
-    gaps = _gaps(inventory)
+    ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
+    now, gaps = time.time(), _gaps(inventory)
     rows = [
-        *(_committed(i, decisions[i.name], now, origin, gaps[i.name]) for i in inventory.committed),
+        *(
+            _committed(item, decision, now, gaps[item.name], ahead.kept_files.get(item.name, ()))
+            for item, decision in zip(inventory.committed, ahead.decisions, strict=True)
+        ),
         *(_attempt(item, "in progress") for item in inventory.in_progress),
         *(_attempt(item, "abandoned") for item in inventory.abandoned),
         *(Listed(item.path, "skipped", why=item.reason, kept_files=item.kept_files) for item in inventory.skipped),
     ]
     total = sum(item.record.total_bytes for item in inventory.committed)
-    return Listing(url, tuple(rows), inventory.foreign, total, policy, sum(gaps.values()))
+    return Listing(url, tuple(rows), inventory.foreign, total, ahead.policy, sum(gaps.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a rotation would do now. `ls` shows it, and `prune --dry-run`.
+
+    Attributes:
+        policy: What decides; None where none was given or recorded, and all are kept.
+        decisions: One for each committed checkpoint, in the order of the run.
+        kept_files: By name of what would be deleted, the files in its directory that its record does not name.
+    """
+
+    policy: RetentionPolicy | None
+    decisions: tuple[Decision, ...]
+    kept_files: Mapping[str, tuple[str, ...]]
+
+
+def look_ahead(
+    root: Store, view: Store, inventory: Inventory, given: RetentionPolicy | None, *, recorded: bool
+) -> Outlook:
+    """Return what a rotation by the given policy, or by the recorded one, would do.
+
+    Args:
+        view: The snapshot of `root` that the inventory was made of.
+    """
+    policy = effective_policy(given, inventory, recorded=recorded)
+    origin = inventory.latest.record.extra.get("resumed_from") if inventory.latest else None
+    decisions, kept = [], {}
+    for item, decision in zip(
+        inventory.committed, plan_rotation(inventory, root, policy or RetentionPolicy()), strict=True
+    ):
+        more: tuple[str, ...] = ("of a branch that was rolled back",) if item.superseded else ()
+        if not decision.keep:
+            kept[item.name] = tuple(unnamed_files(view, item.path, item.record))
+            if item.name == origin:
+                more += (_RESUMED,)
+        decisions.append(replace(decision, reasons=decision.reasons + more))
+    return Outlook(policy, tuple(decisions), kept)
 
 
 def _gaps(inventory: Inventory) -> dict[str, int]:
@@ -135,11 +179,9 @@ def policy_of(inventory: Inventory) -> RetentionPolicy | None:
         return None  # a newer ckptkit's policy: decide nothing by it
 
 
-def _committed(item: Committed, decision: Decision, now: float, origin: Any, gap: int) -> Listed:
+def _committed(item: Committed, decision: Decision, now: float, gap: int, kept_files: tuple[str, ...]) -> Listed:
     record = item.record
-    why = decision.reason + ("; of a branch that was rolled back" if item.superseded else "")
-    if not decision.keep and record.name == origin:
-        why += "; the last job was resumed from it and kept it; that job is over, and the next save or prune deletes it"
+    stays = f"; stays: {_shown(kept_files)}, which its record does not name" if kept_files else ""
     return Listed(
         item.name,
         "committed",
@@ -151,9 +193,14 @@ def _committed(item: Committed, decision: Decision, now: float, origin: Any, gap
         record.created or None,
         max(0.0, now - record.created) if record.created else None,
         decision.keep,
-        why,
+        decision.reason + stays,
         gap,
+        kept_files,
     )
+
+
+def _shown(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (f", ... ({len(paths)} files)" if len(paths) > 3 else "")
 
 
 def _attempt(item: Attempt, state: str) -> Listed:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy
-from ckptkit.checkpoint.run.delete import plan_rotation, rotate
+from ckptkit.checkpoint.run.commit import clean_leftovers
+from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.run.unnamed import unnamed_files
 from ckptkit.errors import CheckpointNotFoundError, UsageError
-from ckptkit.offline.listing import effective_policy, nothing_of_ours
+from ckptkit.offline.listing import look_ahead, nothing_of_ours
+from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import check_writable
@@ -81,26 +82,24 @@ def prune(
         CheckpointNotFoundError: There is no checkpoint of ours below `url`.
     """
     root = open_store(url, storage_options=storage_options)
-    inventory = list_checkpoints(root)
+    view = snapshot(root)
+    inventory = list_checkpoints(root, view=view)
     if not (inventory.committed or inventory.abandoned):
         raise CheckpointNotFoundError(f"Nothing was deleted: {nothing_of_ours(url, inventory, root)}")
-    policy = effective_policy(policy, inventory, recorded=recorded)
-    if policy is None and not inventory.abandoned:
+    ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
+    if ahead.policy is None and not inventory.abandoned:
         raise UsageError(f"{url} records no retention policy. Say what to keep, as with --max-num 3 or --max-mem 1TB.")
-    policy = policy or RetentionPolicy()  # keeps all: what dead saves left goes
     if dry_run:
-        decisions = plan_rotation(inventory, root, policy)
-        left = tuple(item.path for item in inventory.abandoned)
-        gone = [item for item in inventory.committed if not {d.name: d.keep for d in decisions}[item.name]]
-        kept = [f"{i.path}/{path}" for i in gone for path in unnamed_files(root, i.path, i.record)]
+        kept = tuple(f"{name}/{path}" for name, paths in ahead.kept_files.items() for path in paths)
+        left = tuple(clean_leftovers(root, dry_run=True, inventory=inventory))
         failed = {}
         if is_directory(root):
-            for item in gone:
+            for name in ahead.kept_files:
                 try:
                     check_writable(root)
-                    check_writable(root.child(item.path))
+                    check_writable(root.child(name))
                 except OSError as error:
-                    failed[item.name] = str(error)
-        return PruneReport(url, True, tuple(decisions), (), failed, left, tuple(kept))
-    done = rotate(root, policy, clean=True)
+                    failed[name] = str(error)
+        return PruneReport(url, True, ahead.decisions, (), failed, left, kept)
+    done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # without limits what dead saves left goes
     return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), done.cleaned, done.kept_files)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,77 @@ def test_a_root_that_begins_with_a_reshard_lacks_no_earlier_save(tmp_path: Path)
             manager.save(step, state(step))
     reshard(str(tmp_path / "run" / "step_00000003"), str(tmp_path / "new" / "step_00000003"), world_size=2)
     assert list_run(str(tmp_path / "new")).absent == 0
+
+
+# --- ls, a dry run and prune are of one mind
+
+LEFT = ".tmp-step_00000010-0123456789abcdef"
+TOLD = RetentionPolicy(keep_every=3, keep_best=("loss", "min"))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps with all that may count: a best, a pin, one resumed from, files of others, saves that did not end."""
+    run = tmp_path_factory.mktemp("full") / "RUN"
+    with CheckpointManager(run, retention=TOLD) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state(step), metrics={"loss": abs(step - 2)})
+    with CheckpointManager(run, retention=TOLD) as manager:
+        manager.load(state(0))
+        for step in (5, 6):
+            manager.save(step, state(step), metrics={"loss": float(step)})
+    pin_forever(f"{run}/step_00000001", "table 2")
+    for step in (4, 5):
+        (run / f"step_0000000{step}" / "eval").mkdir()
+        (run / f"step_0000000{step}" / "eval" / "results.json").write_text("{}")
+    (run / "notes").mkdir()
+    (run / "step_00000009").mkdir()
+    (run / LEFT).mkdir()
+    os.utime(run / LEFT, (0, 0))
+    return run
+
+
+POLICIES: dict[str, dict[str, object]] = {
+    "what was recorded": {},
+    "a number": {"policy": RetentionPolicy(max_num=1)},
+    "a number alone": {"policy": RetentionPolicy(max_num=1), "recorded": False},
+    "bytes": {"policy": RetentionPolicy(max_mem=1), "recorded": False},
+    "multiples": {"policy": RetentionPolicy(max_num=1, keep_every=2), "recorded": False},
+    "the best two": {"policy": RetentionPolicy(max_num=1, keep_best=("loss", "max", 2))},
+    "more than there are": {"policy": RetentionPolicy(max_num=99)},
+}
+KEPT = {
+    "what was recorded": [1, 2, 3, 4, 5, 6],
+    "a number": [1, 2, 3, 6],
+    "a number alone": [1, 6],
+    "bytes": [1, 6],
+    "multiples": [1, 2, 4, 6],
+    "the best two": [1, 3, 5, 6],
+    "more than there are": [1, 2, 3, 4, 5, 6],
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_ls_and_a_dry_prune_say_what_prune_then_does(full: Path, tmp_path: Path, name: str) -> None:
+    run = tmp_path / "RUN"
+    shutil.copytree(full, run, symlinks=True)
+    listed = list_run(str(run), **POLICIES[name])  # type: ignore[arg-type]
+    plan = prune(str(run), dry_run=True, **POLICIES[name])  # type: ignore[arg-type]
+    rows = [row for row in listed.checkpoints if row.state == "committed"]
+    assert [row.step for row in rows if row.keep] == KEPT[name]
+    assert [(row.name, row.keep) for row in rows] == [(d.name, d.keep) for d in plan.decisions]
+    stays = [f"{row.name}/{path}" for row in rows for path in row.kept_files]
+    assert all(row.why.startswith(d.reason) for row, d in zip(rows, plan.decisions, strict=True))
+    assert (
+        stays == list(plan.kept_files) == [f"step_0000000{n}/eval/results.json" for n in (4, 5) if n not in KEPT[name]]
+    )
+    left = [row.name for row in listed.checkpoints if row.state == "abandoned"]
+    assert [path for path in plan.cleaned if not path.endswith(".owner")] == [
+        f".tmp-{n}-0123456789abcdef" for n in left
+    ]
+    done = prune(str(run), **POLICIES[name])  # type: ignore[arg-type]
+    assert [(d.name, d.keep) for d in done.decisions] == [(d.name, d.keep) for d in plan.decisions]
+    assert (sorted(done.kept_files), done.cleaned) == (stays, plan.cleaned)
+    after = list_run(str(run)).checkpoints
+    assert [row.step for row in after if row.state == "committed"] == KEPT[name]
+    assert (run / "notes").is_dir() and (run / "step_00000009").is_dir()
