@@ -15,7 +15,7 @@ from ckptkit.catalog.columns import row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import TensorEntry
 
-__all__ = ["Pieces", "pieces", "source_layout", "RowCuts", "check_coverage", "row_cuts"]
+__all__ = ["Pieces", "pieces", "source_layout", "RowCuts", "are_rows", "check_coverage", "row_cuts"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -181,14 +181,14 @@ def row_cuts(entries: Sequence[TensorEntry]) -> RowCuts:
             size = np.concatenate([entry.slices.sizes for entry in members])
         else:
             low = size = np.zeros((0, ndim), np.int64)
-        cut[chosen] = _are_rows(owners, low, size, shapes)
+        cut[chosen] = are_rows(owners, low, size, shapes)
         rows = np.repeat(bounds[chosen] - _before(counts[chosen]), counts[chosen]) + np.arange(len(owners))
         offsets[rows], sizes[rows] = low[:, 0], size[:, 0]
     return RowCuts(cut, bounds, offsets, sizes)
 
 
-def _are_rows(owners: Int64, low: Int64, size: Int64, shapes: Int64) -> Bool:
-    """Tell which tensors, of one number of dimensions, are cut in rows."""
+def are_rows(owners: Int64, low: Int64, size: Int64, shapes: Int64) -> Bool:
+    """Tell which tensors, of one number of dimensions, are cut in rows. `owners`: [n] the tensor of each slice."""
     shape = shapes[owners]
     fits = ((low[:, 1:] == 0) & (size[:, 1:] == shape[:, 1:])).all(axis=1)
     begin, height = low[:, 0], shape[:, 0]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ckptkit.catalog.columns import first_of_equal
 from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.catalog.tiles import are_rows
 from ckptkit.digests import DIGEST, hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.files import ROW
@@ -25,15 +26,10 @@ from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
 from ckptkit.storage.store import Store
 
-__all__ = ["METADATA_NAME", "Arranged", "Index", "Kind", "Part", "RankSlices", "WrittenFiles", "arrange", "write_index"]
+__all__ = ["METADATA_NAME", "Index", "Kind", "Part", "RankSlices", "WrittenFiles", "write_index"]
 
 METADATA_NAME = ".metadata"
-
-# Bringing the slices of all ranks into the order of their tensors, a few ranks at a time.
-
-
 Int64 = npt.NDArray[np.int64]
-_BLOCK = 1 << 16  # rows that are sorted together: what they are gathered from stays in the cache, however many ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,112 +40,18 @@ class RankSlices:
         tensors: [n] the tensor of each slice.
         rows: [n] where each lies, a `ROW` each.
         boxes: The offsets of each slice and then its sizes, end to end.
+        ranks: [n], or the same for all.
         first_path: Its files are numbered from here on.
     """
 
     tensors: Int64
     rows: npt.NDArray[np.void]
     boxes: Int64
-    rank: int
+    ranks: npt.NDArray[np.int32] | int
     first_path: int
 
 
-@dataclass(frozen=True, slots=True)
-class Arranged:
-    """All slices, ordered by tensor; those of one tensor in the order of their ranks.
-
-    Attributes:
-        tensor: [n] of each slice.
-        stops: [tensors] past the last slice of each.
-        columns: [n] "start", "length", "payload", "digest", "rank", "file".
-        offsets, sizes: Of each slice, end to end.
-    """
-
-    tensor: Int64
-    stops: Int64
-    columns: dict[str, npt.NDArray[Any]]
-    offsets: Int64
-    sizes: Int64
-
-
-def arrange(found: Sequence[RankSlices], widths: Int64) -> Arranged:
-    """Return the slices of all ranks by tensor; `widths` are the dimensions of each tensor.
-
-    Not sorted and gathered as a whole: with thousands of ranks each row would come from another page of memory, and
-    what is made on the way would be several times the result.
-    """
-    blocks = list(_blocks(found))
-    counts = np.zeros(len(widths), np.int64)
-    for block in blocks:
-        for_each = np.bincount(np.concatenate([item.tensors for item in block]), minlength=len(widths))
-        counts += for_each
-    total, numbers = int(counts.sum()), int((counts * widths).sum())
-    columns: dict[str, npt.NDArray[Any]] = {name: np.empty(total, np.int64) for name in ("start", "length", "payload")}
-    columns |= {
-        "digest": np.empty(total, np.uint64),
-        "rank": np.empty(total, np.int32),
-        "file": np.empty(total, np.int32),
-    }
-    tensor, stops = np.repeat(np.arange(len(counts), dtype=np.int64), counts), np.cumsum(counts, dtype=np.int64)
-    result = Arranged(tensor, stops, columns, np.empty(numbers, np.int64), np.empty(numbers, np.int64))
-    first = result.stops - counts
-    elements = np.cumsum(counts * widths) - counts * widths - first * widths  # plus row * width: where its box begins
-    placed = first.copy()
-    for block in blocks:
-        _place(block, result, widths, elements, placed)
-    return result
-
-
-def _blocks(found: Sequence[RankSlices]) -> Iterator[list[RankSlices]]:
-    block: list[RankSlices] = []
-    rows = 0
-    for item in found:
-        block.append(item)
-        rows += len(item.rows)
-        if rows >= _BLOCK:
-            yield block
-            block, rows = [], 0
-    if block:
-        yield block
-
-
-def _place(block: Sequence[RankSlices], result: Arranged, widths: Int64, elements: Int64, placed: Int64) -> None:
-    """Put the slices of some ranks where they belong; `placed`: where the next slice of each tensor does."""
-    tensors = np.concatenate([item.tensors for item in block])
-    if not len(tensors):
-        return
-    # numpy sorts numbers of 16 bits by their digits, others by comparing.
-    order = np.argsort(tensors.astype(np.uint16) if len(widths) <= 1 << 16 else tensors, kind="stable")
-    ordered = tensors[order]
-    counts = np.bincount(ordered, minlength=len(widths))
-    to = np.arange(len(ordered)) + (placed - np.cumsum(counts) + counts)[ordered]
-    placed += counts
-    rows = np.concatenate([item.rows for item in block])
-    lengths = [len(item.rows) for item in block]
-    for name in ("start", "length", "payload", "digest"):
-        result.columns[name][to] = rows[name][order]
-    result.columns["rank"][to] = np.repeat(np.array([item.rank for item in block], np.int32), lengths)[order]
-    first_path = np.repeat(np.array([item.first_path for item in block], np.int32), lengths)
-    result.columns["file"][to] = (rows["file"] + first_path)[order]
-    ndim = widths[tensors]
-    begin = (2 * (np.cumsum(ndim) - ndim))[order]  # a row's offsets, then its sizes
-    ndim = ndim[order]
-    source, target = _ragged(begin, ndim), _ragged(elements[ordered] + to * ndim, ndim)
-    boxes = np.concatenate([item.boxes for item in block])
-    result.offsets[target] = boxes[source]
-    result.sizes[target] = boxes[source + np.repeat(ndim, ndim)]
-
-
-def _ragged(first: Int64, widths: Int64) -> Int64:
-    """The indices first[0] ... first[0] + widths[0] - 1, first[1] ..."""
-    total = int(widths.sum())
-    starts = np.cumsum(widths) - widths
-    index: Int64 = np.arange(total, dtype=np.int64) + np.repeat(first - starts, widths)
-    return index
-
-
 _log = logging.getLogger(__name__)
-_AT_ONCE = 1 << 18  # numbers of boxes that are looked at together
 Path = tuple["str | int", ...]
 Kind = Literal["ckptkit-sharded", "dcp"]
 """Who chose the names: a manager, or whoever called `dcp.save`."""
@@ -208,23 +110,73 @@ class Index:
         self._objects: dict[str, _Object] = {}
         self._tensor: Int64 = np.zeros(0, np.int64)
         self.stops: Int64 = np.zeros(0, np.int64)
-        self._columns: dict[str, npt.NDArray[Any]] = {}
+        self._rows: npt.NDArray[np.void] = np.zeros(0, ROW)
+        self._ranks: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._offsets: Int64 = np.zeros(0, np.int64)
         self._sizes: Int64 = np.zeros(0, np.int64)
         self._spares: list[Spare] = []
-        self._unproved: set[str] = set()  # names of tensors that are not plainly cut along one dimension
+        self._unproved: set[str] = set()  # names of tensors that are not plainly cut in rows
 
     @classmethod
     def of(cls, parts: Iterable[Part]) -> Index:
         """Return the index of these parts. Raises SaveError where two disagree about a tensor."""
         self = cls()
-        found = [self._take(part) for part in parts]  # not kept: a few objects a rank are much for thousands
-        widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)
-        made = arrange(found, widths)
-        self._tensor, self.stops, self._columns = made.tensor, made.stops, made.columns
-        self._offsets, self._sizes = made.offsets, made.sizes
+        self._arrange([self._take(part) for part in parts])  # a part is not kept: it is much for thousands of ranks
         self._drop_replicas()
         return self
+
+    @classmethod
+    def of_slices(
+        cls,
+        found: RankSlices,
+        keys: Iterable[tuple[str, str, tuple[int, ...], Path]],
+        objects: Mapping[str, tuple[tuple[int, int, int], int, Path]],
+        files: Mapping[str, FileRecord],
+        spares: Sequence[Spare],
+        world_size: int,
+    ) -> Index:
+        """Return the index of what a planner of torch had written, where nobody has to be compared with another.
+
+        Args:
+            keys: (name, dtype, shape, path) of the tensors, in the order of `found.tensors`.
+            objects: (file, start, length), digest and path by name.
+            files: Those that rows name, in that order.
+        """
+        self = cls()
+        self.world_size, self.files, self._spares = world_size, dict(files), list(spares)
+        self.paths = [path for path in files if path != METADATA_NAME]
+        for name, dtype, shape, path in keys:
+            self._keys[name] = _Key(name, dtype, shape, path, None)
+        self._objects = {name: _Object(place, digest, path, -1) for name, (place, digest, path) in objects.items()}
+        self._arrange([found])
+        return self
+
+    def _arrange(self, found: Sequence[RankSlices]) -> None:
+        """Bring the slices of all ranks into the order of their tensors; those of one stay in that of their ranks."""
+        widths = self._widths()
+        empty = RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)
+        found = [empty, *found]
+        lengths = [len(item.rows) for item in found]
+        tensors = np.concatenate([item.tensors for item in found])
+        # numpy sorts numbers of 16 bits by their digits, others by comparing.
+        order = np.argsort(tensors.astype(np.uint16) if len(widths) <= 1 << 16 else tensors, kind="stable")
+        ndims = widths[tensors]
+        begins = (2 * (np.cumsum(ndims) - ndims))[order]  # a row's offsets, then its sizes
+        self._tensor, ndims = tensors[order], ndims[order]
+        self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(widths)), dtype=np.int64)
+        rows = np.concatenate([item.rows for item in found])
+        rows["file"] += np.repeat(np.array([item.first_path for item in found], np.int32), lengths)
+        self._rows = rows[order]
+        ranks = [np.broadcast_to(np.asarray(item.ranks, np.int32), len(item.rows)) for item in found]
+        self._ranks = np.concatenate(ranks)[order]
+        boxes = np.concatenate([item.boxes for item in found])
+        total = np.cumsum(ndims)
+        source = np.arange(int(total[-1]) if len(total) else 0) + np.repeat(begins - total + ndims, ndims)
+        self._offsets, self._sizes = boxes[source], boxes[source + np.repeat(ndims, ndims)]
+
+    def _widths(self) -> Int64:
+        """How many dimensions each tensor has."""
+        return np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
 
     def _take(self, part: Part) -> RankSlices:
         """Return a rank's slices; keep everything else of it."""
@@ -286,59 +238,49 @@ class Index:
         parameter that is not tensor parallel has one "dp" mesh for each "tp" rank, and none of them knows the others.
         """
         keep = np.ones(len(self._tensor), bool)
-        whole = self._split()
-        for (key, rows, offsets, sizes), is_whole in zip(self.entries(), whole, strict=True) if not all(whole) else ():
-            if is_whole:
+        plain = self._cut_in_rows()
+        for (key, rows, offsets, sizes), is_plain in zip(self.entries(), plain, strict=True) if not all(plain) else ():
+            if is_plain:
                 continue
             self._unproved.add(key.name)
-            if len(offsets) < 2 or not key.shape:
-                continue
-            first = first_of_equal(np.concatenate([offsets, sizes], axis=1))
-            if first is None:
-                continue
-            self._warn_of_different(key, rows, np.concatenate([offsets, sizes], axis=1))
-            mask = np.zeros(len(offsets), bool)
-            mask[first] = True
-            keep[rows] = mask
+            boxes = np.concatenate([offsets, sizes], axis=1)
+            first = first_of_equal(boxes) if len(boxes) > 1 and key.shape else None
+            if first is not None:
+                self._warn_of_different(key, rows, boxes)
+                keep[rows] = False
+                keep[rows.start + first] = True
         if keep.all():
             return
         self._spares = self._places(np.flatnonzero(~keep))
-        widths = np.array([len(key.shape) for key in self._keys.values()], np.int64)[self._tensor]
-        elements = np.repeat(keep, widths)
+        elements = np.repeat(keep, self._widths()[self._tensor])
         self._offsets, self._sizes = self._offsets[elements], self._sizes[elements]
-        self._tensor = self._tensor[keep]
-        self._columns = {name: column[keep] for name, column in self._columns.items()}
+        self._tensor, self._rows, self._ranks = self._tensor[keep], self._rows[keep], self._ranks[keep]
         self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
 
-    def _split(self) -> list[bool]:
-        """Whether each tensor's boxes are the whole of it, or the whole cut along one dimension: the usual cases, told
-        at once for all tensors of as many dimensions and slices."""
-        shapes = [key.shape for key in self._keys.values()]
-        widths = np.fromiter(map(len, shapes), np.int64, len(shapes))
-        counts = np.diff(self.stops, prepend=0)
-        first = np.cumsum(counts * widths) - counts * widths
-        found = np.zeros(len(shapes), bool)
-        for ndim, count in sorted(set(zip(widths.tolist(), counts.tolist(), strict=True))):
-            alike = np.flatnonzero((widths == ndim) & (counts == count))
-            step = max(1, _AT_ONCE // max(1, count * ndim))
-            for rows in np.split(alike, range(step, len(alike), step)):
-                index = first[rows][:, None] + np.arange(count * ndim)
-                box = (len(rows), count, ndim)
-                whole = np.array([shapes[row] for row in rows.tolist()], np.int64).reshape(len(rows), ndim)
-                found[rows] = _are_split(whole, self._offsets[index].reshape(box), self._sizes[index].reshape(box))
-        split: list[bool] = found.tolist()
-        return split
+    def _cut_in_rows(self) -> list[bool]:
+        """Whether the slices of each tensor are its rows, in order: most are, and all are told at once."""
+        shapes, widths = [key.shape for key in self._keys.values()], self._widths()
+        ndims = widths[self._tensor]
+        begins = np.cumsum(ndims) - ndims
+        found = (widths == 0) & (np.diff(self.stops, prepend=0) == 1)
+        for ndim in sorted(set(widths.tolist()) - {0}):
+            alike, rows = np.flatnonzero(widths == ndim), np.flatnonzero(ndims == ndim)
+            index = begins[rows][:, None] + np.arange(ndim)
+            owners = np.searchsorted(alike, self._tensor[rows])
+            whole = np.array([shapes[i] for i in alike.tolist()], np.int64)
+            found[alike] = are_rows(owners, self._offsets[index], self._sizes[index], whole)
+        plain: list[bool] = found.tolist()
+        return plain
 
     def _places(self, rows: Int64) -> list[Spare]:
         """Where these rows' bytes lie, as far as outlines hold their digests."""
-        columns, nbytes = self._columns, self._nbytes()
-        places = zip(*(column[rows].tolist() for column in (columns["file"], columns["payload"], nbytes)), strict=True)
-        found = zip(places, columns["digest"][rows].tolist(), strict=True)
-        return [(self.paths[file], start, size, digest) for (file, start, size), digest in found if size >= LEAST]
+        columns = (self._rows["file"], self._rows["payload"], self._nbytes(), self._rows["digest"])
+        found = zip(*(column[rows].tolist() for column in columns), strict=True)
+        return [(self.paths[file], start, size, digest) for file, start, size, digest in found if size >= LEAST]
 
     def _warn_of_different(self, key: _Key, rows: slice, boxes: Int64) -> None:
         digests: dict[tuple[int, ...], int] = {}
-        for box, digest in zip(boxes.tolist(), self._columns["digest"][rows].tolist(), strict=True):
+        for box, digest in zip(boxes.tolist(), self._rows["digest"][rows].tolist(), strict=True):
             if digests.setdefault(tuple(box), digest) != digest:
                 _log.warning(
                     "%s: ranks that hold the same part of it hold different values; the lowest rank's are saved.",
@@ -370,53 +312,42 @@ class Index:
             SaveError: They do not: the placements of some rank do not describe what it holds.
         """
         for key, rows, offsets, sizes in self.entries() if self._unproved else ():
-            if key.name in self._unproved and not _is_split(key.shape, offsets, sizes):
-                self._check_slowly(key, rows, offsets, sizes)
-
-    def _check_slowly(self, key: _Key, rows: slice, offsets: Int64, sizes: Int64) -> None:
-        count = len(offsets)
-        boxes = np.concatenate([offsets, sizes], axis=1)
-        ranks = self._columns["rank"][rows].tolist()
-        if len(key.shape) and len(np.unique(boxes, axis=0)) != count and 0 not in key.shape:
-            raise SaveError(f"{key.name}: ranks {ranks} wrote the same part of it. Is it a DTensor of a wrong mesh?")
-        zeros = np.zeros(count, np.int64)
-        array = SliceArray(["?"], zeros.astype(np.int32), zeros, zeros, offsets, sizes)
-        entry = TensorEntry(key.name, key.dtype, key.shape, array)
-        try:
-            entry.check_coverage()
-        except CorruptCheckpointError as error:
-            raise SaveError(
-                f"{error} They were written by ranks {ranks}, placed {key.placement and list(key.placement[1])}."
-            ) from error
+            if key.name not in self._unproved:
+                continue
+            zeros = np.zeros(len(offsets), np.int64)
+            array = SliceArray(["?"], zeros.astype(np.int32), zeros, zeros, offsets, sizes)
+            try:
+                TensorEntry(key.name, key.dtype, key.shape, array).check_coverage()
+            except CorruptCheckpointError as error:
+                raise SaveError(
+                    f"{error} They were written by ranks {self._ranks[rows].tolist()}, placed "
+                    f"{key.placement and list(key.placement[1])}."
+                ) from error
 
     # --- files
 
-    def metadata(self, checkpoint_id: str, save_id: str) -> Iterator[bytes]:
-        """Yield `.metadata`."""
-        columns = self._columns
+    def metadata(
+        self, checkpoint_id: str, save_id: str, planner_data: Mapping[str, Path] | Literal["own"] | None = "own"
+    ) -> Iterator[bytes]:
+        """Yield `.metadata`. `planner_data`: where a planner of torch made it; else the paths of all keys."""
+        places = self._rows
         tensors = [
             RecordColumns(
-                key.name,
-                key.dtype,
-                key.shape,
-                offsets,
-                sizes,
-                columns["file"][rows],
-                columns["start"][rows],
-                columns["length"][rows],
+                key.name, key.dtype, key.shape, offsets, sizes,
+                places["file"][rows], places["start"][rows], places["length"][rows],
             )
             for key, rows, offsets, sizes in self.entries()
-        ]
-        planner: dict[str, Path] = {key.name: key.path for key in self._keys.values()}
-        planner.update({name: found.path for name, found in self._objects.items()})
+        ]  # fmt: skip
+        objects = {name: found.place for name, found in self._objects.items()}
+        paths = self._key_paths() if planner_data == "own" else planner_data
         return encode_metadata(
-            tensors,
-            self.paths,
-            objects={name: found.place for name, found in self._objects.items()},
-            planner_data=planner,
-            checkpoint_id=checkpoint_id,
-            save_id=save_id,
+            tensors, self.paths, objects=objects, planner_data=paths, checkpoint_id=checkpoint_id, save_id=save_id
         )
+
+    def _key_paths(self) -> dict[str, Path]:
+        paths = {key.name: key.path for key in self._keys.values()}
+        paths.update({name: found.path for name, found in self._objects.items()})
+        return paths
 
     def manifest(
         self, files: Mapping[str, FileRecord], save_id: str, extra: Mapping[str, Any], kind: Kind = "ckptkit-sharded"
@@ -438,16 +369,8 @@ class Index:
             [key.path for key in keys],
             np.array(chosen, np.int32),
         )
-        columns = self._columns
-        slices = Slices(
-            columns["file"].astype(np.int32, copy=False),
-            columns["payload"],
-            self._nbytes(),
-            self._offsets,
-            self._sizes,
-            columns["rank"].astype(np.int32, copy=False),
-            columns["digest"].astype(np.uint64, copy=False),
-        )
+        files_, starts, digests = (np.ascontiguousarray(self._rows[name]) for name in ("file", "payload", "digest"))
+        slices = Slices(files_, starts, self._nbytes(), self._offsets, self._sizes, self._ranks, digests)
         fields = {"digests": {path: item.digest for path, item in files.items()}, "save_id": save_id}
         largest = max(self.meshes, key=lambda mesh: math.prod(mesh["shape"]), default=None)
         info = CatalogInfo(
@@ -470,7 +393,7 @@ class Index:
     def _nbytes(self) -> Int64:
         """Bytes of each slice."""
         keys = self._keys.values()
-        widths = np.array([len(key.shape) for key in keys], np.int64)
+        widths = self._widths()
         itemsizes = np.array([payload_nbytes(key.dtype, (1,)) for key in keys], np.int64)
         if not len(self._tensor):
             return np.zeros(0, np.int64)
@@ -483,40 +406,12 @@ class Index:
 
     def _roles(self, kind: Kind) -> dict[str, tuple[Role, str, str]]:
         """Return the role of each key: our own names say it themselves, a user's only all together."""
-        paths = {key.name: key.path for key in self._keys.values()}
-        paths.update({name: found.path for name, found in self._objects.items()})
+        paths = self._key_paths()
         if kind == "ckptkit-sharded":
             return {name: role_of(name, path) for name, path in paths.items()}
         table = RoleTable(paths, list(self._keys))
         told = {name: table.of(name) for name in paths}
         return {name: (found.role, found.fqn, found.state) for name, found in told.items()}
-
-
-def _is_split(shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> bool:
-    return bool(_are_split(np.array([shape], np.int64).reshape(1, -1), offsets[None], sizes[None])[0])
-
-
-def _are_split(shapes: Int64, offsets: Int64, sizes: Int64) -> npt.NDArray[np.bool_]:
-    """Whether the boxes [tensor, slice, dim] are the whole of each tensor, or the whole cut along one dimension."""
-    tensors, count, ndim = offsets.shape
-    if count == 1:
-        whole: npt.NDArray[np.bool_] = (sizes[:, 0] == shapes).all(axis=1) & ~offsets.any(axis=(1, 2))
-        return whole
-    if count == 0 or ndim == 0:
-        return np.zeros(tensors, bool)
-    low, high = offsets.min(axis=1), sizes.max(axis=1)
-    cut = (high != shapes) | (offsets.max(axis=1) != low)
-    split: npt.NDArray[np.bool_] = (shapes > 0).all(axis=1) & (cut.sum(axis=1) == 1) & ~low.any(axis=1)
-    split &= (cut | (sizes.min(axis=1) == high)).all(axis=1)
-    dim = cut.argmax(axis=1)[:, None, None]
-    begins = np.take_along_axis(offsets, dim, axis=2)[:, :, 0]
-    lengths = np.take_along_axis(sizes, dim, axis=2)[:, :, 0]
-    order = np.argsort(begins, axis=1, kind="stable")
-    begins = np.take_along_axis(begins, order, axis=1)
-    ends = begins + np.take_along_axis(lengths, order, axis=1)
-    split &= (begins[:, 1:] == ends[:, :-1]).all(axis=1)
-    split &= ends[:, -1] == np.take_along_axis(shapes, dim[:, 0], axis=1)[:, 0]
-    return split
 
 
 @dataclass(frozen=True, slots=True)

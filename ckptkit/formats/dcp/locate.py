@@ -335,7 +335,7 @@ class _Locator:
         begins, ends = self.items.elements[rows].tolist(), self.items.elements[rows + 1].tolist()
         files, starts, lengths = (column[rows].tolist() for column in (columns.files, columns.starts, columns.lengths))
         fronts, tails = np.zeros((2, len(rows), ENDS), np.uint8)
-        front, tail = memoryview(fronts.reshape(-1)), memoryview(tails.reshape(-1))
+        front, tail = fronts.reshape(-1).data, tails.reshape(-1).data
         reads: list[ReadInto] = []
         alike: dict[tuple[str, bytes, int], list[int]] = {}
         for i, (owner, file, start, length) in enumerate(zip(owners.tolist(), files, starts, lengths, strict=True)):

@@ -17,7 +17,7 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import torch
@@ -47,16 +47,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import (
     Catalog,
-    CatalogInfo,
-    Digest,
-    ObjectEntry,
-    SliceArray,
     TensorEntry,
 )
-from ckptkit.digests import DIGEST, new_hasher
+from ckptkit.digests import new_hasher
 from ckptkit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -65,10 +60,10 @@ from ckptkit.errors import (
     SaveError,
 )
 from ckptkit.formats.dcp import catalog as dcp
-from ckptkit.formats.dcp.files import write_records
+from ckptkit.formats.dcp.files import ROW, write_records
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import is_dense, why_not_dense, without_subclass
-from ckptkit.formats.dcp.index import write_index
+from ckptkit.formats.dcp.index import Index, RankSlices, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
 from ckptkit.formats.dcp.planners import CachedSavePlanner, DCPLoadPlanner, WriterMeta
 from ckptkit.formats.dcp.read import (
@@ -80,18 +75,14 @@ from ckptkit.formats.dcp.read import (
     plan_read,
     sharing,
 )
-from ckptkit.formats.dcp.records import RecordColumns, encode_metadata, frame_tensor, payload_nbytes
-from ckptkit.formats.dcp.roles import RoleTable
+from ckptkit.formats.dcp.records import frame_tensor
 from ckptkit.formats.own import reader as own
-from ckptkit.formats.own.manifest import Entries, Manifest
-from ckptkit.formats.own.outline import LEAST, spare_fields
+from ckptkit.formats.own.manifest import Entries
+from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, FileRecord, find_record
 from ckptkit.storage import open_store
 from ckptkit.storage.lock import HeldDirectory, hold
 from ckptkit.storage.store import Store
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "CachedSavePlanner",
@@ -133,43 +124,25 @@ def write_finish(
     """Write the index of a save, `.metadata` last. `metadata` itself is left without its storage data: torch
     broadcasts it to all ranks, which have no use for them."""
     places = {result.index: result.storage_data for found in results for result in found}
-    chunks = list(_encoded(metadata, places))
-    state, size = new_hasher(), 0
-    for chunk in chunks:
-        state.update(chunk)
-        size += len(chunk)
+    files = {place.path: place.file for place in sorted(places.values(), key=lambda place: place.path)}
+    meta, usual = metadata.storage_meta, _is_usual(metadata)
+    save_id = str(meta.save_id) if meta else ""
+    if usual:
+        index = _index(metadata, places, files, len(results), dense=False)
+        chunks = list(index.metadata(str(meta.checkpoint_id) if meta else "", save_id, metadata.planner_data))
+    else:
+        infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
+        chunks = [pickle.dumps(dataclasses.replace(metadata, storage_data=infos), protocol=4)]
     if manifest:
-        files = {place.path: place.file for place in places.values()}
-        files[name] = FileRecord(size, state.hexdigest())
-        store.write(MANIFEST_NAME, _manifest(metadata, places, files, len(results)), sync=sync)
+        state = new_hasher()
+        for chunk in chunks:
+            state.update(chunk)
+        files[name] = FileRecord(sum(map(len, chunks)), state.hexdigest())
+        index = _index(metadata, places, files, len(results), dense=True)
+        store.write(MANIFEST_NAME, index.manifest(files, save_id, {}, "dcp").to_bytes(), sync=sync)
     with store.writer(name, sync=sync) as writer:
         for chunk in chunks:
             writer.write(chunk)
-
-
-def _encoded(metadata: Metadata, places: dict[Any, Place]) -> Iterator[bytes]:
-    if not _is_usual(metadata):
-        infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
-        yield pickle.dumps(dataclasses.replace(metadata, storage_data=infos), protocol=4)
-        return
-    paths = sorted({place.path for place in places.values()})
-    number = {path: i for i, path in enumerate(paths)}
-    objects: dict[str, tuple[int, int, int]] = {}
-    rows: dict[str, list[tuple[int, Place]]] = {}
-    for index, place in places.items():
-        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
-            rows.setdefault(index.fqn, []).append((index.index or 0, place))
-        else:
-            objects[index.fqn] = (number[place.path], place.offset, place.length)
-    meta = metadata.storage_meta
-    yield from encode_metadata(
-        list(_columns(metadata, rows, number)),
-        paths,
-        objects=objects,
-        planner_data=metadata.planner_data,
-        checkpoint_id=str(meta.checkpoint_id) if meta else "",
-        save_id=str(meta.save_id) if meta else "",
-    )
 
 
 def _is_usual(metadata: Metadata) -> bool:
@@ -188,99 +161,38 @@ def _is_path(path: Any) -> bool:
     return isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
 
 
-def _columns(
-    metadata: Metadata, rows: dict[str, list[tuple[int, Place]]], number: dict[str, int]
-) -> Iterator[RecordColumns]:
-    for name, found in metadata.state_dict_metadata.items():
-        if not isinstance(found, TensorStorageMetadata):
-            continue
-        placed = [place for _, place in sorted(rows.get(name, ()), key=lambda item: item[0])]
-        shape = tuple(found.size)
-        box = (len(placed), len(shape))
-        yield RecordColumns(
-            name,
-            _dtype(found),
-            shape,
-            np.array([c.offsets for c in found.chunks], np.int64).reshape(box),
-            np.array([c.sizes for c in found.chunks], np.int64).reshape(box),
-            np.array([number[p.path] for p in placed], np.int32),
-            np.array([p.offset for p in placed], np.int64),
-            np.array([p.length for p in placed], np.int64),
-        )
-
-
-def _dtype(found: TensorStorageMetadata) -> str:
-    return str(found.properties.dtype).removeprefix("torch.")
-
-
-def _manifest(metadata: Metadata, places: dict[Any, Place], files: dict[str, FileRecord], world_size: int) -> bytes:
-    keys: dict[str, Any] = metadata.planner_data if _is_usual(metadata) and metadata.planner_data else {}
-    by_name: dict[str, list[tuple[int, Any, Place]]] = {}
+def _index(
+    metadata: Metadata, places: Mapping[Any, Place], files: Mapping[str, FileRecord], world_size: int, *, dense: bool
+) -> Index:
+    """Return the index of what a planner of torch had written. `dense`: other tensors are objects, as in a manifest."""
+    paths: dict[str, Any] = metadata.planner_data if _is_usual(metadata) and metadata.planner_data else {}
+    number = {path: i for i, path in enumerate(files)}
+    of_name: dict[str, list[tuple[int, Place]]] = {}
     for index, place in places.items():
-        by_name.setdefault(index.fqn, []).append((index.index or 0, index, place))
-    rows = {name: sorted(found, key=lambda item: item[0]) for name, found in by_name.items()}
-    dense = [n for n, found in rows.items() if all(place.payload >= 0 for _, _, place in found)]
-    roles = RoleTable({name: tuple(path) for name, path in keys.items()}, dense)
-    paths = sorted(files.keys() - {".metadata"})
-    number = {path: i for i, path in enumerate(paths)}
-    tensors: dict[str, TensorEntry] = {}
-    objects: dict[str, ObjectEntry] = {}
+        of_name.setdefault(index.fqn, []).append((index.index or 0, place))
+    keys: list[tuple[str, str, tuple[int, ...], tuple[str | int, ...]]] = []
+    rows, boxes, placed = [], [], []
+    objects: dict[str, tuple[tuple[int, int, int], int, tuple[str | int, ...]]] = {}
     for name, found in metadata.state_dict_metadata.items():
-        placed = [place for _, _, place in rows.get(name, ())]
-        role, key = roles.of(name), tuple(keys.get(name, ()))
-        if isinstance(found, TensorStorageMetadata) and name in rows and all(p.payload >= 0 for p in placed):
-            slices = _slices(found, placed, paths, number)
-            tensors[name] = TensorEntry(
-                name, _dtype(found), tuple(found.size), slices, role.role, role.fqn, role.state, key
-            )
-        elif len(placed) == 1:
-            place = placed[0]
-            digest = Digest(DIGEST, place.digest, place.offset, place.length)
-            objects[name] = ObjectEntry(
-                name, place.path, place.offset, place.length, digest=digest, role=role.role, key=key
-            )
-    meta = metadata.storage_meta
-    sliced = {id(place) for name in tensors for _, _, place in rows[name]}
+        own = [place for _, place in sorted(of_name.get(name, ()), key=lambda item: item[0])]
+        path = tuple(paths.get(name, ()))
+        if isinstance(found, TensorStorageMetadata) and (not dense or (own and all(p.payload >= 0 for p in own))):
+            rows += [(len(keys), number[p.path], p.offset, p.length, p.payload, p.digest) for p in own]
+            boxes += [n for chunk in found.chunks for n in (*chunk.offsets, *chunk.sizes)]
+            keys.append((name, str(found.properties.dtype).removeprefix("torch."), tuple(found.size), path))
+            placed += own
+        elif len(own) == 1:
+            objects[name] = (number[own[0].path], own[0].offset, own[0].length), own[0].digest, path
+    sliced = set(map(id, placed))
     spares = [
         (place.path, place.payload, place.nbytes, place.digest)
         for place in places.values()
         if place.nbytes >= LEAST and id(place) not in sliced
     ]
-    extra = {
-        "digests": {path: item.digest for path, item in files.items()},
-        "save_id": meta.save_id if meta else "",
-        **spare_fields(spares),
-    }
-    info = CatalogInfo(
-        "dcp",
-        producer="ckptkit",
-        world_size=world_size,
-        files={path: item.nbytes for path, item in files.items()},
-        extra=extra,
-    )
-    return Manifest.of(Catalog(tensors, objects, info)).to_bytes()
-
-
-def _slices(
-    found: TensorStorageMetadata, placed: Sequence[Place], paths: list[str], number: dict[str, int]
-) -> SliceArray:
-    boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in found.chunks]
-    box, dtype = (len(placed), len(found.size)), _dtype(found)
-    return SliceArray(
-        paths,
-        np.array([number[p.path] for p in placed], np.int32),
-        np.array([p.payload for p in placed], np.int64),
-        np.array([payload_nbytes(dtype, b.sizes) for b in boxes], np.int64),
-        np.array([b.offsets for b in boxes], np.int64).reshape(box),
-        np.array([b.sizes for b in boxes], np.int64).reshape(box),
-        ranks=np.array([_rank(p.path) for p in placed], np.int32),
-        algorithm=DIGEST,
-        digests=np.array([p.digest for p in placed], np.uint64),
-    )
-
-
-def _rank(path: str) -> int:
-    return int(path[2:].split("_", 1)[0])
+    table = np.array(rows, ROW)
+    ranks = np.array([int(p.path[2:].split("_", 1)[0]) for p in placed], np.int32)
+    slices = RankSlices(table["key"].astype(np.int64), table, np.array(boxes, np.int64), ranks, 0)
+    return Index.of_slices(slices, keys, objects, files, spares, world_size)
 
 
 # `Metadata` as torch's planners ask for it, over a catalog: objects are made only for what is asked about.

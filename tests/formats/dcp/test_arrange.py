@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
-from ckptkit.formats.dcp import index
 from ckptkit.formats.dcp.files import ROW
-from ckptkit.formats.dcp.index import Arranged, RankSlices, arrange
+from ckptkit.formats.dcp.index import Index, RankSlices, _Key
 
 FIELDS = ("start", "length", "payload", "digest")
 
@@ -31,15 +29,23 @@ def ranks_of(tensors: int, count: int, seed: int) -> tuple[list[RankSlices], Any
     return made, widths
 
 
-def told(found: Arranged, widths: Any) -> list[tuple[Any, ...]]:
+def arrange(ranks: list[RankSlices], widths: Any) -> Index:
+    """The index of these ranks, of tensors of so many dimensions."""
+    found = Index()
+    found._keys = {str(i): _Key(str(i), "uint8", (1,) * int(n), (), None) for i, n in enumerate(widths)}
+    found._arrange(ranks)
+    return found
+
+
+def told(found: Index) -> list[tuple[Any, ...]]:
     """One tuple a slice, as it lies in the columns."""
-    at, rows = 0, []
-    for i, tensor in enumerate(found.tensor.tolist()):
-        stop = at + int(widths[tensor])
-        place = tuple(int(found.columns[name][i]) for name in (*FIELDS, "rank", "file"))
-        rows.append((tensor, place, tuple(found.offsets[at:stop].tolist()), tuple(found.sizes[at:stop].tolist())))
-        at = stop
-    assert at == len(found.offsets) == len(found.sizes)
+    rows = []
+    for tensor, (_, span, offsets, sizes) in enumerate(found.entries()):
+        for row, rank, low, size in zip(
+            found._rows[span], found._ranks[span].tolist(), offsets.tolist(), sizes.tolist(), strict=True
+        ):
+            place = tuple(int(row[name]) for name in (*FIELDS, "file"))
+            rows.append((tensor, (*place[:-1], rank, place[-1]), tuple(low), tuple(size)))
     return rows
 
 
@@ -50,19 +56,15 @@ def one_by_one(ranks: list[RankSlices], widths: Any) -> list[tuple[Any, ...]]:
         for tensor, row in zip(item.tensors.tolist(), item.rows, strict=True):
             ndim = int(widths[tensor])
             box = item.boxes[at : at + 2 * ndim].tolist()
-            place = (*(int(row[name]) for name in FIELDS), item.rank, int(row["file"]) + item.first_path)
+            place = (*(int(row[name]) for name in FIELDS), item.ranks, int(row["file"]) + item.first_path)
             rows.append((tensor, place, tuple(box[:ndim]), tuple(box[ndim:])))
             at += 2 * ndim
     return sorted(rows, key=lambda row: row[0])  # stable: by rank within a tensor
 
 
-@pytest.mark.parametrize("block", [1, 7, 1 << 16])
-def test_slices_are_ordered_by_tensor_and_then_by_rank(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(index, "_BLOCK", block)
-    ranks, widths = ranks_of(11, 9, seed=block)
-    found = arrange(ranks, widths)
-    assert told(found, widths) == one_by_one(ranks, widths)
-    assert np.array_equal(found.stops, np.searchsorted(found.tensor, np.arange(len(widths)), side="right"))
+def test_slices_are_ordered_by_tensor_and_then_by_rank() -> None:
+    ranks, widths = ranks_of(11, 9, seed=7)
+    assert told(arrange(ranks, widths)) == one_by_one(ranks, widths)
 
 
 def test_more_tensors_than_16_bits_count_are_ordered_too() -> None:
@@ -71,12 +73,8 @@ def test_more_tensors_than_16_bits_count_are_ordered_too() -> None:
     rows["start"] = [1, 2, 3]
     held = np.array([tensors - 1, 4, 1 << 16])
     found = arrange([RankSlices(held, rows, np.zeros(0, np.int64), 0, 0)], np.zeros(tensors, np.int64))
-    assert found.tensor.tolist() == [4, 1 << 16, tensors - 1]
-    assert found.columns["start"].tolist() == [2, 3, 1]
+    assert [(tensor, place[0]) for tensor, place, *_ in told(found)] == [(4, 2), (1 << 16, 3), (tensors - 1, 1)]
 
 
 def test_nothing_is_arranged_where_no_rank_has_a_tensor() -> None:
-    found = arrange(
-        [RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)], np.zeros(0, int)
-    )
-    assert len(found.tensor) == len(found.stops) == len(found.offsets) == 0
+    assert told(arrange([], [])) == []
