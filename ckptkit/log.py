@@ -8,7 +8,16 @@ import sys
 
 from ckptkit.redact import without_secrets
 
-__all__ = ["RankHandler"]
+__all__ = ["RankHandler", "warn_once"]
+
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> None:
+    """Warn of what does not go away, a file that can't be deleted say: once for each `text` in a process."""
+    if (what, text) not in _warned:
+        _warned.add((what, text))
+        logger.warning(f"%s {text}", what, *args)
 
 
 class RankHandler(logging.NullHandler):

@@ -12,12 +12,11 @@ from ckptkit.formats.hf.side_files import is_code, is_side_file, read_json
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, find_record
 from ckptkit.storage.store import FileInfo, Store
 
-__all__ = ["check_replaceable", "foreign_paths", "marked"]
+__all__ = ["check_replaceable", "foreign_paths", "marked", "may_be_saved"]
 
 _SHOWN = 3
-_OURS = re.compile(
-    r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part|[0-9a-f]{16}\.owner", re.DOTALL
-)
+_OURS = re.compile(r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part", re.DOTALL)
+_HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)  # as LocalStore names what it is writing
 _VARIANT = (
     r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may be a copy that somebody keeps
 )
@@ -115,6 +114,17 @@ def foreign_paths(store: Store) -> Iterator[str]:
                     yield f"{item.path}/"
             elif not _belongs(store, item, files):
                 yield item.path
+
+
+def may_be_saved(path: str) -> bool:
+    """Tell whether a file in the directory of a save has the name of one that savers of ours write, or have begun to.
+
+    A model or an adapter of several has its files in a folder of its own.
+    """
+    name = path.rpartition("/")[2]
+    if name in _BESIDE or is_side_file(path) or is_side_file(name):
+        return True
+    return bool(_WEIGHTS.fullmatch(name) or _HALF_WRITTEN.fullmatch(name))
 
 
 def marked(card: str) -> str:

@@ -490,7 +490,8 @@ class LocalStore:
             with contextlib.suppress(FileNotFoundError), _errors(full):
                 os.unlink(full)
 
-    def delete_tree(self, path: str) -> None:
+    def delete_tree(self, path: str, *, last: str = "") -> None:
+        """Delete a directory and all in it, what is called `last` after all else."""
         full = self._to_change(path)
         found = self.info(path)
         if found is None:
@@ -499,7 +500,19 @@ class LocalStore:
             self.delete([path])
             return
         with contextlib.suppress(FileNotFoundError), _errors(full):
+            for entry in list(os.scandir(full)) if last else ():
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                elif entry.name != last:
+                    os.unlink(entry.path)
             shutil.rmtree(full)  # works on directory descriptors: a symlink put in its way is not followed
+
+    def remove_empty_directories(self) -> None:
+        """Remove the directory itself and those below it, as far as nothing is in them."""
+        with _errors(self.url):
+            for folder, _, _ in os.walk(self.url, topdown=False):  # symlinks are not followed
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
 
 
 def is_directory(store: Store) -> TypeIs[LocalStore]:

@@ -28,13 +28,14 @@ if sys.platform != "win32":  # which has nothing to lock by
     import fcntl
 
 __all__ = [
+    "Attempts",
     "HeldDirectory",
     "hold",
     "STATE_DIRECTORY",
     "Lease",
     "acquire_lease",
-    "last_holder",
     "lease_holder",
+    "open_attempts",
     "store_clock",
     "write_state",
 ]
@@ -46,6 +47,7 @@ BEAT_S = 10.0
 TTL_S = 45.0  # a lease from another machine that was not renewed for so long is dead
 _POLL_S = 1.0
 _FRESH_S = 5.0
+_MOST_ATTEMPTS = 64  # of those that failed: what a slow server puts there late is still known to be theirs
 _GENERATION = re.compile(r"[0-9]{1,18}")
 _here: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 
@@ -59,13 +61,14 @@ class _State:
     owner: Owner
     beat: int = 0
     released: bool = False
+    attempts: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
         return f"{STATE_DIRECTORY}/lease-{self.generation:08d}.json"
 
     def to_json(self, root: Store) -> bytes:
-        body = {"nonce": self.nonce, "beat": self.beat, "released": self.released}
+        body = {"nonce": self.nonce, "beat": self.beat, "released": self.released, "attempts": self.attempts}
         return json.dumps({**own_statement(root), **self.owner.to_json(), **body}).encode()
 
 
@@ -87,6 +90,7 @@ class Lease:
         self._renewed = since
         self._seen = since - TTL_S  # when it was looked at and was ours
         self._old = list(old)
+        self._spare = True  # whether the last of the attempts that the file states has not begun
         self._ground = _ground(root)
         self.turn = threading.Lock()  # of the saves of this process: one at a time
         self._lock = threading.Lock()
@@ -121,6 +125,30 @@ class Lease:
         with self._lock:
             if not self._stop.is_set():
                 self.root.try_conditional(self._state.path, self._state.to_json(self.root))
+
+    def new_attempt(self) -> str:
+        """Return the id of an attempt to save that the lease's file states: before anything of it is written."""
+        if not self._spare:
+            self._state_spare("")
+        self._spare = False
+        return self._state.attempts[-1]
+
+    def end_attempt(self, save_id: str, *, committed: bool) -> None:
+        """State the next attempt, so that it need not wait for that; of this one nothing may be left once it was
+        committed. Never raises."""
+        try:
+            with self._patience.entered():
+                self._state_spare(save_id if committed else "")
+        except OSError as error:
+            logger.debug("the next attempt in %s is not stated yet: %s", self.root.url, error)
+
+    def _state_spare(self, done: str) -> None:
+        with self._lock:
+            kept = [name for name in self._state.attempts if name != done][-_MOST_ATTEMPTS:]
+            self._state = replace(self._state, attempts=(*kept, new_nonce()))
+            if not self._stop.is_set():
+                self._write(self._state)
+                self._spare = True
 
     def tidy(self) -> None:
         """Delete what older generations left, and files that a kill left half-written."""
@@ -253,7 +281,9 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         newest = max((generation for generation, _ in _generations(view)), default=0)
         if newest > (top.generation if top else 0) and _top(root) != top:
             continue  # another contender was faster
-        state, since = _State(newest + 1, new_nonce(), this_process()), _now()
+        left = top.attempts if top is not None and top.owner.copied is False else ()
+        attempts = (*left[-_MOST_ATTEMPTS:], new_nonce())
+        state, since = _State(newest + 1, new_nonce(), this_process(), attempts=attempts), _now()
         try:
             if is_directory(root):
                 with contextlib.suppress(FileExistsError):  # the root's inode is a part of what is stated
@@ -273,14 +303,28 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
 
 def lease_holder(root: Store) -> Owner | None:
     """Return who holds the lease by its file, alive or not; None where it is free."""
-    owner, holds = last_holder(root)
-    return owner if holds else None
-
-
-def last_holder(root: Store) -> tuple[Owner | None, bool]:
-    """Return who had the lease last, None where nobody ever had it; and whether it was not given back."""
     top = _top(root)
-    return (None, False) if top is None else (top.owner, not top.released)
+    return None if top is None or top.released else top.owner
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """The attempts to save that were begun and are not known to be committed, by what the lease states.
+
+    Attributes:
+        owner: Whose they are while they are under way; None where the lease was given back.
+    """
+
+    ids: frozenset[str] = frozenset()
+    owner: Owner | None = None
+
+
+def open_attempts(root: Store) -> Attempts:
+    """Return the attempts that were begun below `root` itself, not below a directory that it is a copy of."""
+    top = _top(snapshot(root, STATE_DIRECTORY))
+    if top is None or top.owner.copied is not False:
+        return Attempts()
+    return Attempts(frozenset(top.attempts), None if top.released else top.owner)
 
 
 def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
@@ -345,7 +389,9 @@ def _top(root: Store) -> _State | None:
             body: Any = json.loads(root.read(path, 0, 4096))
             owner = owner_in(root, body)
             if owner is not None and isinstance(body.get("nonce"), str) and type(body.get("beat")) is int:
-                return _State(generation, body["nonce"], owner, body["beat"], body.get("released") is True)
+                begun = body.get("attempts")
+                attempts = tuple(str(name) for name in begun) if isinstance(begun, list) else ()
+                return _State(generation, body["nonce"], owner, body["beat"], body.get("released") is True, attempts)
     return None
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "drop",
     "empty_trash",
     "exchange",
+    "finish",
     "open_staging",
     "publish",
     "put_in_place",
@@ -191,7 +192,7 @@ def clean_siblings(parent: LocalStore, name: str, *, but: Leftover | None = None
 
 def remove_leftover(parent: LocalStore, leftover: Leftover) -> None:
     """Delete an abandoned staging or trash directory, or the statement of an owner."""
-    if leftover.kind == "tmp" and _finish(parent, leftover):
+    if finish(parent, leftover):
         return
     logger.info("removing %s/%s, which a dead process left", parent.url, leftover.path)
     trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
@@ -201,9 +202,9 @@ def remove_leftover(parent: LocalStore, leftover: Leftover) -> None:
         parent.delete([owner_path(leftover.path)])
 
 
-def _finish(parent: LocalStore, leftover: Leftover) -> bool:
+def finish(parent: LocalStore, leftover: Leftover) -> bool:
     """Put a staging directory in place that was whole when its writer died, and whose target was away by then."""
-    stated = read_owner(parent, owner_path(leftover.path))
+    stated = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
     name = stated.whole if stated is not None else ""
     if not name or "/" in name or _short(name) != leftover.name or parent.info(name) is not None:
         return False
@@ -333,7 +334,7 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
     """Replace `name` where there is no atomic swap (NFS). For a moment there is neither, and at no moment nothing.
 
     Whoever cleans up after a kill in that moment learns from the statement of its writer that the staging directory
-    is whole, and puts it in place (`_finish`). An error puts the old one back.
+    is whole, and puts it in place (`finish`). An error puts the old one back.
     """
     staging = staging_name(name, nonce)
     body = json.dumps({"nonce": nonce, "whole": name, **own_statement(parent)})

@@ -104,11 +104,11 @@ class Writer:
     whole: str = ""
 
 
-def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False, shared: bool = True) -> None:
-    """State at `path` that this process writes attempt `nonce`. Not `shared`: no other attempt has this path."""
+def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) -> None:
+    """State at `path` that this process writes attempt `nonce`. Raises FileExistsError."""
     body = json.dumps({"nonce": nonce, "leased": leased, **own_statement(store)}).encode()
     if not isinstance(store, LocalStore):
-        store.write(path, body, overwrite=not shared)
+        store.write(path, body)
         return
     fd = store.create(path)  # not synced: a power cut ends the writer too
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -68,3 +69,24 @@ def fail_at(nth: int, error: int, names: tuple[str, ...] = OPERATIONS) -> None:
             raise OSError(error, os.strerror(error))
 
     watch(count, lambda name, args: None)
+
+
+def kill_at_request(nth: int) -> Callable[[], int]:
+    """SIGKILL this process before its nth request to S3 but for reads of bytes; the one before it has been answered.
+
+    What is returned tells how many there were so far.
+    """
+    from ckptkit.storage.s3 import S3Api
+
+    ask, lock, count = S3Api._call, threading.Lock(), 0
+
+    def request(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        with lock:
+            count += 1
+            if count == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return ask(*args, **kwargs)
+
+    S3Api._call = request  # type: ignore[method-assign]
+    return lambda: count

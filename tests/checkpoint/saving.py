@@ -47,7 +47,7 @@ def save(
     attempt = begin_save(store, step, coordinator=coordinator, **options)
     try:
         files = write(
-            attempt.store, f"shards/{coordinator.rank}.bin", content(step, coordinator.rank, nbytes), sync=sync
+            attempt.store, f"shards/__{coordinator.rank}_0.distcp", content(step, coordinator.rank, nbytes), sync=sync
         )
         if before is not None:
             before(attempt.store)
@@ -57,7 +57,7 @@ def save(
         files,
         {"state_dict_type": "sharded", **(fields or {})},
         payload=len(files),
-        complete=lambda payloads: write(attempt.store, "index", repr(payloads).encode(), sync=sync),
+        complete=lambda payloads: write(attempt.store, "objects.json", repr(payloads).encode(), sync=sync),
     )
 
 
@@ -72,8 +72,8 @@ def check(root: Store | str | Path) -> list[int]:
         for path, file in item.record.files.items():
             read = data.read(path)
             assert (len(read), xxhash.xxh3_64_hexdigest(read)) == (file.nbytes, file.checksum), (item.path, path)
-            if path != "index":
-                rank = int(path.removeprefix("shards/").removesuffix(".bin"))
+            if path != "objects.json":
+                rank = int(path.removeprefix("shards/__").removesuffix("_0.distcp"))
                 assert read == content(item.step, rank, len(read)), (item.path, path)
         there = {found.path for found in data.list(recursive=True)} - {"checkpoint.json"}
         assert there == set(item.record.files), item.path

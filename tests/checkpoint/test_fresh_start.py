@@ -228,6 +228,27 @@ def test_a_copy_without_its_records_is_an_error_on_an_object_store(options: dict
     assert load(f"s3://bucket/{target}", storage_options=options, start_fresh="if_none_committed") is None
 
 
+def test_a_fresh_start_among_half_copies_on_an_object_store_deletes_none_of_them(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    source, url = "whole", "s3://bucket/halves"
+    with CheckpointManager(f"s3://bucket/{source}", storage_options=options) as manager:
+        for step in (1, 2):
+            manager.save(step, state())
+    copied(options, source, "halves", but="checkpoint.json")
+    store = open_store(url, storage_options=options)
+    before = {item.path for item in store.list(recursive=True) if "step_" in item.path}
+    for _ in range(2):
+        with CheckpointManager(url, storage_options=options, start_fresh="if_none_committed") as manager:
+            start = manager.load(state())
+            manager.save(1 if start is None else start.step + 2, state())
+            manager.save(20 if start is None else 21, state())
+    assert before <= {item.path for item in store.list(recursive=True)}
+    assert load(url, storage_options=options) == 21
+    said = [record.message for record in caplog.records if "is left as it is" in record.message]
+    assert len(said) == 2 and "/step_00000001/" in said[0] + said[1] and "/step_00000002 " in said[0] + said[1]
+
+
 def test_what_a_killed_first_save_left_on_an_object_store_is_no_error(options: dict[str, Any]) -> None:
     url = "s3://bucket/killed"
     fork(lambda say: killed(say, open_store(url, storage_options=options)))

@@ -21,6 +21,7 @@ from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import stage
 from ckptkit.storage.store import Store
+from tests.checkpoint.crash import kill_at_request
 from tests.checkpoint.saving import check, content, fork, save
 from tests.storage.servers import moto
 
@@ -48,7 +49,9 @@ def test_a_save_is_a_record_and_files_under_its_own_id(root: Store) -> None:
     record = save(root, 7)
     assert record.data == record.save_id
     base = f"step_00000007/{record.save_id}"
-    assert keys(root) == sorted(["latest", f"{base}/index", f"{base}/shards/0.bin", "step_00000007/checkpoint.json"])
+    assert keys(root) == sorted(
+        ["latest", f"{base}/objects.json", f"{base}/shards/__0_0.distcp", "step_00000007/checkpoint.json"]
+    )
     assert check(root) == [7]
 
 
@@ -119,7 +122,7 @@ def test_of_two_writers_of_one_step_one_wins_and_the_other_leaves_nothing(root: 
     places = [RemotePlace(root, "step_00000007", nonce * 16) for nonce in "ab"]
     for place in places:
         place.open()
-        place.store.write("x", b"1")
+        place.store.write("__0_0.distcp", b"1")
     wins: list[str] = []
 
     def publish(place: RemotePlace) -> None:
@@ -136,7 +139,7 @@ def test_of_two_writers_of_one_step_one_wins_and_the_other_leaves_nothing(root: 
     for thread in threads:
         thread.join()
     assert len(wins) == 1 and resolve(root).record.save_id == wins[0]
-    assert keys(root) == [f"step_00000007/{wins[0]}/x", "step_00000007/checkpoint.json"]
+    assert keys(root) == [f"step_00000007/{wins[0]}/__0_0.distcp", "step_00000007/checkpoint.json"]
 
 
 def _record(save_id: str) -> bytes:
@@ -160,13 +163,75 @@ def test_rotation_removes_the_record_first_and_all_of_the_rest(root: Store) -> N
     assert check(root) == [3] and {key.split("/")[0] for key in keys(root)} == {"latest", "step_00000003"}
 
 
-def test_a_deletion_that_was_killed_half_way_is_no_checkpoint_and_is_cleaned(root: Store) -> None:
-    record = save(root, 1)
-    save(root, 2)
+def _deleting(say: Any, url: str, options: dict[str, Any], nth: int) -> None:
+    kill_at_request(nth)
+    delete_checkpoint(open_store(url, storage_options=options), "step_00000001", reason="test")
+
+
+@pytest.mark.parametrize("left", [(), ("step_00000001/notes.txt", "step_00000001/{}/eval/x.json")])
+def test_a_deletion_that_was_killed_half_way_is_no_checkpoint_and_is_cleaned(
+    root: Store, options: dict[str, Any], left: tuple[str, ...]
+) -> None:
+    for nth in range(2, 40):
+        record = save(root, 1, overwrite=True)
+        save(root, 2, overwrite=True)
+        theirs = [path.format(record.save_id) for path in left]
+        for path in theirs:
+            root.write(path, b"mine", overwrite=True)
+        code, _ = fork(_deleting, root.url, options, nth)
+        clean_leftovers(root, leased=True)
+        steps = check(root) if not left else [item.step for item in list_checkpoints(root).committed]
+        assert steps in ([1, 2], [2]), nth
+        if steps == [1, 2]:
+            delete_checkpoint(root, "step_00000001", reason="test")
+        there = [key for key in keys(root) if "step_00000001" in key and ".ckptkit-deleted" not in key]
+        assert there == sorted(theirs), nth
+        assert list_checkpoints(root).abandoned == ()
+        root.delete(theirs)
+        if code == 0:
+            break
+    assert nth > 6
+
+
+def test_a_step_that_lost_its_commit_record_is_never_taken_for_a_killed_save(
+    root: Store, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        save(root, step)
     root.delete(["step_00000001/checkpoint.json"])
-    assert [item.path for item in list_checkpoints(root).abandoned] == [f"step_00000001/{record.save_id}"]
+    before = keys(root)
+    assert fork(_killed, root.url, options) == (-9, b"dying")  # its lease is not given back
     clean_leftovers(root)
-    assert check(root) == [2] and not any("step_00000001" in key for key in keys(root))
+    lease = acquire_lease(root)
+    for step in (3, 4):
+        save(root, step, lease=lease)
+    assert set(before) <= set(keys(root)) and not any("step_00000008" in key for key in keys(root))
+    lost = list_checkpoints(root)
+    assert [item.path for item in lost.skipped] == ["step_00000001"] and lost.abandoned == lost.in_progress == ()
+    lease.release()
+    clean_leftovers(root)
+    assert set(before) <= set(keys(root))
+    said = [r.message for r in caplog.records if "step_00000001 is left as it is" in r.message]
+    assert len(said) == 1 and "checkpoint.json" in said[0]
+
+
+def test_what_no_save_writes_stays_where_a_dead_attempt_is_cleaned_up(
+    root: Store, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    fork(_killed, root.url, options)
+    (dead,) = list_checkpoints(root).abandoned
+    theirs = [f"{dead.path}/notes.txt", "step_00000008/0123456789abcdef/__0_0.distcp"]
+    for path in theirs:
+        root.write(path, b"mine")
+    save(root, 9)
+    assert [key for key in keys(root) if "step_00000008" in key] == sorted(theirs)
+    assert f"{dead.path} is of a dead save" in caplog.text and "notes.txt" in caplog.text
+    assert list_checkpoints(root).abandoned == ()
+    save(root, 8)
+    assert [item.step for item in list_checkpoints(root).committed] == [9, 8]
+    rotate(root, RetentionPolicy(max_num=1))
+    clean_leftovers(root)
+    assert set(theirs) <= set(keys(root))
 
 
 def test_a_reader_pins_on_an_object_store_too(root: Store) -> None:
@@ -178,7 +243,7 @@ def test_a_reader_pins_on_an_object_store_too(root: Store) -> None:
 
 def test_an_object_that_is_shorter_than_reported_is_not_published(root: Store) -> None:
     def spoil(store: Store) -> None:
-        store.write("shards/0.bin", b"short", overwrite=True)
+        store.write("shards/__0_0.distcp", b"short", overwrite=True)
 
     with pytest.raises(SaveError, match="has 5 bytes"):
         save(root, 3, before=spoil)
@@ -187,9 +252,9 @@ def test_an_object_that_is_shorter_than_reported_is_not_published(root: Store) -
 
 def test_an_object_that_never_came_is_not_published(root: Store) -> None:
     def forget(store: Store) -> None:
-        store.delete(["shards/0.bin"])
+        store.delete(["shards/__0_0.distcp"])
 
-    with pytest.raises(SaveError, match=r"shards/0\.bin is missing"):
+    with pytest.raises(SaveError, match=r"__0_0\.distcp is missing"):
         save(root, 3, before=forget)
     assert keys(root) == []
 
@@ -203,7 +268,7 @@ def test_what_a_store_does_not_say_that_it_has_is_looked_at_before_the_commit(
     put = S3Api.put
 
     def mute(api: Any, name: str, data: Any, **options: Any) -> str:
-        if not name.endswith("shards/0.bin"):
+        if not name.endswith("__0_0.distcp"):
             return put(api, name, data, **options)
         if arrives:
             put(api, name, data, **options)
@@ -214,14 +279,14 @@ def test_what_a_store_does_not_say_that_it_has_is_looked_at_before_the_commit(
         save(root, 3)
         assert check(root) == [3]
         return
-    with pytest.raises(SaveError, match=r"shards/0\.bin is missing"):
+    with pytest.raises(SaveError, match=r"__0_0\.distcp is missing"):
         save(root, 3)
     assert keys(root) == []
 
 
 def test_a_file_that_no_rank_says_it_wrote_is_not_published(root: Store) -> None:
     def stray(store: Store) -> None:
-        store.write("extra", b"1")
+        store.write("__5_0.distcp", b"1")
 
     with pytest.raises(SaveError, match="no rank says"):
         save(root, 3, before=stray)
@@ -272,7 +337,7 @@ def test_a_failed_save_under_a_lease_is_cleaned_up_by_the_next_one(
 
     def fail(store: Store) -> None:
         store.settle()  # type: ignore[attr-defined]
-        monkeypatch.setattr("ckptkit.storage.objects.RemoteStore.delete_tree", _denied)
+        monkeypatch.setattr("ckptkit.storage.objects.RemoteStore.delete", _denied)
         raise OSError(5, "Input/output error")
 
     with pytest.raises(RankFailedError):
@@ -284,18 +349,19 @@ def test_a_failed_save_under_a_lease_is_cleaned_up_by_the_next_one(
     assert check(root) == [1, 3] and not any("step_00000002" in key for key in keys(root))
 
 
-def _denied(store: Store, path: str) -> None:
-    raise PermissionError(13, path)
+def _denied(store: Store, paths: Any) -> None:
+    raise PermissionError(13, "denied")
 
 
 def test_an_attempt_is_nobodys_once_its_lease_is_given_back(root: Store) -> None:
     lease = acquire_lease(root)
-    root.write("step_00000003/0123456789abcdef/x", b"1")
+    path = f"step_00000003/{lease.new_attempt()}"
+    root.write(f"{path}/__0_0.distcp", b"1")
     assert [item.name for item in list_checkpoints(root).in_progress] == ["step_00000003"]
     assert clean_leftovers(root) == []
     lease.release()
     assert [item.name for item in list_checkpoints(root).abandoned] == ["step_00000003"]
-    assert clean_leftovers(root) == ["step_00000003/0123456789abcdef"] and keys(root) == []
+    assert clean_leftovers(root) == [path] and keys(root) == []
 
 
 def test_of_two_that_take_the_lease_of_a_store_without_conditions_at_once_the_first_does_not_commit(
@@ -341,7 +407,7 @@ def test_a_store_without_conditions_is_asked_for_the_name_once_more_where_the_la
 def test_the_data_are_found_through_the_record(root: Store) -> None:
     save(root, 5)
     item = resolve(root)
-    assert data_store(root.child(item.path), item.record).read("shards/0.bin") == content(5, 0)
+    assert data_store(root.child(item.path), item.record).read("shards/__0_0.distcp") == content(5, 0)
 
 
 # --- stage

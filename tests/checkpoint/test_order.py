@@ -184,7 +184,7 @@ def test_what_managers_and_commands_publish_is_durable_before_and_its_name_after
     assert violations(events, root) == []
 
 
-@pytest.mark.parametrize(("forget", "rule"), [("0.bin", "R1"), ("/shards", "R2"), ("checkpoint.json", "R1")])
+@pytest.mark.parametrize(("forget", "rule"), [("__0_0.distcp", "R1"), ("/shards", "R2"), ("checkpoint.json", "R1")])
 def test_the_rules_find_a_forgotten_fsync(tmp_path: Path, forget: str, rule: str) -> None:
     found = violations(trace(tmp_path, forget=forget), str(tmp_path))
     assert any(text.startswith(rule) for text in found), found

@@ -219,7 +219,7 @@ def test_saves_loads_and_looks_take_few_requests(counted: tuple[Proxy, Options],
     most = {
         "first save": 11,
         "save": 7,
-        "save that rotates": 16,
+        "save that rotates": 18,
         "load": 11,
         "latest": 2,
         "latest of a new process": 4,

@@ -20,7 +20,6 @@ from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.storage import staging
 from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
-from ckptkit.storage.staging import write_owner
 from tests.checkpoint.saving import check, fork, save
 from tests.storage.proxy import proxy_of
 
@@ -80,34 +79,6 @@ def test_a_save_killed_at_any_moment_leaves_nothing_half_visible(
         monkeypatch.undo()
         keys = {item.path.split("/")[0] for item in base.list(recursive=True)}
         assert keys <= {".ckptkit", "latest", *(f"step_{step:08d}" for step in [*steps, 5000])}
-
-
-def test_a_writer_killed_before_its_first_file_is_cleaned_up_by_the_next_save(url: str, s3: Options) -> None:
-    root = open_store(url, storage_options=s3)
-    save(root, 1)
-    code, _ = fork(_stating, url, s3)
-    assert code == 0 and root.info("step_00000002/0123456789abcdef.owner") is not None
-    write_owner(root, "step_00000002/fedcba9876543210.owner", "fedcba9876543210")  # this process lives
-    assert [item.path for item in list_checkpoints(root).abandoned] == ["step_00000002/0123456789abcdef"]
-    save(root, 3)
-    assert [item.path for item in root.list("step_00000002")] == ["step_00000002/fedcba9876543210.owner"]
-
-
-def test_what_a_writer_said_of_itself_that_was_killed_right_after_the_commit_goes_with_the_next_save(
-    url: str, s3: Options
-) -> None:
-    root = open_store(url, storage_options=s3)
-    record = save(root, 1)
-    path = f"step_00000001/{record.save_id}.owner"
-    code, _ = fork(_stating, url, s3, path)
-    assert code == 0 and root.info(path) is not None
-    save(root, 2)
-    assert root.info(path) is None
-    assert check(root) == [1, 2]
-
-
-def _stating(say: Any, url: str, options: Options, path: str = "step_00000002/0123456789abcdef.owner") -> None:
-    write_owner(open_store(url, storage_options=options), path, path[-22:-6])
 
 
 def test_a_probe_that_a_kill_left_is_removed_once_it_is_old(

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ckptkit.checkpoint.run.unnamed import carry_over, deleted_records, mark_of, named_paths, unnamed_files
+from ckptkit.checkpoint.run.unnamed import (
+    carry_over,
+    clear,
+    delete_marked,
+    deleted_records,
+    give_up,
+    mark_of,
+    others_in,
+)
 from ckptkit.errors import CheckpointExistsError, CkptkitError, CorruptCheckpointError, SaveError
 from ckptkit.formats.own.record import (
     LATEST_HINT,
@@ -27,7 +35,6 @@ from ckptkit.formats.own.record import (
     record_path,
     step_of_name,
 )
-from ckptkit.formats.replaceable import foreign_paths
 from ckptkit.storage import publish, staging
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import LocalStore, is_directory
@@ -199,7 +206,7 @@ class LocalPlace:
 
     def _carry_over(self) -> None:
         """Take over what others have put into the directory that is replaced."""
-        unnamed = self._unnamed()
+        unnamed = others_in(self.root, self.name)
         try:
             carry_over(self.root, self.name, self.path, unnamed)
         except FileExistsError as error:
@@ -209,16 +216,6 @@ class LocalPlace:
             ) from error
         if unnamed:
             logger.info("kept in %s/%s what its commit record does not name: %s", self.root.url, self.name, unnamed[:5])
-
-    def _unnamed(self) -> list[str]:
-        try:
-            old = find_record(self.root, record_path(self.name))
-        except CkptkitError:  # damaged: names tell what is of a checkpoint
-            there = self.root.child(self.name)
-            found = [(path, there.list(path.rstrip("/"), recursive=True)) for path in foreign_paths(there)]
-            return [p for path, items in found for p in ([i.path for i in items] if path.endswith("/") else [path])]
-        olds = deleted_records(self.root, self.name) if old is None else [old]
-        return sorted({path for record in olds for path in unnamed_files(self.root, self.name, record)})
 
     def _sync_root(self, now: str, before: str) -> None:
         """Make a rename durable, or take it back: what can be lost must not be reported as saved."""
@@ -239,8 +236,9 @@ class LocalPlace:
         _settle(self.root, self._replacement, self.name)
 
     def close(self) -> None:
-        # Published or not: after a swap the old checkpoint lies here, and nobody's else.
-        publish.close_staging(self.root, self.name, self.save_id)
+        # Published or not: after a swap the old checkpoint lies here.
+        give_up(self.root, self.path, self.name)
+        self.root.delete(reversed(staging.statements(self.root, self.path)))
 
 
 def settle_replacements(root: Store, paths: Mapping[str, str]) -> None:
@@ -256,7 +254,7 @@ def _settle(root: LocalStore, path: str, name: str) -> None:
     root.rename(path, name)
     root.sync_directory()
     if trash is not None:
-        publish.empty_trash(root, trash, first=RECORD_NAME)
+        give_up(root, trash, name)
 
 
 class RemotePlace:
@@ -330,6 +328,9 @@ class RemotePlace:
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
         # Invariant: every object that the record names is complete, under keys that nobody else writes.
         old = self._old() if overwrite else None
+        if old is not None and old.data:
+            self.root.write(f"{self.name}/{mark_of(old)}", old.to_json(), overwrite=True)
+            self._replaced = old
         root = self.root
         if self._is_known_free():
             root = root.with_free_names()
@@ -347,7 +348,6 @@ class RemotePlace:
         else:
             self._read_back()
         self._published = True
-        self._replaced = old if old is not None and old.data else None
 
     def _old(self) -> CommitRecord | None:
         try:
@@ -381,16 +381,15 @@ class RemotePlace:
     def close(self) -> None:
         with contextlib.suppress(OSError, CkptkitError):
             self.sync(())  # what arrives after the deletion would stay
+        old = self._replaced
         if not self._published and not self._is_record_ours():
             # Invariant: no record ever names what is gone. One that a slow server puts there late finds its files, and
             # if it never does, the next save removes them.
             if not self._may_appear:
-                self.root.delete_tree(self.path)
-        elif self._replaced is not None and self._replaced.data != self.save_id:
-            old = self._replaced
-            if any(path.startswith(f"{old.data}/") for path in unnamed_files(self.root, self.name, old)):
-                self.root.write(f"{self.name}/{mark_of(old)}", old.to_json(), overwrite=True)
-            self.root.delete([f"{self.name}/{path}" for path in (*named_paths(old), f"{old.data}.owner")])
+                clear(self.root, self.path)
+                self.root.delete([f"{self.name}/{mark_of(old)}"] if old is not None else [])
+        elif old is not None and old.data != self.save_id:
+            delete_marked(self.root, snapshot(self.root, self.name), self.name, old)
 
     def _is_record_ours(self) -> bool:
         found = find_record(self.root, record_path(self.name))

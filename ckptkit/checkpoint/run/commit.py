@@ -20,7 +20,15 @@ from ckptkit.checkpoint.run.attempt import LOOK_S, Place, Witness, place_of, set
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, Skipped, in_order, list_checkpoints
 from ckptkit.checkpoint.run.pins import list_pins
-from ckptkit.checkpoint.run.unnamed import DELETING, deleted_records, finish_deletion, named_paths
+from ckptkit.checkpoint.run.unnamed import (
+    DELETING,
+    clear,
+    delete_marked,
+    deleted_records,
+    finish_deletion,
+    give_up,
+    mark_of,
+)
 from ckptkit.errors import CheckpointExistsError, CkptkitError, LeaseHeldError, NoSpaceError, SaveError, UsageError
 from ckptkit.formats.own.record import (
     LATEST_HINT,
@@ -31,14 +39,15 @@ from ckptkit.formats.own.record import (
     record_path,
     step_name,
 )
+from ckptkit.log import warn_once
 from ckptkit.storage import staging
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.lock import Lease, acquire_lease, store_clock
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.pool import WorkerPool
-from ckptkit.storage.publish import remove_leftover
-from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, new_nonce, owner_path, read_owner
+from ckptkit.storage.publish import finish
+from ckptkit.storage.staging import is_abandoned, leftover_of, new_nonce, owner_path
 from ckptkit.storage.store import FileInfo, Store
 from ckptkit.units import format_size
 
@@ -86,32 +95,34 @@ def clean_leftovers(
         half = [f"{item.path}/{DELETING}" for item in inventory.skipped if item.deleted]
         dead += [path for path in half if root.info(path) is not None]
     dead += _lone_owners(root, items) + _half_written(items, leased=leased)
-    removed = _clean_statements(root, inventory, view, leased=leased, dry_run=dry_run)
+    dead += _void_marks(inventory, view)
+    removed = []
     for path in dict.fromkeys(dead):
         if path == but:
             continue
         try:
-            if not dry_run:
-                _remove(root, path)
-            removed.append(path)
+            left = [] if dry_run else _remove(root, path)
         except OSError as error:
-            logger.warning("%s/%s could not be removed: %s", root.url, path, error)
+            warn_once(logger, f"{root.url}/{path}", "could not be removed: %s", error)
+            continue
+        if not left:
+            removed.append(path)
+    for item in inventory.skipped if leased and not dry_run else ():
+        if item.unknown:
+            warn_once(logger, f"{root.url}/{item.path}", "is left as it is: %s", item.reason)
     return removed if given is not None else removed + _old_uploads(root, dry_run=dry_run)
 
 
-def _clean_statements(root: Store, inventory: Inventory, view: Store, *, leased: bool, dry_run: bool) -> list[str]:
-    """Remove what writers said of themselves that were killed once their checkpoint was committed."""
-    if not view.sizes_are_free:
-        return []  # each would have to be asked for; they go with their checkpoint
-    placed = [f"{item.path}/{item.record.data}" for item in inventory.committed if item.record.data]
-    found = [owner_path(path) for path in placed if view.info(owner_path(path)) is not None]
-    dead = [path for path in found if is_dead(root, path, leased=leased)]
-    try:
-        root.delete([] if dry_run else dead)
-    except OSError as error:
-        logger.warning("%s/%s could not be removed: %s", root.url, dead[0], error)
+def _void_marks(inventory: Inventory, view: Store) -> list[str]:
+    """Return the marks of deletions that were killed before they began, or when nothing but the mark was left."""
+    if is_directory(view):
         return []
-    return dead
+    ended = [item.path for item in inventory.skipped if item.deleted and not item.kept_files]
+    found = [item.path for path in ended for item in view.list(path) if item.kind == "file"]
+    if view.sizes_are_free:  # else each would have to be asked for; they go with their checkpoint
+        marks = [f"{item.path}/{mark_of(item.record)}" for item in inventory.committed]
+        found += [path for path in marks if view.info(path) is not None]
+    return found
 
 
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
@@ -129,9 +140,7 @@ def _is_dead(root: Store, attempt: Attempt, *, leased: bool) -> bool:
     kept = leftover_of(attempt.path)
     if kept is not None:
         return bool(is_abandoned(root, kept, leased=leased))
-    if read_owner(root, owner_path(attempt.path)) is None:
-        return leased  # whoever has the lease, and no other, writes attempts
-    return bool(is_dead(root, owner_path(attempt.path), leased=leased))
+    return leased  # whoever has the lease, and no other, writes attempts
 
 
 def _lone_owners(root: Store, items: list[FileInfo]) -> list[str]:
@@ -153,24 +162,28 @@ def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
     return [item.path for item in items if item.kind == "file" and is_left(item)]
 
 
-def _remove(root: Store, path: str) -> None:
-    kept = leftover_of(path)
-    if is_directory(root):
-        if kept is not None:
-            remove_leftover(root, kept)
-        elif path.endswith(f"/{DELETING}"):
-            finish_deletion(root, path.rpartition("/")[0])
-        else:
-            root.delete([path])
-        return
-    logger.info("removing %s/%s, which a dead process left", root.url, path)
+def _remove(root: Store, path: str) -> list[str]:
+    """Remove what a dead writer left at `path`, and return what stays because it is somebody else's."""
     name, _, folder = path.rpartition("/")
-    gone = [record for record in deleted_records(root, name) if record.data == folder] if name else []
-    if gone:  # a deletion that was killed: what the record named goes
-        root.delete(f"{name}/{inner}" for inner in named_paths(gone[0]))
-    else:
-        root.delete_tree(path)
-    root.delete([owner_path(path)])
+    if folder == DELETING and is_directory(root):
+        finish_deletion(root, name)
+        return []
+    kept = leftover_of(path)
+    is_attempt = kept is None and _OF_A_SAVE.match(f"{path}/") and not is_directory(root)
+    if not is_attempt and (kept is None or kept.kind == "owner"):
+        root.delete([path])
+        return []
+    if is_directory(root) and kept is not None and finish(root, kept):
+        return []
+    logger.info("removing %s/%s, which a dead process left", root.url, path)
+    gone = [record for record in deleted_records(root, name) if record.data == folder] if is_attempt else []
+    if gone:  # a deletion that was killed
+        delete_marked(root, snapshot(root, name), name, gone[0])
+        return []
+    left = give_up(root, path, kept.name) if is_directory(root) and kept is not None else clear(root, path)
+    if is_directory(root):
+        root.delete([owner_path(path)])
+    return left
 
 
 _SLACK = 1 << 20  # records, directories
@@ -288,6 +301,8 @@ class _Opening:
         self.inventory = Inventory(root.url)
         self.after: Inventory | None = None  # once it is committed, where looking again takes requests
         self._settling: Future[None] | None = None
+        self.committed = False
+        self._ended = False
 
     def open(self, requests: Sequence[_Request]) -> _Start:
         first = requests[0]
@@ -301,7 +316,8 @@ class _Opening:
 
         self.lease = self._lease(look if self.root.asking_costs else None)
         self._take_turn(self.lease)
-        name, save_id = checkpoint_name(first.step, first.tag), new_nonce()
+        name = checkpoint_name(first.step, first.tag)
+        save_id = self.lease.new_attempt() if self.root.asking_costs else new_nonce()
         place = place_of(self.root, name, save_id)
         settle = partial(self._settle, first, views[-1] if views else None, place)
         kept = None if views else self.lease.inventory
@@ -367,6 +383,12 @@ class _Opening:
                 "written. Wait for it, or give the manager a longer timeout_s."
             )
 
+    def end_attempt(self) -> None:
+        """State in the lease that this attempt was committed, or that it failed, before the next one."""
+        if self.lease is not None and self.place is not None and self.root.asking_costs and not self._ended:
+            self._ended = True
+            self.lease.end_attempt(self.place.data, committed=self.committed)
+
     def close(self) -> None:
         """Give back space and lease. The outcome is decided: a failure here is logged, the next save cleans up."""
         if self._settling is not None:
@@ -381,6 +403,7 @@ class _Opening:
             logger.warning("%s could not be cleaned up: %s. The next save tries again.", self.root.url, error)
             self.after = None
         finally:
+            self.end_attempt()
             if self.lease is not None and self._has_turn:
                 self._has_turn = False
                 self.lease.inventory = self.after  # None after a failure: the next save looks, and cleans up
@@ -527,7 +550,7 @@ class SaveAttempt:
                 and the space is given back.
         """
         self._fields, self._complete = record_fields, complete
-        with WorkerPool(1, thread_name_prefix="ckptkit-hints") as self._hints:
+        with WorkerPool(2, thread_name_prefix="ckptkit-hints") as self._hints:
             try:
                 outcome = Outcome((self._durable(files), payload))
             except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
@@ -605,6 +628,7 @@ class SaveAttempt:
         # 6. and 7.: the commit. Invariant: a save that returns survives a power cut.
         data = record.to_json()
         self._place.publish(data, overwrite=self._overwrite, again=lease.make_sure if lease else None)
+        self._opening.committed = True
         if lease is not None:
             lease.sequence = record.sequence
         self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
@@ -615,6 +639,7 @@ class SaveAttempt:
             self._opening.after = replace(before, committed=committed)
             # While the place is closed: each takes a request.
             self._hinted = self._hints.submit(self._write_hint)
+            self._hints.submit(self._opening.end_attempt)
         return self._record.without_files()
 
     @contextlib.contextmanager

@@ -12,12 +12,12 @@ from ckptkit.checkpoint.retention import Decision, RetentionPolicy, decide
 from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints
 from ckptkit.checkpoint.run.pins import deleting, list_pins
-from ckptkit.checkpoint.run.unnamed import delete_in_place, mark_of, named_paths, unnamed_files
+from ckptkit.checkpoint.run.unnamed import delete_in_place, delete_marked, give_up, mark_of, unnamed_files
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
-from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record, record_path
+from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import LocalStore, is_directory
-from ckptkit.storage.publish import drop, empty_trash
+from ckptkit.storage.publish import drop
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
@@ -157,24 +157,17 @@ def _delete_local(root: LocalStore, name: str, record: CommitRecord) -> list[str
     unnamed = unnamed_files(root, name, record)
     if not unnamed:
         trash = drop(root, name)  # Invariant: no longer listed, durably, and never seen half-deleted.
-        if trash is not None:
-            empty_trash(root, trash, first=RECORD_NAME)
-        return []
+        return [] if trash is None else give_up(root, trash, name)
     delete_in_place(root, name, record)
     return unnamed
 
 
 def _delete_remote(root: Store, view: Store, record: CommitRecord) -> list[str]:
     name = record.name
-    unnamed = unnamed_files(view, name, record)
-    if unnamed:  # says later which of the files may go, and that the others are nobody's attempt
-        root.write(f"{name}/{mark_of(record)}", record.to_json(), overwrite=True)
-    # Invariant: no longer a checkpoint; what is left is an attempt without owner.
+    root.write(f"{name}/{mark_of(record)}", record.to_json(), overwrite=True)
+    # Invariant: whoever finds no record finds what is to be deleted.
     root.delete([record_path(name)])
-    # Every upload of a save that was committed was completed: none is looked for.
-    paths = [*named_paths(record), *([f"{record.data}.owner"] if record.data else [])]
-    root.delete(path for path in (f"{name}/{path}" for path in paths) if view.info(path) is not None)
-    return unnamed
+    return delete_marked(root, view, name, record)
 
 
 class BackgroundRotation:

@@ -21,15 +21,16 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.formats.own.record import LATEST_HINT, MANIFEST_NAME, CommitRecord, find_record, record_path, step_of_name
+from ckptkit.formats.replaceable import may_be_saved
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
-from ckptkit.storage.lock import STATE_DIRECTORY, last_holder
+from ckptkit.storage.lock import STATE_DIRECTORY, Attempts, open_attempts
 from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import is_outage, patient
-from ckptkit.storage.staging import is_abandoned, is_dead, leftover_of, owner_path, read_owner
-from ckptkit.storage.store import FileInfo, Store
+from ckptkit.storage.staging import is_abandoned, leftover_of, owner_path, read_owner
+from ckptkit.storage.store import Store
 
 __all__ = [
     "Attempt",
@@ -55,6 +56,7 @@ _MAX_LISTINGS = 10
 _MAX_NAMED = 3
 _MAX_LOOKS = 32
 _NO_RECORD = "it has no checkpoint.json: a copy that is not complete, or nothing that ckptkit saved"
+_NO_ATTEMPT = "no save of this run is known to have written it; left alone"
 _BEST = re.compile(r"best(?::(.+?)(?::(min|max))?)?")
 
 
@@ -98,6 +100,7 @@ class Skipped:
         unanswered: The store failed when it was asked for the record, which may be well.
         kept_files: Where a checkpoint was deleted, the files that its record did not name, and that are still there.
         deleted: A checkpoint was deleted there; the name is free for another one.
+        unknown: Nothing says that a save wrote it, and whether that was completed.
     """
 
     path: str
@@ -106,6 +109,7 @@ class Skipped:
     unanswered: bool = False
     kept_files: tuple[str, ...] = ()
     deleted: bool = False
+    unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +178,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
     abandoned: list[Attempt] = []
     foreign: list[str] = []
     odd: list[Skipped] = []
+    unknown: list[Skipped] = []
     for item in view.list():
         ours = item.path.startswith(".") and item.path.endswith((".owner", ".part")) and item.kind == "file"
         if ours or item.path in (STATE_DIRECTORY, LATEST_HINT):
@@ -181,6 +186,10 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
         kept = leftover_of(item.path)
         if kept is not None and item.kind == "directory":
             stated = read_owner(view, owner_path(item.path))
+            inside = [] if stated or kept.kind != "tmp" else view.list(item.path, recursive=True)
+            if inside and not any(may_be_saved(file.path) for file in inside):
+                foreign.append(item.path)  # what was left of an attempt is not ours
+                continue
             attempt = Attempt(item.path, kept.name, stated.owner if stated else None)
             (abandoned if is_abandoned(root, kept) else running).append(attempt)
         elif item.kind == "directory":
@@ -195,8 +204,11 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
         if isinstance(look, _Look):
             running += look.running
             abandoned += look.abandoned
+            unknown += look.unknown
     explained = {attempt.name for attempt in running + abandoned if "/" in attempt.path}
     skipped = [look for look in looks if isinstance(look, Skipped) and look.path not in explained] + replaced + odd
+    alone = {item.path for item in skipped}  # it says all that there is to say of the folders in it
+    skipped += [item for item in unknown if item.path.rpartition("/")[0] not in alone]
     foreign += [look for look in looks if isinstance(look, str) and look not in explained]
     found = Inventory(
         root.url, tuple(committed), tuple(running), tuple(abandoned), tuple(skipped), tuple(sorted(foreign))
@@ -210,22 +222,24 @@ class _Look:
 
     running: list[Attempt]
     abandoned: list[Attempt]
+    unknown: list[Skipped]
 
 
 def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed | Skipped | _Look | str]:
     if is_directory(root):
         return [_look(root, name) for name in names]
+    attempts = open_attempts(root) if any(_attempt_folders(view, name) for name in names) else Attempts()
     if view.sizes_are_free:
         view.fetch(record_path(name) for name in names)
-        return [look for name in names for look in _look_at(root, view, name)]
+        return [look for name in names for look in _look_at(root, view, name, attempts)]
     with WorkerPool(16, thread_name_prefix="ckptkit-ls") as pool:
-        return [look for looks in pool.map(lambda name: _look_at(root, view, name), names) for look in looks]
+        return [look for looks in pool.map(lambda name: _look_at(root, view, name, attempts), names) for look in looks]
 
 
-def _look_at(root: Store, view: Store, name: str) -> list[Committed | Skipped | _Look | str]:
+def _look_at(root: Store, view: Store, name: str, attempts: Attempts) -> list[Committed | Skipped | _Look | str]:
     look = _look(view, name)
     known = look.record.data if isinstance(look, Committed) else ""
-    return [look, _look_inside(root, view, name, known)]
+    return [look, _look_inside(root, view, name, known, attempts)]
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
@@ -243,7 +257,7 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
             return _deleted(root, path, gone)
         if step_of_name(path) is None and root.info(f"{path}/{MANIFEST_NAME}") is None:
             return path
-        return Skipped(path, _NO_RECORD)
+        return Skipped(path, _NO_RECORD, unknown=True)
     replacement = _REPLACEMENT.fullmatch(path)
     if record.name == path or (replacement and replacement.groups() == (record.name, record.save_id)):
         return Committed(path, record)
@@ -259,46 +273,44 @@ def _deleted(root: Store, path: str, records: Sequence[CommitRecord]) -> Skipped
     return Skipped(path, reason, kept_files=files, deleted=True)
 
 
-def _look_inside(root: Store, view: Store, name: str, known: str) -> _Look:
+def _look_inside(root: Store, view: Store, name: str, known: str, attempts: Attempts) -> _Look:
     """Return the attempts whose files lie under `name` on an object store, without or beside the committed one.
 
     Args:
         known: The folder that a record was seen to name: no more is asked about it.
+        attempts: Read after `view` was taken: the lease states an attempt before its first file is there.
     """
-    looks = []
-    for path in _attempt_folders(view.list(name)):
-        if (known and path == f"{name}/{known}") or _only_kept(view, name, path):
+    gone = {record.data: record for record in deleted_records(view, name)}
+    found = _Look([], [], [])
+    for path in _attempt_folders(view, name):
+        folder = path.rpartition("/")[2]
+        if folder == known:
             continue
-        stated = read_owner(view, owner_path(path))  # as writers of before stated themselves, an attempt each
-        owner, holds = (stated.owner, True) if stated else last_holder(snapshot(root, STATE_DIRECTORY))
-        if owner is None or owner.copied is not False:
-            continue  # no save began here: it came with a copy that is not complete
-        # The lease is there before the first file of an attempt, so who is asked after it was seen is the one.
-        dead = is_dead(view, owner_path(path)) if stated else not holds or owner.alive() is False
-        looks.append((Attempt(path, name, owner if holds else None), dead))
-    found = _Look([], [])
-    if looks:
-        # The record last: a writer puts it before it takes back its statement, so what has neither is nobody's.
+        if folder in gone:  # or else only what was kept is left
+            if any(view.info(f"{name}/{inner}") for inner in named_paths(gone[folder])):
+                found.abandoned.append(Attempt(path, name, None))
+        elif folder in attempts.ids and any(map(may_be_saved, (i.path for i in view.list(path, recursive=True)))):
+            dead = attempts.owner is None or attempts.owner.alive() is False
+            (found.abandoned if dead else found.running).append(Attempt(path, name, attempts.owner))
+        else:
+            found.unknown.append(Skipped(path, _NO_ATTEMPT, unknown=True))
+    if found.running or found.abandoned or found.unknown:
+        # The record last: what was committed, and is no attempt any more, has one by now.
         try:
             record = find_record(root, record_path(name))
         except (CkptkitError, OSError):
-            return found  # whose files these are is in a record that can't be read: they are not judged
-        for attempt, dead in looks:
-            if record is None or attempt.path != f"{name}/{record.data}":
-                (found.abandoned if dead else found.running).append(attempt)
+            return _Look([], [], [])  # whose files these are is in a record that can't be read: they are not judged
+        committed = "" if record is None else f"{name}/{record.data}"
+        found = _Look(
+            [item for item in found.running if item.path != committed],
+            [item for item in found.abandoned if item.path != committed],
+            [item for item in found.unknown if item.path != committed],
+        )
     return found
 
 
-def _only_kept(view: Store, name: str, path: str) -> bool:
-    """Tell whether a folder of an attempt holds only what was kept when its checkpoint was deleted."""
-    gone = [record for record in deleted_records(view, name) if path == f"{name}/{record.data}"]
-    return bool(gone) and not any(view.info(f"{name}/{inner}") for inner in named_paths(gone[0]))
-
-
-def _attempt_folders(items: list[FileInfo]) -> list[str]:
-    """Return the folders that attempts have, or will have: a writer killed at once left its statement alone."""
-    names = (i.path.removesuffix(".owner") for i in items if i.kind == "directory" or i.path.endswith(".owner"))
-    return [path for path in dict.fromkeys(names) if _NONCE.fullmatch(path.rpartition("/")[2])]
+def _attempt_folders(view: Store, name: str) -> list[str]:
+    return [i.path for i in view.list(name) if i.kind == "directory" and _NONCE.fullmatch(i.path.rpartition("/")[2])]
 
 
 def check_new(root: Store, inventory: Inventory) -> None:

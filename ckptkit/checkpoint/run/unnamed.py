@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import re
 from collections.abc import Iterable
 
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError
-from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record
+from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record, record_path
+from ckptkit.formats.replaceable import may_be_saved
+from ckptkit.log import warn_once
 from ckptkit.storage.local import LocalStore, OpenDirectory, is_directory
 from ckptkit.storage.store import Store
 
 __all__ = [
     "DELETING",
     "carry_over",
+    "clear",
     "delete_in_place",
+    "delete_marked",
     "deleted_records",
     "finish_deletion",
+    "give_up",
     "mark_of",
     "named_paths",
+    "others_in",
     "unnamed_files",
 ]
+
+logger = logging.getLogger(__name__)
 
 DELETING = ".ckptkit-deleting.json"  # the record of a checkpoint of which not all files are deleted yet
 _DELETED = ".ckptkit-deleted.json"
 _MARK = re.compile(r"\.ckptkit-(?:deleting|deleted(?:-[0-9a-f]{16})?)\.json")
-_ATTEMPT = re.compile(r"([0-9a-f]{16})(?:\.owner|/.*)", re.DOTALL)
+_ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
 def mark_of(record: CommitRecord) -> str:
-    """Return the name of the record of a deleted checkpoint, on an object store where other files are left."""
+    """Return the name that the record of a checkpoint on an object store gets when that is deleted."""
     return f".ckptkit-deleted-{record.save_id}.json"
 
 
@@ -47,12 +57,56 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
     """
     named = {RECORD_NAME, *named_paths(record)}
     found = [item.path[len(path) + 1 :] for item in root.list(path, recursive=True)]
-    return [p for p in found if p not in named and not _MARK.fullmatch(p) and not _of_an_attempt(p, record)]
+    return [inner for inner in found if inner not in named and not _MARK.fullmatch(inner)]
 
 
-def _of_an_attempt(inner: str, record: CommitRecord) -> bool:
-    match = _ATTEMPT.fullmatch(inner) if record.data else None
-    return match is not None and (match[1] != record.data or inner.endswith(".owner"))
+def clear(root: Store, path: str) -> list[str]:
+    """Delete the files of a dead attempt, known by names that only savers of ours give, and return what else is there:
+    that stays, as does what comes meanwhile."""
+    place = root.child(path)
+    listed = place.list(recursive=True)
+    ours = {item.path for item in listed if item.kind == "file" and may_be_saved(item.path)}
+    place.delete(sorted(ours))
+    root.end_uploads(root.unfinished_uploads(path))
+    if is_directory(place):
+        place.remove_empty_directories()
+    left = [item.path for item in listed if item.path not in ours]
+    if left:
+        shown = ", ".join(left[:5]) + (f", ... ({len(left)} in all)" if len(left) > 5 else "")
+        warn_once(logger, f"{root.url}/{path}", "is of a dead save; files in it that no save writes stay: %s", shown)
+    return left
+
+
+def give_up(root: LocalStore, path: str, name: str) -> list[str]:
+    """Delete a directory in which a checkpoint was prepared, or ended, and return what stays in it.
+
+    Args:
+        path: A directory that no discovery looks into.
+        name: Of the checkpoint. Files that others have put into it get back there.
+    """
+    marks = [mark for mark in (DELETING, _DELETED, RECORD_NAME) if root.info(f"{path}/{mark}") is not None]
+    if not marks:
+        return clear(root, path)
+    target = root.path_of(name)
+    lost = [inner for inner in others_in(root, path) if not os.path.lexists(f"{target}/{inner}")]
+    carry_over(root, path, name, lost)
+    if lost and not os.path.lexists(f"{target}/{RECORD_NAME}"):
+        with contextlib.suppress(FileExistsError):  # says why they are there alone
+            root.link(f"{path}/{marks[-1]}", f"{name}/{_DELETED}")
+    # Invariant: whatever is killed, the record says what in it is whose for as long as anything is.
+    root.delete_tree(path, last=marks[-1])
+    return []
+
+
+def others_in(root: LocalStore, path: str) -> list[str]:
+    """Return what others have put into the directory of a checkpoint, or of a deleted one, relative to it."""
+    try:
+        record = find_record(root, record_path(path))
+    except (CkptkitError, OSError):  # damaged: names tell what is of a checkpoint
+        found = [item.path[len(path) + 1 :] for item in root.list(path, recursive=True)]
+        return [inner for inner in found if not (may_be_saved(inner) or _MARK.fullmatch(inner))]
+    records = deleted_records(root, path) if record is None else [record]
+    return sorted({inner for record in records for inner in unnamed_files(root, path, record)})
 
 
 def deleted_records(root: Store, name: str) -> list[CommitRecord]:
@@ -65,6 +119,20 @@ def deleted_records(root: Store, name: str) -> list[CommitRecord]:
         with contextlib.suppress(CkptkitError, OSError):
             found.append(find_record(root, path))
     return [record for record in found if record is not None]
+
+
+def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> list[str]:
+    """Delete the files of a checkpoint on an object store whose record is gone, or is another one by now.
+
+    Its mark (`mark_of`) was there before, and says what is still to be deleted after a kill. It stays where other files
+    do. Returns these.
+    """
+    found = (f"{name}/{path}" for path in named_paths(record))
+    root.delete(path for path in found if view.info(path) is not None)
+    unnamed = unnamed_files(view, name, record)
+    if all(_ATTEMPT.match(path) and not path.startswith(f"{record.data}/") for path in unnamed):
+        root.delete([f"{name}/{mark_of(record)}"])
+    return unnamed
 
 
 def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:

@@ -116,13 +116,13 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["missing", "truncated", "stray"])
 def test_files_that_are_not_what_the_ranks_reported_are_not_published(tmp_path: Path, damage: str) -> None:
     def spoil(store: LocalStore) -> None:
-        path = Path(store.url) / "shards" / "0.bin"
+        path = Path(store.url) / "shards" / "__0_0.distcp"
         if damage == "truncated":
             path.write_bytes(path.read_bytes()[:-1])
         elif damage == "missing":
             path.unlink()
         else:
-            store.write("extra", b"1")
+            store.write("__5_0.distcp", b"1")
 
     with pytest.raises((SaveError, RankFailedError)):
         save(tmp_path, 3, before=spoil)
@@ -259,7 +259,7 @@ def _run(root: str, steps: list[int]) -> list[int]:
 def test_ranks_write_one_checkpoint_together(ranks: Any, tmp_path: Path) -> None:
     assert ranks.run(_run, 3, str(tmp_path), [1, 2]) == [[1, 2]] * 3
     assert read_record(open_store(str(tmp_path / "step_00000002"))).world_size == 3
-    assert sorted(os.listdir(tmp_path / "step_00000002" / "shards")) == ["0.bin", "1.bin", "2.bin"]
+    assert {f"__{rank}_0.distcp" for rank in range(3)} < set(os.listdir(tmp_path / "step_00000002" / "shards")) | {""}
 
 
 def _different(root: str, what: str) -> str:
@@ -287,7 +287,7 @@ def test_ranks_that_do_not_save_the_same_all_fail(ranks: Any, tmp_path: Path, wh
 def _messages(root: str) -> tuple[bytes, ...]:
     c = Coordinator(timeout_s=20)
     attempt = begin_save(open_store(root), 1, coordinator=c, message=b"signature %d" % c.rank)
-    files = write(attempt.store, f"shards/{c.rank}.bin", content(1, c.rank))
+    files = write(attempt.store, f"shards/__{c.rank}_0.distcp", content(1, c.rank))
     attempt.commit(files, {"state_dict_type": "sharded"})
     return attempt.messages
 
@@ -300,10 +300,10 @@ def _same_file(root: str) -> str:
     c = Coordinator(timeout_s=20)
     attempt = begin_save(open_store(root), 1, coordinator=c)
     if c.is_main:
-        attempt.store.write("x", b"1")
+        attempt.store.write("__0_0.distcp", b"1")
     c.barrier()
     try:
-        attempt.commit({"x": FileRecord(1, "0" * 16)}, {"state_dict_type": "sharded"})
+        attempt.commit({"__0_0.distcp": FileRecord(1, "0" * 16)}, {"state_dict_type": "sharded"})
     except SaveError as error:
         return str(error)
     return ""
@@ -311,7 +311,7 @@ def _same_file(root: str) -> str:
 
 def test_a_file_that_two_ranks_claim_fails_the_save(ranks: Any, tmp_path: Path) -> None:
     results = ranks.run(_same_file, 2, str(tmp_path))
-    assert len(set(results)) == 1 and "both wrote x" in results[0] and leftovers(tmp_path) == []
+    assert len(set(results)) == 1 and "both wrote __0_0.distcp" in results[0] and leftovers(tmp_path) == []
 
 
 def test_a_save_in_a_background_thread_is_the_same(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_p
             try:
                 with pin_while_reading(root, item.name):
                     time.sleep(0.002)
-                    assert root.read(f"{item.name}/shards/0.bin") == content(item.step, 0)
+                    assert root.read(f"{item.name}/shards/__0_0.distcp") == content(item.step, 0)
                     reads += 1
             except CheckpointNotFoundError:
                 continue  # it went between the listing and the pin: list again
