@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import re
@@ -61,7 +62,7 @@ def test_each_promise_names_tests_that_exist() -> None:
 
 
 def test_each_fault_names_tests_that_exist() -> None:
-    check_tests([row for row in rows("docs/faults.md") if row[0]], 3)
+    check_tests([row for row in rows("docs/internals/faults.md") if row[0]], 3)
 
 
 def test_each_row_of_the_frameworks_names_tests_that_exist() -> None:
@@ -107,6 +108,30 @@ def test_no_error_is_defined_elsewhere() -> None:
     ours = [cls for cls in every if cls.__module__.startswith("ckptkit") and cls.__module__ != "ckptkit.errors"]
     text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
     assert not [cls.__name__ for cls in ours if cls.__name__ not in text]
+
+
+def _texts(tree: ast.AST) -> list[str]:
+    """The strings of a module; an f-string is one, with a NUL for each field."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None:
+    said = [text for file in (ROOT / "ckptkit").rglob("*.py") for text in _texts(ast.parse(file.read_text()))]
+    wanted = {
+        part.strip(" :`")
+        for row in rows("docs/troubleshooting.md")
+        if row[0] != "Message"
+        for part in re.split(r"\[?\.\.\.\)?| N\b", row[0])
+    }
+    wanted = {part for part in wanted if len(part.split()) > 1}
+    assert len(wanted) > 30
+    assert not {part for part in wanted if not any(part in text for text in said)}
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("*.py")))

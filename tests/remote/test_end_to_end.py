@@ -195,7 +195,7 @@ def elsewhere(options: Options) -> Options:
     return {**options, "requester_pays": False}
 
 
-# Upper bounds with a little slack; docs/remote.md states what was counted.
+# Upper bounds with a little slack; docs/internals/requests.md states what was counted.
 
 
 def test_saves_loads_and_looks_take_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
@@ -312,7 +312,7 @@ def test_commands_over_a_file_of_many_small_tensors_take_as_many_requests_as_is_
         proxy.clear()
         command()
         counts[name] = proxy.count
-    # Those of docs/remote.md, and some slack: how many blocks are asked for at once is a matter of threads.
+    # The numbers of docs/internals/requests.md plus slack: thread timing decides how many blocks one request reads.
     most = {"verify": 32, "convert": 34, "reshard": 52, "reshard --verify": 54}
     assert all(counts[name] <= most[name] for name in most), counts
 
