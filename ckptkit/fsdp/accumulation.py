@@ -1,4 +1,4 @@
-"""Counts backward passes and steps: which backward closes a window, and how many steps a run has taken."""
+"""Counts backward passes and optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Window", "Windows", "StepCounter"]
 
 @dataclass(slots=True)
 class Window:
-    """The backward passes of one model that make one step.
+    """The backward passes of one model that belong to one step (a window).
 
     Attributes:
-        size: How many make a full window.
-        count: How many there were.
-        closed: The last one was there; optimizers may step.
-        scale: What their losses were multiplied by, besides 1/size; None: they were run by something else.
+        size: Number of passes in a full window.
+        count: Number of passes so far.
+        closed: The last pass is done; optimizers may step.
+        scale: The loss scale of the passes; None: they were run outside of FSDPStrategy.
         seen: The optimizers that have asked for a step since the last backward.
     """
 
@@ -33,7 +33,7 @@ class Window:
 
     @property
     def divisor(self) -> float | None:
-        """What gradients are too large by: the mean is over the passes that there were; None: not known here."""
+        """The factor by which gradients are too large, since the mean is over the actual passes; None: unknown."""
         return None if self.scale is None else self.scale * (self.count / self.size)
 
 
@@ -44,10 +44,10 @@ class Windows:
         self._of: WeakKeyDictionary[nn.Module, Window] = WeakKeyDictionary()
 
     def backward(self, root: nn.Module, size: int, *, last: bool, scale: float) -> Window:
-        """Count one backward of `root`, whose loss is multiplied by `scale`; `last` closes the window early.
+        """Count one backward pass of `root` with loss scale `scale`; `last` closes the window early.
 
         Raises:
-            UsageError: The window has a backward with another scale: their gradients can't be added.
+            UsageError: The window has a pass with another scale, so the gradients cannot be added.
         """
         window = self._advanced(root, size)
         if window.scale not in (None, scale):
@@ -62,8 +62,8 @@ class Windows:
     def step(self, root: nn.Module, size: int, optimizer: Optimizer) -> Window:
         """Return the window that `optimizer` asks to step in.
 
-        Where no backward was counted since it last asked, one was run by other means (a loss of two models): it is
-        counted now.
+        If no pass was counted since the last call, one was run by other means (a loss of two models) and is counted
+        now.
         """
         window = self._of.get(root)
         if window is None or optimizer in window.seen:
@@ -72,7 +72,7 @@ class Windows:
         return window
 
     def open(self, *roots: nn.Module) -> int:
-        """Return how many backward passes (of `roots`; default: of all models) wait for a step that has not come."""
+        """Return the number of backward passes (of `roots`; default: of all models) that no step has used yet."""
         windows = [window for root, window in self._of.items() if not roots or root in roots]
         return sum(window.count for window in windows if not window.closed)
 
@@ -91,7 +91,7 @@ class Windows:
 
 
 class StepCounter:
-    """The steps of a run: those of the optimizer that has taken most, not the sum over all optimizers."""
+    """Counts the steps of a run: the maximum over all optimizers, not the sum."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -99,17 +99,17 @@ class StepCounter:
         self._base = 0
 
     def start(self, optimizer: Optimizer) -> None:
-        """Let a new optimizer count from here: it may replace another one."""
+        """Start counting a new optimizer from the current total: it may replace another one."""
         self._of[optimizer] = self.total
 
     def count(self, optimizer: Optimizer) -> None:
         """Count one step of `optimizer`."""
-        # One that was not made here starts with the run, beside those that have stepped; alone it goes on.
+        # An optimizer created elsewhere counts from 0 if others have stepped; otherwise it continues the total.
         before = self._of.get(optimizer, self._base if self._of else self.total)
         self._of[optimizer] = before + 1
         self.total = max(self.total, before + 1)
 
     def restart(self, total: int) -> None:
-        """Go on from `total`, as after a load: with every optimizer."""
+        """Continue all optimizers from `total`, as after a load."""
         self.total = self._base = total
         self._of.clear()

@@ -1,4 +1,4 @@
-"""Checks the arguments of FSDPStrategy's methods, so that swapped ones are named instead of training something else."""
+"""Checks the arguments of FSDPStrategy's methods, so that swapped arguments raise an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPTIONAL = frozenset({"scheduler", "tokenizer", "tag", "step"})
 
 
 def check_arguments(call: str, *, optional: frozenset[str] | set[str] = frozenset(), **values: object) -> None:
-    """Raise unless each argument is what its name says; those of `optional` may be None too.
+    """Raise unless each argument has the type that its name implies; those in `optional` may be None.
 
     Raises:
         UsageError: Names the call, each wrong argument, and whether two of them look swapped.

@@ -1,4 +1,4 @@
-"""What is done to single blocks around sharding, so that no parameter changes its name."""
+"""Activation checkpointing and compilation of single blocks, without renaming parameters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["checkpoint_blocks", "compile_blocks", "fill_unused_gradients", "fill
 
 
 def checkpoint_blocks(model: Any, modules: Sequence[nn.Module]) -> None:
-    """Recompute the activations of `modules` in backward. A model with its own way (transformers) uses that.
+    """Recompute the activations of `modules` in backward. transformers models use their own implementation.
 
-    The forward method is replaced, not the module: a wrapper module would put its name into every FQN.
+    Replaces the forward method, not the module: a wrapper module would add its name to every FQN.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
-        # It knows what must not run twice, such as the filling of a key-value cache.
+        # It knows what must not run twice, for example filling a key-value cache.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     for module in modules:
@@ -35,10 +35,10 @@ def compile_blocks(modules: Sequence[nn.Module], *, backend: str = "inductor") -
 
 
 def fill_unused_gradients(model: FSDPModule) -> None:
-    """Let ranks leave out different modules of the root unit in one step.
+    """Allow ranks to skip different modules of the root unit in one step.
 
-    FSDP2 reduces the gradients that a rank has: where one rank has none, the buffers of the ranks differ in size
-    and the reduction hangs. Zeros stand in for the missing ones.
+    FSDP2 reduces only existing gradients: if one rank lacks some, buffer sizes differ and the reduction hangs. Missing
+        gradients are replaced by zeros.
     """
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)
@@ -47,7 +47,7 @@ def fill_unused_gradients(model: FSDPModule) -> None:
 
 
 def fill_unused_gradients_by_hook(model: FSDPModule) -> None:
-    """Do what `fill_unused_gradients` says for the root unit, with a hook that runs when backward begins."""
+    """Implement `fill_unused_gradients` for the root unit with a hook that runs when backward begins."""
     root: Any = model
     inner = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
     inside = {id(child) for module in inner for child in module.modules()}  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""FSDPConfig: everything one chooses about an FSDP2 run, in one value that refuses what can't work.
+"""FSDPConfig: all settings of an FSDP2 run, validated together.
 
-Knows the spellings of other systems: the field names and strings of Oumi's `FSDPParams`, and the
-environment variables of accelerate. Imports no torch.
+Also accepts the field names and strings of Oumi's `FSDPParams` and the environment variables of accelerate. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ Offload = Literal["none", "params", "optimizer"]
 
 
 class ShardingStrategy(str, enum.Enum):
-    """What is sharded over the data-parallel ranks, in the names of FSDP1."""
+    """What to shard over the data-parallel ranks, with FSDP1's names."""
 
     FULL_SHARD = "FULL_SHARD"  # 1-D mesh; parameters are freed after forward (ZeRO-3)
     SHARD_GRAD_OP = "SHARD_GRAD_OP"  # 1-D mesh; parameters stay until backward is done (ZeRO-2)
     HYBRID_SHARD = "HYBRID_SHARD"  # replicate x shard mesh; freed after forward
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # replicate x shard mesh; kept until backward is done
-    NO_SHARD = "NO_SHARD"  # every rank keeps all of it, as DDP does
+    NO_SHARD = "NO_SHARD"  # every rank keeps the full model, as with DDP
 
     @property
     def reshards_after_forward(self) -> bool:
-        """True where the parameters are freed between forward and backward."""
+        """Whether parameters are freed between forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
     @property
     def is_hybrid(self) -> bool:
-        """True where replicas of sharded groups are asked for."""
+        """Whether sharded groups are replicated."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
 class WrapPolicy(str, enum.Enum):
-    """Which modules become a unit that is gathered and freed at once."""
+    """Which modules become units, each gathered and freed together."""
 
-    AUTO = "AUTO"  # the model's own block classes if it names them, else the elements of its ModuleLists
+    AUTO = "AUTO"  # the block classes that the model names, otherwise the elements of its ModuleLists
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # modules of the classes in `transformer_layer_cls`
     SIZE_BASED_WRAP = "SIZE_BASED_WRAP"  # modules that own at least `min_num_params` parameters
     BLOCKS = "BLOCKS"  # every element of every outermost ModuleList
@@ -72,7 +72,7 @@ class WrapPolicy(str, enum.Enum):
 class BackwardPrefetch(str, enum.Enum):
     """When the next unit is gathered in backward."""
 
-    BACKWARD_PRE = "BACKWARD_PRE"  # what FSDP2 does by itself
+    BACKWARD_PRE = "BACKWARD_PRE"  # FSDP2's default
     BACKWARD_POST = "BACKWARD_POST"  # FSDP2 has no equal: accepted with a warning, runs as BACKWARD_PRE
     NO_PREFETCH = "NO_PREFETCH"  # likewise
 
@@ -108,14 +108,14 @@ _E = TypeVar("_E", bound=enum.Enum)
 
 @dataclass(frozen=True, slots=True)
 class FSDPConfig:
-    """A checked choice for an FSDP2 run. Strings are taken in any case, with the aliases of Oumi and torch.
+    """Validated settings of an FSDP2 run. Strings are case-insensitive; the aliases of Oumi and torch are accepted.
 
     Raises:
-        UsageError: A value is unknown, or two choices exclude each other.
+        UsageError: A value is unknown, or two settings conflict.
     """
 
     enable_fsdp: bool = True
-    """False leaves models untouched."""
+    """False does not wrap models."""
 
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     """What is sharded, and whether it is freed after forward."""
@@ -124,37 +124,39 @@ class FSDPConfig:
     """Copies of each sharded group. "auto": 1, or for HYBRID_* the number of nodes; NO_SHARD: all ranks."""
 
     shard: Size = "auto"
-    """Ranks that share one copy. "auto": what the other sizes leave."""
+    """Ranks that share one copy. "auto": the world size divided by the other sizes."""
 
     tp: int = 1
     """Tensor-parallel ranks, innermost in the mesh."""
 
     cp: int = 1
-    """Context-parallel ranks. Parameters are sharded over them too; splitting sequences is up to the model."""
+    """Context-parallel ranks. Parameters are sharded over them too; the model must split the sequences."""
 
     reshard_after_forward: bool | int | None = None
-    """Overrides the strategy: True frees, False keeps, a number reshards to that many ranks."""
+    """Overrides the strategy after forward: True frees parameters, False keeps them, a number reshards to that many
+    ranks."""
 
     keep_last_block: bool = False
-    """True keeps the last block gathered after forward: backward needs it at once."""
+    """True keeps the last block gathered after forward, because backward needs it first."""
 
     precision: Precision = "mixed"
     """"mixed": fp32 storage, low-precision compute. "master": low-precision storage, fp32 masters in the optimizer."""
 
     mixed_precision: MixedPrecision | None = None
-    """The low precision, "bf16" or "fp16" (which implies a gradient scaler); None computes in the model's dtype."""
+    """The compute dtype: "bf16" or "fp16" (which enables a gradient scaler); None uses the model's dtype."""
 
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = "fp32"
-    """The dtype of gradient reduction; None: as computed. With "fp32" what is computed in fp64 is reduced in fp64."""
+    """The dtype of gradient reduction; None: the compute dtype. With "fp32", fp64 gradients are still reduced in
+    fp64."""
 
     initial_loss_scale: float = 2.0**16
-    """fp16: what the loss is multiplied by at first, 1 to 2**24."""
+    """fp16: the initial loss scale, 1 to 2**24."""
 
     loss_scale_hysteresis: int = 2
-    """fp16: how many overflows there are before the loss scale backs off; 1: every one does."""
+    """fp16: number of overflows before the loss scale backs off; 1: every overflow."""
 
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """The dtype that the model's floating outputs are cast to; None: as computed."""
+    """The dtype of the model's floating outputs; None: as computed."""
 
     offload: Offload = "none"
     """"params": parameters and gradients live on the host. "optimizer": `maybe_offload_optimizer` moves its state."""
@@ -163,31 +165,32 @@ class FSDPConfig:
     """When the next unit is gathered in backward."""
 
     forward_prefetch: bool = False
-    """True gathers the next block while this one computes forward."""
+    """True prefetches the next block during forward."""
 
     state_dict_type: Literal["FULL", "SHARDED", "LOCAL"] = "SHARDED"
-    """The form that `save_ckpt` writes."""
+    """The state-dict type that `save_ckpt` writes."""
 
     auto_wrap_policy: WrapPolicy = WrapPolicy.AUTO
     """Which modules become units."""
 
     min_num_params: int = 100_000
-    """SIZE_BASED_WRAP: the smallest number of parameters that makes a unit."""
+    """SIZE_BASED_WRAP: minimum number of parameters of a unit."""
 
     transformer_layer_cls: tuple[str, ...] = ()
     """TRANSFORMER_BASED_WRAP: class names, short or dotted. A comma-separated string is split."""
 
     exclude: tuple[str, ...] = ()
-    """Class names or FQN globs that never become a unit, nor do modules inside them."""
+    """Class names or FQN globs. Matching modules and their children never become units."""
 
     mixed_modal: bool = False
-    """True keeps vision towers in the root unit, and lets ranks take different branches through them."""
+    """True keeps vision towers in the root unit, so that ranks may run different branches of them."""
 
     wrap_lm_head: bool = False
-    """True makes units of the embedding and of the output head (one, if they are tied)."""
+    """True wraps the embedding and the output head as units (a single one if they are tied)."""
 
     forward_methods: tuple[str, ...] = ("generate",)
-    """Methods besides `forward`, of the model or of a unit, that need gathered parameters; others are skipped."""
+    """Methods other than `forward`, of the model or of a unit, that need gathered parameters. Missing ones are
+    ignored."""
 
     activation_checkpointing: bool = False
     """True recomputes each block's activations in backward."""
@@ -196,14 +199,15 @@ class FSDPConfig:
     """True compiles each block's forward; a string names the backend of torch.compile."""
 
     sync_module_states: bool = True
-    """True gives every rank the parameters and buffers of rank 0 before they are sharded. False keeps each rank's own:
-    they must be equal then, by the same seed or the same file, for data-parallel ranks are seeded differently."""
+    """True broadcasts rank 0's parameters and buffers before sharding. With False, initialize all ranks equally (from
+    one seed or file): data-parallel ranks are seeded differently by default."""
 
     use_orig_params: bool | None = None
-    """FSDP2 always does; False is accepted with a warning."""
+    """FSDP2 always keeps the original parameters; False is accepted with a warning."""
 
     device: str = "auto"
-    """Where the model will live: "cpu", "cuda" ...; "auto": where it is, else an accelerator that the group serves."""
+    """The model's device: "cpu", "cuda" ...; "auto": its current accelerator, otherwise one that the process group
+    supports."""
 
     def __post_init__(self) -> None:
         _coerce(self)
@@ -215,10 +219,10 @@ class FSDPConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FSDPConfig:
-        """Return the config that `values` describe. Takes Oumi's keys too (`cpu_offload`).
+        """Return a config from a mapping. Also accepts Oumi's keys (`cpu_offload`).
 
         Raises:
-            UsageError: A key is unknown, or a value is refused.
+            UsageError: A key is unknown, or a value is invalid.
         """
         left = dict(values)
         if "cpu_offload" in left:
@@ -244,7 +248,7 @@ class FSDPConfig:
         """Return the config in a YAML file: its `fsdp` section if it has one, else all of it.
 
         Raises:
-            UsageError: It is no YAML, no mapping of fields, or its values are refused.
+            UsageError: The file is not YAML, not a mapping of fields, or a value is invalid.
         """
         try:
             import yaml
@@ -262,7 +266,7 @@ class FSDPConfig:
         return cls.from_dict(values)
 
     def to_accelerate_env(self, *, fsdp_version: Literal[1, 2] = 2) -> dict[str, str]:
-        """Return the environment variables that make accelerate run FSDP in the same way."""
+        """Return the environment variables that configure accelerate's FSDP in the same way."""
 
         return to_env(self, fsdp_version)
 
@@ -274,14 +278,15 @@ class FSDPConfig:
 
     @property
     def reshard(self) -> bool | int:
-        """What non-root units do after forward: free (True), keep (False), or reshard to that many ranks."""
+        """What non-root units do with parameters after forward: free (True), keep (False), or reshard to that many
+        ranks."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.sharding_strategy.reshards_after_forward
 
     @property
     def needs_grad_scaler(self) -> bool:
-        """True where gradients are fp16 and can underflow."""
+        """Whether gradients are fp16 and can underflow."""
         return self.mixed_precision == "fp16"
 
 
@@ -310,7 +315,7 @@ def _coerce(config: FSDPConfig) -> None:
 
 
 def _check_flags(config: FSDPConfig) -> None:
-    # Not by truth: "false", as an environment or a quoted YAML value gives it, is true.
+    # Not by truthiness: the string "false" (from the environment or quoted YAML) is truthy.
     for name in _FLAGS:
         if not isinstance(getattr(config, name), bool):
             raise UsageError(f"{name} is {getattr(config, name)!r}; it must be True or False.")
@@ -472,10 +477,10 @@ def to_env(config: FSDPConfig, fsdp_version: int) -> dict[str, str]:
 
 
 def from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the FSDPConfig fields that `env` sets, with accelerate's defaults for what it leaves out.
+    """Return the FSDPConfig fields that `env` sets, and accelerate's defaults for the others.
 
     Raises:
-        UsageError: A variable holds a value that accelerate would refuse too.
+        UsageError: A variable has a value that accelerate would also refuse.
     """
     fields: dict[str, Any] = {
         "enable_fsdp": _flag(env, "ACCELERATE_USE_FSDP", "false"),

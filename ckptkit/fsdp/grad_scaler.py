@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training: how it grows while gradients are finite, and backs off when they are not."""
+"""The loss scale of fp16 training: grows while gradients are finite and backs off on overflow."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class DynamicGradScaler:
     | overflow | growth count = 0, hysteresis count + 1; once it reaches `hysteresis`: scale * backoff_factor     |
     | finite   | growth count + 1; when it reaches `growth_interval`: both counts = 0, scale * growth_factor      |
 
-    The scale stays within [min_scale, max_scale]. A backoff leaves the hysteresis count where it is, so once reached,
-    every further overflow backs off until the next growth.
+    The scale stays within [min_scale, max_scale]. A backoff does not reset the hysteresis count: once the limit is
+    reached, every further overflow backs off until the next growth.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DynamicGradScaler:
         hysteresis: int = 2,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Raises UsageError where the factors could not work: fp16 needs growth > 1 and 0 < backoff < 1."""
+        """Raises UsageError if a factor is invalid: fp16 needs growth > 1 and 0 < backoff < 1."""
         if dtype == torch.float16 and not (growth_factor > 1 and 0 < backoff_factor < 1):
             raise UsageError(
                 f"fp16 needs growth_factor > 1 and 0 < backoff_factor < 1, found {growth_factor} and {backoff_factor}."
@@ -63,16 +63,16 @@ class DynamicGradScaler:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The factor for the loss."""
         return self._scale
 
     @property
     def inv_scale(self) -> float:
-        """What gradients are multiplied by to undo the scale."""
+        """The factor that unscales gradients."""
         return 1.0 / self._scale
 
     def update(self, overflow: bool) -> None:
-        """Count one step, which overflowed or not. All ranks must give the same answer."""
+        """Count one step and whether it overflowed. All ranks must pass the same value."""
         if overflow:
             self._growth_step = 0
             self._hysteresis_step += 1
@@ -94,10 +94,10 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of `state_dict()`, of LightRFT (same keys, tensors), or of a constant scaler ("scale").
+        """Load a state from `state_dict()`, from LightRFT (same keys, as tensors), or from a constant scaler ("scale").
 
         Raises:
-            CheckpointMismatchError: Keys are missing or the scale is no positive number; nothing was taken.
+            CheckpointMismatchError: Keys are missing, or the scale is not a positive number. The scaler is unchanged.
         """
         if "scale" in state_dict and "_scale" not in state_dict:
             state_dict = {"_scale": state_dict["scale"], "_growth_step": 0, "_hysteresis_step": 0}

@@ -1,4 +1,4 @@
-"""One norm of all gradients, whatever they are: plain, sharded, replicated, on several meshes, or missing."""
+"""Computes one norm over all gradients: plain, sharded, replicated, on several meshes, or missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _Key = tuple[DeviceMesh, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class GradientReport:
-    """What the gradients of one step are: their norm, unscaled; finite on all ranks; the factor before stepping."""
+    """The gradients of one step: unscaled norm, whether finite on all ranks, and the factor to apply before
+    stepping."""
 
     norm: torch.Tensor
     finite: bool
@@ -43,10 +44,9 @@ class GradientReport:
 def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
     """Return the p-norm (1 <= p <= inf) of all gradients as one scalar, the same on all ranks and as in one process.
 
-    It is fp64 where a gradient is, else fp32; NaN on every rank where any rank has a NaN. A shard counts once
-    however often it is replicated; a plain gradient counts once too, being the same on all ranks. Parameters without
-    a gradient count nothing. All ranks must call it with the same parameters, in the same order; one small all-reduce
-    runs for each way of sharding.
+    The result is fp64 if any gradient is, otherwise fp32. If any rank has a NaN, it is NaN on every rank. Replicated
+    shards and plain gradients (equal on all ranks) count once; parameters without a gradient count as zero. All ranks
+    must call it with the same parameters in the same order; there is one small all-reduce per kind of sharding.
     """
     p = checked_norm_type(p)
     parameters = _listed(parameters)
@@ -56,7 +56,7 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor):
-            # The key comes from the parameter: a rank that has no gradient still joins the all-reduce.
+            # Keyed by the parameter, so that a rank without a gradient still joins the all-reduce.
             key, local = _place(parameter, gradient)
             bucket = sharded.setdefault(key, [])
             if local is not None:
@@ -75,7 +75,7 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
         parts.append(_reduced(_power(locals_, p, device), mesh, dims, p))
     total = torch.stack(parts)
     norm = total.max() if p == math.inf else total.sum().pow(1.0 / p)
-    # By the parameters too: a rank without a gradient gives the same dtype.
+    # Include the parameters, so that a rank without a gradient uses the same dtype.
     found = {parameter.dtype for parameter in parameters}
     found |= {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
     return norm if torch.float64 in found else norm.float()
@@ -93,7 +93,7 @@ def clip_grad_norm(
     parameters = _listed(parameters)
     norm = grad_norm(parameters, p)
     if max_norm:
-        # No branch on the value: that would wait for the device. torch adds the same 1e-6.
+        # No branch on the value, which would synchronize with the device. torch adds the same 1e-6.
         scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
@@ -113,9 +113,9 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
 
 
 def is_finite_everywhere(norm: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether `norm` is finite on every rank, agreed by all of them. All ranks must call it.
+    """Return whether `norm` is finite on all ranks. All ranks must call it and get the same answer.
 
-    Where every gradient is a shard of one mesh that spans all ranks, the norm is the agreement already.
+    If every gradient is a shard of one mesh over all ranks, the norm is already equal everywhere.
     """
     finite = torch.isfinite(norm)
     if dist.is_initialized() and dist.get_world_size() > 1 and not _norm_is_global(parameters):
@@ -137,8 +137,8 @@ def inspect_gradients(
 ) -> GradientReport:
     """Return the joint norm of unscaled gradients, whether all ranks may step, and what to multiply gradients by.
 
-    Gradients are too large by `divisor`, by default the scaler's scale.
-    The scaler is told of the outcome. Gradients are left as they are. All ranks must call it.
+    Gradients are too large by a factor of `divisor` (default: the scaler's scale). Updates the scaler; does not change
+    the gradients. All ranks must call it.
     """
     max_norm = checked_max_norm(max_norm)
     scale = scaler.scale if scaler is not None else 1.0
@@ -178,12 +178,12 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> Sequence[torch
 
 
 def widened(loss: torch.Tensor) -> torch.Tensor:
-    """Return `loss` in fp32 where it is narrower: what a scale or a division would round away."""
+    """Return `loss` in at least fp32, because scaling or dividing a narrower value would round."""
     return loss if loss.dtype == torch.float64 else loss.float()
 
 
 def checked_norm_type(p: float) -> float:
-    """Return `p` as a float; UsageError where there is no such norm."""
+    """Return `p` as a float. Raises UsageError if it is not a valid norm type."""
     try:
         value = float(p)
     except (TypeError, ValueError):
@@ -194,7 +194,8 @@ def checked_norm_type(p: float) -> float:
 
 
 def checked_max_norm(max_norm: float | None) -> float | None:
-    """Return `max_norm`; UsageError unless it is None or a number >= 0: a negative one would turn gradients around."""
+    """Return `max_norm`. Raises UsageError unless it is None or a number >= 0: a negative one would flip the
+    gradients."""
     if max_norm is None:
         return None
     if isinstance(max_norm, (str, bool)) or not float(max_norm) >= 0:
@@ -232,7 +233,7 @@ def _power(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> t
 def _reduced(value: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], p: float) -> torch.Tensor:
     moved = value.to(mesh.device_type) if value.device.type != mesh.device_type else value
     if p == math.inf:
-        # A backend's MAX may lose a NaN (gloo's does), so whether there is one travels beside the value.
+        # A backend's MAX may drop NaN (gloo's does), so a NaN flag is reduced together with the value.
         nan = torch.isnan(moved)
         moved = torch.stack([moved.nan_to_num(nan=0.0, posinf=math.inf), nan.to(moved.dtype)])
     for dim in dims:

@@ -1,4 +1,4 @@
-"""Parameter groups as optimizers over DTensors need them: by weight decay, dtype, mesh and placement, with names."""
+"""Splits parameters into optimizer groups by weight decay, dtype, mesh and placement, with names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ckptkit.errors import UsageError
 __all__ = ["NO_DECAY", "NoDecay", "is_norm", "param_groups", "clean_fqn"]
 
 NoDecay = str | type[nn.Module] | Callable[[str, nn.Module, nn.Parameter], bool]
-"""What isn't decayed: a part of a name, a class of modules, or a function of FQN, owning module and parameter."""
+"""Excluded from weight decay: a component of a name, a module class, or a function of FQN, owning module and
+parameter."""
 
 _NORM_CLASS = re.compile(r"norm(?:act|\d+d)*$", re.IGNORECASE)  # LlamaRMSNorm, LayerNorm2d
 _NORM_NAME = re.compile(r"(?:^|_)(?:(?:layer|rms|batch|group)?norm|ln|bn|gn)\d*(?:_|$)", re.IGNORECASE)
@@ -22,14 +23,14 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 
 
 def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Return whether `parameter`, which `module` owns, is the scale or shift of a normalization.
+    """Return whether `parameter` of `module` is the scale or shift of a normalization.
 
-    By the module's class; by a class name that ends with "Norm", as models bring their own; or, for parameters of one
-    dimension, by a part of the module's or the parameter's name: `ln_1.weight`, `bn.weight`, `norm1.scale`.
+    True for torch's norm classes, classes whose name ends with "Norm", and one-dimensional parameters with a matching
+    component in the module's or parameter's name: `ln_1.weight`, `bn.weight`, `norm1.scale`.
     """
     if isinstance(module, _NORMS):
         return True
-    if parameter.ndim > 1:  # a projection that is called `norm`, or sits inside of one
+    if parameter.ndim > 1:  # a projection that is called `norm`, or is inside one
         return False
     return bool(
         _NORM_CLASS.search(type(module).__name__) or any(_NORM_NAME.search(part) for part in name.split(".")[-2:])
@@ -37,7 +38,7 @@ def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 NO_DECAY: tuple[NoDecay, ...] = ("bias", is_norm)
-"""Biases and normalizations. To keep more from decaying: `no_decay=(*NO_DECAY, "embed", MyScale)`."""
+"""Biases and normalizations. To exclude more: `no_decay=(*NO_DECAY, "embed", MyScale)`."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -47,15 +48,16 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return groups `{"params", "param_names", "weight_decay"}` that together hold each trainable parameter once.
 
-    fused and foreach kernels take one dtype and either only plain tensors or only DTensors of one mesh, so a group
-    never mixes those. Names are checkpoint FQNs: without what torch.compile and checkpoint wrappers put in.
+    A group never mixes dtypes, or plain tensors with DTensors, or meshes, because fused and foreach kernels cannot.
+    Names are checkpoint FQNs, without the prefixes of torch.compile and checkpoint wrappers.
 
     Args:
-        no_decay: Parameters that one of these means are not decayed. A string is a part of the name between "." or
-            "_" and may have several ("lm_head.weight"): "bias" means `up.bias` and `bias_ih_l0`, not `unbiased.weight`.
+        no_decay: Parameters that match any of these are not decayed. A string matches whole components of the name,
+            separated by "." or "_", and may have several ("lm_head.weight"): "bias" matches `up.bias` and `bias_ih_l0`,
+            not `unbiased.weight`.
 
     Raises:
-        UsageError: `no_decay` holds something else.
+        UsageError: `no_decay` contains something else.
     """
     rules = [_rule(item) for item in _several(no_decay)]
     groups: dict[Any, dict[str, Any]] = {}
@@ -74,7 +76,7 @@ def param_groups(
 
 
 def clean_fqn(name: str) -> str:
-    """Return `name` without the parts that wrappers add."""
+    """Return `name` without the components that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face directory read into a sharded model: each rank reads its own slices, and no more."""
+"""Loads a Hugging Face directory into a sharded model; each rank reads only its own slices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["HFLoadReport", "load_hf"]
 
 @dataclass(frozen=True, slots=True)
 class HFLoadReport:
-    """What `load_hf` did: names it loaded, names the model has and the files have not, and the other way round."""
+    """What `load_hf` did: names loaded, names missing in the files, and names unknown to the model."""
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()
@@ -48,19 +48,19 @@ def load_hf(
 ) -> HFLoadReport:
     """Fill `model`, sharded or not, from the safetensors at `url`. Each rank reads the bytes of its own shards.
 
-    Nothing is communicated, and the host holds one shard of one tensor at a time. Names are mapped to the live
-    model's where transformers keeps other ones in memory (stacked experts).
-    Tied weights load under either name, and must be the same where the files have both.
+    No communication; the host holds one shard of one tensor at a time. File names are mapped to the live model's names
+    where transformers uses different ones in memory (stacked experts). Tied weights load under either name; if the
+    files contain both, they must be equal.
 
     Args:
-        model: Its parameters have memory (`prepare_model` gives it), with or without values.
+        model: A prepared model: parameters are allocated (by `prepare_model`), with or without values.
         url: A directory or a bucket prefix with config.json and *.safetensors.
-        cast: Allow casts that lose digits (fp32 files into bf16 parameters). Widening is always allowed.
-        strict: Refuse where names are missing or left over; else they are in the report.
+        cast: Allow lossy casts (fp32 files into bf16 parameters). Widening is always allowed.
+        strict: Raise if names are missing or left over; otherwise they are only reported.
         storage_options: For the file system, as for `open_store`.
 
     Raises:
-        CheckpointMismatchError: Names, shapes or dtypes don't fit; all of them are listed, nothing was changed.
+        CheckpointMismatchError: Names, shapes or dtypes do not match; lists all of them. The model is unchanged.
     """
     store = open_store(url, storage_options=storage_options)
     catalog = safetensors.open_catalog(store)
@@ -94,7 +94,7 @@ def _targets(model: nn.Module, live: Mapping[str, torch.Tensor], catalog: Catalo
     entries = {name: Target.of(entry, name) for name, entry in catalog.tensors.items()}
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and not set(entries) & set(live):
-        # A base model's files in a model with a head, or the other way round: transformers takes both.
+        # Files of a base model loaded into a model with a head, or vice versa: transformers supports both.
         dot = prefix + "."
         inside = any(name.startswith(dot) for name in live)
         entries = {dot + name if inside else name.removeprefix(dot): target for name, target in entries.items()}
@@ -113,7 +113,8 @@ def _names_by_tensor(live: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
 def _matched(
     live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]
 ) -> tuple[dict[str, tuple[str, Target]], list[str]]:
-    """Return, by each tensor's first name, its name in the files and its target; and the names without one."""
+    """Return each tensor's name in the files and its target, keyed by its first name; and the names without a
+    target."""
     chosen: dict[str, tuple[str, Target]] = {}
     missing: list[str] = []
     for names in _names_by_tensor(live).values():
@@ -128,7 +129,7 @@ def _matched(
 def _several_names(
     live: Mapping[str, torch.Tensor], targets: Mapping[str, Target], catalog: Catalog
 ) -> list[list[Claim]]:
-    """Return what the files hold for the several names of one tensor: whole, so that every rank finds the same."""
+    """Return the file contents for all names of one tied tensor, in full, so that every rank compares the same."""
     groups = []
     for names in _names_by_tensor(live).values():
         found = [name for name in names if name in targets and _is_copy(targets[name])]

@@ -1,4 +1,4 @@
-"""Tells what an export of a live model must hold: a transformers model, or the adapters of a PEFT model."""
+"""Collects the tensors of an export: of a transformers model, or of a PEFT model's adapters."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _PEFT_ROOT = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What is exported of a model that may be wrapped.
+    """The exportable part of a model, which may be wrapped.
 
     Attributes:
-        model: The transformers or PEFT model inside of the wrappers; the model itself where it is neither.
+        model: The transformers or PEFT model inside the wrappers; the model itself if it is neither.
         tensors: Its tensors by name, tied ones once.
     """
 
@@ -43,11 +43,11 @@ class Exported:
 
 
 def exported(model: nn.Module) -> Exported:
-    """Return the model inside of its wrappers, with its live tensors. Collective where FSDP1 gathers them.
+    """Return the model inside its wrappers, with its live tensors. Collective if FSDP1 gathers them.
 
     Raises:
-        SaveError: Parameters lie beside a transformers model, as those of a value head do: no `from_pretrained` reads
-            them.
+        SaveError: The model has parameters outside the transformers model (a value head, for example), which
+            `from_pretrained` does not read.
     """
     inner = unwrap_model(model)
     root, prefix = inner, ""
@@ -97,19 +97,19 @@ def _some(names: Sequence[str]) -> str:
 
 
 def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[str, dict[str, str]]:
-    """Return, for the folder of each adapter, the names in its file and the tensors that they are. On rank 0 alone.
+    """Return the names and tensors of each adapter's file, by folder. On rank 0 only.
 
     Args:
-        extra: Gets what is computed for the file, by a name of its own: the embeddings of a prompt.
+        extra: Receives tensors computed for the file, by name: the embeddings of a prompt.
 
     Raises:
-        SaveError: Something was trained that is part of no adapter, or that can't be told from the live tensors.
+        SaveError: A trained tensor belongs to no adapter, or cannot be derived from the live tensors.
     """
     from peft import get_peft_model_state_dict
 
     model = source.model
     adapters = adapters_of(model)
-    # PEFT looks for the names of the modules as they are, wrappers among them.
+    # PEFT looks up module names including wrappers.
     raw = {
         clean_fqn(f"{module}.{leaf}"): f"{module}.{leaf}"
         for module, owner in model.named_modules()
@@ -120,7 +120,7 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
         for name, tensor in source.tensors.items()
     }
     names = {id(stand_in): name for name, stand_in in zip(source.tensors, stand_ins.values(), strict=True)}
-    root = "" if hasattr(model, "get_base_model") else _PEFT_ROOT  # an adapter that a transformers model took itself
+    root = "" if hasattr(model, "get_base_model") else _PEFT_ROOT  # an adapter added to a transformers model directly
     found: dict[str, dict[str, str]] = {}
     prompts: set[str] = set()
     for adapter, config in adapters.items():
@@ -162,10 +162,10 @@ def _require_whole(source: Exported, names: set[str]) -> None:
 
 
 def prove(source: Exported, targets: Sequence[Target]) -> None:
-    """Let transformers load tensors of these names and shapes into a model on the meta device. On rank 0 alone.
+    """Check on the meta device that transformers loads tensors of these names and shapes. On rank 0 only.
 
     Raises:
-        SaveError: `from_pretrained` would leave weights at random, or leave some unread.
+        SaveError: `from_pretrained` would initialize some weights randomly, or ignore some.
     """
     kind = pretrained_class(source.model)
     if kind is None:
@@ -194,7 +194,7 @@ _PROBLEMS = {"missing_keys": "missing", "unexpected_keys": "not known there", "m
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from reporting on a load that is only a trial."""
+    """Silence transformers during a trial load."""
     logging_of: Any = sys.modules["transformers"].utils.logging
     level = logging_of.get_verbosity()
     logging_of.set_verbosity(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""A sharded model written as a Hugging Face directory: tensor by tensor, so that no host holds the model."""
+"""Writes a sharded model as a Hugging Face directory, tensor by tensor, so that no host holds the whole model."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ def save_hf(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model` to `url` as `from_pretrained` reads it. All ranks must call it; rank 0 writes.
+    """Write `model` to `url` for `from_pretrained`. All ranks must call it; rank 0 writes.
 
-    Each rank holds one whole tensor at a time. Tied weights are written once, stacked experts as the hub has them;
-    config.json, generation_config.json and the tokenizer's files come along. Of a PEFT model the adapters are written,
-    as PEFT's `from_pretrained` reads them, not the base: merge them first (`merge_and_unload`) to export a model. The
-    names are tried with `from_pretrained` on the meta device before anything is written. The directory appears whole or
-    not at all.
+    Each rank holds one full tensor at a time. Tied weights are written once; stacked experts are written in the Hub's
+    layout. config.json, generation_config.json and the tokenizer's files are included. For a PEFT model only the
+    adapters are written, for PEFT's `from_pretrained`; to export the whole model, merge them first
+    (`merge_and_unload`). Before anything is written, the names are checked with `from_pretrained` on the meta device.
+    The directory appears complete or not at all.
 
     Args:
         model: Sharded or not, wrapped or not.
         url: A path, or anything fsspec opens.
         tokenizer: Anything with `save_pretrained`, or None.
-        dtype: "keep", or what floating tensors are cast to: "bf16", "fp16", "fp32".
-        max_shard_size: The most that one file holds.
-        overwrite: Replace the export, or the checkpoint, that is at `url`; a directory with anything else is refused.
+        dtype: "keep", or the dtype of floating tensors: "bf16", "fp16", "fp32".
+        max_shard_size: Maximum size of one file.
+        overwrite: Replace the export or checkpoint at `url`; a directory with anything else is refused.
         storage_options: For the file system.
 
     Raises:
-        SaveError: Parts of the model have no values, `from_pretrained` would not read all of it, or a rank failed (the
-            same on every rank).
-        CheckpointExistsError: `url` is taken.
+        SaveError: Parts of the model have no values, `from_pretrained` would not read all of it, or a rank failed. The
+            same on every rank.
+        CheckpointExistsError: `url` exists.
     """
     source = exported(model)
     meta.require_initialized(source.model)
@@ -111,7 +111,7 @@ def _nothing() -> None:
 def _plan(
     source: Exported, dtype: str, max_bytes: int, coordinator: Coordinator
 ) -> tuple[dict[str, torch.Tensor], list[_File]]:
-    """Return the files, and the live tensors that they are made of. Collective."""
+    """Return the files and the live tensors that go into them. Collective."""
     if dtype not in _DTYPES:
         raise UsageError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}.")
     if adapters_of(source.model):
@@ -176,7 +176,7 @@ def _files(targets: list[Target], max_bytes: int) -> list[_File]:
 
 
 def _write_file(store: Store | None, file: _File, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gather the file's tensors one after the other on all ranks; rank 0, which has the store, writes them."""
+    """Gather the file's tensors one by one on all ranks; rank 0 writes them."""
     error: Exception | None = None
     with contextlib.ExitStack() as stack:
         stream = None
@@ -200,7 +200,7 @@ def _write_file(store: Store | None, file: _File, tensors: Mapping[str, torch.Te
 
 
 class _Gathered:
-    """The last whole tensor: several targets may be cut from one (the experts of a layer)."""
+    """The last gathered tensor: several targets may be slices of it (the experts of a layer)."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors

@@ -28,8 +28,8 @@ __all__ = ["MasterWeightOptimizer"]
 _log = logging.getLogger(__name__)
 
 MASTER = "master"
-# Each element of a parameter is stepped by itself, so a shard can be stepped without knowing of the whole. Exact types:
-# a subclass may do more.
+# Elementwise optimizers: a shard can be stepped without the rest of the parameter. Exact types only: a subclass may do
+# more.
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -39,19 +39,19 @@ _ELEMENTWISE = frozenset(
 class MasterWeightOptimizer(Optimizer):
     """Steps fp32 copies of the parameters with `base` and rounds them into the parameters.
 
-    `state[p]` holds what `base` keeps, in fp32, and under "master" the fp32 copy of `p`, placed like `p`. After each
-    step `master.to(p.dtype)` equals `p`, bit for bit. A parameter that is fp32 or wider is stepped itself and has no
-    master. `param_groups` hold the model's parameters: schedulers set their values there, as with any optimizer.
+    `state[p]` contains the state of `base` in fp32, and under "master" the fp32 copy of `p`, with the same placement.
+    After each step `master.to(p.dtype)` equals `p` bit for bit. Parameters in fp32 or wider are stepped directly and
+    have no master. `param_groups` contain the model's parameters, so schedulers work as with any optimizer.
 
     Args:
-        base: An optimizer over the model's parameters. It is taken over: use only this one from then on.
-        grad_scaler: Scales the loss in `backward`, and is told of every step; None scales nothing.
+        base: An optimizer over the model's parameters. Do not use it directly afterwards.
+        grad_scaler: Scales the loss in `backward` and is updated after every step; None does not scale.
         max_norm: Clips the joint gradient norm in `step`; 0 or None does not clip.
         norm_type: The p of that norm.
 
     Raises:
-        UsageError: `base` evaluates its closure several times (LBFGS) or is a MasterWeightOptimizer itself;
-            `max_norm` is negative; there is no such norm.
+        UsageError: `base` evaluates its closure several times (LBFGS) or is a MasterWeightOptimizer, `max_norm` is
+            negative, or `norm_type` is invalid.
     """
 
     master_state_name = MASTER
@@ -75,13 +75,13 @@ class MasterWeightOptimizer(Optimizer):
         self.last_grad_norm: torch.Tensor | None = None
         had = base.state
         super().__init__([{**group, "params": list(group["params"])} for group in base.param_groups], base.defaults)
-        for parameter, state in had.items():  # it has stepped before: its moments go on, in fp32
+        for parameter, state in had.items():  # it has stepped before: convert its moments to fp32
             self.state[parameter].update({key: _widened(key, value) for key, value in state.items()})
         base.state = defaultdict(dict)
 
     @property
     def loss_scale(self) -> float:
-        """What `backward` multiplies the loss by."""
+        """The factor that `backward` applies to the loss."""
         return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -89,7 +89,7 @@ class MasterWeightOptimizer(Optimizer):
         torch.autograd.backward(widened(loss) * self.loss_scale, retain_graph=retain_graph)
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        """Run backward from `tensor`, whose gradient is `grad`; the loss scale is the caller's to put into it."""
+        """Run backward from `tensor` with gradient `grad`, which must already include the loss scale."""
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
@@ -100,8 +100,8 @@ class MasterWeightOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
         """Unscale, clip, step the masters and round them into the parameters; return True.
 
-        Returns False, with parameters, masters and moments untouched, where a gradient of any rank is not finite;
-        the gradients are cleared and the scale may back off. All ranks must call it.
+        If a gradient on any rank is not finite, returns False and changes no parameter, master or moment; gradients are
+        cleared and the loss scale may back off. All ranks must call it.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -110,7 +110,8 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_scaled(self, *, max_norm: float | None, divisor: float | None = None) -> bool:
-        """Do as `step` does, with another limit, and gradients that are too large by `divisor` (default: the scale)."""
+        """Like `step`, with another norm limit, and with gradients too large by a factor of `divisor` (default: the
+        scale)."""
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         report = inspect_gradients(
             parameters, scaler=self.grad_scaler, max_norm=max_norm, norm_type=self.norm_type, divisor=divisor
@@ -128,7 +129,8 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_masters(self, factor: float = 1.0) -> None:
-        """Step without looking at the gradients: `factor` times them, masters, rounding. No collective runs here."""
+        """Multiply gradients by `factor`, step the masters, and round them into the parameters. Not collective; no
+        checks."""
         self.follow_weights()
         with _Lent(self, factor) as lent:
             self.base.step()
@@ -147,21 +149,22 @@ class MasterWeightOptimizer(Optimizer):
                 self.state[parameter][MASTER] = parameter.detach().to(torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's layout; masters are state like the moments. The scaler has a `state_dict` of its own."""
+        """Return a state dict in torch's layout; masters are stored like moments. The scaler has its own
+        `state_dict`."""
         self.follow_weights()
         return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state without casting it down, then round the masters into the parameters.
+        """Load a state without casting it down, then round the masters into the parameters.
 
         Raises:
-            CheckpointMismatchError: Groups, counts, shapes or masters don't fit; nothing was taken.
+            CheckpointMismatchError: Groups, counts, shapes or masters do not match; nothing was loaded.
         """
         pairs = self._paired(state_dict)
         masters = {parameter: state.get(MASTER) for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
-        # torch has cast every floating state to the parameter's dtype; take the saved values instead.
+        # torch casts every floating state to the parameter's dtype; use the saved values instead.
         for parameter, saved in pairs:
             state = self.state[parameter]
             for key, value in saved.items():
@@ -173,7 +176,7 @@ class MasterWeightOptimizer(Optimizer):
             if master is not None:
                 state[MASTER] = master.copy_(_moved(saved[MASTER], parameter)) if MASTER in saved else master
         kept = {parameter for parameter, _ in pairs}
-        for parameter, master in masters.items():  # a parameter that the state says nothing about keeps its master
+        for parameter, master in masters.items():  # a parameter that the state does not include keeps its master
             if master is not None and parameter not in kept:
                 self.state[parameter][MASTER] = master
         held = [(parameter, self.state[parameter][MASTER]) for parameter in masters if masters[parameter] is not None]
@@ -181,11 +184,11 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def follow_weights(self) -> int:
-        """Let masters follow weights that something else than this optimizer has changed (a load, an edit) and return
-        how many parameters those were. No communication.
+        """Update masters of weights that were changed outside of this optimizer (a load, an edit); return the number of
+        such parameters. No communication.
 
-        Whatever writes weights need not know of masters: each element of a parameter that is not its master, rounded,
-        gives the master its value. `step`, `state_dict` and every save call this first.
+        Each parameter element that differs from its rounded master overwrites the master, so code that writes weights
+        need not know about masters. `step`, `state_dict` and every save call this first.
         """
         held = [
             (index, _local(parameter).detach(), _local(self.state[parameter][MASTER]))
@@ -219,7 +222,7 @@ class MasterWeightOptimizer(Optimizer):
         return all(MASTER in self.state[parameter] for parameter in parameters if parameter.grad is not None)
 
     def _paired(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Return each parameter beside its saved state, after checking that everything fits."""
+        """Return pairs of parameter and saved state, after checking that everything matches."""
         groups = state_dict.get("param_groups")
         if groups is None or "state" not in state_dict:
             raise CheckpointMismatchError(
@@ -250,8 +253,8 @@ class MasterWeightOptimizer(Optimizer):
 
 
 def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]:
-    """Give masters of one device the elements of parameters of one dtype that are not the master, rounded; return
-    the indices of those parameters. One synchronization with the device, where nothing has changed."""
+    """Overwrite masters with parameter elements that differ from the rounded master, for one device and dtype; return
+    the indices of those parameters. Synchronizes with the device once if nothing has changed."""
     dtype, device = held[0][1].dtype, held[0][2].device
     weights = [weight.to(device) for _, weight, _ in held]  # the state may be offloaded
     bits = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
@@ -275,7 +278,7 @@ def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]
 
 @dataclass(slots=True)
 class _Loan:
-    """One parameter while `base` steps it: what the base sees as the parameter and as its state."""
+    """One parameter while `base` steps it: the parameter and state that `base` sees."""
 
     parameter: torch.Tensor
     master: torch.Tensor | None
@@ -284,9 +287,9 @@ class _Loan:
 
 
 class _Lent:
-    """While open, `base` holds the masters and their state; closed, everything is back in the wrapper.
+    """While open, `base` has the masters and their state; on exit they move back to the wrapper.
 
-    An elementwise base gets the local tensors instead of DTensors: it computes the same, without a dispatch for each.
+    An elementwise base gets local tensors instead of DTensors: same result, without DTensor dispatch.
     """
 
     def __init__(self, optimizer: MasterWeightOptimizer, factor: float) -> None:
@@ -314,7 +317,7 @@ class _Lent:
                 loan.stepped.grad = None
             self._take_back(loan)
         for group, lent in zip(self.optimizer.param_groups, self.optimizer.base.param_groups, strict=False):
-            # what the base writes into its group (a step count, say) belongs to ours
+            # values that the base writes into its group (a step count, for example) are copied to ours
             group.update({key: value for key, value in lent.items() if key != "params"})
 
     def round(self) -> None:
@@ -324,7 +327,7 @@ class _Lent:
 
     def _lend(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.optimizer.state[parameter]
-        # The master goes out of the dict while the base has it: an empty state is what makes a base initialise.
+        # Remove the master from the dict meanwhile: the base initializes only an empty state.
         master = state.pop(MASTER, None)
         if master is None and _needs_master(parameter):  # the state was cleared: start again from the parameter
             master = parameter.detach().to(torch.float32)
@@ -367,7 +370,7 @@ class _Lent:
 
 
 def _placed(value: Any, loan: _Loan) -> Any:
-    """Return a state that the base made for a local tensor as what it is of the whole: placed like the parameter."""
+    """Return a state that the base created for a local tensor as a DTensor placed like the parameter."""
     if isinstance(value, torch.Tensor) and value.shape == loan.stepped.shape:
         return _like(value, loan.parameter)
     return value
@@ -402,7 +405,7 @@ def _widened(key: str, value: Any) -> Any:
 
 
 def _moved(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return `value` where `parameter` is, in its own dtype."""
+    """Return `value` on the device of `parameter`, in its own dtype."""
     if isinstance(parameter, DTensor) and isinstance(value, DTensor):
         if value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
             return value.redistribute(placements=parameter.placements)

@@ -1,4 +1,4 @@
-"""Which ranks replicate, shard and split what: sizes first (pure), then the device mesh made from them."""
+"""Arranges ranks into replicate, shard, cp and tp dimensions: first the sizes (pure), then the device mesh."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BILLION = 10**9
 
 @dataclass(frozen=True, slots=True)
 class ParallelPlan:
-    """How many ranks replicate, shard, split sequences (cp) and split matrices (tp), outermost first."""
+    """The sizes of the replicate, shard, context-parallel (cp) and tensor-parallel (tp) dimensions, outermost first."""
 
     replicate: int = 1
     shard: int = 1
@@ -42,7 +42,7 @@ class ParallelPlan:
     def resolve(
         cls, world_size: int, *, replicate: Size = 1, shard: Size = "auto", tp: int = 1, cp: int = 1
     ) -> ParallelPlan:
-        """Return the plan whose "auto" size is what the others leave of `world_size`.
+        """Return the plan with its "auto" size computed from `world_size` and the other sizes.
 
         Raises:
             UsageError: The sizes don't multiply to `world_size`, or both are "auto".
@@ -72,7 +72,7 @@ class ParallelPlan:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dimensions of the mesh by name: 1-D where nothing is replicated; cp is folded into shard."""
+        """The data-parallel mesh dimensions by name: 1-D without replication; cp is folded into shard."""
         dims = {"shard": self.shard * self.cp}
         if self.replicate > 1:
             dims = {"replicate": self.replicate, **dims}
@@ -83,7 +83,7 @@ class ParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMesh:
-    """A plan and the meshes made from it: `data` for fully_shard, `tp` and `cp` where there are such ranks."""
+    """A plan and its meshes: `data` for fully_shard, and `tp` and `cp` if those sizes exceed 1."""
 
     plan: ParallelPlan
     root: DeviceMesh
@@ -93,7 +93,7 @@ class TrainingMesh:
 
 
 def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | None = None) -> ParallelPlan:
-    """Return the plan that `config` means on `world_size` ranks.
+    """Return the mesh plan of `config` for `world_size` ranks.
 
     HYBRID_* with both sizes "auto" shards inside a node and replicates across nodes, as FSDP1 does;
     `local_world_size` (default: LOCAL_WORLD_SIZE, else all) is the ranks of a node.
@@ -118,8 +118,8 @@ def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | Non
 def auto_shard_size(numel: int, is_training: bool) -> int:
     """Return how many ranks should share a model of `numel` parameters; -1 means all of them.
 
-    Training shards over all. Inference keeps models under 10e9 parameters whole, and those under 80e9 inside
-    eight ranks, so that no gather crosses a node.
+    Training shards over all ranks. Inference does not shard models under 10e9 parameters, and shards those under 80e9
+    over eight ranks, so that no gather crosses nodes.
     """
     if is_training:
         return -1
@@ -151,14 +151,14 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
         data = root["shard"]
     cp = None
     if plan.cp > 1:
-        # A mesh of its own, over the same order of ranks: fully_shard wants shard x cp as one dimension.
+        # A separate mesh over the same rank order: fully_shard needs shard x cp as one dimension.
         whole = (plan.replicate, plan.shard, plan.cp, plan.tp)
         cp = init_device_mesh(device_type, whole, mesh_dim_names=("replicate", "shard", "cp", "tp"))["cp"]
     return TrainingMesh(plan, root, data, root["tp"] if plan.tp > 1 else None, cp)
 
 
 def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
-    """Return this rank's 1-D mesh "dp" of ranks that see different samples; `inside` ranks in a row see the same.
+    """Return this rank's 1-D mesh "dp" of ranks with different samples; `inside` consecutive ranks share samples.
 
     All ranks must call it.
 
@@ -181,8 +181,8 @@ def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
 def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") -> str:
     """Return the type of device that `model` will train on.
 
-    An accelerator that it is on already; else (CPU, meta) the machine's accelerator, if the process group has
-    a backend for it; else "cpu". `preferred` other than "auto" wins.
+    The accelerator it is already on. If it is on the CPU or meta device: the machine's accelerator if the process group
+    has a backend for it, otherwise "cpu". A `preferred` value other than "auto" takes precedence.
     """
     import torch
     import torch.distributed as dist
@@ -201,9 +201,9 @@ def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") ->
 
 
 def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None = None) -> bool:
-    """Make the default process group if there is none; return True if it was made here.
+    """Create the default process group if there is none; return whether it was created.
 
-    With torchrun's variables it spans the job; without them it has this process as its only rank.
+    With torchrun's variables the group spans the job; without them it contains only this process.
     """
     import torch
     import torch.distributed as dist
@@ -212,7 +212,7 @@ def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None
         return False
     backend = "gloo"
     if device_type != "cpu":
-        # gloo serves the CPU beside it: checkpoints and objects must not go through the accelerator
+        # plus gloo for the CPU: checkpoints and objects must not go through the accelerator
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -1,4 +1,4 @@
-"""Models whose parameters have no memory yet: how they get it, and which of them have no values still."""
+"""Handles models on the meta device: allocates their parameters and tracks which have no values yet."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _uninitialized: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary
 def parameters_on_meta() -> Iterator[None]:
     """Put parameters of modules built inside this on the meta device as they are registered.
 
-    Buffers stay real: a non-persistent one is in no checkpoint, so what its module computed is its only source.
-    Memory for at most one parameter is asked for at a time, and never written.
+    Buffers stay real: no checkpoint stores non-persistent buffers, so the values that the module computed are the only
+        copy. At most one parameter is allocated at a time, and never written.
     """
     register = nn.Module.register_parameter
 
@@ -50,7 +50,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Give meta tensors of `model` memory on `device`, without values, and note which they are. Others keep theirs."""
+    """Allocate the meta tensors of `model` on `device` without values, and record their names. Other tensors are
+    unchanged."""
     empty = frozenset(clean_fqn(name) for name, tensor in _named(model) if tensor.is_meta)
     if not empty:
         return
@@ -65,7 +66,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 def restore_buffers(model: nn.Module) -> None:
-    """Compute non-persistent buffers without values anew, where the model knows how: they are in no checkpoint.
+    """Recompute non-persistent buffers that have no values, if the model can: no checkpoint stores them.
 
     A transformers model does (`_init_weights`), and a module with a method `reset_buffers`.
     """
@@ -96,7 +97,7 @@ def restore_buffers(model: nn.Module) -> None:
 
 
 def unsaved_buffers(model: nn.Module) -> frozenset[str]:
-    """Return the names of non-persistent buffers, which no checkpoint holds."""
+    """Return the names of non-persistent buffers, which checkpoints do not store."""
     return frozenset(
         clean_fqn(f"{name}.{buffer}" if name else buffer)
         for name, module in model.named_modules()
@@ -105,12 +106,12 @@ def unsaved_buffers(model: nn.Module) -> frozenset[str]:
 
 
 def uninitialized(model: nn.Module) -> frozenset[str]:
-    """Return the names of parameters and buffers of `model` that hold no values yet."""
+    """Return the names of parameters and buffers of `model` that have no values yet."""
     return _uninitialized.get(model, frozenset()) | {clean_fqn(name) for name, t in _named(model) if t.is_meta}
 
 
 def mark_initialized(model: nn.Module, *names: str) -> None:
-    """Note that `names` (default: everything) of `model` hold values now."""
+    """Record that `names` (default: everything) of `model` have values now."""
     left = _uninitialized.get(model, frozenset()) - set(names) if names else frozenset()
     if left:
         _uninitialized[model] = left
@@ -119,10 +120,10 @@ def mark_initialized(model: nn.Module, *names: str) -> None:
 
 
 def require_initialized(model: nn.Module) -> None:
-    """Refuse to go on while parts of `model` hold no values.
+    """Raise if parts of `model` have no values.
 
     Raises:
-        SaveError: Names some of them, and what gives them values.
+        SaveError: Some tensors have no values; names them, and how to set them.
     """
     left = sorted(uninitialized(model))
     if left:

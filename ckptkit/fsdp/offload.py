@@ -1,4 +1,4 @@
-"""Moving optimizer state and models to the host and back, finished when the call returns."""
+"""Moves optimizer state and models to the host and back; synchronous."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def offload_optimizer(optimizer: O) -> O:
     """Move every tensor of the optimizer's state to the host and return the optimizer.
 
-    Masters of a MasterWeightOptimizer move too. Saving works while it is there; stepping needs `load_optimizer`.
+    This includes the masters of a MasterWeightOptimizer. Saving works while offloaded; stepping needs `load_optimizer`.
     """
     for state in optimizer.state.values():
         for name, value in state.items():
@@ -33,7 +33,7 @@ def offload_optimizer(optimizer: O) -> O:
 
 
 def load_optimizer(optimizer: O) -> O:
-    """Move the optimizer's state back beside its parameters and return the optimizer."""
+    """Move the optimizer's state back to the device of its parameters and return the optimizer."""
     on_device = _step_on_device(optimizer)
     for parameter, state in optimizer.state.items():
         device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
@@ -46,7 +46,7 @@ def load_optimizer(optimizer: O) -> O:
 
 
 def offload_model(models: T, *, empty_cache: bool = True) -> T:
-    """Move a module, or each of several, to the host and return what was given. What is no module is ignored."""
+    """Move one or several modules to the host and return the argument. Other objects are ignored."""
     for module in _modules(models):
         module.to("cpu")
     _finish()
@@ -58,7 +58,7 @@ def offload_model(models: T, *, empty_cache: bool = True) -> T:
 
 
 def reload_model(models: T, *, device: torch.device | str | None = None) -> T:
-    """Move a module, or each of several, back to `device` (default: the accelerator, if any) and return them."""
+    """Move one or several modules back to `device` (default: the accelerator, if any) and return the argument."""
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = found if found is not None else "cpu"

@@ -1,4 +1,4 @@
-"""In which dtype parameters are stored, computed with and reduced, and what of it can't work together."""
+"""Chooses the dtypes for storage, compute and reduction, and refuses combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def mixed_precision_policy(
 ) -> MixedPrecisionPolicy:
     """Return fully_shard's policy for a unit whose trainable parameters are `stored` in that dtype.
 
-    Inference computes in the stored dtype. What is computed in fp64 is not reduced in fp32.
+    Inference computes in the stored dtype. fp64 gradients are not reduced in fp32.
     """
-    # output_dtype on the root alone: a block that returned fp32 would feed it to the next block's bf16 weights.
+    # output_dtype on the root only: a block that returned fp32 would pass it to the next block's bf16 weights.
     output = _TORCH[config.output_dtype] if is_root and config.output_dtype else None
     if not is_training:
         return MixedPrecisionPolicy(output_dtype=output)
@@ -46,7 +46,7 @@ def offload_policy(config: FSDPConfig, device_type: str) -> OffloadPolicy:
 
 
 def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
-    """Return the dtype that trainable parameters are kept in, None for the one they have."""
+    """Return the storage dtype of trainable parameters; None keeps their own."""
     if config.mixed_precision is None:
         return None
     return _TORCH[config.mixed_precision] if config.precision == "master" else torch.float32
@@ -55,8 +55,8 @@ def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
 def set_storage_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast trainable floating parameters of `model` to `dtype`, in place.
 
-    Frozen parameters keep theirs: nothing is added to them, so a wider copy would hold no more than they do.
-    So do buffers: rotary frequencies and running statistics don't survive bf16.
+    Frozen parameters keep their dtype: they are never updated, so a wider copy has no benefit. Buffers keep theirs too:
+        rotary frequencies and running statistics lose too much in bf16.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
@@ -64,7 +64,7 @@ def set_storage_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_unit_dtypes(name: str, parameters: Iterable[tuple[str, nn.Parameter]], policy: MixedPrecisionPolicy) -> None:
-    """Refuse a unit that FSDP2 could not gather or reduce as one buffer.
+    """Raise if FSDP2 could not gather or reduce the unit as one buffer.
 
     Raises:
         UsageError: Names the unit, the dtypes and one parameter of each.

@@ -1,4 +1,4 @@
-"""Initial values of a sharded model, the same as a single process would draw, one module in memory at a time."""
+"""Initializes a sharded model with the values that a single process would draw, one module in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["reset_parameters"]
 
 @torch.no_grad()
 def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
-    """Draw the values of every parameter as one process would. All ranks must call it.
+    """Initialize every parameter as a single process would. All ranks must call it.
 
-    A tied weight is drawn for each of its names and keeps the first, as when it is tied after construction.
+    A tied weight is drawn once per name and keeps the first result, as if it were tied after construction.
     Each module's full parameters are drawn on the host of every rank, from one random state (`seed`, or rank 0's),
-    and each rank keeps its shards: no communication, and no more than one module's parameters at once. Modules are
-    visited children first. The method is transformers' `_init_weights` or the module's own `reset_parameters`;
-    what has neither keeps its values. Drawing inside DTensors would give every rank the same numbers instead.
+    and each rank keeps its shards: no communication, and no more than one module's parameters at once. Children come
+        before their parents. Each module is initialized by transformers' `_init_weights` or its own `reset_parameters`;
+        a module with neither keeps its values. (Drawing directly into DTensors would give every rank the same numbers.)
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     buffers = _empty_buffers(model)
@@ -36,7 +36,7 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
             draw = _method(module, init_weights)
             if draw is None:
                 continue
-            # `_init_weights` writes what the module itself owns; torch's attention writes its projection too.
+            # `_init_weights` writes the module's own parameters; torch's attention also writes its projection.
             own_only = init_weights is not None and not isinstance(module, nn.MultiheadAttention)
             with _full_parameters([module] if own_only else list(module.modules()), done, rank):
                 draw()
@@ -87,7 +87,8 @@ def _method(module: nn.Module, init_weights: Any) -> Callable[[], object] | None
 
 @contextlib.contextmanager
 def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], rank: int) -> Iterator[None]:
-    """Put whole, empty parameters on the host into `owners`; keep this rank's part of those that were written."""
+    """Replace the parameters in `owners` with full, empty host tensors; keep this rank's shard of those that were
+    written."""
     swapped: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     whole: dict[int, nn.Parameter] = {}
     for owner in owners:
@@ -95,7 +96,7 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], 
             if parameter is None:
                 continue
             if id(parameter) not in whole:
-                # Memory that is never written is never there: children that the method leaves alone cost nothing.
+                # The system allocates memory on first write, so children that the method does not touch cost nothing.
                 full = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                 whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
             swapped.append((owner, name, parameter, whole[id(parameter)]))
@@ -108,7 +109,7 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], 
         for owner, name, parameter, _ in swapped:
             owner._parameters[name] = parameter
     for owner, name, parameter, full in swapped:
-        # By the first of its names only; under that name a parent may draw again over its child.
+        # Only under its first name; there a parent may overwrite what its child drew.
         if full._version != before[id(full)] and done.setdefault(id(parameter), (id(owner), name)) == (id(owner), name):
             view = part_view(name, parameter, rank)
             for part in view.parts:
@@ -120,7 +121,7 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], 
 
 
 def _empty_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, int]]:
-    """Return the buffers without values, and their versions: a method that fills one raises it."""
+    """Return the buffers without values and their versions; a method that fills one increments its version."""
     left = meta.uninitialized(model)
     found = {}
     for name, module in model.named_modules():

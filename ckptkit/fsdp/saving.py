@@ -1,4 +1,4 @@
-"""The checkpoint verbs of FSDPStrategy, in terms of CheckpointManager."""
+"""Implements the checkpoint methods of FSDPStrategy with a CheckpointManager."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ StartFresh: TypeAlias = Literal["if_empty", "if_none_committed", "never"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """Where and how a run's checkpoints are kept; `max_mem` as a bare number counts GiB, as LightRFT's does."""
+    """The directory of a run and its retention limits. A plain number as `max_mem` counts GiB, as in LightRFT."""
 
     url: str
     state_dict_type: str = "SHARDED"
@@ -38,7 +38,7 @@ class CheckpointOptions:
     max_mem: int | float | str | None = None
 
     def retention(self) -> RetentionPolicy:
-        """Return the policy that the limits mean."""
+        """Return the limits as a RetentionPolicy."""
         max_mem = self.max_mem
         if isinstance(max_mem, (int, float)) and not isinstance(max_mem, bool):
             max_mem = int(max_mem * _GIB)
@@ -82,9 +82,10 @@ def load_checkpoint(
     restore_optimizer: bool = True,
     start_fresh: StartFresh = "if_empty",
 ) -> LoadReport | None:
-    """Load a committed checkpoint of the run, or the foreign one that lies at the URL itself; None where is neither.
+    """Load a committed checkpoint of the run, or another system's checkpoint at the URL; return None if there is
+    neither.
 
-    Models that had no values have them after this.
+    Models on the meta device have values afterwards.
     """
     wanted = "restore" if restore_optimizer else "skip"
     with _manager(options, start_fresh) as manager:
@@ -118,7 +119,7 @@ def _as_url(url: str) -> str:
 
 
 def _note_values(model: nn.Module, report: LoadReport) -> None:
-    """Note that everything but what the report calls missing or skipped has values now."""
+    """Record that all tensors have values now, except those that the report lists as missing or skipped."""
     absent = [*report.missing, *report.skipped]
     left = {name for name in meta.uninitialized(model) if any(key.endswith(name) for key in absent)}
     filled = meta.uninitialized(model) - left

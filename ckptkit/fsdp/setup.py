@@ -1,4 +1,4 @@
-"""What is settled before the first step: batch sizes, random seeds, and the shard size of one model."""
+"""Validates batch sizes, seeds random generators, and sets the shard size of a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["accumulation_steps", "check_batch_sizes", "configured", "set_seed"]
 
 
 def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: int) -> int:
-    """Return how many backward passes on each rank make one step.
+    """Return the number of backward passes per optimizer step on each rank.
 
     Raises:
-        UsageError: The sizes don't divide without a rest.
+        UsageError: The sizes do not divide evenly.
     """
     check_batch_sizes(train_batch_size, micro=micro)
     if train_batch_size is None:
@@ -65,7 +65,7 @@ def configured(
     shard_size: int | str | None,
     reshard_after_forward: bool | int | None,
 ) -> FSDPConfig:
-    """Return `config` with what `prepare_model` was told about one model.
+    """Return `config` with the arguments of `prepare_model` for one model.
 
     Raises:
         UsageError: `shard_size` does not divide the data-parallel ranks.

@@ -1,4 +1,4 @@
-"""FSDPStrategy: one object that prepares models and optimizers, steps them, and saves and loads them."""
+"""FSDPStrategy: prepares models and optimizers, runs training steps, and saves and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -63,27 +63,27 @@ def is_mp_optimizer(optimizer: object) -> bool:
 
 
 class FSDPStrategy:
-    """Sharded training of one or more models, in a handful of verbs. Works without arguments and on one process.
-
-    The verbs take their arguments in the order of LightRFT's `FSDPV2Strategy`.
+    """Sharded training of one or more models. Works without arguments and in a single process. Methods take their
+    arguments in the order of LightRFT's `FSDPV2Strategy`.
 
     Args:
         config: How models are sharded; default `FSDPConfig()`.
-        seed: For every random generator, in `setup_distributed`: rank r of the data-parallel ranks is seeded with
-            `seed` + r, so that dropout differs between samples and is the same on the tp and cp ranks of one.
+        seed: Seed of all random generators, set by `setup_distributed`: data-parallel rank r gets `seed` + r, so
+            dropout differs between samples and is equal on the tp and cp ranks that share one.
         max_norm: Clips the joint gradient norm; 0 or None does not clip.
-        micro_train_batch_size: Samples of one backward on one rank.
-        train_batch_size: Samples of one optimizer step on all ranks; None: one backward a step.
-        sync_every_micro_batch: True reduces gradients in every backward: more traffic, but no rank holds
-            unsharded gradients while it accumulates.
+        micro_train_batch_size: Samples per backward pass on one rank.
+        train_batch_size: Samples per optimizer step over all ranks; None: one backward pass per step.
+        sync_every_micro_batch: True reduces gradients in every backward pass: more communication, but no rank holds
+            unsharded gradients while accumulating.
 
     Attributes:
         last_outcome: What the last `optimizer_step` did: "stepped", "skipped" (a gradient was not finite) or
-            "accumulating" (the window is not full); None before the first.
+            "accumulating" (more backward passes to come); None before the first.
         last_grad_norm: The joint norm of the gradients of the last step, before clipping.
 
     Raises:
-        UsageError: An argument can't work; the batch sizes don't divide (as soon as the number of ranks is known).
+        UsageError: An argument is invalid, or the batch sizes do not divide (checked once the number of ranks is
+            known).
     """
 
     def __init__(
@@ -124,21 +124,21 @@ class FSDPStrategy:
     # ------------------------------------------------------------------ setup
 
     def setup_distributed(self, timeout: datetime.timedelta | None = None) -> None:
-        """Join (or make) the process group, check the batch sizes and seed the generators.
+        """Join or create the process group, check the batch sizes and seed the random generators.
 
-        The generators of ranks that see different samples get different seeds: build models the same everywhere by
-        `sync_module_states` (the default) or from files.
+        Data-parallel ranks get different seeds, so initialize models equally with `sync_module_states` (the default) or
+        from files.
         """
         self._join(timeout)
         set_seed(self.seed, offset=self.data_parallel_rank)
         if self.config.tp > 1 and self.data_parallel_mesh.device_type != "cpu":
-            # Else the first random operation on a DTensor would give all ranks the generator of rank 0.
+            # Otherwise the first random operation on a DTensor would copy rank 0's generator to all ranks.
             from torch.distributed.tensor._random import manual_seed
 
             manual_seed(self.seed + self.data_parallel_rank, self.data_parallel_mesh)
 
     def _join(self, timeout: datetime.timedelta | None = None) -> DeviceMesh:
-        """Do the part of `setup_distributed` that other verbs rely on: they must not touch random generators."""
+        """Do the part of `setup_distributed` that other methods need; they must not touch random generators."""
         if self._samples is not None:
             return self._samples
         device_type = device_type_of(None, preferred=self.config.device)
@@ -155,13 +155,13 @@ class FSDPStrategy:
 
     @property
     def accumulated_gradient(self) -> int:
-        """How many backward passes make one optimizer step."""
+        """Number of backward passes per optimizer step."""
         self._join()
         return self._accumulation or 1
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which part of the data this rank takes: the ranks of one tp or cp group take the same.
+        """The index of this rank's share of the data; ranks of one tp or cp group have the same index.
 
         For a sampler: `DistributedSampler(data, strategy.data_parallel_size, strategy.data_parallel_rank)`.
         """
@@ -169,17 +169,17 @@ class FSDPStrategy:
 
     @property
     def data_parallel_size(self) -> int:
-        """Into how many parts the data are divided: all ranks over tp x cp."""
+        """The number of shares of the data: the world size divided by tp x cp."""
         return self.data_parallel_mesh.size()
 
     @property
     def data_parallel_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of the ranks that see other samples than this one: to average a loss over, say."""
+        """The 1-D mesh of ranks with different samples, for example to average a loss over."""
         return self._join()
 
     @property
     def global_step(self) -> int:
-        """The steps of the run; of several optimizers, those of the one with most. Set it to go on from there."""
+        """Number of steps taken; with several optimizers, the largest. Assign to it to continue from a given step."""
         return self._steps.total
 
     @global_step.setter
@@ -187,7 +187,7 @@ class FSDPStrategy:
         self._steps.restart(step)
 
     def close(self) -> None:
-        """Destroy the process group if this strategy made it."""
+        """Destroy the process group if this strategy created it."""
         if waiting := self._windows.open():
             logger.warning(
                 "%d backward passes came to no step: their window is not full. Pass last=True to the last backward.",
@@ -214,10 +214,10 @@ class FSDPStrategy:
 
     @contextlib.contextmanager
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
-        """Build models inside this. With `meta_init` parameters take no memory until they are given values.
+        """Context in which models are built. With `meta_init`, parameters take no memory until they get values.
 
-        Give them values after `prepare_model`, by `load_ckpt`, `load_hf` or `reset_parameters`; saving before that
-        is refused.
+        After `prepare_model`, set the values with `load_ckpt`, `load_hf` or `reset_parameters`; saving before that
+        raises.
         """
         with meta.parameters_on_meta() if meta_init else contextlib.nullcontext():
             yield
@@ -232,14 +232,15 @@ class FSDPStrategy:
         policy: Policy | None = None,
         tp_plan: TPPlan | None = None,
     ) -> T:
-        """Shard `model` over the ranks and return it; what is no module, or is sharded already, is returned as it is.
+        """Shard `model` over the ranks and return it. Objects that are not modules, and sharded models, are returned
+        unchanged.
 
         Args:
-            model: A module. One that was built on the meta device gets memory, but no values yet.
+            model: A module. If it was built on the meta device, it is allocated, but has no values yet.
             is_training: False computes in the stored dtype.
-            shard_size: Ranks that share one copy; -1: all of them, "auto": by the model's size, None: as configured.
+            shard_size: Ranks that share one copy; -1: all, "auto": chosen by the model's size, None: as configured.
             reshard_after_forward: Overrides the configuration.
-            policy: Which modules become units, where the configuration can't say it.
+            policy: Chooses the units; overrides the configuration.
             tp_plan: Tensor-parallel styles by module glob.
         """
         check_arguments("prepare_model(model, is_training)", is_training=is_training)
@@ -267,20 +268,21 @@ class FSDPStrategy:
         return model
 
     def reset_parameters(self, model: nn.Module, *, seed: int | None = None) -> None:
-        """Give a model that was built on the meta device the values one process would draw (see `reset`)."""
+        """Initialize a model built on the meta device with the values that a single process would draw (see
+        `reset`)."""
         check_arguments("reset_parameters(model)", model=model)
         reset_parameters(model, seed=self.seed if seed is None else seed)
 
     def load_hf(self, model: nn.Module, url: str, *, strict: bool = True) -> HFLoadReport:
         """Fill a prepared model from Hugging Face files; each rank reads its own shards (see `hf_load`).
 
-        fp32 masters follow the loaded weights, so the optimizer may be there already.
+        fp32 masters follow the loaded weights, so the optimizer may already exist.
         """
         check_arguments("load_hf(model, url)", model=model, url=url)
         return load_hf(model, url, cast=self.config.mixed_precision is not None, strict=strict)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module inside of what DDP, torch.compile or activation checkpointing put around it."""
+        """Return the module without the wrappers of DDP, torch.compile or activation checkpointing."""
         return unwrap_model(model)
 
     # ------------------------------------------------------------------ optimizers
@@ -296,19 +298,21 @@ class FSDPStrategy:
         no_decay: Sequence[NoDecay] = NO_DECAY,
         factory: OptimizerFactory | None = None,
     ) -> Optimizer:
-        """Return an optimizer over the trainable parameters of `model`: fused AdamW, or what `factory(groups)` makes.
+        """Return an optimizer over the trainable parameters of `model`: fused AdamW, or the result of
+        `factory(groups)`.
 
-        With precision "master" it is a MasterWeightOptimizer around that. All ranks must call it.
+        With precision="master" it is wrapped in a MasterWeightOptimizer. All ranks must call it.
 
         Args:
             model: A prepared model.
-            lr, betas, eps: Of AdamW; default 1e-3, (0.9, 0.999) and 1e-8. A factory sets its own.
-            weight_decay: For all parameters but those of `no_decay`; a factory finds it in the groups.
-            no_decay: Parts of names, classes of modules, functions (see `param_groups`); default: biases and norms.
-            factory: Makes another optimizer of the groups.
+            lr, betas, eps: For AdamW; default 1e-3, (0.9, 0.999) and 1e-8. A factory sets its own.
+            weight_decay: For all parameters except those of `no_decay`; a factory finds it in the groups.
+            no_decay: Name components, module classes or functions (see `param_groups`); default: biases and norms.
+            factory: Creates another optimizer from the groups.
 
         Raises:
-            UsageError: Nothing is trainable; `lr`, `betas` or `eps` is given beside a factory, which would not see it.
+            UsageError: Nothing is trainable, or `lr`, `betas` or `eps` is given together with a factory, which would
+                ignore it.
         """
         check_arguments("create_optimizer(model)", model=model)
         groups = param_groups(model, weight_decay=weight_decay, no_decay=no_decay)
@@ -316,7 +320,7 @@ class FSDPStrategy:
             raise UsageError(f"{type(model).__name__} has no trainable parameter to make an optimizer for.")
         given = {name: value for name, value in (("lr", lr), ("betas", betas), ("eps", eps)) if value is not None}
         if factory is None:
-            # A group never mixes plain tensors and DTensors, which is what the fused kernel can't take.
+            # A group never mixes plain tensors and DTensors, because the fused kernel cannot.
             base: Optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay, fused=True, **given)  # type: ignore[arg-type]
         elif given:
             raise UsageError(f"create_optimizer: {', '.join(given)} would have no effect; set it in the factory.")
@@ -341,18 +345,18 @@ class FSDPStrategy:
         return is_mp_optimizer(optimizer)
 
     def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:
-        """Return the loss scaler that goes with `optimizer`; None unless it trains in fp16, or was made with one."""
+        """Return the loss scaler of `optimizer`; None unless it trains in fp16 or was created with one."""
         check_arguments("grad_scaler(optimizer)", optimizer=optimizer)
         if isinstance(optimizer, MasterWeightOptimizer):
             return optimizer.grad_scaler
         return self._scalers.get(optimizer)
 
     def backward(self, loss: torch.Tensor, model: nn.Module, optimizer: Optimizer, *, last: bool = False) -> None:
-        """Run backward from `loss` over the accumulation count, times the loss scale.
+        """Run backward from `loss`, divided by the number of accumulated passes and multiplied by the loss scale.
 
-        Gradients are reduced over the ranks only in the last backward before a step: that which fills the window,
-        or one that is called with `last` (of an epoch whose batches don't fill it). A window that is closed early
-        steps with the mean over the passes that it has. All ranks must pass the same `last`.
+        Gradients are reduced over the ranks only in the last pass before a step: when all passes are done, or with
+        `last=True` (the end of an epoch). A step with fewer passes uses the mean over those. All ranks must pass the
+        same `last`.
 
         Raises:
             UsageError: An argument is not what its place says, as where two are swapped.
@@ -373,11 +377,11 @@ class FSDPStrategy:
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any = None, name: str = "model"
     ) -> bool:
-        """After the last backward of a step unscale, clip, step, advance `scheduler` and clear the gradients.
+        """After the last backward pass of a step: unscale, clip, step, advance `scheduler` and clear the gradients.
 
-        Returns whether the weights changed; `last_outcome` says why not. "accumulating": the window is not full.
-        "skipped": a gradient of some rank is not finite, and nothing changed on any rank: not the weights, not the
-        moments, not the scheduler; a loss scale may back off. All ranks must call it.
+        Returns whether the weights changed; `last_outcome` has the reason. "accumulating": more backward passes to
+        come. "skipped": a gradient on some rank is not finite, so weights, moments and scheduler are unchanged on all
+        ranks; the loss scale may back off. All ranks must call it.
 
         Raises:
             UsageError: An argument is not what its place says; the optimizer holds no parameter of the model (it was
@@ -419,11 +423,11 @@ class FSDPStrategy:
         return offload.load_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def offload_model(self, models: T, empty_cache: bool = True) -> T:
-        """Move a module, or each of a list, to the host; return what was given."""
+        """Move a module, or each module of a list, to the host; return the argument."""
         return offload.offload_model(models, empty_cache=empty_cache)
 
     def reload_model(self, models: T) -> T:
-        """Move a module, or each of a list, back to its device; return what was given."""
+        """Move a module, or each module of a list, back to its device; return the argument."""
         return offload.reload_model(models, device=device_type_of(None, preferred=self.config.device))
 
     # ------------------------------------------------------------------ checkpoints
@@ -449,14 +453,15 @@ class FSDPStrategy:
             model: A prepared model.
             save_dir: The root of the run's checkpoints: a path or a URL.
             tag: The checkpoint's name; None: its step.
-            max_num: Keep this many, None: all. Only committed checkpoints of ckptkit count, and are ever deleted.
-            max_mem: Keep their sum below this: GiB, or "500GB". None: no limit.
-            client_state: Anything JSON can hold; `load_ckpt` returns it.
-            save_latest: Has no effect: what is latest follows from what is committed.
-            optimizer: Of `create_optimizer`, or any other.
+            max_num: Number of checkpoints to keep, None: all. Only checkpoints committed by ckptkit are counted or
+                deleted.
+            max_mem: Maximum total size: a number of GiB, or a text such as "500GB". None: no limit.
+            client_state: Any JSON value; `load_ckpt` returns it.
+            save_latest: Has no effect: the latest checkpoint is always the newest committed one.
+            optimizer: From `create_optimizer`, or any other.
             scheduler: Anything with `state_dict`.
             step: The step; None: the number that `tag` ends in, else the steps taken so far.
-            metrics: For the record, and for keeping the best.
+            metrics: Recorded with the checkpoint, and used to keep the best.
 
         Raises:
             SaveError: A rank failed or the model has no values; nothing was published or deleted.
@@ -494,17 +499,17 @@ class FSDPStrategy:
         which: str | int = "latest",
         start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
     ) -> tuple[str | None, Any]:
-        """Load the newest committed checkpoint (or `which`) in place, at any number of ranks; all must call it.
+        """Load the newest committed checkpoint (or `which`) in place, on any number of ranks. All ranks must call it.
 
-        Returns its URL and the client state, or (None, {}) where there is none. `last_load` is the full report. An
-        optimizer or scheduler that is given must be in the checkpoint, unless its flag says not to load it.
+        Returns its URL and the client state, or (None, {}) if there is none. `last_load` is the full report. If an
+        optimizer or scheduler is passed, the checkpoint must contain it, unless its flag is False.
 
         Args:
-            start_fresh: When the answer may be (None, {}), as for `CheckpointManager`.
+            start_fresh: When (None, {}) may be returned, as for `CheckpointManager`.
 
         Raises:
-            CheckpointMismatchError: Lists everything that does not fit; nothing was changed.
-            IncompleteCheckpointError: There are directories of steps, and none is committed (see `start_fresh`).
+            CheckpointMismatchError: Lists everything that does not match; nothing was changed.
+            IncompleteCheckpointError: The run has step directories, but none is committed (see `start_fresh`).
         """
         from ckptkit.fsdp import saving
 
@@ -597,12 +602,12 @@ class FSDPStrategy:
         return True
 
     def _check_belongs(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Refuse an optimizer whose steps would change nothing of `model`, or no longer all that they did."""
+        """Raise if the optimizer's steps would change nothing in `model`, or less than before."""
         known = self._checked.setdefault(optimizer, WeakKeyDictionary())
         names = known.get(model)
         if names is not None and set(names.values()) <= set(map(id, model.parameters())):
             return
-        # A state dict has the sharded parameters, whatever is gathered just now.
+        # A state dict has the sharded parameters, even while some are gathered.
         own = {name: id(tensor) for name, tensor in nn.Module.state_dict(model, keep_vars=True).items()}
         if names is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -641,7 +646,7 @@ class FSDPStrategy:
 
 
 def _fsdp_root(model: nn.Module) -> nn.Module:
-    """Return the outermost sharded module of `model` (an actor may hold it in an attribute), else `model`."""
+    """Return the outermost sharded module of `model` (an actor may have it as an attribute), otherwise `model`."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             return module

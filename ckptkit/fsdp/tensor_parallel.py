@@ -1,4 +1,4 @@
-"""Tensor-parallel plans: torch's styles by module glob, or the strings that transformers models carry."""
+"""Applies tensor-parallel plans: torch's styles by module glob, or the strings in transformers models."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["TPPlan", "apply_tensor_parallel", "tensor_parallel_plan", "translate
 
 logger = logging.getLogger(__name__)
 TPPlan = Mapping[str, "ParallelStyle | str"]
-"""Module glob -> a torch ParallelStyle, or the name of one as transformers writes it."""
+"""Module glob -> a torch ParallelStyle, or transformers' name for one."""
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | None = None) -> None:
-    """Split the modules that `plan` names over `mesh`, in place. Do it before fully_shard.
+    """Split the modules that match `plan` over `mesh`, in place. Must be called before fully_shard.
 
     Raises:
-        UsageError: There is no plan, a style is unknown, a pattern matches nothing, or a size doesn't divide.
+        UsageError: There is no plan, a style is unknown, a glob matches nothing, or a size does not divide.
     """
     plan = plan if plan is not None else tensor_parallel_plan(model)
     styles = {glob: translate_style(glob, style) for glob, style in plan.items()}
@@ -46,7 +46,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | Non
         found.update(dict.fromkeys(matched, style))
     tied = {name.rpartition(".")[0] for group in tied_parameters(model) for name in group}
     for name in sorted(tied & set(found)):
-        # Splitting replaces the parameter, which would untie it. Whole, it computes the same.
+        # Splitting would replace the parameter and untie it. Unsplit, the result is the same.
         logger.info("%s holds a tied weight: it is not split over the tensor-parallel ranks.", name)
         del found[name]
     for name, style in found.items():
@@ -55,7 +55,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | Non
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle | str]:
-    """Return the plan that a transformers model carries, its globs made to match from the root of `model`."""
+    """Return a transformers model's own plan, with globs relative to the root of `model`."""
     plan: dict[str, ParallelStyle | str] = {}
     config = getattr(model, "config", None)
     inner = getattr(model, "base_model_prefix", "")
@@ -76,7 +76,7 @@ def translate_style(glob: str, style: ParallelStyle | str) -> ParallelStyle:
     """Return torch's style for the string `style`; a ParallelStyle is returned as it is.
 
     Raises:
-        UsageError: The string means something that torch's styles can't do.
+        UsageError: torch has no equivalent style.
     """
     if isinstance(style, ParallelStyle):
         return style

@@ -1,4 +1,4 @@
-"""Which modules of a model become FSDP units. Pure: it reads the model's structure and returns names."""
+"""Chooses which modules become FSDP units. Pure: reads the model's structure and returns names."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ DEFAULT_CLASSES = [
     "LlamaDecoderLayer",
     "DeepseekDecoderLayer",
 ]
-"""Block classes that AUTO looks for beside those a model names itself. Add your own."""
+"""Block classes that AUTO looks for, in addition to those that the model names. Add your own."""
 
 VISION_NAMES = ["visual", "vision_tower", "vision_model", "vision_encoder", "image_encoder", "vision_backbone"]
-"""Names of modules that a mixed-modal batch may leave out on some ranks."""
+"""Names of modules that some ranks may skip in a mixed-modal batch."""
 
-# A container runs no forward, so its hooks never fire; attention reads its children's weights without calling them.
+# A container has no forward, so its hooks never fire; attention reads its children's weights without calling them.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _LEAVES = (nn.MultiheadAttention,)
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a model, innermost first. A unit of several names is gathered as one; the root is ""."""
+    """The units of a model, innermost first. The modules of one unit are gathered together; the root is ""."""
 
     groups: tuple[tuple[str, ...], ...]
     ties: tuple[tuple[str, ...], ...] = ()
@@ -63,10 +63,10 @@ class Units:
 
 
 def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (), heads: bool = False) -> Units:
-    """Return the units that `policy` makes of `model`, with tied parameters in one unit each.
+    """Return the units that `policy` chooses in `model`; tied parameters end up in the same unit.
 
-    Units that share a parameter are joined; a unit that shares one with the root, or with a unit around it, is
-    left to that one. `exclude` (class names, FQN globs) wins over everything; `heads` adds the embeddings.
+    Units that share a parameter are merged; a unit that shares one with the root or an enclosing unit becomes part of
+    that. `exclude` (class names, FQN globs) wins over everything; `heads` adds the embeddings.
 
     Raises:
         UsageError: The policy names a module that isn't there or can't be wrapped.
@@ -97,7 +97,7 @@ def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (),
 
 
 def policy_of(config: FSDPConfig, model: nn.Module) -> Policy:
-    """Return the policy that `config` asks for on `model`."""
+    """Return the policy that `config` selects for `model`."""
     kind = config.auto_wrap_policy
     if kind is WrapPolicy.NO_WRAP:
         return no_wrap
@@ -145,7 +145,7 @@ def by_class(*classes: type[nn.Module] | str) -> Policy:
     def policy(model: nn.Module) -> list[str]:
         wanted = tuple(kind if isinstance(kind, type) else _resolve(kind, model) for kind in classes)
         found = [name for name, module in model.named_modules() if name and isinstance(module, wanted)]
-        if not found and not isinstance(model, wanted):  # the whole model would be gathered at once, in silence
+        if not found and not isinstance(model, wanted):  # otherwise the whole model would silently become one unit
             raise UsageError(
                 f"No module of {type(model).__name__} is a {' or '.join(kind.__name__ for kind in wanted)}. "
                 "Its classes: " + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
@@ -159,7 +159,7 @@ def by_name(*globs: str) -> Policy:
     """Return the policy that wraps modules whose FQN matches one of `globs`, as in "model.layers.*"."""
 
     def policy(model: nn.Module) -> list[str]:
-        # As many dots as the glob has: "layers.*" means the layers, not all that is inside them.
+        # Only names with as many dots as the glob: "layers.*" means the layers, not their children.
         return [
             name
             for name, module in model.named_modules()
@@ -180,13 +180,14 @@ def by_rule(rule: Callable[[str, nn.Module], bool]) -> Policy:
 
 
 def by_size(min_num_params: int) -> Policy:
-    """Return the policy that wraps, innermost first, what still holds `min_num_params` unwrapped parameters."""
+    """Return the policy that wraps, innermost first, each module that still has `min_num_params` unwrapped
+    parameters."""
 
     def policy(model: nn.Module) -> list[str]:
         names: list[str] = []
 
         def visit(name: str, module: nn.Module) -> int:
-            """Return the parameters of `module` that units inside it have taken."""
+            """Return the parameters of `module` that belong to units inside it."""
             total = sum(parameter.numel() for parameter in module.parameters())
             if total < min_num_params:
                 return 0
@@ -236,7 +237,7 @@ def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[li
     members: dict[str, list[str]] = {}
     for name in names:
         kept = unit_of(name + ".")
-        if kept and not (name != kept and name.startswith(kept + ".")):  # inside what it joins: part of it already
+        if kept and not (name != kept and name.startswith(kept + ".")):  # part of it already
             members.setdefault(kept, []).append(name)
     return list(members.values()), tuple(ties)
 

@@ -1,4 +1,4 @@
-"""shard(): a model in, the same model out as FSDP2 units, or an error that says why it can't be."""
+"""shard(): wraps a model with FSDP2, or raises an error that explains why it cannot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _INNER = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 class NotShardableError(UsageError, TypeError):
-    """What was given is no module that FSDP2 can shard."""
+    """The argument is not a module that FSDP2 can shard."""
 
 
 def shard(
@@ -54,21 +54,24 @@ def shard(
     tp_plan: TPPlan | None = None,
     is_training: bool = True,
 ) -> M:
-    """Shard `model` in place and return it. All ranks must call it; a model that is sharded already stays as it is.
+    """Shard `model` in place and return it. All ranks must call it. A model that is already sharded is returned
+    unchanged.
 
-    In this order: rank 0's values go to all, parameters take their storage dtype, tensor parallelism, activation
-    checkpointing and compilation per block, then fully_shard from the innermost unit to the root.
+    The steps, in order: broadcast rank 0's values, cast parameters to their storage dtype, apply tensor parallelism,
+        apply activation checkpointing and compilation to each block, call fully_shard from the innermost unit to the
+        root.
 
     Args:
-        config: How; default `FSDPConfig()`.
-        mesh: Over which ranks; default: made from `config` over all of them. A plain DeviceMesh is the data mesh.
-        policy: Which modules become units, where `config` can't say it (see `units`).
-        tp_plan: Tensor-parallel styles by module glob; default: the one that the model carries.
-        is_training: False computes in the stored dtype and reduces nothing.
+        config: How to shard; default `FSDPConfig()`.
+        mesh: The ranks to shard over; default: all of them, arranged by `config`. A plain DeviceMesh is used as the
+            data-parallel mesh.
+        policy: Chooses the units (see `units`); overrides `config`.
+        tp_plan: Tensor-parallel styles by module glob; default: the model's own plan.
+        is_training: False computes in the stored dtype and does not reduce gradients.
 
     Raises:
-        NotShardableError: `model` is no module, or is (or holds) an FSDP1 module.
-        UsageError: A parameter, a unit, a size or a plan can't work; the message names it.
+        NotShardableError: `model` is not a module, or is or contains an FSDP1 module.
+        UsageError: A parameter, unit, size or plan is not possible; the message names it.
     """
     config = config or FSDPConfig()
     _check_is_module(model)
@@ -103,8 +106,8 @@ def shard(
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return what is inside DistributedDataParallel, torch.compile and activation-checkpoint wrappers, and the like:
-    modules that hold nothing but one named `module`."""
+    """Return the model without wrappers such as DistributedDataParallel, torch.compile and activation checkpointing:
+    modules whose only child is called `module`."""
     while True:
         held = {**model._modules, **model._parameters, **model._buffers}
         inner = next((m for name, m in held.items() if name in _INNER and isinstance(m, nn.Module)), None)
@@ -119,7 +122,7 @@ def fsdp_units(model: nn.Module) -> list[str]:
 
 
 def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0) -> None:
-    """Give every rank the parameters and buffers of rank `src`. All ranks must call it; meta tensors are skipped.
+    """Broadcast parameters and buffers from rank `src`. All ranks must call it. Meta tensors are skipped.
 
     Raises:
         UsageError: The ranks hold different models; nothing was sent.
@@ -144,7 +147,7 @@ def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0) -> N
 
 
 def _warn_of_different_replicas(model: nn.Module) -> None:
-    """Say it where ranks hold different values, which replicas would keep for ever. All ranks must call it."""
+    """Warn if ranks hold different values: replicas would stay different forever. All ranks must call it."""
     # Sums, as text: NaN equals NaN, and no rank sends a whole parameter.
     mine = [
         (name, repr(parameter.detach().sum(dtype=torch.float64).item()))
@@ -239,7 +242,7 @@ def _check_dtypes(model: nn.Module, units: Units, config: FSDPConfig, is_trainin
 
 
 def _own_parameters(model: nn.Module, units: Units) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Yield each unit, innermost first, with the parameters that no unit inside it has taken."""
+    """Yield each unit, innermost first, with the parameters that belong to no unit inside it."""
     taken: set[int] = set()
     for group in units.groups:
         mine: list[tuple[str, nn.Parameter]] = []
@@ -280,8 +283,8 @@ def _fully_shard(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPC
             offload_policy=offload,
         )
     root = mixed_precision_policy(config, is_root=True, is_training=is_training, stored=stored[-1])
-    # The root always: parameters that no unit holds would never be synchronised. It stays gathered after forward,
-    # for backward needs it first, unless freeing it was asked for by name.
+    # Always wrap the root: parameters outside of all units would never be synchronised. It stays gathered after
+    # forward, because backward needs it first, unless the user asked to free it.
     stays = config.reshard_after_forward if config.reshard_after_forward is not None else None
     if stays is None and not reshard:
         stays = False
