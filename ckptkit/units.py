@@ -24,17 +24,17 @@ def parse_size(text: str | int | float) -> int:
         UsageError: `text` is negative or is no size.
     """
     if isinstance(text, bool):
-        raise UsageError(f"{text!r} is no size. Give bytes or a size such as '512MB' or '40GiB'.")
+        raise UsageError(f"{text!r} is not a size. Give bytes or a size such as '512MB' or '40GiB'.")
     if isinstance(text, (int, float)):
         if not 0 <= text < float("inf"):
-            raise UsageError(f"{text!r} is no size: it must be 0 or more bytes, and finite.")
+            raise UsageError(f"{text!r} is not a size: it must be 0 or more bytes, and finite.")
         return int(text)
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is no size. Give bytes or a size such as '512MB' (10^6) or '40GiB' (2^30).")
+        raise UsageError(f"{text!r} is not a size. Give bytes or a size such as '512MB' (10^6) or '40GiB' (2^30).")
     number, prefix, binary, _ = match.groups()
     if binary and not prefix:
-        raise UsageError(f"{text!r} is no size: 'i' needs a prefix, as in '40GiB'.")
+        raise UsageError(f"{text!r} is not a size: 'i' needs a prefix, as in '40GiB'.")
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])
 
 
@@ -58,11 +58,11 @@ def parse_duration(text: str | int | float) -> float:
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < float("inf"):
-            raise UsageError(f"{text!r} is no duration: it must be 0 or more seconds, and finite.")
+            raise UsageError(f"{text!r} is not a duration: it must be 0 or more seconds, and finite.")
         return float(text)
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise UsageError(f"{text!r} is no duration. Give seconds or a duration such as '90s', '5m' or '2h'.")
+        raise UsageError(f"{text!r} is not a duration. Give seconds or a duration such as '90s', '5m' or '2h'.")
     number, unit = match.groups()
     return float(number) * _SECONDS[(unit or "s").lower()]
 

@@ -70,9 +70,9 @@ class SignalWatch:
         every: int = 1,
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("signal handlers can be installed by the main thread only: make the manager there.")
+            raise UsageError("signal handlers can be installed only in the main thread: create the manager there.")
         if every < 1:
-            raise UsageError(f"every is {every}, expected a whole number from 1.")
+            raise UsageError(f"every is {every}, expected an integer of at least 1.")
         self.coordinator = coordinator
         self.every = every
         self.received: int | None = None
@@ -194,9 +194,9 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if async_policy not in ("wait", "refuse"):
-            raise UsageError(f"async_policy={async_policy!r}: it is 'wait' or 'refuse'.")
+            raise UsageError(f"async_policy={async_policy!r}: expected 'wait' or 'refuse'.")
         if start_fresh not in ("if_empty", "if_none_committed", "never"):
-            raise UsageError(f"start_fresh={start_fresh!r}: it is 'if_empty', 'if_none_committed' or 'never'.")
+            raise UsageError(f"start_fresh={start_fresh!r}: expected 'if_empty', 'if_none_committed' or 'never'.")
         self.url = str(url)
         self.retention = retention
         self.rotates: Callable[[CommitRecord], bool] | None = None
@@ -291,7 +291,7 @@ class CheckpointManager:
         self._check_open()
         if self._async_policy == "refuse" and self._busy():
             raise SaveError(
-                f"step {step} is not saved: the save before is still under way, and async_policy is 'refuse'."
+                f"step {step} is not saved: the previous save is still running, and async_policy is 'refuse'."
             )
         self._settle()
         with collecting_later():
@@ -329,14 +329,14 @@ class CheckpointManager:
         """
         self._check_open()
         if self._watch is None:
-            raise UsageError("save_on_signal: make the manager with on_signal='save'.")
+            raise UsageError("save_on_signal: create the manager with on_signal='save'.")
         if not self._watch.agreed():
             return False
         # First the save under way: it may be of this step, and be done on one rank and not yet on another.
         try:
             self._settle()
         except SaveError as error:
-            _log.error("the save under way when the signal came failed, saving step %d now: %s", step, error)
+            _log.error("the save that was running when the signal arrived failed; saving step %d now: %s", step, error)
         if self._last_saved != step:
             self.save(step, state, metrics=metrics, client_state=client_state)
         return True
@@ -411,9 +411,9 @@ class CheckpointManager:
         def delete() -> None:
             found = resolve(self._root, str(which))
             if found.name == self._loader.resumed_from:
-                raise UsageError(f"{self.url}/{found.name} is what this run was resumed from; it is not deleted.")
+                raise UsageError(f"{self.url}/{found.name} is not deleted: this run was resumed from it.")
             if not delete_checkpoint(self._root, found.name, reason="asked for"):
-                raise UsageError(f"{self.url}/{found.name} is pinned; it is not deleted.")
+                raise UsageError(f"{self.url}/{found.name} is not deleted: it is pinned.")
 
         self._coordinator.decide(delete, "deleting a checkpoint")
 
@@ -466,13 +466,13 @@ class CheckpointManager:
     def _writer_process(self, mode: str, storage_options: Mapping[str, Any] | None) -> WriterProcess | None:
         """Start the writing process, if one is asked for: it gets ready while the job does."""
         if mode not in ("thread", "process"):
-            raise UsageError(f"async_mode={mode!r}: it is 'thread' or 'process'.")
+            raise UsageError(f"async_mode={mode!r}: expected 'thread' or 'process'.")
         if mode == "thread":
             return None
         if self.state_dict_type is not StateDictType.SHARDED:
             raise UsageError(
-                f"async_mode='process' writes SHARDED checkpoints, not {self.state_dict_type.value}: FULL ones are "
-                "gathered over the ranks of the training. Use async_mode='thread'."
+                f"async_mode='process' writes SHARDED checkpoints only, not {self.state_dict_type.value}. Use "
+                "async_mode='thread'."
             )
         return WriterProcess(storage_options=storage_options)
 
@@ -518,12 +518,12 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._closed:  # its group is gone: a collective would run over the group of all ranks
-            raise UsageError(f"the manager of {self.url} is closed. Make another one.")
+            raise UsageError(f"the manager of {self.url} is closed. Create a new one.")
         if os.getpid() != self._pid:
             raise UsageError(
-                f"the manager of {self.url} was made by process {self._pid}, and this is a fork of it, process "
-                f"{os.getpid()}, which can't use it: its threads and connections stay behind. Use it in the process "
-                "that made it, or make another manager here."
+                f"the manager of {self.url} was created by process {self._pid} and cannot be used in its "
+                f"fork, process {os.getpid()}: threads and connections do not survive a fork. Use it in the "
+                "process that created it, or create another manager here."
             )
 
     def _publish_staged(self, prepared: Prepared, stall: float) -> SaveReport:
@@ -580,7 +580,7 @@ class CheckpointManager:
             older = done.decisions[: -self.retention.max_num] if self.retention.max_num is not None else ()
             return gone, len(done.decisions) - len(done.deleted), sum(item.keep for item in older)
         except (CkptkitError, OSError) as error:
-            _log.warning("step %d is saved, but rotating failed; the next save tries again: %s", record.step, error)
+            _log.warning("step %d is saved, but rotation failed; the next save retries: %s", record.step, error)
             return (), None, 0
 
     def _busy(self) -> bool:

@@ -25,6 +25,7 @@ __all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file"
 
 _log = logging.getLogger(__name__)
 _TURNS = ("write", "digest", "sync")
+_NAMED = 3  # items of each kind in the line of a load
 _TOLD = 0.0005  # seconds: what shows as 0.000 has no rate worth telling
 
 
@@ -120,7 +121,7 @@ class SaveReport:
     phases: tuple[Phase, ...] = ()
 
     def line(self) -> str:
-        """Return the one line that closes a save."""
+        """Return one line: step, size, stall, rate, and what rotation did."""
         rate = self.total_bytes / max(self.seconds, 1e-9)
         parts = [
             f"saved step {self.step}",
@@ -244,7 +245,7 @@ class LoadReport:
     deferred: DeferredOptimizer | None = None
 
     def line(self) -> str:
-        """Return the one line that closes a load."""
+        """Return one line: what was loaded, and the first names that were missing, unexpected or skipped."""
         rate = self.nbytes / max(self.seconds, 1e-9)
         parts = [
             f"loaded step {self.step}",
@@ -255,7 +256,8 @@ class LoadReport:
         ]
         for name, items in (("missing", self.missing), ("unexpected", self.unexpected), ("skipped", self.skipped)):
             if items:
-                parts.append(f"{len(items)} {name}")
+                more = ", ..." if len(items) > _NAMED else ""
+                parts.append(f"{len(items)} {name} ({', '.join(list(items)[:_NAMED])}{more})")
         return " · ".join(parts)
 
     def totals(self) -> dict[str, dict[str, float]]:

@@ -38,16 +38,17 @@ class RetentionPolicy:
     keep_best: tuple[str, str] | tuple[str, str, int] | None = None
 
     def __post_init__(self) -> None:
-        _positive("max_num", self.max_num, "To keep all checkpoints, leave it out.")
-        _positive("keep_every", self.keep_every, "To keep none by its step, leave it out.")
+        _positive("max_num", self.max_num, "To keep all checkpoints, omit it.")
+        _positive("keep_every", self.keep_every, "To keep none by its step, omit it.")
         if self.max_mem is not None:
             nbytes = parse_size(self.max_mem)
             if nbytes < 1:
-                raise UsageError(
-                    f"max_mem is {self.max_mem!r}, expected more than 0 bytes. For no limit, leave it out."
-                )
+                raise UsageError(f"max_mem is {self.max_mem!r}, expected more than 0 bytes. For no limit, omit it.")
             object.__setattr__(self, "max_mem", nbytes)
         if self.keep_best is not None:
+            if isinstance(self.keep_best, str):
+                best = self.keep_best
+                raise UsageError(f"keep_best is {best!r}, expected a metric and a mode: keep_best=({best!r}, 'min').")
             object.__setattr__(self, "keep_best", _checked_best(tuple(self.keep_best)))
 
     @property
@@ -58,7 +59,7 @@ class RetentionPolicy:
 
 def _positive(name: str, value: int | None, advice: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise UsageError(f"{name} is {value!r}, expected a whole number from 1. {advice}")
+        raise UsageError(f"{name} is {value!r}, expected an integer of at least 1. {advice}")
 
 
 def _checked_best(value: tuple[object, ...]) -> tuple[str, str, int]:
@@ -66,11 +67,11 @@ def _checked_best(value: tuple[object, ...]) -> tuple[str, str, int]:
         value = (*value, 1)
     if len(value) != 3 or not isinstance(value[0], str) or not value[0] or value[1] not in ("min", "max"):
         raise UsageError(
-            f"keep_best is {value!r}, expected (metric, 'min' or 'max', count), as ('val_loss', 'min', 2)."
+            f"keep_best is {value!r}, expected (metric, 'min' or 'max', count), for example ('val_loss', 'min', 2)."
         )
     count = value[2]
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(f"keep_best keeps {count!r}, expected a whole number from 1. To keep none, leave it out.")
+        raise UsageError(f"keep_best keeps {count!r}, expected an integer of at least 1. To keep none, omit keep_best.")
     return value[0], str(value[1]), count
 
 
@@ -111,7 +112,7 @@ def decide(
         total = sum(record.total_bytes for record in records if record.name not in doomed)
         for record in records:  # the oldest first
             if total > limit and record.name not in exempt and record.name not in doomed:
-                doomed[record.name] = f"{format_size(total)} are more than {format_size(limit)} (max_mem)"
+                doomed[record.name] = f"{format_size(total)} exceed {format_size(limit)} (max_mem)"
                 total -= record.total_bytes
         if total > limit:
             _warn(total, limit, [record.name for record in records if record.name not in doomed], exempt)
@@ -153,8 +154,10 @@ def _exempt(
 def _warn(total: int, limit: int, kept: list[str], exempt: Mapping[str, list[str]]) -> None:
     why = "; ".join(f"{name}: {exempt[name][0]}" for name in kept[-4:])
     logger.warning(
-        "%s are kept, more than max_mem=%s allows: %d checkpoints can't be deleted (%s). Set max_mem to a multiple of "
-        "the size of one checkpoint.",
+        (
+            "%s are kept, more than max_mem=%s: %d checkpoints cannot be deleted (%s). Set max_mem to "
+            "several times the size of one checkpoint."
+        ),
         format_size(total),
         format_size(limit),
         len(kept),

@@ -30,8 +30,11 @@ _OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", 
     default="hf",
     show_default=True,
     metavar="FORMAT",
-    help="hf (safetensors, config, tokenizer), dcp (torch.distributed.checkpoint), torch (one torch.save file) "
-    "or local (one file per rank). All hold the model alone; `reshard` keeps the optimizer.",
+    help=(
+        "hf (safetensors, config, tokenizer), dcp (torch.distributed.checkpoint), torch (one "
+        "torch.save file) or local (one file per rank). All contain only the model; `reshard` keeps "
+        "the optimizer."
+    ),
 )
 @_what(
     "--dtype",
@@ -47,21 +50,21 @@ _OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", 
     default="auto",
     show_default=True,
     metavar="WHICH",
-    help="model, or master: the fp32 copies that some optimizers keep. auto: model, or master where --dtype casts.",
+    help=("model, or master (the fp32 copies that some optimizers keep). auto: model, or master if --dtype casts."),
 )
 @_what("--include", multiple=True, metavar="GLOB", help="Only these tensors; may be given several times.")
 @_what("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; may be given several times.")
-@_model("--base", metavar="DIR_OR_REPO", help="Gives config, tokenizer and the wanted names, shapes, dtypes.")
-@_model("--untie", is_flag=True, help="Keep a head that has diverged from the embedding, and correct the config.")
+@_model("--base", metavar="DIR_OR_REPO", help="Provides config, tokenizer and the expected names, shapes and dtypes.")
+@_model("--untie", is_flag=True, help="Keep a head that differs from the embedding, and correct the config.")
 @_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights, as PEFT does.")
-@_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, where the checkpoint has none.")
-@_names("--key-map", metavar="NAME_OR_FILE", help="A built-in map of names, or a file of rules (docs/key-maps.md).")
-@_names("--strip-prefix", metavar="P", help="Remove this in front of every name.")
+@_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, if the checkpoint has none.")
+@_names("--key-map", metavar="NAME_OR_FILE", help="A built-in key map, or a file of rules (docs/key-maps.md).")
+@_names("--strip-prefix", metavar="P", help="Remove this prefix from every name.")
 @allow_pickle("What")
 @_names("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
-@_files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="The most bytes of one file.")
-@_files("--world-size", type=Count(1), metavar="N", help="Ranks to write for (--to dcp, --to local).")
-@_files("--sha256", is_flag=True, help="Write SHA256SUMS beside the files (--to hf).")
+@_files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Maximum size of one file.")
+@_files("--world-size", type=Count(1), metavar="N", help="Number of ranks to write for (--to dcp, --to local).")
+@_files("--sha256", is_flag=True, help="Write SHA256SUMS next to the files (--to hf).")
 @_files("--push", metavar="REPO", help="Upload the result to this Hugging Face repo.")
 @outcome_options
 @storage_options_of_both
@@ -84,9 +87,9 @@ def command(
     from ckptkit.offline.convert import convert
 
     if push and options["to"] != "hf":
-        raise UsageError(f"--push uploads a Hugging Face export; it does not go with --to {options['to']}.")
+        raise UsageError(f"--push uploads a Hugging Face export; it cannot be combined with --to {options['to']}.")
     if push and split_url(dst)[0] not in ("file", "local"):
-        raise UsageError(f"--push uploads a local folder; {without_secrets(dst)} is none. Give a local DST.")
+        raise UsageError(f"--push uploads a local directory, which {without_secrets(dst)} is not. Give a local DST.")
     explain_interrupts(dst, overwrite=options["overwrite"])
     with progress_bar("convert") as progress:
         report = convert(
@@ -101,7 +104,7 @@ def command(
     if push and not options["dry_run"]:
         from ckptkit.integrations.hub import push_folder
 
-        if_interrupted(f"{dst} is complete, the upload is not. Go on with: ckptkit push {dst} {push}")
+        if_interrupted(f"{dst} is complete, but the upload is not. Continue with: ckptkit push {dst} {push}")
         quiet = click.get_current_context().meta.get("ckptkit.quiet", False)
         url = push_folder(dst, push, show_progress=not quiet)
         click.echo(f"pushed to {url}", err=as_json)
@@ -115,7 +118,7 @@ def _adapter_config(path: str | None) -> dict[str, Any] | None:
     except OSError as error:
         raise UsageError(f"--adapter-config {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise UsageError(f"--adapter-config {path} is no JSON: {error}.") from error
+        raise UsageError(f"--adapter-config {path} is not valid JSON: {error}.") from error
     if not isinstance(found, dict):
         raise UsageError(f"--adapter-config {path}: expected a JSON object, as PEFT writes adapter_config.json.")
     return found

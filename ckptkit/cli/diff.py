@@ -20,7 +20,7 @@ _FIRST = 5  # of each kind of difference, unless --verbose
 @click.argument("b")
 @click.option("--include", multiple=True, metavar="GLOB", help="Only these names; may be given several times.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not these names; may be given several times.")
-@click.option("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Tensor bytes held at once.")
+@click.option("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Maximum tensor data in memory.")
 @click.option("--html", metavar="OUT.html", help="Write a page with a heat map of the change by layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @storage_option
@@ -83,7 +83,7 @@ def _lines(report: DiffReport, *, every: bool) -> list[str]:
             lines += _table("differs", report.different, [d.name for d in report.different])
     else:
         lines += [*_table("differs, by layer", layers.values(), list(layers))]
-        lines.append(f"  {len(report.different)} tensors differ; --verbose lists them, --exclude leaves some out")
+        lines.append(f"  {len(report.different)} tensors differ; --verbose lists them, --exclude skips names")
     if every and 1 < len(layers) < len(report.different):
         lines += ["", *_table("by layer", layers.values(), list(layers)), ""]
     lines.append(report.summary())

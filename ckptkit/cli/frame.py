@@ -101,7 +101,7 @@ def _older(error: Exception) -> str:
         )
     }
     older = earlier_checkpoint(error.checkpoint, storage_options=options)
-    return f"\nThe one before it: {older}" if older else ""
+    return f"\nThe previous checkpoint: {older}" if older else ""
 
 
 class _Printable:
@@ -190,7 +190,7 @@ def storage_options_of_both(function: F) -> F:
             f"{which}_storage_options",
             multiple=True,
             metavar="K=V",
-            help=f"The same, of the {where} alone.",
+            help=f"The same, for the {where} only.",
             callback=lambda _context, _option, pairs: with_storage_options(pairs),
         )(function)
     return storage_option(function)

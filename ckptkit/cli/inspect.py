@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @click.argument("url")
 @click.option("--tensors", metavar="GLOB", help="List the tensors that match, with every slice and its owner.")
 @click.option(
-    "--depth", type=shared.Count(0), metavar="N", default=2, show_default=True, help="Levels of the tree of modules."
+    "--depth", type=shared.Count(0), metavar="N", default=2, show_default=True, help="Depth of the module tree."
 )
 @click.option("--html", "html", metavar="OUT.html", help="Write one self-contained page with the shard map.")
-@click.option("--after", metavar="URL", help="With --html: draw what a reshard to this checkpoint moves.")
+@click.option("--after", metavar="URL", help="With --html: also draw which bytes a reshard to this checkpoint moves.")
 @shared.allow_pickle()
 @click.option("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -45,7 +45,7 @@ def command(
     from ckptkit.offline.inspect import inspect
 
     if after and not html:
-        raise UsageError("--after is drawn on a page: give --html OUT.html with it.")
+        raise UsageError("--after needs --html OUT.html.")
     options = with_storage_options(storage_options)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     report = inspect(url, tensors=tensors, depth=depth, storage_options=options, options=reading)

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 @click.command("ls")
 @click.argument("root")
-@click.option(
-    "--all", "every", is_flag=True, help="Also what is not named like a checkpoint of ours: skipped, foreign."
-)
+@click.option("--all", "every", is_flag=True, help="Also show skipped and foreign directories.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--html", metavar="OUT.html", help="Write a page with the timeline of the run.")
 @policy_options
@@ -70,16 +68,15 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
     table += [_cells(row) for row in shown]
     lines = _aligned(table, _columns())
     count = sum(row.state == "committed" for row in shown)
-    absent = (
-        f"; {listing.absent} saved earlier {'is' if listing.absent == 1 else 'are'} not here" if listing.absent else ""
-    )
+    earlier = "earlier checkpoint is" if listing.absent == 1 else "earlier checkpoints are"
+    absent = f"; {listing.absent} {earlier} gone" if listing.absent else ""
     lines.append(f"{count} checkpoint{'s' * (count != 1)}, {format_size(listing.total_bytes)}{absent}")
     hidden = len(listing.checkpoints) - len(shown)
     if hidden:
-        what = "is no checkpoint" if hidden == 1 else "are no checkpoints"
-        lines.append(f"{hidden} more {what}: ckptkit ls --all {listing.url}")
+        what = "directory is not a checkpoint" if hidden == 1 else "directories are not checkpoints"
+        lines.append(f"{hidden} other {what}: ckptkit ls --all {listing.url}")
     if every and listing.foreign:
-        lines.append(f"not ours, never touched: {', '.join(listing.foreign)}")
+        lines.append(f"not created by ckptkit, never touched: {', '.join(listing.foreign)}")
     return lines
 
 

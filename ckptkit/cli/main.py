@@ -17,15 +17,15 @@ __all__ = ["cli", "main"]
 
 # name -> what it does, in one line. The module is ckptkit.cli.<name>, its command is called `command`.
 _COMMANDS = {
-    "convert": "Turn any checkpoint into Hugging Face, DCP, torch or LOCAL files.",
-    "reshard": "Turn a checkpoint of one cluster size into one of another.",
-    "inspect": "Show what is in a checkpoint and who holds which slice.",
+    "convert": "Convert any checkpoint to Hugging Face, DCP, torch or LOCAL files.",
+    "reshard": "Rewrite a checkpoint for another cluster size.",
+    "inspect": "Show the contents of a checkpoint and which rank holds which slice.",
     "ls": "List the checkpoints of a run, and why each is kept.",
     "verify": "Check that a checkpoint is complete and undamaged.",
     "diff": "Show which tensors of two checkpoints differ, and by how much.",
-    "prune": "Delete what a retention policy does not keep.",
-    "pin": "Keep a checkpoint whatever rotation says.",
-    "unpin": "Let rotation decide on a pinned checkpoint again.",
+    "prune": "Delete the checkpoints that a retention policy does not keep.",
+    "pin": "Protect a checkpoint from rotation.",
+    "unpin": "Let rotation delete a pinned checkpoint again.",
     "push": "Upload an export to a Hugging Face repo.",
 }
 # name -> commands to try, and the page of docs/ that says more: the end of its help.

@@ -37,9 +37,11 @@ def allow_pickle(group: str = "") -> Callable[[F], F]:
     def warn(_: click.Context, __: click.Parameter, given: bool) -> bool:
         if given:
             click.secho(
-                "Warning: --allow-pickle reads files whose pickles name classes unknown to ckptkit. It runs none "
-                "of them and leaves their values out, so what you get may be incomplete; whatever loads such a file "
-                "with torch.load(weights_only=False) runs its code.",
+                (
+                    "Warning: --allow-pickle reads files whose pickles name classes unknown to ckptkit. It runs "
+                    "none of their code and omits their values, so the result may be incomplete. A program that "
+                    "loads such a file with torch.load(weights_only=False) does run that code."
+                ),
                 fg="red",
                 err=True,
             )
@@ -49,7 +51,7 @@ def allow_pickle(group: str = "") -> Callable[[F], F]:
         "--allow-pickle",
         is_flag=True,
         callback=warn,
-        help="Read torch.save files that name unknown classes, without those; nothing of them is run.",
+        help="Read torch.save files that name unknown classes, without their values; no code is run.",
     )
 
 

@@ -22,12 +22,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _resource, _safety, _output = grouped("Resources"), grouped("Safety"), grouped("Output")
 _OPTIONS = [
-    _safety("--dry-run", is_flag=True, help="Print the plan, write nothing."),
-    _safety("--verify", is_flag=True, help="Read the result again and prove it equal to the source."),
-    _safety("--no-check", "check", is_flag=True, flag_value=False, default=True, help="Skip the source's digests."),
+    _safety("--dry-run", is_flag=True, help="Print the plan; write nothing."),
+    _safety("--verify", is_flag=True, help="Read the result back and check that it equals the source."),
+    _safety(
+        "--no-check", "check", is_flag=True, flag_value=False, default=True, help="Do not check the source's digests."
+    ),
     _safety("--overwrite", is_flag=True, help="Replace the checkpoint or export at DST."),
-    _resource("--workers", type=Count(0), default=0, metavar="N", help="Copies in flight. By the machine."),
-    _resource("--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Tensor bytes held at once."),
+    _resource(
+        "--workers", type=Count(0), default=0, metavar="N", help="Parallel copies. Default: chosen for this machine."
+    ),
+    _resource(
+        "--max-memory", default="512MB", show_default=True, metavar="SIZE", help="Maximum tensor data in memory."
+    ),
     _output("--json", "as_json", is_flag=True, help="Print one JSON document."),
 ]
 
@@ -49,22 +55,22 @@ def _interrupted(dst: str, *, overwrite: bool) -> str:
     from ckptkit.storage.store import split_url
 
     if split_url(dst)[0] != "file":
-        old = f"{dst} is as it was before, or the new one lies whole in {dst}/.ckptkit-new"
-        made = old if overwrite else f"{dst} was not made"
-        return f"{made}. Run the same command again: it goes on with the objects that are whole."
+        old = f"{dst} is unchanged, or the complete new one is in {dst}/.ckptkit-new"
+        made = old if overwrite else f"{dst} was not created"
+        return f"{made}. Run the same command again: it continues with the finished objects."
     if not overwrite and (os.path.isfile(dst) or (os.path.isdir(dst) and os.listdir(dst))):
-        return f"{dst} is complete, or is as it was before."
-    untouched = f"{dst} is as it was before" if overwrite and os.path.exists(dst) else f"{dst} was not made"
+        return f"{dst} is either complete or unchanged."
+    untouched = f"{dst} is unchanged" if overwrite and os.path.exists(dst) else f"{dst} was not made"
     try:
         left = left_beside(dst)
     except OSError:
         left = None
     if left is None:
-        return f"{untouched}. Run the same command again to start anew."
+        return f"{untouched}. Run the same command again to start over."
     path, nbytes = left
     return (
-        f"{untouched}. What was done is kept in {path} ({format_size(nbytes)}): run the same command again to go on "
-        "from there, or delete it."
+        f"{untouched}. The finished part is kept in {path} ({format_size(nbytes)}): run the same "
+        "command again to continue, or delete it."
     )
 
 
@@ -98,5 +104,5 @@ def _next(report: ConvertReport) -> list[str]:
         "": [],
         "model": [f"serve it with: vllm serve {where}"],
         "adapter": [f"serve it with: vllm serve BASE_MODEL --enable-lora --lora-modules adapter={where}"],
-        "no tokenizer": [f"before vLLM can serve it, put the tokenizer's files into {where}: the source has none"],
+        "no tokenizer": [f"vLLM also needs the tokenizer's files in {where}: the source has none"],
     }[report.serving]

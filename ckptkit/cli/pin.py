@@ -21,14 +21,14 @@ def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...])
     from ckptkit.errors import CheckpointNotFoundError, UsageError
 
     if not why.strip():
-        raise UsageError("--why is empty: whoever finds the pin must know why it is there.")
+        raise UsageError("--why is empty: give a reason that others will understand.")
     options = with_storage_options(storage_options)
     try:
         name = pin_forever(resolve_checkpoint(url, storage_options=options), why, storage_options=options)
     except CheckpointNotFoundError as error:
         raise UsageError(
-            f"{url} names no committed checkpoint of ckptkit: only those are rotated, and can be pinned. "
-            "To see what there is: ckptkit ls, on the directory of the run."
+            f"{url} is not a committed checkpoint of ckptkit, and only those can be pinned. To list them: "
+            "ckptkit ls, on the directory of the run."
         ) from error
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": name, "pinned": True, "why": why})

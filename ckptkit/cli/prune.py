@@ -11,7 +11,7 @@ from ckptkit.units import format_size
 
 @click.command("prune")
 @click.argument("root")
-@click.option("--dry-run", is_flag=True, help="Say what would be deleted, and why; delete nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted and why; delete nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @policy_options
 @storage_option
@@ -39,7 +39,8 @@ def command(
     options = with_storage_options(storage_options)
     if not dry_run:
         if_interrupted(
-            f"What it had deleted is gone, the rest is whole. The same command again goes on; ckptkit ls {root}"
+            "Deletions so far are final; all other checkpoints are intact. Run the same command again to "
+            f"continue, or look first: ckptkit ls {root}"
         )
     report = prune(root, policy=policy, recorded=recorded, dry_run=dry_run, storage_options=options)
     if as_json:

@@ -10,7 +10,7 @@ from ckptkit.cli.frame import command_frame, if_interrupted, print_json
 @click.command("push")
 @click.argument("folder")
 @click.argument("repo")
-@click.option("--private/--public", default=None, help="For a new repo. Default: as the owner has set.")
+@click.option("--private/--public", default=None, help="For a new repo. Default: the owner's setting.")
 @click.option("--revision", metavar="BRANCH", help="Branch to commit to.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @command_frame
@@ -18,7 +18,9 @@ def command(folder: str, repo: str, private: bool | None, revision: str | None, 
     """Upload the export in FOLDER to the Hugging Face model repo REPO, in one commit."""
     from ckptkit.integrations.hub import push_folder
 
-    if_interrupted(f"{repo} got all of {folder} in one commit, or nothing. The same command again goes on.")
+    if_interrupted(
+        f"{repo} received all of {folder} in one commit, or nothing. Run the same command again to continue."
+    )
     quiet = click.get_current_context().meta.get("ckptkit.quiet", False)
     url = push_folder(folder, repo, private=private, revision=revision, show_progress=not quiet)
     if as_json:

@@ -25,9 +25,9 @@ _what = grouped("What")
     default="sharded",
     show_default=True,
     metavar="TYPE",
-    help="sharded (torch DCP) or local (one file a rank).",
+    help="sharded (torch DCP) or local (one file per rank).",
 )
-@_what("--tp-plan", metavar="FILE", help="JSON of globs of parameters and the dimension tp cuts each along.")
+@_what("--tp-plan", metavar="FILE", help="JSON that maps globs of parameter names to the dimension that tp splits.")
 @allow_pickle("What")
 @_what("--layout", metavar="FILE", help="Layout of flat parameters, for FSDP1 LOCAL.")
 @outcome_options

@@ -18,18 +18,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = [
     click.option("--max-num", type=Count(1), metavar="N", help="Keep the N newest."),
-    click.option("--max-mem", metavar="SIZE", help="Keep the total below SIZE, as 1TB (10^12) or 1TiB (2^40)."),
+    click.option(
+        "--max-mem", metavar="SIZE", help="Keep the total below SIZE, for example 1TB (10^12) or 1TiB (2^40)."
+    ),
     click.option(
         "--keep-every", type=Count(1), metavar="N", help="Keep each checkpoint whose step is a multiple of N."
     ),
-    click.option("--keep-best", metavar="METRIC:min|max[:N]", help="Keep the N best by a metric, as val_loss:min:2."),
+    click.option(
+        "--keep-best", metavar="METRIC:min|max[:N]", help="Keep the N best by a metric, for example val_loss:min:2."
+    ),
     click.option(
         "--forget-recorded",
         "recorded",
         is_flag=True,
         flag_value=False,
         default=True,
-        help="With limits given: do not keep what the run's own --keep-every and --keep-best would.",
+        help="With limits given: ignore the keep_every and keep_best that the run recorded.",
     ),
 ]
 
@@ -54,6 +58,9 @@ def policy_from(
     if keep_best is not None:
         parts = keep_best.split(":")
         if len(parts) not in (2, 3) or (len(parts) == 3 and not parts[2].isdigit()):
-            raise UsageError(f"--keep-best {keep_best}: expected METRIC:min or METRIC:max, and :N, as val_loss:min:2.")
+            raise UsageError(
+                f"--keep-best {keep_best}: expected METRIC:min or METRIC:max, optionally with :N, for example "
+                "val_loss:min:2."
+            )
         best = (parts[0], parts[1], int(parts[2]) if len(parts) == 3 else 1)
     return RetentionPolicy(max_num=max_num, max_mem=max_mem, keep_every=keep_every, keep_best=best)

@@ -22,7 +22,9 @@ SHOWN_OF_A_FILE = 10  # problems; a disk that fails makes one of each of ten tho
 @click.command("verify")
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Check files, sizes and coverage only; do not read the tensors.")
-@click.option("--workers", type=Count(0), default=0, metavar="N", help="Reads in flight. Default: by the machine.")
+@click.option(
+    "--workers", type=Count(0), default=0, metavar="N", help="Parallel reads. Default: chosen for this machine."
+)
 @shared.allow_pickle()
 @click.option("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -86,7 +88,7 @@ def _lines(report: VerifyReport) -> list[str]:
         more = [problem.tensor for problem in problems[SHOWN_OF_A_FILE:]]
         if more:
             named = ", ".join(more[:3]) + ", ..." * (len(more) > 3)
-            lines.append(f"bad: {path}: {len(more)} more of it ({named}); --json lists all")
+            lines.append(f"bad: {path}: {len(more)} more problems ({named}); --json lists all")
     lines += [f"not interpreted: {name} {why}" for name, why in report.uninterpreted.items()]
     return [*lines, report.summary()]
 
@@ -96,4 +98,4 @@ def _what_to_try(report: VerifyReport, options: Mapping[str, Any] | None) -> lis
     from ckptkit.offline.reading import earlier_checkpoint
 
     older = earlier_checkpoint(report.url, storage_options=options)
-    return [f"try the one before it: ckptkit verify {shlex.quote(older)}"] if older else []
+    return [f"check the previous one: ckptkit verify {shlex.quote(older)}"] if older else []

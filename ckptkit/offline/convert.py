@@ -114,13 +114,13 @@ def convert(  # noqa: PLR0913 - one argument an option
     """
     started = time.perf_counter()
     if to not in _FORMATS:
-        raise UsageError(f"to={to!r} is none of {', '.join(_FORMATS)}.")
+        raise UsageError(f"to={to!r} is unknown. Known: {', '.join(_FORMATS)}.")
     memory = parse_size(max_memory)
     if memory < _MIN_MEMORY:
-        raise UsageError(f"--max-memory {max_memory} is too little: give 16MB or more.")
+        raise UsageError(f"--max-memory {max_memory} is too small: expected at least 16MB.")
     shard_size = _shard_size(max_shard_size)
     if sha256 and to != "hf":
-        raise UsageError(f"--sha256 is of Hugging Face exports; it does not go with --to {to}.")
+        raise UsageError(f"--sha256 is for Hugging Face exports; it cannot be combined with --to {to}.")
     options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     source = open_pinned(src, storage_options=there, options=options, together=not dry_run)
@@ -196,7 +196,7 @@ def _serving(chosen: _Chosen, choice: _Choice) -> Serving:
 def _shard_size(value: str | int) -> int:
     size = parse_size(value)
     if size < 1:
-        raise UsageError(f"--max-shard-size {value} leaves no room for a tensor: give a size such as 5GB.")
+        raise UsageError(f"--max-shard-size {value} is too small for a tensor: give a size such as 5GB.")
     return size
 
 
@@ -236,7 +236,7 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
             export.faults,
         )  # fmt: skip
     if choice.merge_adapter:
-        raise UsageError(f"--merge-adapter exports a Hugging Face model; --to {choice.to} keeps adapters as they are.")
+        raise UsageError(f"--merge-adapter is for Hugging Face exports; --to {choice.to} keeps adapters unchanged.")
     config = known.config if known is not None else None
     tensors, dropped, notes = export_tensors(source.catalog, options=options, config=config)
     used = {key for tensor in tensors.values() for key in tensor.sources}
@@ -262,7 +262,7 @@ def _plan(
     """Lay the chosen tensors out in the files of the target format."""
     catalog, tensors = source.catalog, chosen.tensors
     if world_size is not None and to in ("hf", "torch"):
-        raise UsageError(f"--world-size does not go with --to {to}: it is not sharded by rank.")
+        raise UsageError(f"--world-size cannot be combined with --to {to}, which is not sharded by rank.")
     if to == "hf":
         from ckptkit.offline.export.files import adapter_files, hf_files
 
@@ -301,7 +301,7 @@ def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
         for name, reason in plan.leftovers:
             reasons.setdefault(reason, []).append(name)
         counts = ", ".join(f"{len(names)} ({reason}{_groups(names, reason)})" for reason, names in reasons.items())
-        notes.append(f"tensors left out: {counts}")
+        notes.append(f"tensors skipped: {counts}")
     return tuple(dict.fromkeys(notes))
 
 

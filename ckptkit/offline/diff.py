@@ -124,14 +124,12 @@ class DiffReport:
         values = f" and {self.same_values} values" if self.same_values else ""
         if not self.differs:
             told = (
-                f" ({self.by_digest} of them told by recorded digests: verify reads the bytes)"
-                if self.by_digest
-                else ""
+                f" ({self.by_digest} of them by recorded digest only: verify reads the bytes)" if self.by_digest else ""
             )
-            told += f" ({self.by_record} of them byte for byte: not interpreted)" if self.by_record else ""
+            told += f" ({self.by_record} of them not interpreted, compared byte for byte)" if self.by_record else ""
             what = f"{self.same} tensors{values}, names, shapes, dtypes and bits{told}"
             if self.left_out:
-                return f"equal weights: {what}; not compared: {len(self.left_out)} that are no weights"
+                return f"equal weights: {what}; not compared: {len(self.left_out)} that are not weights"
             return f"equal: {what}"
         found = {
             "in value": len(self.different) + len(self.values),
@@ -139,7 +137,7 @@ class DiffReport:
             "only in B": len(self.only_b),
             "in shape": len(self.shapes),
             "in dtype": len(self.dtypes),
-            "in the bytes of records that can't be interpreted": len(self.records),
+            "in the bytes of records that cannot be interpreted": len(self.records),
         }
         return f"different: {', '.join(f'{n} {what}' for what, n in found.items() if n)}; equal: {self.same}{values}"
 
@@ -466,7 +464,7 @@ def _value_differences(
     places = list(_differing(name, one, other))
     found = dict(places[:_SHOWN])
     if len(places) > _SHOWN:
-        found[f"{name} ({len(places) - _SHOWN} places more)"] = ("...", "...")
+        found[f"{name} ({len(places) - _SHOWN} more places)"] = ("...", "...")
     return found
 
 

@@ -39,17 +39,17 @@ def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterato
     for message in _stated(catalog):
         yield "", message
     if not catalog.tensors:
-        yield "", "it holds no tensors: there is nothing to verify. A save that was cut off leaves this."
+        yield "", "it contains no tensors, so there is nothing to verify. An interrupted save looks like this."
     files = _files(store, catalog)
     for path in _missing_ranks(files, catalog.info.world_size or 0):
         yield path, f"{path} is missing: every rank of this save wrote one."
     if ".metadata" in files and "common.pt" in files and "metadata.json" not in files:
-        yield "metadata.json", "metadata.json is missing beside common.pt: Megatron writes it last."
+        yield "metadata.json", "metadata.json is missing, although common.pt is there: Megatron writes it last."
     objects = {entry.path: entry for entry in catalog.objects.values() if _is_file(entry, files)}
     for path, size in files.items():
         name = path.rpartition("/")[2]
         if size == 0 and (path in objects or is_side_file(path) or name in _MARKERS or _RANK_FILE.fullmatch(name)):
-            yield path, f"{path} is empty: the save, or a copy of it, was cut off."
+            yield path, f"{path} is empty: the save or copy was interrupted."
     for path, entry in () if quick else objects.items():
         if 0 < files[path] <= _MAX_OBJECT_BYTES and (fault := _fault(store, entry)):
             yield path, fault
@@ -64,14 +64,14 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
     if catalog.info.format.startswith("ckptkit-"):
         return
     if not catalog.tensors:
-        raise IncompleteCheckpointError(f"{store.url} holds no tensors. A save that was cut off leaves this.")
+        raise IncompleteCheckpointError(f"{store.url} contains no tensors. An interrupted save looks like this.")
     found = [*_stated(catalog)]
     for path in _missing_ranks(_files(store, catalog), catalog.info.world_size or 0):
         if path.rpartition("/")[2].startswith("optim"):
             found.append(f"{path} is missing: every rank of this save wrote one.")
     if found:
         raise IncompleteCheckpointError(
-            f"{store.url}: {found[0]} To export the weights alone: ckptkit convert. Nothing was written."
+            f"{store.url}: {found[0]} To export only the weights: ckptkit convert. Nothing was written."
         )
 
 

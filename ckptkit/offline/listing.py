@@ -181,7 +181,7 @@ def policy_of(inventory: Inventory) -> RetentionPolicy | None:
 
 def _committed(item: Committed, decision: Decision, now: float, gap: int, kept_files: tuple[str, ...]) -> Listed:
     record = item.record
-    stays = f"; stays: {_shown(kept_files)}, which its record does not name" if kept_files else ""
+    stays = f"; these files stay, because its record does not name them: {_shown(kept_files)}" if kept_files else ""
     return Listed(
         item.name,
         "committed",
@@ -205,7 +205,7 @@ def _shown(paths: Sequence[str]) -> str:
 
 def _attempt(item: Attempt, state: str) -> Listed:
     owner = f"by {item.owner}" if item.owner is not None else "by an unknown process"
-    why = f"being written {owner}" if state == "in progress" else f"left {owner}; the next save, or prune, removes it"
+    why = f"being written {owner}" if state == "in progress" else f"left {owner}; the next save or prune removes it"
     return Listed(item.name, state, step_of_name(item.name), why=why)
 
 
@@ -236,21 +236,18 @@ def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
     found = root.info("")
     above, _, name = url.rstrip("/").rpartition("/")
     if found is None and above and NAMED_CHECKPOINT.fullmatch(name):
-        return f"{url} names one checkpoint; ls lists all of the run: ckptkit ls {above}"
+        return f"{url} is one checkpoint; to list its run: ckptkit ls {above}"
     if found is None:
         from ckptkit.formats.detect import nearest  # here: it imports numpy, which takes longer than listing a run
 
         near = f" {nearest(root.url)}" if is_directory(root) else ""
-        return f"{url}: there is no such directory.{near} The root of a run is what holds step_... directories."
-    look = f"To look at another system's checkpoint: ckptkit inspect {url}"
+        return f"{url} does not exist.{near} The root of a run is the directory that contains step_... directories."
+    look = f"To inspect another system's checkpoint: ckptkit inspect {url}"
     if found.kind != "directory" and name == LATEST_HINT:
-        return f"{url} names one checkpoint; ls lists all of the run: ckptkit ls {above}"
+        return f"{url} is one checkpoint; to list its run: ckptkit ls {above}"
     if found.kind != "directory":
         return f"{url} is a file, not the root of a run. {look}"
     if root.info(RECORD_NAME) is not None:
-        return (
-            f"{url} is one checkpoint; ls lists those of a run, which is the directory above. "
-            f"To look into it: ckptkit inspect {url}"
-        )
-    others = f" It holds {', '.join(inventory.foreign[:5])}." if inventory.foreign else " It is empty."
-    return f"{url} holds no checkpoint of ckptkit.{others} {look}"
+        return f"{url} is one checkpoint; ls takes the directory above it. To see what is in it: ckptkit inspect {url}"
+    others = f" It contains {', '.join(inventory.foreign[:5])}." if inventory.foreign else " It is empty."
+    return f"{url} contains no checkpoint of ckptkit.{others} {look}"

@@ -106,8 +106,9 @@ def prove_equal(
     if prover.different:
         names = ", ".join(sorted(prover.different)[:10])
         raise IntegrityError(
-            f"{len(prover.different)} of {len(plan.placements)} tensors of the result differ from the source: {names}. "
-            "Nothing was published. Run it again; if it stays, the disk or the memory is faulty, or this is a bug."
+            f"{len(prover.different)} of {len(plan.placements)} tensors of the result differ from the "
+            f"source: {names}. Nothing was published. Run the command again; if it fails again, the disk "
+            "or memory is faulty, or this is a bug."
         )
     return len(plan.placements)
 
@@ -375,7 +376,8 @@ def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
     wrong = check_masters(source.store, source.catalog)
     if wrong:
         raise IntegrityError(
-            f"{source.url}: {len(wrong)} of {len(masters)} fp32 masters, cast, are not the weights that they belong to "
-            f"by their order: {', '.join(wrong[:4])}. Model and optimizer are of two saves, or the model was changed."
+            f"{source.url}: {len(wrong)} of {len(masters)} fp32 masters, cast, do not equal the weights "
+            f"at their position: {', '.join(wrong[:4])}. Model and optimizer come from two saves, or the "
+            "model was changed."
         )
     return len(masters)

@@ -88,7 +88,7 @@ def prune(
         raise CheckpointNotFoundError(f"Nothing was deleted: {nothing_of_ours(url, inventory, root)}")
     ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
     if ahead.policy is None and not inventory.abandoned:
-        raise UsageError(f"{url} records no retention policy. Say what to keep, as with --max-num 3 or --max-mem 1TB.")
+        raise UsageError(f"{url} records no retention policy. Say what to keep, for example --max-num 3.")
     if dry_run:
         kept = tuple(f"{name}/{path}" for name, paths in ahead.kept_files.items() for path in paths)
         left = tuple(clean_leftovers(root, dry_run=True, inventory=inventory))

@@ -73,8 +73,8 @@ def check_unchanged(source: Source, seen: Seen) -> None:
         changed = [path for path in changed if path not in restless or _differs(looks[0], seen, path, tags=False)]
     if changed:
         error = CorruptCheckpointError(
-            f"{source.url}/{changed[0]} was changed or replaced while it was read: the result could be of two "
-            "checkpoints. Nothing was published; run the command again once nobody writes there."
+            f"{source.url}/{changed[0]} was changed or replaced while it was read, so the result could "
+            "mix two checkpoints. Nothing was published; run the command again when nobody writes there."
         )
         error.checkpoint = source.url
         raise error
@@ -151,7 +151,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
         except _GoneError as gone:
             if not gone.replaced or is_one_of_many():  # ranks go together, or not at all
                 raise gone.told from gone.__cause__
-            _log.warning("%s Starting again with the newest that is there.", gone.told)
+            _log.warning("%s Starting over with the newest checkpoint.", gone.told)
         try:
             return _run(command, *args, **kwargs)
         except _GoneError as gone:
@@ -206,7 +206,7 @@ def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
         return error
     urls = list(dict.fromkeys(source.url for source in where))
     told.checkpoint = urls[0] if len(urls) == 1 else ""
-    told.args = (f"{told} It is a part of {' or of '.join(urls)}. To see all that is bad: ckptkit verify {urls[0]}",)
+    told.args = (f"{told} It is part of {' or of '.join(urls)}. To see all damage: ckptkit verify {urls[0]}",)
     return told
 
 
@@ -257,8 +257,8 @@ def _opened_together(
         if not opened:
             opened.append(_opened(reading, chosen, storage_options, options))
 
-    chosen = coordinator.decide(choose, "choosing what to read")
-    coordinator.all_ok(follow, "opening what is read")
+    chosen = coordinator.decide(choose, "choosing the source")
+    coordinator.all_ok(follow, "opening the source")
     return opened[0]
 
 
@@ -300,7 +300,7 @@ def _opened(
 def check_still_there(source: Source) -> None:
     """Raise where the source is one of ours that was deleted, or replaced, since `open_pinned`."""
     if any(item is source for _, item in _current.get().ours) and not _is_there(source):
-        raise IncompleteCheckpointError("its files are gone, or are those of another save.")
+        raise IncompleteCheckpointError("its files are missing, or belong to another save.")
 
 
 def check_read_as_seen(source: Source) -> None:

@@ -85,7 +85,7 @@ def reshard(  # noqa: PLR0913 - one argument an option
     """
     started = time.perf_counter()
     if type not in _TYPES:
-        raise UsageError(f"type={type!r} is none of {', '.join(_TYPES)}.")
+        raise UsageError(f"type={type!r} is unknown. Known: {', '.join(_TYPES)}.")
     target = TargetMesh.parse(mesh, world_size=world_size)
     split = None if tp_plan is None else TPPlan.of(tp_plan)
     memory = parse_size(max_memory)
@@ -111,13 +111,13 @@ def reshard(  # noqa: PLR0913 - one argument an option
 def _notes(source: Source, plan: Plan, identity: Identity) -> tuple[str, ...]:
     notes = [*([source.note] if source.note else []), *source.catalog.info.notes, *plan.notes]
     if not identity.known:
-        notes.append("the source does not say its step, so this is step 0; call DST step_<N> to say it")
+        notes.append("the source does not record its step, so this is step 0; to set it, name DST step_<N>")
     reasons: dict[str, list[str]] = {}
     for name, reason in plan.leftovers:
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         shown = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
-        notes.append(f"left out: {shown}: {reason}")
+        notes.append(f"skipped: {shown}: {reason}")
     return tuple(dict.fromkeys(notes))
 
 
@@ -137,7 +137,7 @@ def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | N
     if step is None:
         step = stated or 0
     if stated is not None and stated != step:
-        raise UsageError(f"{dst}: its name says step {stated}, but the source is of step {step}. Call it otherwise.")
+        raise UsageError(f"{dst}: its name says step {stated}, but the source is step {step}. Choose another name.")
     tag = None if name in (step_name(step), "", ".", "..") else check_tag(name, step)
     record: dict[str, Any] = {}
     ours = source.catalog.info.format.startswith("ckptkit-")

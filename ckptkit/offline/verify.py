@@ -88,14 +88,14 @@ class VerifyReport:
         if self.unproved_bytes and not self.quick:
             files = ", ".join(self.unproved_files[:3]) + ", ..." * (len(self.unproved_files) > 3)
             parts.append(
-                f"not proved: {format_size(self.unproved_bytes)} in {files}, of which no digest was recorded "
-                "(sizes and coverage hold)"
+                f"not proved: {format_size(self.unproved_bytes)} in {files} without a recorded digest (sizes "
+                "and coverage are correct)"
             )
         if self.doubt:
             parts.append(f"not proved: {self.doubt}")
         if self.uninterpreted:
             count = len(self.uninterpreted)
-            checked = "only that they are there was checked" if self.quick else "only their CRC-32 were checked"
+            checked = "only their presence was checked" if self.quick else "only their CRC-32 was checked"
             parts.append(f"{count} record{'s' * (count != 1)} could not be interpreted ({checked})")
             return "intact as far as it can be checked: " + ", ".join(parts)
         return "ok: " + ", ".join(parts)
@@ -224,7 +224,7 @@ def check_committed(source: Source) -> None:
             raise IntegrityError(f"{found.message} {_ANYWAY}")
 
 
-_ANYWAY = "To use what can be read all the same: --no-check."
+_ANYWAY = "To use the readable part anyway: --no-check."
 
 
 def _beside_tensors(catalog: Catalog) -> list[_Check]:
@@ -244,7 +244,9 @@ def _beside_tensors(catalog: Catalog) -> list[_Check]:
 def _file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
     ours = all(store.info(path) is not None for path in (MANIFEST_NAME, OBJECTS_NAME))
     if ours and store.info(RECORD_NAME) is None:
-        yield Problem(RECORD_NAME, "", f"{RECORD_NAME}: the commit record is missing: nothing says that it is whole.")
+        yield Problem(
+            RECORD_NAME, "", f"{RECORD_NAME}: the commit record is missing: the checkpoint may be incomplete."
+        )
     for path, size in catalog.info.files.items():
         found = store.info(path)
         if found is None:
@@ -252,7 +254,7 @@ def _file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
         elif found.kind == "file" and size >= 0 and found.size != size:
             lost = _lost(catalog, path, found.size)
             yield Problem(
-                path, "", f"{path}: {found.size} bytes, but {size} were written. It is truncated or replaced{lost}."
+                path, "", f"{path}: {found.size} bytes, expected {size}. It is truncated or was replaced{lost}."
             )
 
 
@@ -302,7 +304,7 @@ def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Probl
     for path in catalog.info.files if named else ():
         if path not in named and path != SUMS_NAME:
             problems.append(
-                Problem(path, "", f"{path}: {SUMS_NAME} does not name it: one of the two is not the other's.")
+                Problem(path, "", f"{path}: {SUMS_NAME} does not list it: one of the two belongs to another export.")
             )
     return sums, problems
 
@@ -425,7 +427,7 @@ def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
 def _check(store: Store, reader: Store | BlockReader, check: _Check) -> Problem | None:
     tensor = ", ".join(name for name in check.names if name)
     what = f"tensor {tensor!r}" if tensor else "the whole file" if _is_whole(check) else "a copy that no tensor uses"
-    what = "what lies around the tensors" if check.parts else what
+    what = "the bytes between the tensors" if check.parts else what
     digest = check.digest
     try:
         value = hash_of(_chunks(store, reader, check), digest.algorithm)
@@ -440,8 +442,9 @@ def _check(store: Store, reader: Store | BlockReader, check: _Check) -> Problem 
     return Problem(
         check.path,
         tensor,
-        f"{check.path}: {what}: bytes [{digest.start}, {digest.start + digest.nbytes}) have "
-        f"{digest.algorithm} {value:0{width}x}, but {digest.value:0{width}x} was recorded when they were written.",
+        f"{check.path}: {what}: checksum mismatch in bytes [{digest.start}, "
+        f"{digest.start + digest.nbytes}): expected {digest.algorithm} {digest.value:0{width}x}, "
+        f"found {value:0{width}x}.",
     )
 
 

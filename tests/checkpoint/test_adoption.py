@@ -166,7 +166,7 @@ def test_numbers_of_an_optimizer_become_names(tmp_path: Path, layout: str, group
         report = manager.load(state)
     assert report is not None
     assert report.step == step
-    assert step is not None or any("names no step" in note for note in report.notes)
+    assert step is not None or any("records no step" in note for note in report.notes)
     for old, new in zip(model.parameters(), params, strict=True):
         assert torch.equal(old, new)
         assert torch.equal(optimizer.state[old]["exp_avg"], state.optimizer.state[new]["exp_avg"])

@@ -136,7 +136,10 @@ class Offloaded(torch.optim.SGD):
 def test_an_optimizer_that_saves_more_than_states_and_groups_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     state = TrainState(model=model, optimizer=Offloaded(model.parameters(), lr=0.1))
-    with CheckpointManager(tmp_path) as manager, pytest.raises(SaveError, match="Offloaded has 'offloaded' beside"):
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(SaveError, match="Offloaded has 'offloaded' in addition"),
+    ):
         manager.save(1, state)
 
 

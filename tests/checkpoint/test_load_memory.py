@@ -110,7 +110,7 @@ def test_masters_and_casts_arrive_in_place_and_beside(tmp_path: Path, atomic: bo
         report = manager.load(cast, atomic=atomic, convert_dtype=True)
         rounded = {name: tensor.bfloat16() for name, tensor in cast.model.state_dict().items()}  # type: ignore[union-attr]
         assert same(rounded, dict(wide().model.state_dict()))
-        assert report is not None and any("come from the fp32 masters" in note for note in report.notes)
+        assert report is not None and any("were restored from the fp32 masters" in note for note in report.notes)
 
 
 def test_live_tensors_stay_where_they_are_when_they_are_read_into(sharded: CheckpointManager) -> None:
@@ -350,7 +350,7 @@ def test_a_second_copy_that_takes_too_much_is_refused_before_anything_is_read(
     damage(sharded)  # which is found while reading
     state = state_of(2)
     before = bits(state)
-    with pytest.raises(LoadError, match=r"atomic=True needs 50\.7 kB .* of this rank, .*nothing was loaded"):
+    with pytest.raises(LoadError, match=r"atomic=True needs 50\.7 kB .* this rank's state, .*nothing was loaded"):
         sharded.load(state, atomic=True, max_memory=limit)
     assert same(bits(state), before) and not state.half_loaded
 

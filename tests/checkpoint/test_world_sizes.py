@@ -172,7 +172,7 @@ def test_other_ranks_are_refused_the_state_of_differing_dataloaders(ranks: Any, 
     ranks.run(save_own, 3, str(tmp_path), True)
     for kind, text in ranks.run(load_own, 2, str(tmp_path), {}):
         assert kind == "CheckpointMismatchError"
-        assert "dataloader was saved at world size 3 with a state a rank, now it is 2" in text
+        assert "dataloader has one state per rank, saved at world size 3; the world size is now 2" in text
 
 
 def test_states_that_are_equal_on_all_ranks_load_on_any_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_other_ranks_draw_new_numbers_that_the_saved_state_decides(ranks: Any, t
     assert numbers == [tuple(item[2]) for item in again]
     assert len({*numbers, *map(tuple, drawn)}) == 5
     assert "dataloader" in first[0][3]
-    assert any("seeded anew" in note for note in first[0][4])
+    assert any("reseeded" in note for note in first[0][4])
 
 
 @pytest.mark.parametrize(("policy", "refused"), [("keep", False), ("error", True)])

@@ -135,7 +135,7 @@ def test_a_dry_run_that_would_fail_lists_why_and_exits_with_1(zoo: Path, tmp_pat
     assert "nothing was written" in result.output
 
 
-@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("[1]", "JSON object"), ("{", "no JSON")])
+@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("[1]", "JSON object"), ("{", "not valid JSON")])
 def test_an_adapter_config_that_is_none_is_wrong_usage(tmp_path: Path, text: str | None, words: str) -> None:
     file = tmp_path / "adapter.json"
     if text is not None:

@@ -66,12 +66,12 @@ def test_verify_of_a_damaged_checkpoint_names_the_one_before(root: Path) -> None
     (root / "step_00000300" / "__0_0.distcp").unlink()
     result = run("verify", root)
     assert result.exit_code == 1
-    assert result.output.splitlines()[-1] == f"try the one before it: ckptkit verify {root}/step_00000200"
+    assert result.output.splitlines()[-1] == f"check the previous one: ckptkit verify {root}/step_00000200"
 
 
 def test_the_oldest_damaged_checkpoint_has_none_before_it(root: Path) -> None:
     (root / "step_00000100" / "__0_0.distcp").unlink()
-    assert "try the one" not in run("verify", root / "100").output
+    assert "check the previous one" not in run("verify", root / "100").output
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_ls_shows_what_looks_like_a_step_and_is_none(root: Path) -> None:
     shown = run("ls", root).output
     assert "step_00000300" in shown
     assert "no checkpoint.json" in shown
-    assert f"1 more is no checkpoint: ckptkit ls --all {root}" in shown
+    assert f"1 other directory is not a checkpoint: ckptkit ls --all {root}" in shown
     assert "copy" in run("ls", "--all", root).output
 
 
@@ -120,7 +120,7 @@ def test_a_file_that_is_missing_is_named_with_its_checkpoint_and_the_one_before(
     result = run(verb, root, tmp_path / "out", *more)
     assert result.exit_code == 1
     assert "__0_0.distcp" in result.stderr
-    assert f"The one before it: {root}/step_00000200" in result.stderr
+    assert f"The previous checkpoint: {root}/step_00000200" in result.stderr
     assert f"{root}/step_00000300" in result.stderr
 
 
@@ -129,7 +129,7 @@ def test_a_flipped_bit_met_by_a_conversion_leads_on(root: Path, tmp_path: Path) 
     result = run("convert", root, tmp_path / "out")
     assert result.exit_code == 1
     assert f"ckptkit verify {root}/step_00000300" in result.stderr
-    assert f"The one before it: {root}/step_00000200" in result.stderr
+    assert f"The previous checkpoint: {root}/step_00000200" in result.stderr
 
 
 @pytest.mark.parametrize("file", ["checkpoint.json", "manifest.safetensors"])
@@ -138,7 +138,7 @@ def test_verify_names_the_one_before_where_the_newest_can_not_even_be_opened(roo
     result = run("verify", root)
     assert result.exit_code == 1
     assert result.output.splitlines()[0] == f"{root}/step_00000300"
-    assert result.output.splitlines()[-1] == f"try the one before it: ckptkit verify {root}/step_00000200"
+    assert result.output.splitlines()[-1] == f"check the previous one: ckptkit verify {root}/step_00000200"
 
 
 def test_latest_is_not_an_older_one_where_the_newest_is_damaged(root: Path) -> None:
@@ -146,7 +146,7 @@ def test_latest_is_not_an_older_one_where_the_newest_is_damaged(root: Path) -> N
     result = run("inspect", root / "latest")
     assert result.exit_code == 1
     assert "is step_00000300, which can't be opened" in result.stderr
-    assert f"The one before it: {root}/step_00000200" in result.stderr
+    assert f"The previous checkpoint: {root}/step_00000200" in result.stderr
 
 
 def test_a_file_full_of_damage_does_not_fill_the_screen(root: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_file_full_of_damage_does_not_fill_the_screen(root: Path) -> None:
     assert result.exit_code == 1
     bad = [line for line in result.output.splitlines() if line.startswith("bad: ")]
     assert len(bad) < 15
-    assert "more of it" in bad[-1]
+    assert "more problems" in bad[-1]
     assert len(json.loads(run("verify", root.parent / "many", "--json").stdout)["problems"]) > 35
 
 
@@ -174,7 +174,7 @@ def test_a_file_that_can_not_be_read_is_one_problem(root: Path, monkeypatch: pyt
 def test_equal_by_recorded_digests_does_not_claim_to_have_read(root: Path) -> None:
     result = run("diff", root / "300", root / "300")
     assert result.exit_code == 0
-    assert "told by recorded digests: verify reads the bytes" in result.output
+    assert "by recorded digest only: verify reads the bytes" in result.output
 
 
 # --- names that are nearly right
@@ -268,14 +268,14 @@ def test_a_url_without_a_bucket_is_wrong_usage(url: str) -> None:
 def test_a_prune_of_what_is_no_run_says_that_nothing_was_deleted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     result = run("prune", tmp_path, "--max-num", "1")
-    assert f"Error: Nothing was deleted: {tmp_path} holds no checkpoint of ckptkit." in result.output
+    assert f"Error: Nothing was deleted: {tmp_path} contains no checkpoint of ckptkit." in result.output
     assert result.output.endswith(f"ckptkit inspect {tmp_path}\n")  # the command is the last word: it is copied
 
 
 def test_a_pin_has_a_reason(root: Path) -> None:
     result = run("pin", root / "300", "--why", " ")
     assert result.exit_code == 2
-    assert "why it is there" in result.stderr
+    assert "give a reason" in result.stderr
 
 
 def test_files_without_room_for_a_tensor_are_not_asked_for(root: Path, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_warning_of_the_library_reads_like_one(root: Path) -> None:
 
 def test_what_an_interrupted_conversion_left_is_named(tmp_path: Path) -> None:
     dst = str(tmp_path / "out")
-    assert "start anew" in outcome._interrupted(dst, overwrite=False)
+    assert "start over" in outcome._interrupted(dst, overwrite=False)
     staging = open_staging(LocalStore(tmp_path), "out", new_nonce())
     staging.write("part.safetensors", b"x" * 5000)
     words = outcome._interrupted(dst, overwrite=False)
@@ -332,8 +332,8 @@ def test_what_an_interrupted_conversion_left_is_named(tmp_path: Path) -> None:
     assert "same command again" in words
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
-    assert "is as it was before" in outcome._interrupted(dst, overwrite=True)
-    assert "as it was before, or the new one lies whole" in outcome._interrupted("s3://bucket/out", overwrite=True)
+    assert "is unchanged" in outcome._interrupted(dst, overwrite=True)
+    assert "is unchanged, or the complete new one is in" in outcome._interrupted("s3://bucket/out", overwrite=True)
 
 
 def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,9 @@ def counted_writes() -> list[int]:
 
 
 def _note(report: Any) -> tuple[int, int]:
-    note = next((note for note in report.notes if note.startswith("went on")), "stopped: 0 of 0 steps")
+    note = next(
+        (note for note in report.notes if note.startswith("continued an interrupted run")), "stopped: 0 of 0 steps"
+    )
     words = note.split(": ")[1].split()
     return int(words[0]), int(words[2])
 

@@ -465,8 +465,8 @@ def test_the_command_line_gives_each_side_its_own_storage_options(monkeypatch, t
 
 def test_the_note_on_what_was_left_out_names_groups_that_its_reason_does_not_say(tmp_path):
     report = convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), include=["layers.*"], dry_run=True)
-    note = next(note for note in report.notes if note.startswith("tensors left out"))
-    assert "42 (optimizer state, not among the model weights)" in note
+    note = next(note for note in report.notes if note.startswith("tensors skipped"))
+    assert "42 (optimizer state, not part of the model weights)" in note
     assert ": model)" in note
 
 

@@ -70,7 +70,7 @@ def test_what_the_last_job_was_resumed_from_is_said_to_be_free_once_that_job_is_
         running = list_run(str(tmp_path)).checkpoints[0]
     over = list_run(str(tmp_path)).checkpoints[0]
     assert (running.name, running.keep, "being read" in running.why) == ("step_00000001", True, True)
-    assert (over.name, over.keep, "that job is over" in over.why) == ("step_00000001", False, True)
+    assert (over.name, over.keep, "that job has ended" in over.why) == ("step_00000001", False, True)
 
 
 def test_a_dry_run_says_what_the_real_one_then_does(root: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_place_without_checkpoints_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "thing").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="thing"):
         list_run(str(tmp_path))
-    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         list_run(str(tmp_path / "gone"))
 
 

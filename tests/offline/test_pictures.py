@@ -139,7 +139,7 @@ def test_layers_that_are_cut_alike_share_a_bar_and_others_do_not() -> None:
 def test_few_tensors_have_a_bar_each_and_scalars_none(pages: dict[str, Path]) -> None:
     page = pages["two"].read_text(encoding="utf-8")
     assert "share a bar" not in page
-    assert "of one element are left out" in page
+    assert "scalar tensors are hidden" in page
 
 
 def test_the_model_and_each_state_of_the_optimizer_have_rows_over_the_same_columns() -> None:
@@ -196,7 +196,7 @@ def test_the_timeline_draws_each_limit_where_it_falls() -> None:
 def test_a_timeline_shows_where_checkpoints_were_that_are_not_here() -> None:
     items = [TimelineItem("a", 1, 100, "kept", "why"), TimelineItem("b", 5, 100, "kept", "why", absent_before=3)]
     picture = timeline(items, max_num=1).picture
-    assert "3 saved in between, not here any more" in picture
+    assert "3 saved in between, now gone" in picture
     assert len(re.findall("stroke-dasharray", picture)) == 3  # their place, the limit, and the legend
 
 

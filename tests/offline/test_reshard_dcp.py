@@ -139,7 +139,7 @@ def test_the_step_is_taken_from_the_checkpoint_from_its_name_or_said_to_be_unkno
         dcp.save(state, checkpoint_id=str(tmp_path / name), no_dist=True)
         report = reshard(str(tmp_path / name), str(tmp_path / f"{name}_made"), world_size=1)
         assert f"committed as step {step} of 1 rank" in report.proof()
-        assert any("does not say its step" in note for note in report.notes) is (name == "unknown")
+        assert any("does not record its step" in note for note in report.notes) is (name == "unknown")
 
 
 def test_a_job_goes_on_from_a_state_with_names_of_its_own(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_one_flipped_bit_is_found_wherever_it_lies(saved: Path) -> None:
     for path, found in slices.items():
         if path.endswith(".distcp") and max(b - a for a, b in found) >= LEAST:
             places[path, max(found)[0] + 5] = "tensor "
-            places[path, max(found)[1] + 1] = "around the tensors"
+            places[path, max(found)[1] + 1] = "between the tensors"
     for (path, at), words in places.items():
         before = (saved / path).read_bytes()
         (saved / path).write_bytes(before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])

@@ -217,4 +217,4 @@ def _apply_rng(plan: LoadPlan, saved: Mapping[str, Any], report: LoadReport, ran
         return
     missing = restore_rng(saved)
     report.loaded.append("rng")
-    report.notes += [f"rng: the state of {name} was not restored, there is none here" for name in missing]
+    report.notes += [f"rng: the state of {name} was not restored: there is no such generator here" for name in missing]

@@ -44,8 +44,8 @@ __all__ = ["Loader", "load_options", "adoptable"]
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "`ckptkit verify {url}` names all the damage; load(..., fallback='previous') loads the one before it, if any; "
-    "'latest~1' or a step loads another one."
+    "To see all damage: ckptkit verify {url}. To load an older checkpoint: load(..., "
+    "fallback='previous'), or 'latest~1', or a step."
 )
 
 
@@ -96,7 +96,7 @@ class Loader:
             url = self._coordinator.decide(lambda: self._exact(which), "choosing a checkpoint")
             return self._restore(url, None, state, options)
         if fallback not in ("error", "previous"):
-            raise UsageError(f"fallback={fallback!r}: it is 'error' or 'previous'.")
+            raise UsageError(f"fallback={fallback!r}: expected 'error' or 'previous'.")
         damaged: list[str] = []
         first: CorruptCheckpointError | None = None
         rotated, origin = "", state.half_loaded
@@ -121,7 +121,9 @@ class Loader:
                 if fallback == "error" or not name:
                     raise type(error)(f"{error}\n{_ADVICE.format(url=f'{self._url}/{name}')}") from error
                 if self._coordinator.is_main:
-                    _log.warning("%s/%s is damaged, falling back to the one before it: %s", self._url, name, error)
+                    _log.warning(
+                        "%s/%s is damaged, falling back to the previous checkpoint: %s", self._url, name, error
+                    )
                 first = first or error
                 damaged.append(name)
             else:
@@ -153,9 +155,9 @@ class Loader:
         other = adoptable(self._url, self._root, state, optimizer=wanted, storage_options=self._storage_options)
         text = about_new(self._root, list_checkpoints(self._root))
         if other:
-            _log.info("%s has no checkpoint of ckptkit yet; going on from %s", self._url, other)
+            _log.info("%s has no checkpoint of ckptkit yet; continuing from %s", self._url, other)
         elif self._start_fresh == "never":
-            raise CheckpointNotFoundError(f"{text}. It must have one: start_fresh is 'never'.")
+            raise CheckpointNotFoundError(f"{text}, and start_fresh='never' requires one.")
         else:
             _log.log(logging.WARNING if "did you mean" in text.lower() else logging.INFO, "%s", text)
         return other
@@ -276,7 +278,7 @@ def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> L
 _WEIGHTS = ("safetensors", "torch")  # formats in which weights are published, too: what a run may start from
 _MAX_LOOKS = 64
 _DCP_DATA = r"__\d+_\d+\.distcp"
-_ANEW = "To start anew, save to another directory."
+_ANEW = "To start a new run, save to another directory."
 
 
 def adoptable(
@@ -309,8 +311,8 @@ def adoptable(
         return source.url
     advice = f"To start from them: load(state, {source.url!r}, optimizer='skip')."
     if _has(catalog, Role.MODEL) and not _may_be_published(source, url):
-        raise CheckpointMismatchError(f"{source.url} has weights and no optimizer. {advice} {_ANEW}")
-    _log.warning("%s has weights and no optimizer: the run starts anew. %s", source.url, advice)
+        raise CheckpointMismatchError(f"{source.url} has weights but no optimizer. {advice} {_ANEW}")
+    _log.warning("%s has weights but no optimizer: starting a new run. %s", source.url, advice)
     return ""
 
 
@@ -321,7 +323,7 @@ def _newest(url: str, inventory: Inventory, storage_options: Mapping[str, Any] |
         except CheckpointNotFoundError:
             continue
         except (UnsupportedFormatError, UsageError) as error:
-            raise type(error)(f"{place} can't be gone on from: {error} {_ANEW}") from error
+            raise type(error)(f"cannot resume from {place}: {error} {_ANEW}") from error
     return None
 
 
@@ -353,8 +355,9 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
     if found:
         listing = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
         raise UsageError(
-            f"{url} holds {listing}, and nothing tells which checkpoint is the run's newest. Name it, as in "
-            f"load(state, '{url.rstrip('/')}/{found[-1]}'); what lies in several files, read with torch.load. {_ANEW}"
+            f"{url} contains {listing}, and it is not clear which is the run's newest checkpoint. Name "
+            f"it, for example load(state, '{url.rstrip('/')}/{found[-1]}'). Read a checkpoint that is "
+            f"split over several files with torch.load. {_ANEW}"
         )
 
 

@@ -98,7 +98,8 @@ class Mismatches:
         advice = []
         if self.missing or self.unexpected:
             advice.append(
-                'strict=False takes what fits, include=[...] names what to load, optimizer="skip" leaves it out'
+                'strict=False loads what matches, include=[...] names what to load, optimizer="skip" skips '
+                "the optimizer"
             )
         if self.dtypes:
             advice.append("convert_dtype=True casts")
@@ -124,9 +125,9 @@ def match_tensors(found: Mismatches, section: str, wanted: Sides, saved: Sides, 
             continue
         saved_dtype, saved_shape = saved[name]
         if saved_shape != shape:
-            found.add("shapes", section, [f"{name} ({list(saved_shape)} in the checkpoint, {list(shape)} wanted)"])
+            found.add("shapes", section, [f"{name} ({list(saved_shape)} in the checkpoint, expected {list(shape)})"])
         elif saved_dtype != dtype and not convert_dtype:
-            found.add("dtypes", section, [f"{name} ({saved_dtype} in the checkpoint, {dtype} wanted)"])
+            found.add("dtypes", section, [f"{name} ({saved_dtype} in the checkpoint, expected {dtype})"])
         else:
             good.append(name)
     return good

@@ -61,9 +61,11 @@ def check_sizes(filler: Filler) -> None:
         for path, stop in filler.ends().items():
             found = filler.store.info(path)
             if found is None:
-                raise FileNotFoundError(f"{path} is not there.")
+                raise FileNotFoundError(f"{path} is missing.")
             if found.size < stop:
-                raise IncompleteCheckpointError(f"{path}: {found.size} bytes, {stop} are needed: truncated.")
+                raise IncompleteCheckpointError(
+                    f"{path} is truncated: it has {found.size} bytes, expected at least {stop}."
+                )
 
 
 @contextmanager
@@ -134,7 +136,7 @@ def whole_fills(catalog: Catalog, url: str, names: Iterable[str]) -> list[Fill]:
     for name in names:
         entry = catalog.tensors.get(name)
         if entry is None:
-            raise IncompleteCheckpointError(f"{url}: objects.json refers to a tensor {name!r} that is not there.")
+            raise IncompleteCheckpointError(f"{url}: objects.json refers to a tensor {name!r} that is missing.")
         local = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         fills.append(Fill(entry, local, (LocalPart(Box.whole(entry.shape), (0,) * len(entry.shape)),)))
     return fills

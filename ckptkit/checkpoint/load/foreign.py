@@ -139,7 +139,7 @@ def foreign_extras(
         try:
             objects[key] = encode(value, key, tensors)
         except CkptkitError as error:
-            notes.append(f"{name} was left out: {error}")
+            notes.append(f"{name} was skipped: {error}")
 
 
 _OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")
@@ -199,7 +199,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     names = _Names(rename, known, str(catalog.info.extra.get("module_prefix", "")), tied)
     for owner, key in sections.items():
         if numbers[owner]:
-            notes.append(f"{key}: the checkpoint numbers the parameters; they were matched by their order.")
+            notes.append(f"{key}: the checkpoint numbers its parameters; they were matched by order.")
         _put_groups(objects, key, groups[owner], replace(names, numbers=numbers[owner]))
     loose = {
         name: entry
@@ -216,7 +216,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     foreign_extras(values, objects, refs, notes)
     notes += [f"{name} was not read: {why}" for name, why in unread.items()]
     if catalog.info.step is None and sections:
-        notes.append("it names no step: set TrainState.step, which stays as it is.")
+        notes.append("it records no step; TrainState.step is unchanged, set it yourself.")
     return Adopted(Catalog(tensors, catalog.objects, catalog.info), objects, refs, notes)
 
 
@@ -240,8 +240,8 @@ def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str],
 
     if not drop and not add:
         return rename, []
-    how = f"{drop!r} was taken from" if drop else f"{add!r} was put before"
-    return rename, [f"names: {how} those of the checkpoint, to fit the model's."]
+    how = f"{drop!r} was removed from" if drop else f"{add!r} was added to"
+    return rename, [f"names: the prefix {how} the checkpoint's names, to match the model's."]
 
 
 def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
@@ -317,8 +317,9 @@ def _sections(owners: Sequence[str], live: Sequence[str], url: str) -> dict[str,
         return {}
     if len(owners) != len(live):
         raise CheckpointMismatchError(
-            f"{url} holds {len(owners)} optimizers ({', '.join(owners)}), the training state has {len(live)}. "
-            'Give as many, by name: TrainState(optimizer={...}); or leave them out: optimizer="skip".'
+            f"{url} contains {len(owners)} optimizers ({', '.join(owners)}), the training state has "
+            f"{len(live)}. Pass the same number, by name: TrainState(optimizer={{...}}); or skip them: "
+            'optimizer="skip".'
         )
     return {owner: section("optimizer", name) for owner, name in zip(owners, live, strict=True)}
 
@@ -451,9 +452,10 @@ def _by_position(
     )
     if found is None:
         raise CheckpointMismatchError(
-            f"{key}: the checkpoint numbers its parameters, in groups of {_lengths(params)}; the live optimizer has "
-            f"groups of {_lengths(listed)}, and their shapes don't prove which is which. Make the optimizer with the "
-            'groups that it was saved with (the Trainer: decay, no decay); or leave it out: optimizer="skip".'
+            f"{key}: the checkpoint numbers its parameters, in groups of {_lengths(params)}; the live "
+            f"optimizer has groups of {_lengths(listed)}, and the shapes do not determine which is which. "
+            "Create the optimizer with the groups that were saved (the Trainer uses decay and no decay), "
+            'or skip it: optimizer="skip".'
         )
     return dict(zip(numbers, (fqn for group in found for fqn in group), strict=True))
 

@@ -98,7 +98,7 @@ class Checkpoint(Mapping[str, Any]):
         missing = [key for key in wanted if key not in self.catalog.tensors]
         if missing:
             raise CorruptCheckpointError(
-                f"{item.path}: {name!r} refers to {missing[0]!r:.200}, which is no tensor here."
+                f"{item.path}: {name!r} refers to {missing[0]!r:.200}, which is not a tensor of this checkpoint."
             )
         tensors = {key: self[key].to_torch() for key in wanted}
         return decode(value, tensors.__getitem__)
@@ -225,7 +225,7 @@ def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.
     )
     numel = int(found.numel().sum()) if ndim else len(found)
     if numel != box.numel:
-        raise IncompleteCheckpointError(f"tensor {entry.name!r}: its slices hold {numel} of the {box.numel} elements.")
+        raise IncompleteCheckpointError(f"tensor {entry.name!r}: its slices cover {numel} of {box.numel} elements.")
     # Only now: what slices hold is there on disk, what a shape claims need not be.
     target = np.empty((*box.sizes, itemsize), np.uint8)
     starts, strides = source_layout(entry, found)

@@ -110,17 +110,17 @@ class LoadOptions:
             if not self.atomic:
                 raise UsageError("max_memory= limits the second copy that atomic=True makes. Pass both, or neither.")
         if self.model not in ("restore", "skip"):
-            raise UsageError(f"model={self.model!r}: it is 'restore' or 'skip'.")
+            raise UsageError(f"model={self.model!r}: expected 'restore' or 'skip'.")
         if self.optimizer not in ("restore", "skip", "deferred"):
-            raise UsageError(f"optimizer={self.optimizer!r}: it is 'restore', 'skip' or 'deferred'.")
+            raise UsageError(f"optimizer={self.optimizer!r}: expected 'restore', 'skip' or 'deferred'.")
         if self.verify not in (True, False, "read"):
-            raise UsageError(f"verify={self.verify!r}: it is True, False or 'read'.")
+            raise UsageError(f"verify={self.verify!r}: expected True, False or 'read'.")
         if self.replicas not in ("auto", "broadcast", "read"):
-            raise UsageError(f"replicas={self.replicas!r}: it is 'auto', 'broadcast' or 'read'.")
+            raise UsageError(f"replicas={self.replicas!r}: expected 'auto', 'broadcast' or 'read'.")
         if self.rng_on_resize not in ("reseed", "keep", "error"):
-            raise UsageError(f"rng_on_resize={self.rng_on_resize!r}: it is 'reseed', 'keep' or 'error'.")
+            raise UsageError(f"rng_on_resize={self.rng_on_resize!r}: expected 'reseed', 'keep' or 'error'.")
         if self.per_rank_on_resize not in ("error", "keep") and not callable(self.per_rank_on_resize):
-            raise UsageError(f"per_rank_on_resize={self.per_rank_on_resize!r}: it is 'error', 'keep' or a function.")
+            raise UsageError(f"per_rank_on_resize={self.per_rank_on_resize!r}: expected 'error', 'keep' or a function.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,10 @@ class _Planner:
             self.plan.skipped.update({section("model", name): 'model="skip"' for name in self.state.parts("model")})
         if self.from_masters:
             count = len(self.from_masters)
-            self.plan.notes.append(f"weights: {count} come from the fp32 masters: the live dtype is not the saved one.")
+            self.plan.notes.append(
+                f"weights: {count} were restored from the fp32 masters, because the live dtype differs from "
+                "the saved one."
+            )
         self.optimizers()
         for kind in ("scheduler", "grad_scaler"):
             for name, item in self.state.parts(kind).items():
@@ -332,7 +335,7 @@ class _Planner:
         self.plan.models += [ModelTensor(f"{key}.{fqn}", wanted[fqn], saved[fqn]) for fqn in good]
         self.extra_claims(key, prefix, live, saved, aliases, wanted)
         expanded = [target.key for target in self.plan.models[before:] if _is_expanded(target.live)]
-        why = "is an expanded view, whose elements share memory: make it a tensor of its own with .clone()"
+        why = "is an expanded view, whose elements share memory: copy it with .clone()"
         self.plan.mismatches.add("others", key, [f"{name} {why}" for name in expanded])
 
     def claim(
@@ -402,7 +405,7 @@ class _Planner:
         if not self.foreign and self.options.model == "restore" and self.filter.takes_all:
             self.plan.mismatches.add("unexpected", key, [f"master.{fqn}" for fqn in fqns])
         elif fqns:
-            self.plan.notes.append(f"{key}: {len(fqns)} fp32 masters were left out: nothing here takes them.")
+            self.plan.notes.append(f"{key}: {len(fqns)} fp32 masters were skipped: no optimizer here uses masters.")
 
     # --- the rest
 
@@ -413,11 +416,11 @@ class _Planner:
         tree = self.objects[key]
         other = of_another_class(key, item, self.objects) if kind == "scheduler" else ""
         if kind == "grad_scaler" and tree == {} and item.state_dict():
-            other = "the one that was saved was disabled, here it is enabled"
+            other = "the saved scaler was disabled, this one is enabled"
         if other:
-            self.plan.mismatches.add("missing", kind, [f"the state of this one: {other}"])
+            self.plan.mismatches.add("missing", kind, [f"the state of this object: {other}"])
         elif kind == "grad_scaler" and tree and not item.state_dict():
-            self.plan.skipped[key] = "it is disabled here"
+            self.plan.skipped[key] = "disabled in this job"
         else:
             if kind == "extra":
                 self.module(key, item, tree)
@@ -471,22 +474,25 @@ class _Planner:
                 "others",
                 kind,
                 [
-                    f"{key} was saved at world size {len(ranks)} with a state a rank, now it is {self.world_size}: "
-                    "pass per_rank_on_resize='keep', or a function that makes a state from theirs"
+                    (
+                        f"{key} has one state per rank, saved at world size {len(ranks)}; the world size is now "
+                        f"{self.world_size}. Pass per_rank_on_resize='keep', or a function that makes a state from "
+                        "the saved ones"
+                    )
                 ],
             )
 
     def rng(self) -> None:
         ranks = self.saved_ranks("rng")
         if not ranks:
-            self.plan.notes.append("the checkpoint has no state of random number generators")
+            self.plan.notes.append("the checkpoint has no random number state")
             return
         _, streams = shared_stream(self.rank, self.world_size)
         first = self.objects[f"rng.{ranks[0]}"]
         saved = first.get("streams") if isinstance(first, Mapping) else None  # absent: saved without share_stream
         changed = f"saved at world size {len(ranks)}, now it is {self.world_size}"
         if len(ranks) == self.world_size and saved is not None:
-            changed = f"saved with {saved} ranks that draw their own numbers, now there are {streams}"
+            changed = f"saved with {saved} independent random streams, now there are {streams}"
         if len(ranks) == self.world_size and ranks[-1] == self.world_size - 1 and saved in (None, streams):
             self.plan.rng = self.objects[f"rng.{self.rank}"]
         elif self.options.rng_on_resize == "error":
@@ -495,7 +501,7 @@ class _Planner:
             self.plan.reseed = True
             self.plan.rng = self.objects[f"rng.{ranks[0]}"]
             self.plan.notes.append(
-                f"random numbers: {changed}; each rank is seeded anew from the saved state and its rank"
+                f"random numbers: {changed}; each rank is reseeded from the saved state and its rank"
             )
         else:
             self.plan.skipped["rng"] = changed
@@ -513,15 +519,15 @@ class _Planner:
                 elif rank == str(self.rank):
                     self.plan.leftovers[f"{name}.{rank}"] = tree
             elif kind not in live and kind not in ("step", "rng", "extra", "classes", PER_RANK):
-                self.plan.skipped.setdefault(kind, "nothing here takes it")
+                self.plan.skipped.setdefault(kind, "not in the training state")
             elif kind == "rng" and not self.state.rng:
                 self.plan.skipped.setdefault(kind, "rng=False")
         models = self.state.parts("model")
         if not models and self.entries(Role.MODEL):
-            self.plan.skipped.setdefault("model", "nothing here takes it")
+            self.plan.skipped.setdefault("model", "not in the training state")
         elif "" not in models:  # each tensor has its model's name in front
             for name in {fqn.partition(".")[0] for fqn in self.entries(Role.MODEL)} - set(models):
-                self.plan.skipped.setdefault(section("model", name), "nothing here takes it")
+                self.plan.skipped.setdefault(section("model", name), "not in the training state")
 
 
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -531,7 +537,7 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 
     with torch.no_grad():
         left = module.load_state_dict(dict(state), strict=False).unexpected_keys
-    return [f"{name} (the module's state_dict has it, its load_state_dict does not take it)" for name in left]
+    return [f"{name} (the module's state_dict has it, but its load_state_dict does not accept it)" for name in left]
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
@@ -592,7 +598,7 @@ def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
     """Tell of which class the optimizer or scheduler was that was saved, "" if of that of `item`, or not recorded."""
     classes, here = objects.get("classes"), class_name(item)
     saved = classes.get(key, here) if isinstance(classes, Mapping) else here
-    return "" if saved == here else f"the checkpoint has that of {saved}, here is {here}"
+    return "" if saved == here else f"saved from a {saved}, here it is a {here}"
 
 
 def _flat(states: Mapping[str, Mapping[str, TensorEntry]]) -> set[str]:
@@ -621,7 +627,9 @@ def _check_states(plan: OptimizerPlan, catalog: Catalog, found: Mismatches) -> N
                 shape = tuple(parameter.shape)
             if shape != entry.shape:
                 found.add(
-                    "shapes", plan.key, [f"{fqn}.{name} ({list(entry.shape)} in the checkpoint, {list(shape)} wanted)"]
+                    "shapes",
+                    plan.key,
+                    [f"{fqn}.{name} ({list(entry.shape)} in the checkpoint, expected {list(shape)})"],
                 )
 
 
@@ -635,7 +643,7 @@ def _plan_masters(
     for fqn, parameter in plan.parameters.items():
         if fqn in masters:
             if masters[fqn].shape != tuple(parameter.shape):
-                shapes = f"{list(masters[fqn].shape)} in the checkpoint, {list(parameter.shape)} wanted"
+                shapes = f"{list(masters[fqn].shape)} in the checkpoint, expected {list(parameter.shape)}"
                 found.add("shapes", plan.key, [f"master.{fqn} ({shapes})"])
             plan.masters[fqn] = masters[fqn]
         elif plan.master_name in plan.optimizer.state.get(parameter, {}):
@@ -707,8 +715,8 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
         mesh = _live_mesh(state)
         flag = f" --mesh {mesh}" if mesh else ""
         raise CheckpointMismatchError(
-            f"{url} is a LOCAL checkpoint, which loads only where it was saved: {why}. Make one for this job:\n"
-            f"  ckptkit reshard {url} DST --world-size {world_size}{flag} --type local"
+            f"{url} is a LOCAL checkpoint, which loads only on the mesh that wrote it: {why}. Reshard it "
+            f"for this job:\n  ckptkit reshard {url} DST --world-size {world_size}{flag} --type local"
         )
 
 

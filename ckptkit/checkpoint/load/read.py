@@ -175,10 +175,13 @@ class Reading:
         free = free_memory() if limit is None else None
         most = limit if free is None else free // ranks_here
         if most is not None and self.held > most:
-            why = "max_memory allows" if limit is not None else "its share of the free memory is"
+            why = "max_memory allows" if limit is not None else "this rank's share of the free memory is"
             raise LoadError(
-                f"atomic=True needs {format_size(self.held)} beside the state of this rank, {why} {format_size(most)}; "
-                "nothing was loaded. Load without atomic=True, which holds no second copy"
+                (
+                    f"atomic=True needs {format_size(self.held)} in addition to this rank's state, but {why} "
+                    f"{format_size(most)}; nothing was loaded. Load without atomic=True, which needs no second "
+                    "copy"
+                )
                 + (", or raise max_memory." if limit is not None else ".")
             )
 

@@ -109,11 +109,9 @@ class SaveHandle:
             UsageError: This is a fork of the process that saves.
         """
         if os.getpid() != self._pid and not self._done.is_set():
-            raise UsageError(
-                f"the save of step {self.step} goes on in process {self._pid}; only there can one wait for it."
-            )
+            raise UsageError(f"the save of step {self.step} runs in process {self._pid}; wait for it there.")
         if not self._waited(timeout_s):
-            raise TimeoutError(f"the save of step {self.step} is not done after {timeout_s} s; it goes on.")
+            raise TimeoutError(f"the save of step {self.step} is not done after {timeout_s} s; it is still running.")
         self._asked = True
         _unasked.discard(self)
         if self._error is not None:
@@ -139,7 +137,7 @@ def _report_unasked() -> None:
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:
-            text = f"the save of step {handle.step} failed, and nothing of it was published: {error}"
+            text = f"the save of step {handle.step} failed, and nothing was published: {error}"
             _log.error("%s", text)
             if not _is_heard() and sys.stderr is not None:
                 sys.stderr.write(f"ckptkit: {text}\n")

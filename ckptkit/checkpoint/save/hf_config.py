@@ -27,7 +27,7 @@ def read_side_files(url: str) -> dict[str, bytes]:
     found = find_side_files(store).carried
     if not found:
         raise UsageError(
-            f"side_files={url!r} holds no config.json, tokenizer or other file that an export carries along."
+            f"side_files={url!r} contains no config.json, tokenizer or other file that belongs into an export."
         )
     return {path: store.read(path) for path in found}
 

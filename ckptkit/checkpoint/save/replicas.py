@@ -116,13 +116,15 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
     other = sorted(set(keys) - set(extra))
     if extra:
         _log.warning(
-            "%s differ between ranks; one rank's are saved. Wrap them into ckptkit.PerRank.",
+            "%s differ between ranks; one rank's values are saved. Wrap them in ckptkit.PerRank.",
             _listed(extra),
         )
     if other:
         _log.warning(
-            "%s differ between ranks, though they are no shards: each rank's own are saved, and go back to it as long "
-            "as there are as many ranks. Other numbers of ranks get one of them.",
+            (
+                "%s are not sharded but differ between ranks: each rank's own values are saved, and restored "
+                "on the same number of ranks. On another number of ranks, all get one rank's values."
+            ),
             _listed(other),
         )
 
@@ -133,14 +135,14 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
     saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
     for name, tree in saved.items():
         if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):
-            raise CorruptCheckpointError(f"objects.json: what stands under '{PER_RANK}.{name}' names no tensors.")
+            raise CorruptCheckpointError(f"objects.json: the value of '{PER_RANK}.{name}' names no tensors.")
     keys = sorted({key for tree in saved.values() for key in tree if key in catalog.tensors})
     if not keys:
         return catalog, ""
     if set(saved) != {str(number) for number in range(world_size)}:
         return catalog, (
-            f"{_listed(keys)} differed between the {len(saved)} ranks that saved them; now there are {world_size}, and "
-            "each gets the copy of one of them"
+            f"{_listed(keys)} differed between the {len(saved)} ranks that saved them; with {world_size} "
+            "ranks now, all get one rank's values"
         )
     tensors = dict(catalog.tensors)
     for key, tree in saved[str(rank)].items():

@@ -315,8 +315,8 @@ class Saver:
         for rank, (_, wanted, _) in enumerate(answers):
             if wanted != answers[0][1]:
                 raise UsageError(
-                    f"ranks want to save different things: rank 0 (step, tag, type) {answers[0][1]}, rank {rank} "
-                    f"{wanted}. Call save with the same arguments on every rank."
+                    f"ranks disagree on what to save: (step, tag, type) is {answers[0][1]} on rank 0, but {wanted}"
+                    f" on rank {rank}. Call save with the same arguments on every rank."
                 )
         digests = [digest for _, _, digest in answers if digest is not None]
         held = [which for which, _ in digests]
@@ -386,7 +386,7 @@ def _warn_of_differences(digests: Sequence[Mapping[str, str]]) -> None:
     for key in sorted({key for table in digests for key in table}):
         if len({table.get(key) for table in digests}) > 1:
             _log.warning(
-                "%s differs between ranks; rank 0's was saved. Wrap it into ckptkit.PerRank.",
+                "%s differs between ranks; rank 0's was saved. Wrap it in ckptkit.PerRank.",
                 key,
             )
 

@@ -67,7 +67,7 @@ def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) ->
         name = dtype_of(tensor.dtype).safetensors
         if name is None:
             raise UnsupportedFormatError(
-                f"tensor {tensor.name!r} is {tensor.dtype}, which safetensors cannot hold. Save it as SHARDED."
+                f"tensor {tensor.name!r} is {tensor.dtype}, which safetensors cannot store. Save it as SHARDED."
             )
         stop = position + tensor.nbytes
         table[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [position, stop]}

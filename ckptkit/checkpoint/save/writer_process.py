@@ -87,7 +87,7 @@ class WriterProcess:
         """
         starts = self.buffers.starts
         if len(tensors) != len(starts):
-            raise SaveError(f"{len(tensors)} tensors are to be written, {len(starts)} were staged.")
+            raise SaveError(f"expected {len(starts)} staged tensors, found {len(tensors)}.")
         request = Request(
             store.url, self._storage_options, prefix, frames, starts, records, workers, sync, current_limit_s()
         )

@@ -141,7 +141,7 @@ def check_safetensors(views: Iterable[PartView]) -> None:
     for view in views:
         if DTYPES[view.dtype].safetensors is None:
             raise UnsupportedFormatError(
-                f"tensor {view.key!r} is {view.dtype}, which safetensors cannot hold. Save it as SHARDED."
+                f"tensor {view.key!r} is {view.dtype}, which safetensors cannot store. Save it as SHARDED."
             )
 
 

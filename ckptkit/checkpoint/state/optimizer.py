@@ -81,9 +81,9 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
     if strangers:
         more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
         raise UsageError(
-            f"{what}: it holds parameters that the model does not: {'; '.join(strangers[:5])}{more}. Was the optimizer "
-            "built before the model was wrapped? Build it after fully_shard, or put the missing module into "
-            "TrainState(model={...}) too."
+            f"{what}: it holds parameters that are not in the model: {'; '.join(strangers[:5])}{more}. "
+            "Was the optimizer built before the model was wrapped? Build it after fully_shard, or put "
+            "the missing module into TrainState(model={...}) too."
         )
     return found
 
@@ -164,7 +164,7 @@ def refuse_hidden(prefix: str, tensors: Mapping[str, torch.Tensor]) -> None:
     if hidden:
         lines = [f"{prefix}{name} {why}." for name, why in list(hidden.items())[:_LISTED]]
         more = [f"and {len(hidden) - _LISTED} more"] if len(hidden) > _LISTED else []
-        raise SaveError("a load could not give these back, so nothing is saved:\n  " + "\n  ".join(lines + more))
+        raise SaveError("a load could not restore these, so nothing was saved:\n  " + "\n  ".join(lines + more))
 
 
 def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> None:
@@ -176,8 +176,9 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
     if others:
         shown = f"a tensor of shape {list(others[0].shape)}" if isinstance(others[0], torch.Tensor) else repr(others[0])
         raise SaveError(
-            f"{what}: it has state for {shown}, which is in none of its groups: nothing would take it back. Delete it "
-            "from optimizer.state, or keep what belongs to no parameter under a text."
+            f"{what}: it has state for {shown}, which is in none of its groups, so a load could not "
+            "restore it. Delete it from optimizer.state, or use a string as the key of state that "
+            "belongs to no parameter."
         )
     torchs = torch.optim.Optimizer.state_dict
     if getattr(type(optimizer), "state_dict", torchs) is torchs or hasattr(optimizer, "master_state_name"):
@@ -186,9 +187,9 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
     more = [key for key in given if key not in ("state", "param_groups")] if isinstance(given, Mapping) else []
     if more:
         raise SaveError(
-            f"{what}: the state_dict of {type(optimizer).__name__} has {', '.join(map(repr, more))} beside 'state' and "
-            "'param_groups', which is not saved with an optimizer. Give the inner optimizer to TrainState(optimizer=), "
-            "or this one to TrainState(extra={...})."
+            f"{what}: the state_dict of {type(optimizer).__name__} has {', '.join(map(repr, more))} in "
+            "addition to 'state' and 'param_groups', which is not saved with an optimizer. Pass the "
+            "inner optimizer as TrainState(optimizer=), or this one as TrainState(extra={...})."
         )
 
 
@@ -214,9 +215,9 @@ def _addressable(value: torch.Tensor, parameter: torch.Tensor, what: str) -> tor
             stride=parameter.stride(),
         )
     raise SaveError(
-        f"{what} is a plain tensor of shape {list(value.shape)} beside a sharded parameter of shape "
-        f"{list(parameter.shape)}: each rank has its own, and nothing tells how they make a whole. Use an optimizer "
-        "whose state follows DTensor parameters."
+        f"{what} is a plain tensor of shape {list(value.shape)}, but its parameter is sharded, with "
+        f"shape {list(parameter.shape)}: each rank has its own tensor, and how they combine is "
+        "unknown. Use an optimizer whose state follows DTensor parameters."
     )
 
 
@@ -381,7 +382,7 @@ def _group_settings(
     for key, value in first.items():
         if key in IMPLEMENTATION_SETTINGS:
             if key in live and not _same(live[key], value):
-                changes.notes.append(f"{what} group {index}: {key}={live[key]!r} stays, the checkpoint has {value!r}")
+                changes.notes.append(f"{what} group {index}: kept {key}={live[key]!r}; the checkpoint has {value!r}")
             continue
         if not _fits(live.get(key), value):
             changes.conflicts.append(
@@ -394,7 +395,7 @@ def _group_settings(
         new[key] = value
     for key in live:
         if key not in first and key not in _GROUP_NAMES:
-            changes.notes.append(f"{what} group {index}: {key}={live[key]!r} stays, the checkpoint has none")
+            changes.notes.append(f"{what} group {index}: kept {key}={live[key]!r}; the checkpoint has none")
     return new
 
 
@@ -408,7 +409,7 @@ def _check_joined(
         ]
         if differing:
             changes.conflicts.append(
-                f"{group} joins parameters of the saved groups {sources[0]} and {other}, which differ in "
+                f"{group} combines parameters of the saved groups {sources[0]} and {other}, which differ in "
                 f"{', '.join(differing)}"
             )
 

@@ -110,7 +110,7 @@ def _settings(state: Any, what: str) -> tuple[list[Callable[[], None]], list[str
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CorruptCheckpointError(
-                f"{what}: the saved state of {name}'s generator is none ({reason})."
+                f"{what}: the saved state of {name}'s generator is invalid ({reason})."
             ) from error
         if setting is None:
             left.append(name)

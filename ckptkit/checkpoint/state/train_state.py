@@ -56,7 +56,7 @@ class StateDictType(str, enum.Enum):
         try:
             return cls(word)
         except ValueError:
-            raise UsageError(f"state-dict type {text!r} is unknown: it is full, sharded or local.") from None
+            raise UsageError(f"unknown state-dict type {text!r}: expected full, sharded or local.") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,9 +287,9 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
     if lost:
         more = f" and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
         raise SaveError(
-            f"{key}: a hook of state_dict adds {', '.join(lost[:_LISTED])}{more}, which no load would give back. Let "
-            "the module's load_state_dict take the same tensors; what is no tensor goes through get_extra_state and "
-            "set_extra_state. Nothing was saved."
+            f"{key}: a state_dict hook adds {', '.join(lost[:_LISTED])}{more}, which a load could not "
+            "restore. Make the module's load_state_dict accept the same tensors; pass non-tensor state "
+            "through get_extra_state and set_extra_state. Nothing was saved."
         )
 
 
@@ -311,8 +311,9 @@ def check_whole(state: TrainState) -> None:
     """Raise SaveError where a load that failed has left the state, or an object in it, half loaded."""
     if state.half_loaded:
         raise SaveError(
-            f"the state is half loaded from {state.half_loaded}: that load failed. Load a checkpoint before you save; "
-            'or set TrainState(...).half_loaded = "" if all of it has got its values since.'
+            f"the state is half loaded from {state.half_loaded}: that load failed. Load a checkpoint "
+            'before you save, or set TrainState(...).half_loaded = "" if all its values have been '
+            "restored since."
         )
 
 

@@ -169,8 +169,8 @@ class _Encoder:
             raise SaveError(f"{path}: the tensor {why}.")
         if not plain and not isinstance(value, DTensor):
             raise SaveError(
-                f"{path}: the tensor is a {type(value).__module__}.{type(value).__qualname__}, and would come back as "
-                "a plain torch.Tensor. Save its as_subclass(torch.Tensor)."
+                f"{path}: the tensor is a {type(value).__module__}.{type(value).__qualname__}, which would be "
+                "loaded as a plain torch.Tensor. Save its as_subclass(torch.Tensor)."
             )
         value = value.detach() if value.requires_grad else value
         if plain and value.numel() * value.element_size() <= INLINE_BYTES:
@@ -243,15 +243,13 @@ def references(tree: JSON) -> list[str]:
 def _decode_tagged(tag: str, body: JSON, tensor: Callable[[str], Any]) -> Any:
     decoder = _TAGS.get(tag)
     if decoder is None:
-        raise CorruptCheckpointError(f"saved state: the tag {tag!r} is unknown. Was it written by a newer ckptkit?")
+        raise CorruptCheckpointError(f"saved state: unknown tag {tag!r}. Was it written by a newer ckptkit?")
     try:
         return decoder(body, tensor)
     except CorruptCheckpointError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CorruptCheckpointError(
-            f"saved state: what stands under {tag!r} is malformed ({str(error)[:300]})."
-        ) from error
+        raise CorruptCheckpointError(f"saved state: the value of {tag!r} is malformed ({str(error)[:300]}).") from error
 
 
 def _items(body: JSON, tensor: Callable[[str], Any]) -> list[Any]:

@@ -143,9 +143,9 @@ class Verifier:
         table = self._table
         name = NAMES[int(table.algorithms[record])]
         raise IntegrityError(
-            f"{self._describe(record)}: bytes [{int(table.starts[record])}, "
-            f"{int(table.starts[record] + table.nbytes[record])}) have the {name} digest {value:x}, recorded was "
-            f"{int(table.values[record]):x} when they were written. The file is damaged: take another copy of it."
+            f"{self._describe(record)}: checksum mismatch in bytes [{int(table.starts[record])}, "
+            f"{int(table.starts[record] + table.nbytes[record])}): expected {name} "
+            f"{int(table.values[record]):x}, found {value:x}. The file is damaged: use another copy of it."
         )
 
     def unproved(self) -> Int64:

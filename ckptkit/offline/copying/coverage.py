@@ -81,7 +81,7 @@ def _check_sources(catalog: Catalog, tensor: Target) -> None:
         shape = catalog.tensors[part.source].shape
         if not part.source_box.within(shape) or part.source_box.numel != part.target_box.numel:
             raise CheckpointMismatchError(
-                f"tensor {tensor.name!r}: its part {part.target_box} does not fit {part.source_box} of "
+                f"tensor {tensor.name!r}: its part {part.target_box} does not match {part.source_box} of "
                 f"{part.source!r}, whose shape is {list(shape)}."
             )
 
@@ -92,7 +92,9 @@ def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) 
     try:
         TensorEntry(tensor.name, tensor.dtype, tensor.shape, slices).check_coverage()
     except CkptkitError as error:
-        raise CheckpointMismatchError(f"tensor {tensor.name!r}: {what} do not cover it once: {error}") from error
+        raise CheckpointMismatchError(
+            f"tensor {tensor.name!r}: {what} do not cover it exactly once: {error}"
+        ) from error
 
 
 def _check_files(plan: Plan) -> int:

@@ -80,7 +80,7 @@ class CopyReport:
         """Return what a person should know."""
         if not self.taken_over:
             return ()
-        return (f"went on where an interrupted run had stopped: {self.taken_over} of {self.steps} steps were done",)
+        return (f"continued an interrupted run: {self.taken_over} of {self.steps} steps were already done",)
 
 
 def execute(
@@ -127,7 +127,7 @@ def execute(
     least = 2 if local and is_directory(source) else 4
     workers = workers or min(16, max(least, os.cpu_count() or 1))
     if max_memory < workers * (64 << 10):
-        raise UsageError(f"{format_size(max_memory)} of memory are too little for {workers} workers.")
+        raise UsageError(f"{format_size(max_memory)} of memory is too little for {workers} workers.")
     work = prepare(own, check=check, by_boxes=not local, digests=digests and local)
     reader = SourceReader(source, work.origins)
     verifier = Verifier(work.records, work.describe) if check else None

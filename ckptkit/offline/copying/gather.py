@@ -179,8 +179,8 @@ class Gatherer:
             tensor = tensor.cut(first, first + box.sizes[0])
         if _taken(tensor) > self._max_bytes:
             raise UsageError(
-                f"tensor {tensor.name!r} ({tensor.label}) takes {format_size(_taken(tensor))} at once, and the memory "
-                f"limit is {format_size(self._max_bytes)}. Give a larger --max-memory."
+                f"tensor {tensor.name!r} ({tensor.label}) needs {format_size(_taken(tensor))} at once, but "
+                f"the memory limit is {format_size(self._max_bytes)}. Pass a larger --max-memory."
             )
         with self._computing:  # one at a time: together they could take more than the limit
             made = tensor.compute([self._input(target) for target in tensor.inputs])

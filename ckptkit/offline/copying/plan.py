@@ -211,7 +211,7 @@ def _left_over(leftovers: Sequence[tuple[str, str]]) -> Iterator[str]:
         if len(names) <= _NAMED:
             yield from (f"left over: {name} ({reason})" for name in names)
         else:
-            yield f"left over: {len(names)} tensors, {names[0]}, ... ({reason}); --json names each"
+            yield f"left over: {len(names)} tensors, {names[0]}, ... ({reason}); --json lists all"
 
 
 def _renamed(tensor: OutputTensor) -> str:
@@ -290,8 +290,8 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
     free, wanted = destination.free_bytes(), max(0, plan.nbytes - held)
     if free is not None and free < wanted:
         raise NoSpaceError(
-            f"{destination.url} has {format_size(free)} free, and {format_size(wanted)} are to be written. "
-            "Free some space or write elsewhere."
+            f"{destination.url} has {format_size(free)} free, but {format_size(wanted)} are needed. Free "
+            "some space or write elsewhere."
         )
 
 

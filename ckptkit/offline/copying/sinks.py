@@ -119,7 +119,7 @@ class LocalSink:
             for at in range(item.start, item.start + item.nbytes, _READ_BACK):
                 part = buffer[: min(_READ_BACK, item.start + item.nbytes - at)]
                 if os.preadv(descriptor, [part], at) != len(part):
-                    raise StorageError(errno.EIO, f"{self._store.path_of(path)}: what was written can't be read back.")
+                    raise StorageError(errno.EIO, f"{self._store.path_of(path)}: the written data cannot be read back.")
                 value = crc32(part, value)
         return value
 

@@ -202,10 +202,10 @@ Put: TypeAlias = Callable[
 _ADVICE = "Export the adapter without --merge-adapter."
 # What PEFT does not merge either: the result depends on the input, or on layers that the base does not have.
 _UNMERGEABLE = {
-    "alora_invocation_tokens": "it acts only after its invocation tokens",
-    "arrow_config": "its router chooses for each token",
+    "alora_invocation_tokens": "it is active only after its invocation tokens",
+    "arrow_config": "its router decides for each token",
     "layer_replication": "its base layers are replicated",
-    "megatron_config": "its factors are those of one rank of Megatron's tensor parallelism",
+    "megatron_config": "its factors belong to a single rank of Megatron's tensor parallelism",
 }
 # Models of transformers whose experts lie as [experts, in, out].
 _IN_FIRST = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
@@ -253,8 +253,8 @@ def _of_tied(
         made[kept] = changes[source] if before is None else before.then(changes[source])
         if before is None:
             notes.append(
-                f"the adapter of {names[source]} changes {names[kept]} as well, for they are tied: PEFT's merge does "
-                "so. With --untie they are kept apart, as they were trained"
+                f"the adapter of {names[source]} also changes {names[kept]}, because they are tied, as in "
+                "PEFT's merge. --untie keeps them separate, as in training"
             )
     return made
 
@@ -275,7 +275,9 @@ class _Changes:
     def __post_init__(self) -> None:
         for key, why in _UNMERGEABLE.items():
             if self.config.get(key):
-                raise UnsupportedFormatError(f"an adapter with {key} can't be merged, by PEFT either: {why}. {_ADVICE}")
+                raise UnsupportedFormatError(
+                    f"an adapter with {key} cannot be merged, by PEFT either: {why}. {_ADVICE}"
+                )
         self.left = dict(self.split.others)
         by_parameter: dict[str, list[LoraPair]] = {}
         for pair in self.split.pairs.values():
@@ -296,7 +298,9 @@ class _Changes:
     def _add(self, name: str, change: Change) -> None:
         source = self.split.base[name].parts[0].source
         if source in self.made:
-            raise UnsupportedFormatError(f"two parts of the adapter change {name!r}; PEFT has no such case. {_ADVICE}")
+            raise UnsupportedFormatError(
+                f"two parts of the adapter change {name!r}, which PEFT does not define. {_ADVICE}"
+            )
         self.made[source] = change
 
     def _base(self, name: str) -> Target:
@@ -304,8 +308,9 @@ class _Changes:
         if found is None:
             module = name.rpartition(".")[0]
             raise CheckpointMismatchError(
-                f"the adapter changes {module!r}, but the checkpoint lacks its base weight: --merge-adapter merges "
-                "what lies in one checkpoint. Export the adapter without it, and merge it into its base with PEFT."
+                f"the adapter changes {module!r}, but its base weight is not in the checkpoint, and "
+                "--merge-adapter needs both in one checkpoint. Export the adapter alone, and merge it with "
+                "PEFT."
             )
         return found
 
@@ -391,13 +396,13 @@ class _Changes:
         shapes = _shapes(pair, weight)
         ndim = len(weight.shape)
         if ndim > 5 or len(pair.a.shape) != ndim or len(pair.b.shape) != ndim:
-            raise CheckpointMismatchError(f"{pair.module!r}: the factors do not fit the weight ({shapes}).")
+            raise CheckpointMismatchError(f"{pair.module!r}: the factors do not match the weight ({shapes}).")
         if pair.a.shape[1] != weight.shape[1] or pair.b.shape[1] != pair.a.shape[0]:
             raise UnsupportedFormatError(
-                f"{pair.module!r} is a convolution in groups ({shapes}): PEFT can't merge these either. {_ADVICE}"
+                f"{pair.module!r} is a grouped convolution ({shapes}), which PEFT cannot merge either. {_ADVICE}"
             )
         if pair.a.shape[2:] != weight.shape[2:] or pair.b.shape[0] != weight.shape[0]:
-            raise CheckpointMismatchError(f"{pair.module!r}: the factors do not fit the weight ({shapes}).")
+            raise CheckpointMismatchError(f"{pair.module!r}: the factors do not match the weight ({shapes}).")
         if ndim == 5 and weight.shape[2:4] == (1, 1):
             raise UnsupportedFormatError(
                 f"{pair.module!r} is a convolution in three dimensions with a flat kernel ({shapes}): PEFT fails to "
@@ -475,14 +480,14 @@ class _Changes:
         if not found:
             factors = "; ".join(_shapes(pair) for pair in pairs)
             raise CheckpointMismatchError(
-                f"{module!r}: the factors ({factors}) fit none of its parameters "
-                f"({', '.join(f'{name} {list(shape)}' for name, shape in shapes.items())})."
+                f"{module!r}: the factors ({factors}) match none of its parameters ("
+                f"{', '.join((f'{name} {list(shape)}' for name, shape in shapes.items()))})."
             )
         if len(found) > 1:
             hint = " Its config.json may tell: give --base." if self.model_type is None else ""
             raise UnsupportedFormatError(
-                f"{module!r}: neither PEFT's names nor the shapes say which factors are of which parameter, of "
-                f"{', '.join(names)}, or which way round.{hint} {_ADVICE}"
+                f"{module!r}: neither PEFT's names nor the shapes determine which factors belong to which "
+                f"parameter of {', '.join(names)}, or their order.{hint} {_ADVICE}"
             )
         return found[0]
 
@@ -513,7 +518,7 @@ def _token_indices(config: Mapping[str, Any], module: str) -> list[int]:
         given = next((rows for key, rows in given.items() if module.endswith(str(key))), None)  # PEFT's rule
     if not isinstance(given, (list, tuple)) or not all(isinstance(i, int) and not isinstance(i, bool) for i in given):
         raise CheckpointMismatchError(
-            f"the adapter config's trainable_token_indices do not say which rows of {module!r} were trained."
+            f"the adapter config's trainable_token_indices do not list the rows of {module!r} that were trained."
         )
     return list(given)
 
@@ -558,8 +563,8 @@ def _check_shapes(
         fits = [transposed for transposed in kinds if product == (weight.shape[::-1] if transposed else weight.shape)]
     if not fits:
         raise CheckpointMismatchError(
-            f"{pair.module!r}: the factors do not fit the weight ({_shapes(pair, weight)}). Was it quantized, or is "
-            "this the adapter of another model?"
+            f"{pair.module!r}: the factors do not match the weight ({_shapes(pair, weight)}). Was it "
+            "quantized, or is this the adapter of another model?"
         )
     return fits
 

@@ -113,7 +113,7 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
             rest = f".{match['rest']}" if match["rest"] else ""
             split.others[f"{match['module']}.{match['kind']}{rest}"] = target
         elif (match := _ORIGINAL.fullmatch(plain)) and match["module"] in saved:
-            split.dropped.update(dict.fromkeys(target.sources, "the original of a module that was trained whole"))
+            split.dropped.update(dict.fromkeys(target.sources, "the original of a module that was trained in full"))
         else:
             _add_base(split, _BASE_LAYER.sub(".", plain), target)
             if plain.endswith(".bias"):
@@ -121,8 +121,8 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
     _name_modules(split)
     if len(adapters) > 1:
         raise UnsupportedFormatError(
-            f"the checkpoint holds several adapters: {', '.join(adapters)}. Choose one with --exclude '*.NAME.*' for "
-            "the others."
+            f"the checkpoint contains several adapters: {', '.join(adapters)}. Choose one by excluding "
+            "the others: --exclude '*.NAME.*'."
         )
     alone = [pair.module for pair in split.pairs.values() if pair.a is None or pair.b is None]
     if alone:
@@ -160,18 +160,18 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
     modules = sorted({pair.module.rpartition(".")[2] for pair in split.pairs.values()})
     if not given:
         raise UsageError(
-            f"the checkpoint holds a LoRA adapter (rank {', '.join(map(str, ranks))}, on {', '.join(modules)}), but "
-            "its alpha is not recorded in it. Give PEFT's adapter_config.json with --adapter-config FILE, or in the "
-            "directory of --base."
+            f"the checkpoint contains a LoRA adapter (rank {', '.join(map(str, ranks))}, on "
+            f"{', '.join(modules)}), but not its alpha. Pass PEFT's adapter_config.json with "
+            "--adapter-config FILE, or in the directory of --base."
         )
     if not isinstance(given.get("lora_alpha"), (int, float)) or isinstance(given.get("lora_alpha"), bool):
         raise UsageError(
-            "the adapter config does not say lora_alpha; it is not made up. Add the value of the training."
+            "the adapter config has no lora_alpha, and ckptkit does not guess it. Add the value used in training."
         )
     if given["lora_alpha"] <= 0:
         raise UsageError(
-            f"the adapter config says lora_alpha {given['lora_alpha']}: some tools write 0 where they do not know it. "
-            "Put in the value of the training."
+            f"the adapter config has lora_alpha {given['lora_alpha']}, which some tools write when they "
+            "do not know it. Set the value used in training."
         )
     if given.get("peft_type", "LORA") != "LORA":
         raise UnsupportedFormatError(f"the adapter is of type {given['peft_type']!r}; only LORA is supported.")
@@ -182,7 +182,7 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
         said = _by_pattern(made.get("rank_pattern"), pair.patterned, made.get("r"))
         if said != _rank(pair) and not _is_stacked(made, pair):
             raise CheckpointMismatchError(
-                f"the adapter config says rank {said} for {pair.module!r}, its tensors have rank {_rank(pair)}."
+                f"the adapter config has rank {said} for {pair.module!r}, but its tensors have rank {_rank(pair)}."
             )
     made.setdefault("target_modules", modules)
     if isinstance(made["target_modules"], (set, tuple)):
@@ -208,7 +208,12 @@ def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict
     start = config.get("init_lora_weights")
     notes: tuple[str, ...] = ()
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        notes = (f"init_lora_weights={start!r} changed the base weights at the start: the adapter fits only that base",)
+        notes = (
+            (
+                f"init_lora_weights={start!r} changed the base weights at the start: the adapter matches only "
+                "those base weights"
+            ),
+        )
     return {name: replace(target, name=name) for name, target in made.items()}, notes
 
 
@@ -232,7 +237,7 @@ def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str,
     kind = config.get("bias", "none")
     if kind not in ("none", "all", "lora_only"):
         raise UnsupportedFormatError(
-            f"adapters with bias={kind!r} can't be exported; PEFT has none, all and lora_only."
+            f"adapters with bias={kind!r} cannot be exported; PEFT supports none, all and lora_only."
         )
     if kind == "none":
         return {}

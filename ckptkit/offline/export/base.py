@@ -90,7 +90,7 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
     protocol, path = split_url(base)
     if protocol == "file" and not os.path.isdir(path):
         if "://" in base or base.startswith((".", "/", "~")) or not _REPO.fullmatch(base):
-            raise CheckpointNotFoundError(f"--base {base!r} is no directory.")
+            raise CheckpointNotFoundError(f"--base {base!r} is not a directory.")
         return _from_hub(base)
     return _read_directory(open_store(base, storage_options=storage_options), base)
 
@@ -142,10 +142,10 @@ def export_config(
     if isinstance(names, list) and any(isinstance(name, str) and name.startswith("FSDP") for name in names):
         # fully_shard renames the class of the module it wraps.
         made["architectures"] = [n.removeprefix("FSDP") if isinstance(n, str) else n for n in names]
-        notes.append("config.json: the FSDP prefix of the architecture is gone")
+        notes.append("config.json: the FSDP prefix of the architecture was removed")
     if "quantization_config" in made and not quantized:
         del made["quantization_config"]
-        notes.append("config.json: quantization_config is gone, for the weights are not quantized")
+        notes.append("config.json: quantization_config was removed, because the weights are not quantized")
     return made, tuple(notes)
 
 
@@ -154,7 +154,7 @@ def _set_dtype(config: dict[str, Any], dtype: str, notes: list[str]) -> None:
     for key in keys:
         if config.get(key) != dtype:
             if config.get(key) is not None:
-                notes.append(f"config.json: {key} {config[key]} is now {dtype}, as the weights are")
+                notes.append(f"config.json: {key} {config[key]} is now {dtype}, the dtype of the weights")
             config[key] = dtype
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, Mapping):
@@ -170,7 +170,9 @@ def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseMo
     config = _json_object(_read_small(store, "config.json", notes), f"{where}/config.json")
     if config is not None and config.get("auto_map"):
         names += side.code
-        notes.append("the author's Python files are copied, for config.json names them in auto_map; they were not run")
+        notes.append(
+            "the author's Python files are copied, because config.json names them in auto_map; they were not run"
+        )
     files: dict[str, bytes] = {}
     for name in names:
         if name != "config.json":
@@ -194,7 +196,7 @@ def _wanted(store: Store, notes: list[str]) -> dict[str, WantedTensor]:
     except CorruptCheckpointError as error:
         index = _index_names(store)
         if not index:
-            notes.append(f"the base model's weights could not be read, names are not checked: {error}")
+            notes.append(f"the base model's weights could not be read, so names are not checked: {error}")
         return {name: WantedTensor() for name in index}
     if all(name == "adapter_model.safetensors" for name in catalog.info.files):
         return {}
@@ -220,7 +222,7 @@ def _from_hub(base: str) -> BaseModel:
         folder = snapshot_download(repo, revision=revision or None, allow_patterns=list(_REPO_FILES))
     except unreachable as error:
         raise CheckpointNotFoundError(
-            f"--base {base!r} is no directory here, and as a repo of the hub it can't be read: {_first_line(error)}"
+            f"--base {base!r} is not a local directory, and cannot be read as a Hub repo: {_first_line(error)}"
         ) from error
     found = _read_directory(open_store(folder), base, repo)
     if found.wanted and all(tensor.shape is not None for tensor in found.wanted.values()):
@@ -262,7 +264,7 @@ def _read_regular(store: Store, path: str, notes: list[str]) -> bytes | None:
         notes.append(f"{path} was not copied: it is a {info.kind}")
         return None
     if info.size > _MAX_FILE:
-        notes.append(f"{path} was not copied: {info.size} bytes are too many for a side file")
+        notes.append(f"{path} was not copied: {info.size} bytes is too large for a side file")
         return None
     return store.read(path)
 

@@ -66,7 +66,7 @@ def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied:
         free = untied or config_ties(base.config) is not False
         unexpected = [name for name in unexpected if not (free and name in heads)]
     faults = [
-        f"shape: {name} is {list(shapes[name])}, the base has {list(want.shape)}{_vocabulary(name)}"
+        f"shape: {name} is {list(shapes[name])}, but {list(want.shape)} in the base{_vocabulary(name)}"
         for name, want in wanted.items()
         if name in shapes and want.shape is not None and want.shape != shapes[name]
     ]
@@ -81,7 +81,7 @@ def unexpected_buffers(
         return {}
     kinds = [_COMPUTED, *([_COMPUTED_BY[model_type]] if model_type in _COMPUTED_BY else [])]
     return {
-        name: "a buffer that is computed on load, and that the base does not store"
+        name: "a buffer that is computed on load and not stored in the base"
         for name in targets
         if name not in wanted and any(kind.fullmatch(name) for kind in kinds)
     }
@@ -105,7 +105,7 @@ def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str,
 def _vocabulary(name: str) -> str:
     if not name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
         return ""
-    return ". Was the vocabulary resized? Then give --base a copy of the model with the new config"
+    return ". Was the vocabulary resized? Then pass a copy of the model with the new config as --base"
 
 
 def _dtype_note(targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor]) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class ExportProof:
     def phrases(self) -> tuple[str, ...]:
         """Return the parts of the closing line."""
         said = [f"names and shapes match {self.matches}"] if self.matches else ["names were compared with no model"]
-        return (*said, "index exact" if self.indexed else "one file, no index needed")
+        return (*said, "index exact" if self.indexed else "single file, no index needed")
 
 
 def check_export(store: Store, *, base: BaseModel | None = None, use_config: bool = False) -> ExportProof:
@@ -220,7 +220,7 @@ def _check_index(store: Store, catalog: Catalog) -> bool:
     stray = sorted(on_disk - set(catalog.info.files))
     if stray:
         raise CorruptCheckpointError(
-            f"{', '.join(stray)}: loaders that take every .safetensors file would load it too."
+            f"{', '.join(stray)}: loaders that read every .safetensors file would load it too."
         )
     if store.info(_INDEX) is None:
         return False
@@ -230,8 +230,8 @@ def _check_index(store: Store, catalog: Catalog) -> bool:
     wanted = {"total_size": sum(e.nbytes for e in catalog.tensors.values()),
               "total_parameters": sum(e.numel for e in catalog.tensors.values())}  # fmt: skip
     if index.get("weight_map") != held:
-        raise CorruptCheckpointError(f"{_INDEX}: its weight_map is not what the files hold.")
-    wrong = [f"{key} is {said.get(key)}, {value} expected" for key, value in wanted.items() if said.get(key) != value]
+        raise CorruptCheckpointError(f"{_INDEX}: its weight_map does not match the files.")
+    wrong = [f"{key} is {said.get(key)}, expected {value}" for key, value in wanted.items() if said.get(key) != value]
     if wrong:
         raise CorruptCheckpointError(f"{_INDEX}: {'; '.join(wrong)}.")
     return True

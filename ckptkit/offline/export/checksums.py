@@ -55,7 +55,7 @@ def read_checksums(store: Store) -> dict[str, str]:
             raise CorruptCheckpointError(f"{SUMS_NAME}: line {number} is no sha256 and name: {line!r:.120}.")
         path = checked_path(found[2].removeprefix("./"))
         if sums.setdefault(path, found[1]) != found[1]:
-            raise CorruptCheckpointError(f"{SUMS_NAME} gives two sha256 for {path!r:.200}.")
+            raise CorruptCheckpointError(f"{SUMS_NAME} lists two sha256 for {path!r:.200}.")
     return sums
 
 

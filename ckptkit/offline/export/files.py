@@ -97,12 +97,12 @@ def check_headers(plan: Plan, store: Store) -> int:
         compared += len(header.tensors)
         found = {name: (t.dtype, tuple(t.shape), t.start) for name, t in header.tensors.items()}
         if found != tensors or dict(header.metadata) != METADATA:
-            raise IntegrityError(f"{path}: its header does not say what was planned. This is a bug, or a faulty disk.")
+            raise IntegrityError(f"{path}: its header does not match the plan. This is a bug, or a faulty disk.")
     if INDEX in plan.last:
         weight_map = json.loads(store.read(INDEX))["weight_map"]
         if weight_map != {name: path for path, tensors in planned.items() for name in tensors}:
             raise IntegrityError(
-                f"{INDEX}: it does not name the tensors of the files. This is a bug, or a faulty disk."
+                f"{INDEX}: it does not list the tensors of the files. This is a bug, or a faulty disk."
             )
         compared += len(weight_map)
     return compared

@@ -104,7 +104,7 @@ def plan_export(
     draft.notes += draft.base.notes
     split = _split_adapter(draft.targets, mapped=draft.options.key_map is not None)
     if split is None and draft.options.merge_adapter:
-        raise UsageError("--merge-adapter: the checkpoint holds no adapter (no lora_A or lora_B).")
+        raise UsageError("--merge-adapter: the checkpoint contains no adapter (no lora_A or lora_B).")
     if split is not None:
         draft.dropped.update(split.dropped)
         draft.notes += [f"adapter {name!r}" for name in split.names if name != "default"]
@@ -204,7 +204,7 @@ def _model_tensors(draft: _Draft, split: AdapterSplit | None, store: Store) -> d
             for factor in (pair.a, pair.b):
                 draft.dropped.update(dict.fromkeys(factor.sources if factor else (), "merged into the base weight"))
         for other in split.others.values():
-            draft.dropped.update(dict.fromkeys(other.sources, "of the adapter that was merged"))
+            draft.dropped.update(dict.fromkeys(other.sources, "part of the adapter that was merged"))
         draft.notes.append(f"adapter merged into {len(split.pairs)} weights")
     _map_names(draft)
     _settle_tied(draft, store)
@@ -234,7 +234,7 @@ def _adapter_tensors(draft: _Draft, split: AdapterSplit) -> dict[str, OutputTens
     made, notes = export_adapter(split, config)
     draft.notes += notes
     for target in split.base.values():
-        draft.dropped.update(dict.fromkeys(target.sources, "a base weight: an adapter was exported"))
+        draft.dropped.update(dict.fromkeys(target.sources, "a base weight; only the adapter was exported"))
     draft.key_map = "peft"
     tensors = {name: _cast(target, draft.options.dtype) for name, target in made.items()}
     draft.base = replace(draft.base, config=None, adapter_config=config, wanted={})
@@ -245,7 +245,7 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
     _check_dtypes(tensors)
     if draft.faults and draft.options.strict:
         raise CheckpointMismatchError(
-            f"the checkpoint does not fit {draft.base.where}:\n  " + "\n  ".join(draft.faults) + _advice(draft)
+            f"the checkpoint does not match {draft.base.where}:\n  " + "\n  ".join(draft.faults) + _advice(draft)
         )
     counts = _elements_by_dtype(tensors)
     config = _config(draft, tensors, counts) if kind == "model" else None
@@ -385,7 +385,7 @@ def _compare(draft: _Draft) -> None:
     draft.missing = list(result.missing)
     left_out = {name for name in result.missing if _left_out(draft, name)}
     if left_out:
-        draft.notes.append(f"{len(left_out)} tensors of the base were left out by --include and --exclude")
+        draft.notes.append(f"--include and --exclude skipped {len(left_out)} tensors of the base")
     draft.faults += [f"missing: {name}" for name in result.missing if name not in left_out]
     if draft.faults or result.shapes:
         draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]
@@ -393,8 +393,8 @@ def _compare(draft: _Draft) -> None:
         # All that the base has is there: this is state that somebody added, and to leave it out would lose it.
         draft.extra = list(result.unexpected)
         draft.notes.append(
-            f"kept, though the base has no such tensors: {', '.join(draft.extra)}. Some loaders refuse them: --exclude "
-            "leaves them out"
+            f"kept, although the base has no such tensors: {', '.join(draft.extra)}. Some loaders refuse "
+            "them; --exclude skips them"
         )
     draft.faults += result.shapes
 
@@ -417,8 +417,8 @@ def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
     ]
     if bad:
         raise UnsupportedFormatError(
-            f"safetensors, or most of its readers, have no dtype for: {', '.join(bad)}. Leave them out with --exclude "
-            "NAME, or write another format with --to."
+            f"safetensors, or most of its readers, do not support the dtype of: {', '.join(bad)}. Skip "
+            "them with --exclude NAME, or write another format with --to."
         )
 
 
@@ -434,7 +434,9 @@ def _cast(target: Target, wanted: str) -> Target:
 
 def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[str, int]) -> dict[str, Any] | None:
     if draft.base.config is None:
-        draft.notes.append("there is no config.json: transformers and vLLM can't load the export. Give --base MODEL")
+        draft.notes.append(
+            "there is no config.json, so transformers and vLLM cannot load the export. Pass --base MODEL"
+        )
         return None
     floats = {name: n for name, n in counts.items() if dtype_of(name).kind == "float"}
     quantized = any(dtype_of(t.dtype).kind == "float8" or _is_scale(name) for name, t in tensors.items())
@@ -442,7 +444,9 @@ def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[
     config, notes = export_config(draft.base.config, dtype=dtype, untied=draft.untied, quantized=quantized)
     draft.notes += notes
     if "_diffusers_version" in config and "model_type" not in config:
-        draft.notes.append("config.json is of diffusers, whose files are diffusion_pytorch_model*.safetensors: rename")
+        draft.notes.append(
+            "config.json belongs to diffusers, which expects diffusion_pytorch_model*.safetensors: rename"
+        )
     return config
 
 
@@ -484,15 +488,15 @@ def _is_scale(name: str) -> bool:
 
 def _why_unused(draft: _Draft, name: str) -> str:
     role = draft.catalog.tensors[name].role.value
-    return f"{role} state, not among the {draft.weights} weights"
+    return f"{role} state, not part of the {draft.weights} weights"
 
 
 def _advice(draft: _Draft) -> str:
     if any(fault.startswith("unexpected") for fault in draft.faults):
         from importlib.util import find_spec
 
-        advice = "\n  Try --key-map, --strip-prefix, or --exclude NAME for what the model has no place for."
+        advice = "\n  Try --key-map, --strip-prefix, or --exclude NAME for tensors that the model does not have."
         if draft.missing and find_spec("transformers") is None:
-            advice += " With transformers 5 installed, the names it gives to models in memory are known too."
+            advice += " With transformers 5 installed, ckptkit also knows the names of models in memory."
         return advice
     return "\n  Is --base the model that was trained? See: ckptkit inspect URL"

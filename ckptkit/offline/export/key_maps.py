@@ -34,9 +34,9 @@ def resolve_key_map(key_map: NameMap | str | None) -> NameMap | None:
             with Path(key_map).open(encoding="utf-8") as file:
                 text = file.read(_MAX_FILE + 1)
         except (OSError, ValueError) as error:
-            raise UsageError(f"--key-map {key_map}: it can't be read: {error}.") from error
+            raise UsageError(f"--key-map {key_map} cannot be read: {error}.") from error
         if len(text) > _MAX_FILE:
-            raise UsageError(f"--key-map {key_map}: more than {_MAX_FILE} characters, which no key map needs.")
+            raise UsageError(f"--key-map {key_map}: more than {_MAX_FILE} characters, too large for a key map.")
         return parse_key_map(text, file=key_map)
     return _installed(key_map) or builtin_map(key_map)
 
@@ -49,6 +49,8 @@ def _installed(name: str) -> NameMap | None:
             found = point.load()
             made = found if isinstance(found, NameMap) else found()
             if not isinstance(made, NameMap):
-                raise UsageError(f"the entry point {name!r} of {ENTRY_POINTS} gives {type(made).__name__}, no NameMap.")
+                raise UsageError(
+                    f"the entry point {name!r} of {ENTRY_POINTS} returns {type(made).__name__}, expected a NameMap."
+                )
             return made
     return None

@@ -146,8 +146,9 @@ def settle_tied(
             notes.append(f"{head} is tied to {embedding}: equal bytes, written once")
         elif not equal and config_ties(config) and not untie:
             raise CheckpointMismatchError(
-                f"config.json says tie_word_embeddings, but {head!r} differs from {embedding!r}: loading the export "
-                "would lose the head. Was it trained apart? Use --untie to keep both and correct the config."
+                f"config.json has tie_word_embeddings, but {head!r} differs from {embedding!r}: loading the "
+                "export would lose the head. Was it trained separately? --untie keeps both and corrects the "
+                "config."
             )
         elif not equal or untie:
             untied = True

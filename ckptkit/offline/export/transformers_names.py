@@ -58,7 +58,7 @@ class LiveModel:
             missing = len(set(wanted) - set(made))
             if missing < fewest:
                 fit, before = len(wanted) - missing, len(wanted) - fewest
-                why = f"{fit} of {len(wanted)} names are the base model's, {before} without it"
+                why = f"{fit} of {len(wanted)} names match the base model, {before} without it"
                 best, fewest = Choice(NameMap("transformers"), Mapped(made), why), missing
         return best
 
@@ -102,7 +102,7 @@ def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> Liv
     except ImportError:
         return None
     except Exception as error:  # noqa: BLE001 - a library's insides, in any version: without it names stay as they are
-        logger.warning("transformers can't say how it names the tensors of %s: %s", config.get("architectures"), error)
+        logger.warning("transformers cannot provide the tensor names of %s: %s", config.get("architectures"), error)
         return None
 
 

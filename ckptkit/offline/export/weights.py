@@ -101,8 +101,8 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
     _refuse_opaque(catalog, found, options)
     if not found.targets:
         raise UsageError(
-            f"nothing to export: none of {len(chosen.entries)} {chosen.weights} tensors is left after --include, "
-            "--exclude and --strip-prefix."
+            "nothing to export: --include, --exclude and --strip-prefix leave none of "
+            f"{len(chosen.entries)} {chosen.weights} tensors."
         )
     return found
 
@@ -122,8 +122,9 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
     if opaque:
         listed = "\n  ".join(f"{name} {why}" for name, why in opaque.items())
         raise UnsupportedFormatError(
-            f"{len(opaque)} tensors can't be read without their classes, so the result would lack them:\n  {listed}\n"
-            "Leave them out with --exclude NAME, or export what they were made from in a job that has these classes."
+            f"{len(opaque)} tensors cannot be read without their classes, so the result would lack "
+            f"them:\n  {listed}\nSkip them with --exclude NAME, or export what they were made from in a job "
+            "that has these classes."
         )
 
 
@@ -135,7 +136,7 @@ def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selec
         inside = {name: short.removeprefix(prefix) for name, short in names.items()}
         missing = len(wanted - set(inside.values()))
         if missing <= len(wanted) // 20 and missing < before and len(set(inside.values())) == len(inside):
-            found.notes.append(f"the prefix {prefix!r} was stripped: {len(wanted) - missing} names are the base's")
+            found.notes.append(f"the prefix {prefix!r} was stripped: {len(wanted) - missing} names match the base")
             return inside
     return names
 
@@ -154,26 +155,30 @@ def choose_weights(catalog: Catalog, weights: Literal["auto", "model", "master"]
     model = catalog.by_role(Role.MODEL)
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):
         if not model:
-            raise CheckpointNotFoundError(f"the checkpoint holds no model weights: {_roles(catalog)}.")
+            raise CheckpointNotFoundError(f"the checkpoint contains no model weights: {_roles(catalog)}.")
         return Weights(model, "model")
     masters = catalog.by_role(Role.MASTER)
     if not masters:
         what = "no fp32 masters" if weights == "master" else "neither model weights nor fp32 masters"
         why = "".join(f"\n  {note}" for note in catalog.info.notes)
-        raise CheckpointNotFoundError(f"the checkpoint holds {what}: {_roles(catalog)}.{why}")
+        raise CheckpointNotFoundError(f"the checkpoint contains {what}: {_roles(catalog)}.{why}")
     if not model:
-        return Weights(masters, "master", ("the checkpoint holds only fp32 masters: they are exported",))
+        return Weights(masters, "master", ("the checkpoint contains only fp32 masters, which are exported",))
     strange = [name for name in masters if name not in model]
     shapes = [n for n, e in masters.items() if n in model and model[n].shape != e.shape]
     if strange or shapes:
         raise CheckpointMismatchError(
-            "the fp32 masters do not belong to the model weights:\n  "
+            "the fp32 masters do not match the model weights:\n  "
             + "\n  ".join([f"no model weight: {n}" for n in strange] + [f"another shape: {n}" for n in shapes])
         )
     chosen = {name: masters.get(name, entry) for name, entry in model.items()}
     chosen.update(_tied_masters(model, masters))
     alone = [name for name, entry in chosen.items() if entry.role is Role.MODEL]
-    notes = [f"{len(alone)} tensors have no fp32 master (buffers, frozen): the model's are taken"] if alone else []
+    notes = (
+        [(f"{len(alone)} tensors have no fp32 master (buffers, frozen parameters): the model's values are used")]
+        if alone
+        else []
+    )
     return Weights(chosen, "master", tuple(notes))
 
 

@@ -42,7 +42,7 @@ def heat_map(changes: Mapping[str, float]) -> Panel:
             a FQN, or "optimizer: FQN STATE", or "master: FQN", as `diff` has it.
     """
     if not changes:
-        return Panel("Change by layer", "The two have no tensor in common, by name and shape.", "")
+        return Panel("Change by layer", "The two have no tensor in common (by name and shape).", "")
     sections: dict[str, dict[str, float]] = {}
     for name, change in changes.items():
         section, fqn = _section(name)
@@ -61,8 +61,8 @@ def heat_map(changes: Mapping[str, float]) -> Panel:
     body, height = pictures[-1]
     pictures[-1] = (body + _legend(height - 12), height + 8)
     words = (
-        "Rows are layers, columns modules, colour is the largest change relative to the largest value: grey is equal, "
-        "and each step towards red is ten times more."
+        "Rows are layers, columns are modules. Colour shows the largest change relative to the "
+        "largest value: grey is equal, and each step towards red is ten times more."
     )
     return Panel("Change by layer", words, "".join(svg(WIDTH, height, body) for body, height in pictures))
 

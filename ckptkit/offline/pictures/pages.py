@@ -87,7 +87,7 @@ def write_run_page(listing: Listing, path: str) -> None:
         exempt.append(f"keeps the best by {policy.keep_best[0]} ({policy.keep_best[1]})")
     panel = timeline(items, max_num=None if policy is None else policy.max_num, max_mem=max_mem, exempt=exempt)
     facts = [("checkpoints", str(len(items))), ("total", format_size(listing.total_bytes))]
-    facts += [("saved earlier, not here", str(listing.absent))] * (listing.absent > 0)
+    facts += [("saved earlier, now gone", str(listing.absent))] * (listing.absent > 0)
     Path(path).write_text(page(listing.url, [panel], facts=facts), encoding="utf-8")
 
 

@@ -88,7 +88,10 @@ def reshard_map(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> 
         )
         used_left[i] += height
         used_right[j] += height
-    words = f"{matrix.shape[0]} ranks to {matrix.shape[1]}: a ribbon is what one rank wrote and another will read."
+    words = (
+        f"{matrix.shape[0]} ranks to {matrix.shape[1]}: a ribbon shows the bytes that one rank wrote "
+        "and another will read."
+    )
     return Panel("Before and after", words, svg(WIDTH, HEIGHT, "".join(parts)))
 
 

@@ -60,14 +60,14 @@ def shard_map(entries: Iterable[TensorEntry], *, heading: str = "Shard map") -> 
 def _explanation(
     every: Sequence[TensorEntry], flat: Sequence[TensorEntry], drawn: Sequence[Sequence[TensorEntry]]
 ) -> str:
-    words = ["One bar a tensor, cut where ranks meet; rest the pointer on a slice to see its box, bytes and file."]
+    words = ["One bar per tensor, split by rank; hover over a slice to see its box, bytes and file."]
     shown = sum(map(len, drawn))
     if len(drawn) < shown:
-        words.append("Tensors of one shape that are cut alike share a bar.")
+        words.append("Tensors with the same shape and sharding share a bar.")
     if shown < len(flat):
         words.append(f"The {shown} largest of {len(flat)} tensors are drawn.")
     if len(flat) < len(every):
-        words.append(f"{len(every) - len(flat)} of one element are left out.")
+        words.append(f"{len(every) - len(flat)} scalar tensors are hidden.")
     return " ".join(words)
 
 

@@ -23,7 +23,7 @@ _COLOURS = {
     "skipped": "#6b7280",
 }
 _ABSENT = "absent"
-_LEGEND = {"delete": "rotation deletes", "skipped": "no checkpoint", _ABSENT: "not here any more"}
+_LEGEND = {"delete": "rotation deletes", "skipped": "no checkpoint", _ABSENT: "no longer here"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def timeline(
         max_mem is not None
     )
     limits += exempt
-    words = "One bar a checkpoint; its height is bytes of all ranks." + (
+    words = "One bar per checkpoint; its height shows the bytes of all ranks." + (
         f" Policy: {', '.join(limits)}." if limits else ""
     )
     return Panel("Checkpoints of the run", words, svg(WIDTH, HEIGHT, "".join(parts)))
@@ -114,7 +114,7 @@ def _with_gaps(items: Sequence[TimelineItem]) -> list[TimelineItem]:
 
 
 def _gap(item: TimelineItem, x: float, width: float, height: float) -> str:
-    words = f"{item.name} saved in between, not here any more"
+    words = f"{item.name} saved in between, now gone"
     count = text(
         x + width / 2, HEIGHT - BOTTOM - height / 2 + 4, label(item.name, width + 4), kind="soft", anchor="middle"
     )

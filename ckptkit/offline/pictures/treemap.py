@@ -21,7 +21,7 @@ def treemap(tree: TreeNode) -> Panel:
     _draw(tree, (0.0, 0.0, WIDTH, HEIGHT), "", 0, total, body)
     return Panel(
         "Sizes by module",
-        "The area is bytes; rest the pointer on a module for its share.",
+        "Area shows bytes; hover over a module for its share.",
         svg(WIDTH, HEIGHT, "".join(body)),
     )
 

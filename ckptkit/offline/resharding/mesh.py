@@ -79,12 +79,12 @@ class TargetMesh:
             UsageError: A name is unknown, a size is no positive number, or the product is not `world_size`.
         """
         if world_size < 1:
-            raise UsageError(f"world size {world_size}: there must be a rank at least.")
+            raise UsageError(f"world size {world_size}: expected at least one rank.")
         sizes, labels = _sizes(text)
         if "shard" not in sizes:
             rest = sizes.get("replicate", 1) * sizes.get("tp", 1)
             if world_size % rest:
-                raise UsageError(f"mesh {text}: {rest} ranks a shard do not divide the world size {world_size}.")
+                raise UsageError(f"mesh {text}: {rest} ranks per shard do not divide the world size {world_size}.")
             sizes["shard"] = world_size // rest
         mesh = cls(**sizes, labels=labels)
         if mesh.size != world_size:
@@ -190,11 +190,9 @@ def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[
         label = given.strip()
         name = _ALIASES.get(label, "")
         if not name or name in sizes:
-            raise UsageError(
-                f"mesh {text!r}: {given!r} is no dimension, or is there twice. Known: {', '.join(_NAMES)}."
-            )
+            raise UsageError(f"mesh {text!r}: {given!r} is unknown or given twice. Known: {', '.join(_NAMES)}.")
         if not size.strip().isdecimal() or int(size) < 1:
-            raise UsageError(f"mesh {text!r}: the size of {given!r} is {size!r}, expected a number from 1 on.")
+            raise UsageError(f"mesh {text!r}: the size of {given!r} is {size!r}, expected an integer of at least 1.")
         sizes[name] = int(size)
         labels[name] = label
     return sizes, tuple(labels.items())
@@ -262,15 +260,15 @@ class TPPlan:
             try:
                 rules = json.loads(Path(given).read_text("utf-8"))
             except (OSError, ValueError, RecursionError) as error:
-                raise UsageError(f"--tp-plan {origin}: it can't be read as JSON: {error}.") from error
+                raise UsageError(f"--tp-plan {origin}: not readable as JSON: {error}.") from error
         good = isinstance(rules, Mapping) and all(
             isinstance(glob, str) and (dim is None or (type(dim) is int and 0 <= dim < 8))
             for glob, dim in rules.items()
         )
         if not good or not rules:
             raise UsageError(
-                f"{origin}: expected globs of parameter names with the dimension that each is cut along, such as "
-                '{"*.q_proj.weight": 0, "*.o_proj.weight": 1}; null leaves it whole.'
+                f"{origin}: expected globs of parameter names, each with the dimension to split, for example "
+                '{"*.q_proj.weight": 0, "*.o_proj.weight": 1}; null leaves a parameter whole.'
             )
         return cls(dict(rules), origin)
 
@@ -298,7 +296,9 @@ class TPPlan:
             if fnmatch.fnmatchcase(fqn, glob):
                 found = dim
         if found is not None and found >= len(shape):
-            raise UsageError(f"{self.origin}: {fqn!r} is cut along dimension {found}, but its shape is {list(shape)}.")
+            raise UsageError(
+                f"{self.origin}: {fqn!r} is to be split along dimension {found}, but its shape is {list(shape)}."
+            )
         return found
 
     def check_used(self, names: Iterable[str]) -> None:
@@ -307,8 +307,8 @@ class TPPlan:
         idle = [glob for glob in self.rules if not any(fnmatch.fnmatchcase(name, glob) for name in known)]
         if idle:
             raise UsageError(
-                f"{self.origin}: {', '.join(map(repr, idle[:4]))} fits no parameter. The source has {known[0]!r} and "
-                f"{len(known) - 1} more."
+                f"{self.origin}: {', '.join(map(repr, idle[:4]))} matches no parameter. The source has "
+                f"{known[0]!r} and {len(known) - 1} more."
             )
 
 
@@ -397,14 +397,16 @@ class Cuts:
             plan = TPPlan.of_config(config if isinstance(config, Mapping) else None, names)
             if plan is None:
                 raise UsageError(
-                    f"the mesh has tp={self._mesh.tp}, but the source was not tensor parallel and its names don't tell "
-                    "what to cut. Give --tp-plan FILE, JSON of globs and dimensions: "
+                    f"the mesh has tp={self._mesh.tp}, but the source is not tensor parallel and its names do not "
+                    "show what to split. Give --tp-plan FILE, a JSON object of globs and dimensions: "
                     '{"*.q_proj.weight": 0, "*.o_proj.weight": 1}.'
                 )
             if isinstance(config, Mapping) and config.get("tie_word_embeddings"):
                 plan = plan.without(["lm_head.weight"])
             count = sum(plan.dim(entry.fqn, entry.shape) is not None for entry in weights.values())
-            self.notes.append(f"tensor parallelism cuts {count} parameters by {plan.origin}; --tp-plan gives another")
+            self.notes.append(
+                f"tensor parallelism splits {count} parameters according to {plan.origin}; --tp-plan gives another plan"
+            )
         dims = {name: plan.dim(entry.fqn, entry.shape) for name, entry in weights.items()}
         modules = {weights[name].fqn.rpartition(".")[0] for name, dim in dims.items() if dim is not None}
         return {

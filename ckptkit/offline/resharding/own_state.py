@@ -74,7 +74,7 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
     values: dict[str, tuple[ObjectEntry, Any]] = {}
     for name, entry in catalog.objects.items():
         if entry.role is not Role.OPTIMIZER and _RANDOM.fullmatch(name.split(".")[0]):
-            found.leftovers.append((name, "random states belong to the old ranks; the new ones are seeded anew"))
+            found.leftovers.append((name, "random states belong to the old ranks; the new ranks are reseeded"))
             continue
         try:
             values[name] = (entry, read_object(store, entry))
@@ -87,7 +87,7 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
             continue
         del values[name]
         if not groups.take(name, value) and not _take_state(found, name, entry, value, sections):
-            found.leftovers.append((name, "it is nothing that an optimizer of torch has"))
+            found.leftovers.append((name, "it is not something that a torch optimizer has"))
     _add_groups(found, groups, known, sections, catalog)
     _add_rest(found, _nested(values))
     return found
@@ -169,7 +169,7 @@ def _add_groups(found: Trees, groups: _Groups, names: _Names, sections: Mapping[
         listed = _joined(by_owner)
         unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or names.of(p) is None]
         if unknown:
-            reason = f"its parameters are {unknown[0]!r} and the like, which are no names of the model"
+            reason = f"its parameters, such as {unknown[0]!r}, are not names of the model"
             found.leftovers.append((f"{prefix}.{_GROUPS}", reason))
             continue
         tree = _optimizer(found, section)
@@ -207,7 +207,7 @@ def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
         del found.trees[section]
         tree = None
     if tree is None:
-        found.notes.append(f"{section}: the source has no settings (lr, betas); those of the new job stay")
+        found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
         return
     listed = {fqn for group in tree[_GROUPS] for fqn in group["params"]}
     having = {e.fqn for e in catalog.tensors.values() if e.role is Role.OPTIMIZER and e.fqn}
@@ -252,7 +252,7 @@ def _add_rest(found: Trees, nested: Mapping[str, Any]) -> None:
             continue
         found.trees[own] = tree
         if own == "scheduler":
-            found.notes.append(f"{name} is the state of a scheduler of torch: a job's scheduler takes it")
+            found.notes.append(f"{name} is the state of a torch scheduler: the job's scheduler loads it")
             if isinstance(value, Mapping) and value is not scheduler:
                 found.leftovers.append((f"the rest of {name}", "only the scheduler's state in it was taken"))
 
@@ -299,7 +299,7 @@ def _tree(value: Any, depth: int = 0) -> Any:
         return _tensor(value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes())
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$npscalar": _tensor(value.dtype.name, (), value.tobytes())}
-    raise _NoTree(f"it holds a {getattr(value, 'kind', kind.__name__)}, which does not load without running code")
+    raise _NoTree(f"it contains a {getattr(value, 'kind', kind.__name__)}, which cannot be loaded without running code")
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
@@ -362,7 +362,7 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
     if opaque:
         listed = "\n  ".join(opaque)
         raise UnsupportedFormatError(
-            f"{len(opaque)} tensors can't be cut for other ranks without their classes:\n  {listed}\n"
+            f"{len(opaque)} tensors cannot be split for other ranks without their classes:\n  {listed}\n"
             "Load the checkpoint in a job that imports these classes, and save it there."
         )
     if as_it_is:
@@ -396,7 +396,7 @@ def _as_it_is(store: Store, catalog: Catalog) -> OwnState:
         found.tensors.append(_copy(entry, name, entry.role, entry.fqn, entry.state, key))
     for item in catalog.objects.values():
         found.records.append((item, _record(store, item)))
-    found.notes.append("keys and values are those of the source: the state that loads it with torch's dcp loads this")
+    found.notes.append("keys and values are unchanged: the state that loads the source with torch's dcp loads this too")
     return found
 
 
@@ -480,8 +480,8 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
         found.tensors.append(_copy(entry, own, role, fqn if fqn in own else "", state, key))
     if masters:
         found.notes.append(
-            f"{len(masters)} fp32 masters are left out: they are the fp32 weights, and an optimizer with masters takes "
-            "those; for a model in another dtype, load with convert_dtype=True"
+            f"{len(masters)} fp32 masters are skipped: they equal the fp32 weights, which an optimizer "
+            "with masters uses; for a model in another dtype, load with convert_dtype=True"
         )
     _add_steps(found, trees, used)
     found.trees = {**trees.trees, "step": step}

@@ -247,7 +247,7 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
             option = "rng_on_resize" if kind == "rng" else "per_rank_on_resize"
             states = "the state of 1 rank is" if saved == 1 else f"the states of {saved} ranks are"
             ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-            found.append(f"{kind}: {states} kept; at load, {option} decides for {ranks}")
+            found.append(f"{kind}: {states} kept; on load, {option} decides what {ranks} get")
     return found
 
 

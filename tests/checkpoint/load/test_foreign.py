@@ -204,7 +204,7 @@ def test_another_number_of_optimizers_is_refused(tmp_path):
     state = run_of("lightning_trainer_full")
     parameters = list(state.model.parameters())
     state.optimizer = {"a": torch.optim.AdamW(parameters[:2]), "b": torch.optim.AdamW(parameters[2:])}
-    with pytest.raises(CheckpointMismatchError, match=r"holds 1 optimizers .* has 2"):
+    with pytest.raises(CheckpointMismatchError, match=r"contains 1 optimizers .* has 2"):
         load(state, "lightning_trainer_full", tmp_path)
     assert not any(parameter.any() for parameter in parameters)
 

@@ -91,7 +91,7 @@ def test_a_save_under_way_refuses_the_next_one_if_asked_to(tmp_path: Path, monke
     gate = Gate(monkeypatch)
     with CheckpointManager(tmp_path, async_policy="refuse") as manager:
         manager.save_async(1, TrainState(model=nn.Linear(4, 4)))
-        with pytest.raises(SaveError, match="still under way"):
+        with pytest.raises(SaveError, match="still running"):
             manager.save_async(2, TrainState(model=nn.Linear(4, 4)))
         gate.opened.set()
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
@@ -572,7 +572,7 @@ def disagree(url: str) -> str:
 
 
 def test_ranks_that_save_different_steps_are_told_so(ranks: Any, tmp_path: Path) -> None:
-    assert all("ranks want to save different things" in text for text in ranks.run(disagree, 2, str(tmp_path)))
+    assert all("ranks disagree on what to save" in text for text in ranks.run(disagree, 2, str(tmp_path)))
 
 
 def test_a_fork_during_a_save_is_refused_every_call_and_ends_without_waiting(

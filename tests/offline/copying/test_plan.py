@@ -144,7 +144,7 @@ def test_a_plan_does_not_list_what_many_are_left_over_for():
     ]
     assert lines == [
         "left over: rest (no reason)",
-        "left over: 300 tensors, optimizer.state.0, ... (optimizer state); --json names each",
+        "left over: 300 tensors, optimizer.state.0, ... (optimizer state); --json lists all",
     ]
 
 
@@ -231,7 +231,7 @@ def test_a_key_map_is_what_an_installed_package_says(tmp_path, monkeypatch):
 
     assert resolve_key_map("mine") is my_rules.MAP
     assert resolve_key_map("by-function") is my_rules.MAP
-    with pytest.raises(UsageError, match="gives int, no NameMap"):
+    with pytest.raises(UsageError, match="returns int, expected a NameMap"):
         resolve_key_map("wrong")
 
 

@@ -69,7 +69,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def went_on(notes: tuple[str, ...]) -> str:
-    return next((note for note in notes if note.startswith("went on")), "")
+    return next((note for note in notes if note.startswith("continued an interrupted run")), "")
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -295,7 +295,7 @@ def test_a_tied_head_with_an_adapter_of_its_own_is_said_and_may_be_kept_apart(tm
     together = run_of("llama", tmp_path, config)["model.embed_tokens.weight"]
     of = {"base": str(tmp_path / "base"), "merge_adapter": True, "adapter_config": config}
     report = convert(str(tmp_path / "run"), str(tmp_path / "tied"), **of)  # type: ignore[arg-type]
-    assert any("changes model.embed_tokens.weight as well" in note for note in report.notes)
+    assert any("also changes model.embed_tokens.weight" in note for note in report.notes)
     convert(str(tmp_path / "run"), str(tmp_path / "apart"), untie=True, **of)  # type: ignore[arg-type]
     found = bits_of(tmp_path / "apart" / "model.safetensors")
     assert (found["lm_head.weight"] == together).all()
@@ -330,7 +330,7 @@ def test_dora_of_columns_says_how_much_memory_it_takes(tmp_path: Path) -> None:
     (embed,) = (t for t in plan_export(store, catalog, options=options).tensors if isinstance(t, ComputedTensor))
     work = prepare(Plan(catalog, (), (Placement.whole(embed, 0, 0),)), check=False, by_boxes=True)
     gatherer = Gatherer(SourceReader(store, work.origins), work.maps, None, max_bytes=4 << 10)
-    with pytest.raises(UsageError, match=r"'embed.weight' \(DoRA of .* at once, .* Give a larger --max-memory"):
+    with pytest.raises(UsageError, match=r"'embed.weight' \(DoRA of .* at once, .* Pass a larger --max-memory"):
         gatherer.make_box(embed, Box.whole(embed.shape), np.empty(embed.numel * 2, np.uint8))
 
 
@@ -356,12 +356,12 @@ LINEAR_Q = {"q__base_layer__weight": (6, 4), "q__lora_A__default__weight": (2, 4
 
 @pytest.mark.parametrize("flag", ["alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"])
 def test_what_peft_can_not_merge_is_refused_with_advice(flag: str) -> None:
-    with pytest.raises(UnsupportedFormatError, match=rf"{flag} can't be merged, by PEFT either.*Export the adapter"):
+    with pytest.raises(UnsupportedFormatError, match=rf"{flag} cannot be merged, by PEFT either.*Export the adapter"):
         refused({flag: [1]}, **LINEAR_Q)
 
 
 def test_convolutions_in_groups_and_flat_ones_in_3d_are_refused_as_peft_refuses_them(tmp_path: Path) -> None:
-    for module, message in (("grouped", "convolution in groups"), ("flat3", "flat kernel")):
+    for module, message in (("grouped", "grouped convolution"), ("flat3", "flat kernel")):
         config = {"r": 4, "lora_alpha": 6, "target_modules": [module]}
         adapted = trained(config, tmp_path / module, dtype="float32")
         with pytest.raises(UnsupportedFormatError, match=f"'{module}' is a convolution .*{message}|{message}"):
@@ -388,14 +388,16 @@ def test_a_config_that_contradicts_the_tensors_is_refused() -> None:
         "e__token_adapter__base_layer__weight": (9, 4),
         "e__token_adapter__trainable_tokens_delta__default": (2, 4),
     }
-    with pytest.raises(CheckpointMismatchError, match="do not say which rows of 'e'"):
+    with pytest.raises(CheckpointMismatchError, match="do not list the rows of 'e'"):
         refused({}, **LINEAR_Q, **tokens)
     with pytest.raises(CheckpointMismatchError, match=r"are 3 rows of 'e' \[9, 4\], the checkpoint's are \[2, 4\]"):
         refused({"trainable_token_indices": [1, 2, 3]}, **LINEAR_Q, **tokens)
 
 
 def test_factors_that_do_not_fit_the_weight_are_refused() -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"do not fit the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"not match the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"
+    ):
         refused({}, **{**LINEAR_Q, "q__base_layer__weight": (6, 5)})
 
 
@@ -406,7 +408,7 @@ def test_experts_are_merged_only_where_it_is_proved_which_factors_are_whose() ->
         "experts__lora_B__weight": (4, 6),
     }
     config = {"target_parameters": ["experts.up"]}
-    with pytest.raises(UnsupportedFormatError, match=r"which way round\. Its config.json may tell: give --base"):
+    with pytest.raises(UnsupportedFormatError, match=r"their order\. Its config.json may tell: give --base"):
         refused(config, **square)
     refused(config, "qwen3_moe", **square)
     refused(config, "gpt_oss", **square)
@@ -416,7 +418,7 @@ def test_experts_are_merged_only_where_it_is_proved_which_factors_are_whose() ->
         "experts__base_layer__lora_A__weight": (6, 4), "experts__base_layer__lora_B__weight": (6, 6),
     }  # fmt: skip
     with pytest.raises(
-        UnsupportedFormatError, match=r"which factors are of which parameter, of experts\.up, experts\.gate"
+        UnsupportedFormatError, match=r"which factors belong to which parameter of experts\.up, experts\.gate"
     ):
         refused({"target_parameters": ["experts.up", "experts.gate"]}, "qwen3_moe", **two)
     with pytest.raises(CheckpointMismatchError, match="2 adapters of parameters, and 1 parameters"):

@@ -139,7 +139,7 @@ def test_what_verl_records_of_an_adapter_is_enough(zoo: Path, tmp_path: Path) ->
 def test_an_alpha_of_0_is_taken_for_an_unknown_one() -> None:
     split = split_adapter(lora())
     assert split is not None
-    with pytest.raises(UsageError, match="lora_alpha 0: some tools write 0"):
+    with pytest.raises(UsageError, match="lora_alpha 0, which some tools write"):
         adapter_config({"r": 2, "lora_alpha": 0}, split, base=None)
 
 
@@ -147,9 +147,9 @@ def test_alpha_is_never_made_up(zoo: Path, tmp_path: Path) -> None:
     shutil.copytree(zoo / "peft_lora_dcp_full_w2" / "ckpt", tmp_path / "ckpt")
     store = open_store(str(tmp_path / "ckpt"))
     catalog = dcp.open_catalog(store)
-    with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*alpha is not recorded"):
+    with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*but not its alpha"):
         plan_export(store, catalog)
-    with pytest.raises(UsageError, match="does not say lora_alpha"):
+    with pytest.raises(UsageError, match="has no lora_alpha"):
         plan_export(store, catalog, options=ExportOptions(adapter_config={"r": 4}))
 
 
@@ -163,7 +163,7 @@ def test_the_config_may_lie_in_the_base(zoo: Path) -> None:
 def test_a_rank_that_is_not_the_tensors_is_refused() -> None:
     split = split_adapter(lora())
     assert split is not None
-    with pytest.raises(CheckpointMismatchError, match=r"says rank 8 for 'q', its tensors have rank 2"):
+    with pytest.raises(CheckpointMismatchError, match=r"has rank 8 for 'q', but its tensors have rank 2"):
         adapter_config({"r": 8, "lora_alpha": 1}, split, base=None)
 
 
@@ -222,7 +222,7 @@ def test_names_without_adapters_are_none() -> None:
 
 def test_merging_without_an_adapter_is_refused(zoo: Path) -> None:
     store = open_store(str(zoo / "hf_ref_llama_tied"))
-    with pytest.raises(UsageError, match="holds no adapter"):
+    with pytest.raises(UsageError, match="contains no adapter"):
         plan_export(store, safetensors.open_catalog(store), options=ExportOptions(merge_adapter=True))
 
 
@@ -237,7 +237,7 @@ def test_starting_values_that_change_the_base_are_noted() -> None:
     split = split_adapter(lora())
     assert split is not None
     _, notes = export_adapter(split, {"init_lora_weights": "pissa_niter_16"})
-    assert "fits only that base" in notes[0]
+    assert "matches only those base weights" in notes[0]
     assert np.ndim(notes) == 1
 
 

@@ -177,7 +177,7 @@ def test_all_differences_from_the_base_are_listed_at_once(tmp_path: Path) -> Non
     base = write(tmp_path / "base", {**ones("a", "gone"), "b": np.ones((3, 2), np.float32)})
     with pytest.raises(CheckpointMismatchError) as caught:
         plan(tmp_path / "src", base)
-    for said in ("missing: gone", "unexpected: extra [2]", "shape: b is [2, 3], the base has [3, 2]"):
+    for said in ("missing: gone", "unexpected: extra [2]", "shape: b is [2, 3], but [3, 2] in the base"):
         assert said in str(caught.value)
 
 
@@ -222,7 +222,7 @@ def test_what_was_added_to_the_model_is_kept_and_named(tmp_path: Path) -> None:
     base = write(tmp_path / "base", ones("a"))
     export = plan(tmp_path / "src", base)
     assert {t.name for t in export.tensors} == {"a", "probe"}
-    assert any("kept, though the base has no such tensors: probe." in note for note in export.notes)
+    assert any("kept, although the base has no such tensors: probe." in note for note in export.notes)
     assert export.checked.endswith("(but for 1 tensors of its own)")
 
 
@@ -265,7 +265,7 @@ def test_only_floats_are_cast(tmp_path: Path) -> None:
 def test_complex_tensors_are_refused_by_name(zoo: Path) -> None:
     store = open_store(str(zoo / "dcp_dtypes_w2" / "ckpt"))
     catalog = dcp.open_catalog(store)
-    with pytest.raises(UnsupportedFormatError, match=r"c64 \(complex64\)\. Leave them out with --exclude"):
+    with pytest.raises(UnsupportedFormatError, match=r"c64 \(complex64\)\. Skip them with --exclude"):
         plan_export(store, catalog)
     export = plan_export(store, catalog, options=ExportOptions(exclude=("c64",)))
     same_bits(carried_out(store, catalog, export), bits_of(zoo / "dcp_dtypes_w2" / "EXPECTED.safetensors"))
@@ -293,14 +293,14 @@ def test_masters_are_exported_where_asked_for(tmp_path: Path) -> None:
         "b": ("float32", ("m.1",)),
         "n": ("int32", ("n",)),
     }
-    assert "1 tensors have no fp32 master (buffers, frozen): the model's are taken" in export.notes
+    assert "1 tensors have no fp32 master (buffers, frozen parameters): the model's values are used" in export.notes
 
 
 def test_the_models_own_weights_are_the_default(tmp_path: Path) -> None:
     store, catalog = with_masters(tmp_path, {"0": "a", "1": "b"})
     export = plan_export(store, catalog)
     assert {t.dtype for t in export.tensors} == {"float16", "int32"}
-    assert dict(export.leftovers)["m.0"] == "master state, not among the model weights"
+    assert dict(export.leftovers)["m.0"] == "master state, not part of the model weights"
 
 
 @pytest.mark.parametrize(("dtype", "source"), [("fp32", "m.0"), ("bf16", "m.0"), ("fp16", "a"), ("keep", "a")])
@@ -422,9 +422,9 @@ def test_a_base_that_is_neither_directory_nor_known_repo_is_refused(monkeypatch:
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointNotFoundError, match="as a repo of the hub it can't be read"):
+    with pytest.raises(CheckpointNotFoundError, match="cannot be read as a Hub repo"):
         open_base("nobody/nothing-here")
-    with pytest.raises(CheckpointNotFoundError, match="is no directory"):
+    with pytest.raises(CheckpointNotFoundError, match="is not a directory"):
         open_base("./nothing-here")
 
 
@@ -550,8 +550,8 @@ def test_an_exact_index_is_proved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("metadata", {"total_size": 23, "total_parameters": 6}, "total_size is 23, 24 expected"),
-        ("metadata", {"total_size": 24}, "total_parameters is None, 6 expected"),
+        ("metadata", {"total_size": 23, "total_parameters": 6}, "total_size is 23, expected 24"),
+        ("metadata", {"total_size": 24}, "total_parameters is None, expected 6"),
     ],
 )
 def test_an_index_with_wrong_totals_is_refused(tmp_path: Path, key: str, value: Any, said: str) -> None:
