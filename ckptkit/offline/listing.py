@@ -22,7 +22,7 @@ from ckptkit.storage.store import Store
 __all__ = ["Listed", "Listing", "Outlook", "effective_policy", "list_run", "look_ahead", "nothing_of_ours", "policy_of"]
 
 SCHEMA = "ckptkit.ls/1"
-_RESUMED = "the last job was resumed from it and kept it; that job is over, and the next save or prune deletes it"
+_RESUMED = "the last job was resumed from it and kept it; that job has ended, and the next save or prune deletes it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def look_ahead(
     for item, decision in zip(
         inventory.committed, plan_rotation(inventory, root, policy or RetentionPolicy()), strict=True
     ):
-        more: tuple[str, ...] = ("of a branch that was rolled back",) if item.superseded else ()
+        more: tuple[str, ...] = ("on a branch that was rolled back",) if item.superseded else ()
         if not decision.keep:
             kept[item.name] = tuple(unnamed_files(view, item.path, item.record))
             if item.name == origin:

@@ -395,9 +395,7 @@ def test_a_config_that_contradicts_the_tensors_is_refused() -> None:
 
 
 def test_factors_that_do_not_fit_the_weight_are_refused() -> None:
-    with pytest.raises(
-        CheckpointMismatchError, match=r"not match the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"
-    ):
+    with pytest.raises(CheckpointMismatchError, match=r"not match the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"):
         refused({}, **{**LINEAR_Q, "q__base_layer__weight": (6, 5)})
 
 
