@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
 
 from ckptkit.checkpoint.run.inventory import rank_by
 from ckptkit.errors import UsageError
@@ -20,8 +22,8 @@ logger = logging.getLogger(__name__)
 class RetentionPolicy:
     """How many checkpoints to keep, and which of them in any case.
 
-    `max_num` and `max_mem` are limits: without one, nothing is ever deleted. `keep_every` and `keep_best`
-    exempt checkpoints from both. The newest, the pinned and the one that the run was resumed from are
+    `max_num` and `max_mem` are limits: without one, nothing is ever deleted. `keep_every`, `keep_daily` and
+    `keep_best` exempt checkpoints from both. The newest, the pinned and the one that the run was resumed from are
     always exempt.
 
     Attributes:
@@ -30,16 +32,20 @@ class RetentionPolicy:
             checkpoint, the exempt ones too, with the files of all ranks once. The oldest go first.
         keep_every: Keep each checkpoint whose step is a multiple of this.
         keep_best: (metric, "min" | "max", count), the count 1 where it is left out.
+        keep_daily: Keep the newest checkpoint of each day, for the last this many days that have one. Days are UTC,
+            by the time that the commit record states.
     """
 
     max_num: int | None = None
     max_mem: int | str | None = None
     keep_every: int | None = None
     keep_best: tuple[str, str] | tuple[str, str, int] | None = None
+    keep_daily: int | None = None
 
     def __post_init__(self) -> None:
         _positive("max_num", self.max_num, "To keep all checkpoints, omit it.")
         _positive("keep_every", self.keep_every, "To keep none by its step, omit it.")
+        _positive("keep_daily", self.keep_daily, "To keep none by its day, omit it.")
         if self.max_mem is not None:
             nbytes = parse_size(self.max_mem)
             if nbytes < 1:
@@ -50,6 +56,38 @@ class RetentionPolicy:
                 best = self.keep_best
                 raise UsageError(f"keep_best is {best!r}, expected a metric and a mode: keep_best=({best!r}, 'min').")
             object.__setattr__(self, "keep_best", _checked_best(tuple(self.keep_best)))
+
+    @classmethod
+    def recorded(cls, stated: Mapping[str, Any]) -> RetentionPolicy:
+        """Return the policy that a commit record states.
+
+        Raises:
+            UsageError: It has a rule that this version does not know, or a value that means nothing.
+        """
+        fields = {name: value for name, value in stated.items() if value is not None}
+        unknown = sorted(fields.keys() - set(cls.__slots__))
+        if unknown:
+            raise UsageError(
+                f"the run's own policy has {', '.join(unknown)}, which this version of ckptkit can't apply."
+            )
+        return cls(**fields)
+
+    def with_exemptions_of(self, other: RetentionPolicy) -> RetentionPolicy:
+        """Return this policy with the exemptions (`keep_...`) of `other` that it does not state itself."""
+        silent = [name for name in self.__slots__ if name.startswith("keep_") and getattr(self, name) is None]
+        return replace(self, **{name: getattr(other, name) for name in silent})
+
+    @property
+    def exemptions(self) -> tuple[str, ...]:
+        """What is kept whatever the limits are, in words."""
+        words = []
+        if self.keep_every is not None:
+            words.append(f"keeps every {self.keep_every} steps")
+        if self.keep_best is not None:
+            words.append(f"keeps the best by {self.keep_best[0]} ({self.keep_best[1]})")
+        if self.keep_daily is not None:
+            words.append(f"keeps the newest of each of the last {self.keep_daily} days")
+        return tuple(words)
 
     @property
     def objective(self) -> tuple[str, str] | None:
@@ -148,7 +186,15 @@ def _exempt(
         for record in records:
             if record.step % policy.keep_every == 0:
                 exempt.setdefault(record.name, []).append(f"a multiple of {policy.keep_every} (keep_every)")
+    if policy.keep_daily is not None:
+        newest = {_day(record): record.name for record in records if record.created}
+        for day in sorted(newest)[-policy.keep_daily :]:
+            exempt.setdefault(newest[day], []).append(f"the newest of {day} (keep_daily)")
     return exempt
+
+
+def _day(record: CommitRecord) -> str:
+    return datetime.fromtimestamp(record.created, timezone.utc).date().isoformat()
 
 
 def _warn(total: int, limit: int, kept: list[str], exempt: Mapping[str, list[str]]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
-from ckptkit.cli.retention import policy_from, policy_options
+from ckptkit.cli.retention import policy_options, stated_policy
 from ckptkit.units import format_duration, format_size
 
 _STEP = re.compile(r"step_\d+")
@@ -34,10 +34,6 @@ def command(
     every: bool,
     as_json: bool,
     html: str | None,
-    max_num: int | None,
-    max_mem: str | None,
-    keep_every: int | None,
-    keep_best: str | None,
     recorded: bool,
     storage_options: tuple[str, ...],
 ) -> None:
@@ -46,7 +42,7 @@ def command(
     given here take the place of its limits."""
     from ckptkit.offline.listing import list_run
 
-    policy = policy_from(max_num, max_mem, keep_every, keep_best)
+    policy = stated_policy()
     options = with_storage_options(storage_options)
     listing = list_run(root, policy=policy, recorded=recorded, storage_options=options)
     if html:

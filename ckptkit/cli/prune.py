@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ckptkit.cli.frame import command_frame, if_interrupted, print_json, storage_option, with_storage_options
-from ckptkit.cli.retention import policy_from, policy_options
+from ckptkit.cli.retention import policy_options, stated_policy
 from ckptkit.units import format_size
 
 
@@ -21,10 +21,6 @@ def command(
     *,
     dry_run: bool,
     as_json: bool,
-    max_num: int | None,
-    max_mem: str | None,
-    keep_every: int | None,
-    keep_best: str | None,
     recorded: bool,
     storage_options: tuple[str, ...],
 ) -> None:
@@ -35,7 +31,7 @@ def command(
     """
     from ckptkit.offline.prune import prune
 
-    policy = policy_from(max_num, max_mem, keep_every, keep_best)
+    policy = stated_policy()
     options = with_storage_options(storage_options)
     if not dry_run:
         if_interrupted(

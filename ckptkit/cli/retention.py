@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -12,55 +13,62 @@ from ckptkit.cli.options import Count
 if TYPE_CHECKING:
     from ckptkit.checkpoint.retention import RetentionPolicy
 
-__all__ = ["policy_from", "policy_options"]
+__all__ = ["policy_options", "stated_policy"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_STATED = "ckptkit.retention"
+
+
+def _note(context: click.Context, option: click.Parameter, value: Any) -> None:
+    context.meta.setdefault(_STATED, {})[option.name] = value
+
+
+_rule = partial(click.option, expose_value=False, callback=_note)
+# Each is named as its field of RetentionPolicy.
 _OPTIONS = [
-    click.option("--max-num", type=Count(1), metavar="N", help="Keep the N newest."),
-    click.option(
-        "--max-mem", metavar="SIZE", help="Keep the total below SIZE, for example 1TB (10^12) or 1TiB (2^40)."
+    _rule("--max-num", type=Count(1), metavar="N", help="Keep the N newest."),
+    _rule("--max-mem", metavar="SIZE", help="Keep the total below SIZE, for example 1TB (10^12) or 1TiB (2^40)."),
+    _rule("--keep-every", type=Count(1), metavar="N", help="Keep each checkpoint whose step is a multiple of N."),
+    _rule(
+        "--keep-daily",
+        type=Count(1),
+        metavar="N",
+        help="Keep the newest of each day (UTC), for the last N days that have a checkpoint.",
     ),
-    click.option(
-        "--keep-every", type=Count(1), metavar="N", help="Keep each checkpoint whose step is a multiple of N."
-    ),
-    click.option(
-        "--keep-best", metavar="METRIC:min|max[:N]", help="Keep the N best by a metric, for example val_loss:min:2."
-    ),
+    _rule("--keep-best", metavar="METRIC:min|max[:N]", help="Keep the N best by a metric, for example val_loss:min:2."),
     click.option(
         "--forget-recorded",
         "recorded",
         is_flag=True,
         flag_value=False,
         default=True,
-        help="With limits given: ignore the keep_every and keep_best that the run recorded.",
+        help="With limits given: ignore the --keep-... rules that the run recorded.",
     ),
 ]
 
 
 def policy_options(function: F) -> F:
-    """Add the options to a command, which gets max_num, max_mem, keep_every, keep_best and recorded."""
+    """Add the options to a command, which gets `recorded`; `stated_policy` has the others."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
 
 
-def policy_from(
-    max_num: int | None, max_mem: str | None, keep_every: int | None, keep_best: str | None
-) -> RetentionPolicy | None:
-    """Return the policy that the options state, None where none was given. Raises UsageError."""
-    if max_num is None and max_mem is None and keep_every is None and keep_best is None:
+def stated_policy() -> RetentionPolicy | None:
+    """Return the policy that the options of this command state, None where none was given. Raises UsageError."""
+    stated = {name: value for name, value in click.get_current_context().meta[_STATED].items() if value is not None}
+    if not stated:
         return None
     from ckptkit.checkpoint.retention import RetentionPolicy
     from ckptkit.errors import UsageError
 
-    best: Any = None
-    if keep_best is not None:
-        parts = keep_best.split(":")
+    best = stated.get("keep_best")
+    if best is not None:
+        parts = best.split(":")
         if len(parts) not in (2, 3) or (len(parts) == 3 and not parts[2].isdigit()):
             raise UsageError(
-                f"--keep-best {keep_best}: expected METRIC:min or METRIC:max, optionally with :N, for example "
-                "val_loss:min:2."
+                f"--keep-best {best}: expected METRIC:min or METRIC:max, optionally with :N: val_loss:min:2."
             )
-        best = (parts[0], parts[1], int(parts[2]) if len(parts) == 3 else 1)
-    return RetentionPolicy(max_num=max_num, max_mem=max_mem, keep_every=keep_every, keep_best=best)
+        stated["keep_best"] = (parts[0], parts[1], int(parts[2]) if len(parts) == 3 else 1)
+    return RetentionPolicy(**stated)

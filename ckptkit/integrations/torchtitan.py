@@ -51,7 +51,7 @@ class TorchtitanCheckpointer:
         given: dataloader, model_parts, optimizers, lr_schedulers, states, base_folder (its dump_folder) and the
             config, a `[checkpoint]` section. sd_adapter is not used: an export is `ckptkit convert`.
         url: The root of the run; default: base_folder/folder.
-        options: Of `CheckpointManager`: `storage_options`, `state_dict_type`, ...
+        options: Of `CheckpointManager`: `retention` (in place of `keep_latest_k`), `storage_options`, ...
 
     Raises:
         UsageError: The config asks for what is not done here (Hugging Face formats, a cast by `export_dtype`), or has a
@@ -98,8 +98,8 @@ class TorchtitanCheckpointer:
         self.last_load: LoadReport | None = None
         keep = int(_of(config, "keep_latest_k", 0))
         self.folder = url or os.path.join(str(named.get("base_folder") or ""), str(_of(config, "folder", "checkpoint")))
-        policy = RetentionPolicy(max_num=keep) if keep > 0 else None
-        self.manager = CheckpointManager(self.folder, retention=policy, **options)
+        options.setdefault("retention", RetentionPolicy(max_num=keep) if keep > 0 else None)
+        self.manager = CheckpointManager(self.folder, **options)
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save where the interval, or the last step, says so; in the background if `async_mode` is on. Collective.

@@ -12,14 +12,14 @@ from ckptkit.checkpoint.run.address import NAMED_CHECKPOINT
 from ckptkit.checkpoint.run.delete import plan_rotation
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
 from ckptkit.checkpoint.run.unnamed import unnamed_files
-from ckptkit.errors import CheckpointNotFoundError
+from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.formats.own.record import LATEST_HINT, RECORD_NAME, step_of_name
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 
-__all__ = ["Listed", "Listing", "Outlook", "effective_policy", "list_run", "look_ahead", "nothing_of_ours", "policy_of"]
+__all__ = ["Listed", "Listing", "Outlook", "effective_policy", "list_run", "look_ahead", "nothing_of_ours"]
 
 SCHEMA = "ckptkit.ls/1"
 _RESUMED = "the last job was resumed from it and kept it; that job has ended, and the next save or prune deletes it"
@@ -92,7 +92,7 @@ def list_run(
 
     Args:
         policy: What to decide by; None takes the policy that the newest checkpoint recorded.
-        recorded: What that one keeps in any case (`keep_every`, `keep_best`) holds too, where `policy` is silent.
+        recorded: What that one keeps in any case (`keep_...`) holds too, where `policy` is silent.
 
     Raises:
         UsageError: `policy` keeps the best by a metric that no checkpoint has.
@@ -165,20 +165,6 @@ def _gaps(inventory: Inventory) -> dict[str, int]:
     return gaps
 
 
-def policy_of(inventory: Inventory) -> RetentionPolicy | None:
-    """Return the retention policy that the newest checkpoint was saved under, None where it recorded none."""
-    stated = inventory.latest.record.extra.get("retention") if inventory.latest is not None else None
-    if not isinstance(stated, Mapping):
-        return None
-    fields = {name: stated[name] for name in RetentionPolicy.__slots__ if stated.get(name) is not None}
-    if isinstance(fields.get("keep_best"), list):
-        fields["keep_best"] = tuple(fields["keep_best"])
-    try:
-        return RetentionPolicy(**fields)
-    except (TypeError, ValueError):
-        return None  # a newer ckptkit's policy: decide nothing by it
-
-
 def _committed(item: Committed, decision: Decision, now: float, gap: int, kept_files: tuple[str, ...]) -> Listed:
     record = item.record
     stays = f"; these files stay, because its record does not name them: {_shown(kept_files)}" if kept_files else ""
@@ -212,23 +198,25 @@ def _attempt(item: Attempt, state: str) -> Listed:
 def effective_policy(
     given: RetentionPolicy | None, inventory: Inventory, *, recorded: bool = True
 ) -> RetentionPolicy | None:
-    """Return the policy to go by: the limits that were given, and what the run itself keeps whatever the limits are.
+    """Return the policy to go by: the limits that were given, and what the run itself keeps whatever the limits are;
+    without a given one, what the run's newest checkpoint recorded, None where that is nothing that can be applied.
 
     Raises:
-        UsageError: The given one keeps the best by a metric that no checkpoint has.
+        UsageError: The given one keeps the best by a metric that no checkpoint has; or the recorded one has a rule that
+            this version does not know.
     """
-    own = policy_of(inventory)
-    if given is None:
-        return own
-    if given.keep_best is not None:  # a slip of the pen must not delete the best
+    if given is not None and given.keep_best is not None:  # a slip of the pen must not delete the best
         check_metric(inventory, given.keep_best[0])
-    if own is None or not recorded:
+    stated = inventory.latest.record.extra.get("retention") if inventory.latest is not None else None
+    if not isinstance(stated, Mapping) or (given is not None and not recorded):
         return given
-    return replace(
-        given,
-        keep_every=given.keep_every if given.keep_every is not None else own.keep_every,
-        keep_best=given.keep_best if given.keep_best is not None else own.keep_best,
-    )
+    try:
+        own = RetentionPolicy.recorded(stated)
+    except UsageError as error:
+        if given is None:
+            return None
+        raise UsageError(f"{error} To go by what is given alone: --forget-recorded.") from error
+    return own if given is None else given.with_exemptions_of(own)
 
 
 def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:

@@ -74,7 +74,7 @@ def prune(
 
     Args:
         policy: None takes the policy that the newest checkpoint recorded.
-        recorded: What that one keeps in any case (`keep_every`, `keep_best`) stays too, where `policy` is silent.
+        recorded: What that one keeps in any case (`keep_...`) stays too, where `policy` is silent.
 
     Raises:
         UsageError: No policy was given, none was recorded, and dead saves left nothing; or it keeps the best by a
@@ -88,7 +88,7 @@ def prune(
         raise CheckpointNotFoundError(f"Nothing was deleted: {nothing_of_ours(url, inventory, root)}")
     ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
     if ahead.policy is None and not inventory.abandoned:
-        raise UsageError(f"{url} records no retention policy. Say what to keep, for example --max-num 3.")
+        raise UsageError(f"{url} records no policy that can be applied. Say what to keep, for example --max-num 3.")
     if dry_run:
         kept = tuple(f"{name}/{path}" for name, paths in ahead.kept_files.items() for path in paths)
         left = tuple(clean_leftovers(root, dry_run=True, inventory=inventory))

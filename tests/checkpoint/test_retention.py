@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import math
 from typing import Any
@@ -15,10 +17,16 @@ from ckptkit.errors import UsageError
 from ckptkit.formats.own.record import CommitRecord, FileRecord
 
 
-def record(step: int, nbytes: int = 10, tag: str | None = None, **metrics: float) -> CommitRecord:
+def record(step: int, nbytes: int = 10, tag: str | None = None, created: float = 0.0, **metrics: float) -> CommitRecord:
     files = {"f": FileRecord(nbytes, "0" * 16)}
     return CommitRecord(
-        step=step, tag=tag, save_id=f"{step:016x}", state_dict_type="sharded", files=files, metrics=metrics
+        step=step,
+        tag=tag,
+        save_id=f"{step:016x}",
+        state_dict_type="sharded",
+        files=files,
+        metrics=metrics,
+        created=created,
     )
 
 
@@ -61,6 +69,35 @@ def test_multiples_of_keep_every_stay() -> None:
     assert kept(RUN, max_num=1, keep_every=20) == [20, 40, 50]
 
 
+def test_the_newest_of_each_of_the_last_days_stays() -> None:
+    noon = 20_000 * 86_400 + 43_200  # a noon in UTC
+    run = [record(step, created=noon + hours * 3600) for step, hours in enumerate((0, 11.9, 12.1, 60, 61, 62))]
+    assert kept(run, max_num=1, keep_daily=1) == [5]
+    assert kept(run, max_num=1, keep_daily=2) == [2, 5]
+    assert kept(run, max_num=1, keep_daily=9) == kept(run, max_mem=1, keep_daily=9) == [1, 2, 5]
+    assert decide(run, RetentionPolicy(max_num=1, keep_daily=9))[1].reason == "the newest of 2024-10-04 (keep_daily)"
+
+
+def test_a_checkpoint_without_a_time_is_of_no_day() -> None:
+    assert kept([record(1), record(2), record(3, created=1e9)], max_num=1, keep_daily=5) == [3]
+
+
+def test_given_limits_keep_what_the_run_exempts() -> None:
+    own = RetentionPolicy(max_num=9, keep_every=10, keep_daily=7)
+    given = RetentionPolicy(max_num=1, keep_every=20)
+    assert given.with_exemptions_of(own) == RetentionPolicy(max_num=1, keep_every=20, keep_daily=7)
+
+
+def test_a_recorded_policy_is_read_back() -> None:
+    policy = RetentionPolicy(max_mem="1GB", keep_best=("loss", "min"), keep_daily=7)
+    assert RetentionPolicy.recorded(json.loads(json.dumps(dataclasses.asdict(policy)))) == policy
+
+
+def test_each_exemption_is_told_in_words() -> None:
+    policy = RetentionPolicy(keep_every=10, keep_best=("loss", "min"), keep_daily=7)
+    assert len(policy.exemptions) == sum(name.startswith("keep_") for name in RetentionPolicy.__slots__)
+
+
 def test_the_best_stay_whatever_the_limits() -> None:
     run = [record(1, loss=3.0), record(2, loss=1.0), record(3, loss=2.0), record(4), record(5, loss=math.nan)]
     assert kept(run, max_num=1, keep_best=("loss", "min")) == [2, 5]
@@ -93,7 +130,8 @@ def test_nothing_to_decide_is_no_error() -> None:
     "policy",
     [
         {"max_num": 0}, {"max_num": -1}, {"max_num": True}, {"max_num": 1.5}, {"max_num": "3"}, {"max_mem": 0},
-        {"max_mem": -5}, {"max_mem": "lots"}, {"keep_every": 0}, {"keep_every": -100}, {"keep_best": ("loss",)},
+        {"max_mem": -5}, {"max_mem": "lots"}, {"keep_every": 0}, {"keep_every": -100}, {"keep_daily": 0},
+        {"keep_best": ("loss",)},
         {"keep_best": ("loss", "lowest")}, {"keep_best": ("loss", "min", 0)}, {"keep_best": ("", "min")},
         {"keep_best": "loss"},
     ],
@@ -110,6 +148,7 @@ policies = st.fixed_dictionaries(
         "max_num": st.integers(1, 5),
         "max_mem": st.integers(1, 300),
         "keep_every": st.integers(1, 20),
+        "keep_daily": st.integers(1, 5),
         "keep_best": st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
     },
 )
@@ -119,7 +158,7 @@ policies = st.fixed_dictionaries(
 def test_the_newest_and_the_protected_always_stay_and_limits_hold_for_the_rest(
     run: list[tuple[int, int, float]], policy: dict[str, Any], pinned: set[int]
 ) -> None:
-    records = [record(step, nbytes, loss=loss) for step, nbytes, loss in run]
+    records = [record(step, nbytes, created=9e8 + step * 3e4, loss=loss) for step, nbytes, loss in run]
     protected = {item.name: "pinned" for item in records if item.step in pinned}
     decisions = decide(records, RetentionPolicy(**policy), protected=protected)
     assert [d.name for d in decisions] == [item.name for item in records]
@@ -140,7 +179,7 @@ def test_the_newest_and_the_protected_always_stay_and_limits_hold_for_the_rest(
 def test_deciding_again_on_what_was_kept_deletes_nothing_more(
     run: list[tuple[int, int, float]], policy: dict[str, Any]
 ) -> None:
-    records = [record(step, nbytes, loss=loss) for step, nbytes, loss in run]
+    records = [record(step, nbytes, created=9e8 + step * 3e4, loss=loss) for step, nbytes, loss in run]
     stay = {d.name for d in decide(records, RetentionPolicy(**policy)) if d.keep}
     again = decide([item for item in records if item.name in stay], RetentionPolicy(**policy))
     assert all(d.keep for d in again)

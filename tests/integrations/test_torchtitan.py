@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptkit import RetentionPolicy
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
 
@@ -65,13 +66,13 @@ class Config:
     async_mode: str = "disabled"
 
 
-def newest(folder, state=None, **config):
+def newest(folder, state=None, options=None, **config):
     """Make a checkpointer as torchtitan 0.3 does."""
     state = state or small()
     parts = dict(model_parts=[state.model], optimizers=[state.optimizer], lr_schedulers=Schedulers(state.optimizer))
     return TorchtitanCheckpointer(
         Config(**config), dataloader=None, states={"train_state": TrainState()}, sd_adapter=None,
-        base_folder=str(folder), **parts,
+        base_folder=str(folder), **parts, **(options or {}),
     )  # fmt: skip
 
 
@@ -79,8 +80,8 @@ def steps_in(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("checkpoint/step_*"))
 
 
-def saved(folder, steps, **config):
-    checkpointer = newest(folder, **config)
+def saved(folder, steps, options=None, **config):
+    checkpointer = newest(folder, options=options, **config)
     told = [checkpointer.save(step, last_step=step == steps) for step in range(1, steps + 1)]
     checkpointer.close()
     assert told == [step in steps_in(folder) for step in range(1, steps + 1)] or config.get("keep_latest_k")
@@ -105,6 +106,11 @@ def test_an_option_of_saving_does_what_it_says(tmp_path, field):
 
 def test_no_more_than_the_latest_k_are_kept(tmp_path):
     assert saved(tmp_path, 7, interval=1, keep_latest_k=2) == [6, 7]
+
+
+def test_a_retention_policy_takes_the_place_of_the_latest_k(tmp_path):
+    policy = RetentionPolicy(max_num=1, keep_every=3)
+    assert saved(tmp_path, 7, {"retention": policy}, interval=1, keep_latest_k=2) == [3, 6, 7]
 
 
 REFUSED = {

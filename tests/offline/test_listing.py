@@ -104,6 +104,21 @@ def test_saves_that_are_not_here_any_more_are_counted_where_they_were(tmp_path: 
     assert listing.absent == listing.to_json()["absent"] == 2
 
 
+def test_limits_are_not_applied_to_a_run_whose_own_policy_is_not_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=9, keep_every=10)) as manager:
+        for step in (10, 11):
+            manager.save(step, state(step))
+    monkeypatch.setattr(RetentionPolicy, "__slots__", ("max_num", "max_mem"))  # an older version, without keep_every
+    with pytest.raises(UsageError, match=r"keep_every.*--forget-recorded"):
+        prune(str(tmp_path), policy=RetentionPolicy(max_num=1))
+    with pytest.raises(UsageError):
+        prune(str(tmp_path))
+    assert list_run(str(tmp_path)).policy is None
+    assert prune(str(tmp_path), policy=RetentionPolicy(max_num=1), recorded=False, dry_run=True).deleted == ()
+
+
 def test_a_place_without_checkpoints_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "thing").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="thing"):

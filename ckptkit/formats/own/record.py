@@ -206,7 +206,7 @@ class CommitRecord:
         save_id: 16 hex digits, another for every attempt to save.
         sequence: Counts the saves of a root. It orders checkpoints (clocks do not): see `inventory`.
         data: Where the files lie, relative to the record: "" beside it, or `save_id` on an object store.
-        created: Seconds since the epoch, by the clock of rank 0. For people; nothing is decided by it.
+        created: Seconds since the epoch, by the clock of rank 0. `keep_daily` counts days by it; else it is for people.
         state_dict_type: "sharded", "full" or "local".
         mesh: {"shape": [...], "names": [...]}, None where there was no mesh.
         files: Every file below `data` but the record, by path. All of them are needed.

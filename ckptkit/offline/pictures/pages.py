@@ -80,11 +80,7 @@ def write_run_page(listing: Listing, path: str) -> None:
     ]
     policy = listing.policy
     max_mem = None if policy is None or policy.max_mem is None else int(policy.max_mem)
-    exempt = []
-    if policy is not None and policy.keep_every is not None:
-        exempt.append(f"keeps every {policy.keep_every} steps")
-    if policy is not None and policy.keep_best is not None:
-        exempt.append(f"keeps the best by {policy.keep_best[0]} ({policy.keep_best[1]})")
+    exempt = () if policy is None else policy.exemptions
     panel = timeline(items, max_num=None if policy is None else policy.max_num, max_mem=max_mem, exempt=exempt)
     facts = [("checkpoints", str(len(items))), ("total", format_size(listing.total_bytes))]
     facts += [("saved earlier, now gone", str(listing.absent))] * (listing.absent > 0)
