@@ -17,6 +17,7 @@ __all__ = ["check_replaceable", "foreign_paths", "marked", "may_be_saved"]
 _SHOWN = 3
 _OURS = re.compile(r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part", re.DOTALL)
 _HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)  # as LocalStore names what it is writing
+_STATE = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # what FULL has beside the models
 _VARIANT = (
     r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may be a copy that somebody keeps
 )
@@ -124,7 +125,7 @@ def may_be_saved(path: str) -> bool:
     name = path.rpartition("/")[2]
     if name in _BESIDE or is_side_file(path) or is_side_file(name):
         return True
-    return bool(_WEIGHTS.fullmatch(name) or _HALF_WRITTEN.fullmatch(name))
+    return any(pattern.fullmatch(name) for pattern in (_WEIGHTS, _STATE, _HALF_WRITTEN))
 
 
 def marked(card: str) -> str:

@@ -332,3 +332,32 @@ def odd_client_state(url: str) -> str:
 def test_client_state_of_rank_0_that_can_not_be_saved_fails_on_every_rank(tmp_path: Path, ranks: Any) -> None:
     first, second = ranks.run(odd_client_state, 2, str(tmp_path / "run"))
     assert first == second and "client_state" in first
+
+
+def over_a_file_of_others(root: str, kind: str) -> str:
+    with CheckpointManager(root, state_dict_type=kind, timeout_s=20) as manager:
+        try:
+            manager.save(1, state(), overwrite=True)
+        except CheckpointExistsError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("sharded", "__1_3.distcp"), ("full", "model-00001-of-00001.safetensors"), ("local", "local_00001.safetensors")],
+)
+def test_a_file_of_others_that_a_save_would_replace_is_refused_on_every_rank_before_anything_is_written(
+    tmp_path: Path, ranks: Any, kind: str, name: str
+) -> None:
+    with CheckpointManager(tmp_path, state_dict_type="local" if kind == "sharded" else "sharded") as manager:
+        manager.save(1, state())
+    (tmp_path / "step_00000001" / name).write_bytes(b"mine")
+    before = os.stat(tmp_path).st_mtime_ns
+    first, second = ranks.run(over_a_file_of_others, 2, str(tmp_path), kind)
+    assert first == second and name in first and "Move it away" in first
+    assert os.stat(tmp_path).st_mtime_ns == before  # not even a directory to write to was made
+    assert (tmp_path / "step_00000001" / name).read_bytes() == b"mine"
+    (tmp_path / "step_00000001" / name).rename(tmp_path / "step_00000001" / "theirs.bin")
+    assert ranks.run(over_a_file_of_others, 2, str(tmp_path), kind) == ["", ""]
+    assert (tmp_path / "step_00000001" / "theirs.bin").read_bytes() == b"mine"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +43,17 @@ from ckptkit.storage.private_keys import attempt_store
 from ckptkit.storage.retry import may_yet_happen
 from ckptkit.storage.store import Store
 
-__all__ = ["LOOK_S", "LocalPlace", "Place", "RemotePlace", "Witness", "place_of", "settle_replacements", "write_hint"]
+__all__ = [
+    "LOOK_S",
+    "LocalPlace",
+    "Place",
+    "RemotePlace",
+    "Witness",
+    "check_names",
+    "place_of",
+    "settle_replacements",
+    "write_hint",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -206,16 +217,13 @@ class LocalPlace:
 
     def _carry_over(self) -> None:
         """Take over what others have put into the directory that is replaced."""
-        unnamed = others_in(self.root, self.name)
+        others = others_in(self.root, self.name)
         try:
-            carry_over(self.root, self.name, self.path, unnamed)
+            carry_over(self.root, self.name, self.path, others)
         except FileExistsError as error:
-            raise CheckpointExistsError(
-                f"{self.root.path_of(self.name)} holds a file that its commit record does not name, and this save "
-                f"writes one of that name: {error}. Nothing was published. Move it away."
-            ) from error
-        if unnamed:
-            logger.info("kept in %s/%s what its commit record does not name: %s", self.root.url, self.name, unnamed[:5])
+            raise _would_replace(self.root, self.name, str(error)) from error
+        if others:
+            logger.info("kept in %s/%s what its commit record does not name: %s", self.root.url, self.name, others[:5])
 
     def _sync_root(self, now: str, before: str) -> None:
         """Make a rename durable, or take it back: what can be lost must not be reported as saved."""
@@ -239,6 +247,26 @@ class LocalPlace:
         # Published or not: after a swap the old checkpoint lies here.
         give_up(self.root, self.path, self.name)
         self.root.delete(reversed(staging.statements(self.root, self.path)))
+
+
+def check_names(root: Store, name: str, file_names: str) -> None:
+    """Raise CheckpointExistsError where others have a file in the directory `name` that a save there would write.
+
+    Args:
+        file_names: A pattern of the paths that it writes. On an object store it has a folder of its own.
+    """
+    if not is_directory(root):
+        return
+    taken = [path for path in others_in(root, name) if re.fullmatch(file_names, path)]
+    if taken:
+        raise _would_replace(root, name, ", ".join(taken[:3]))
+
+
+def _would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{root.path_of(name)} holds a file that its commit record does not name, and this save writes one of that "
+        f"name: {what}. Nothing was published. Move it away."
+    )
 
 
 def settle_replacements(root: Store, paths: Mapping[str, str]) -> None:

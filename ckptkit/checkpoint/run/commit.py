@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
-from ckptkit.checkpoint.run.attempt import LOOK_S, Place, Witness, place_of, settle_replacements, write_hint
+from ckptkit.checkpoint.run.attempt import (
+    LOOK_S,
+    Place,
+    Witness,
+    check_names,
+    place_of,
+    settle_replacements,
+    write_hint,
+)
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, Skipped, in_order, list_checkpoints
 from ckptkit.checkpoint.run.pins import list_pins
@@ -231,6 +239,7 @@ def begin_save(
     coordinator: Coordinator | None = None,
     overwrite: bool = False,
     set_aside: bool = False,
+    file_names: str = "",
     lease: Lease | Callable[..., Lease] | None = None,
     message: bytes = b"",
 ) -> SaveAttempt:
@@ -242,6 +251,8 @@ def begin_save(
         planned_bytes: What this rank will write; None where it can't tell (no check for space then).
         overwrite: Replace a committed checkpoint of that name; the old one goes after the new one is there.
         set_aside: A step's directory that is in the way and is no checkpoint gets another name. Rank 0's counts.
+        file_names: A pattern of the paths that all ranks will write. A file of others that has one of them, and would
+            be in the directory still, is found before anything is written. Rank 0's counts.
         lease: The lease of the run, or what returns it, asked on rank 0 only, given what `acquire_lease` takes for
             `look`; else the attempt takes its own. The attempts of one lease take turns.
         message: Any bytes; `SaveAttempt.messages` has those of all ranks, on every rank.
@@ -255,7 +266,7 @@ def begin_save(
         RankFailedError: A rank died, hung, or does not see the same storage.
     """
     coordinator = coordinator or Coordinator()
-    opening = _Opening(root, lease, coordinator.timeout_s)
+    opening = _Opening(root, lease, coordinator.timeout_s, file_names)
     what = f"starting to save step {step!r:.40}"
     try:
         # 1. Invariant: every rank names the same attempt, or none goes on.
@@ -291,8 +302,10 @@ class _Opening:
     and a name that is taken, is looked at before. The saves after it know what is there.
     """
 
-    def __init__(self, root: Store, lease: Lease | Callable[..., Lease] | None, patience_s: float) -> None:
-        self.root, self._given, self._patience_s = root, lease, patience_s
+    def __init__(
+        self, root: Store, lease: Lease | Callable[..., Lease] | None, patience_s: float, file_names: str
+    ) -> None:
+        self.root, self._given, self._patience_s, self._file_names = root, lease, patience_s, file_names
         self.lease: Lease | None = None
         self._own_lease: Lease | None = None
         self._has_turn = False
@@ -369,6 +382,7 @@ class _Opening:
             inventory = list_checkpoints(self.root, view=view)
         self.view, self.inventory = view, inventory
         _check_free_name(self.root, view, inventory, place.name, request)
+        check_names(self.root, place.name, self._file_names)
 
     def wait(self) -> None:
         """Return once all that must be known before a commit is known. Raises what forbids it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,6 +126,11 @@ class FullTensors:
     @property
     def nbytes(self) -> int:
         return sum(item.nbytes for file in self.files if file.writer == self.rank for item in file.items)
+
+    @property
+    def file_names(self) -> str:
+        paths = [*(file.path for file in self.files), *self.configs, *_hf_indexes(self.files)]
+        return "|".join(map(re.escape, paths))
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> FullTensors:
         known = tuple(signatures)

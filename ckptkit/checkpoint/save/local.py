@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,10 @@ class LocalTensors:
     @property
     def nbytes(self) -> int:
         return sum(view.nbytes for view in self.mine) + 512 * len(self.mine)
+
+    @property
+    def file_names(self) -> str:
+        return "|".join(re.escape(file_name(rank)) for rank in range(self.world_size))
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
         """Where ranks hold different plain tensors, each writes all of its own: one may be alone in having it."""

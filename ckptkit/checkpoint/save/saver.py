@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ class TensorPlan(Protocol):
     Attributes:
         tensors: The memory it contributes; a stager copies these, nothing else.
         nbytes: About how much it will write.
+        file_names: A pattern of the paths of all files that the ranks write, once it is settled.
         signature: Equal on all ranks that agree on what they hold in common.
     """
 
@@ -54,6 +56,8 @@ class TensorPlan(Protocol):
     def tensors(self) -> Sequence[torch.Tensor]: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def file_names(self) -> str: ...
     @property
     def signature(self) -> bytes: ...
 
@@ -194,6 +198,7 @@ class Saver:
             RankFailedError: Some rank failed; nothing was published. The same on every rank.
         """
         request, clock, plan = prepared.request, prepared.clock, prepared.plan
+        small = (MANIFEST_NAME, OBJECTS_NAME, *prepared.side_files)
         try:
             with clock.phase("begin"):
                 attempt = begin_save(
@@ -204,6 +209,7 @@ class Saver:
                     coordinator=self._coordinator,
                     overwrite=request.overwrite,
                     set_aside=request.set_aside,
+                    file_names="|".join([plan.file_names, *map(re.escape, small)]),
                     lease=self._lease,
                 )
             try:

@@ -206,6 +206,11 @@ class ShardedPlan:
             return self
         return _laid_out(self.flat, self.paths, rank, world_size, self.private, holders)
 
+    @property
+    def file_names(self) -> str:
+        """A pattern of the paths of all files that the ranks write."""
+        return r"__\d+_\d+\.distcp|\.metadata"
+
     def write(
         self, store: Store, tensors: Sequence[torch.Tensor] | None = None, *, sync: bool = True, workers: int = 0
     ) -> WrittenTensors:
