@@ -56,6 +56,7 @@ NIGHT: dict[str, int] = {
     # World sizes, meshes, precisions and optimizers: some combinations by day.
     "tests/checkpoint/test_resume.py": 6,
     "tests/checkpoint/test_world_sizes.py": 6,
+    "tests/checkpoint/test_earlier.py": 2,
     "tests/checkpoint/test_load_memory.py": 3,
     "tests/checkpoint/test_hidden_values.py": 4,
     "tests/checkpoint/test_quantizing_libraries.py": 0,

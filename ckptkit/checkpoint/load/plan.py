@@ -712,7 +712,7 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
         else _moved(state, catalog)
     )
     if why:
-        mesh = _live_mesh(state)
+        mesh = _live_mesh(state, world_size)
         flag = f" --mesh {mesh}" if mesh else ""
         raise CheckpointMismatchError(
             f"{url} is a LOCAL checkpoint, which loads only on the mesh that wrote it: {why}. Reshard it "
@@ -731,20 +731,29 @@ def _moved(state: TrainState, catalog: Catalog) -> str:
             if key not in catalog.tensors:
                 continue
             saved = placements.get(key)
-            was = None if saved is None else (tuple(meshes[saved[0]]["shape"]), tuple(saved[1]))
+            was = None if saved is None else _cut(tuple(meshes[saved[0]]["shape"]), tuple(saved[1]))
             layout = layout_of(tensor) if isinstance(tensor, DTensor) else None
-            now = None if layout is None else (layout.mesh_shape, layout.texts())
+            now = None if layout is None else _cut(layout.mesh_shape, layout.texts())
             if was != now:
                 return f"{key} was placed {was or 'whole on each rank'}, here it is {now or 'whole on each rank'}"
     return ""
 
 
-def _live_mesh(state: TrainState) -> str:
+def _cut(mesh_shape: tuple[int, ...], placements: tuple[str, ...]) -> tuple[Any, ...] | None:
+    """Return a layout; None where it leaves the tensor whole on each rank."""
+    whole = all(size == 1 or text == "R" for size, text in zip(mesh_shape, placements, strict=True))
+    return None if whole else (mesh_shape, placements)
+
+
+def _live_mesh(state: TrainState, world_size: int) -> str:
+    """Return the `--mesh` of `ckptkit reshard` for this job; "" for one dimension of shards."""
     from torch.distributed.tensor import DTensor
 
-    for module in state.parts("model").values():
-        for tensor in model_tensors(module)[0].values():
-            if isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1:
-                layout = layout_of(tensor)
-                return ",".join(f"{n}={s}" for n, s in zip(layout.mesh_names, layout.mesh_shape, strict=True))
-    return ""
+    tensors = [t for module in state.parts("model").values() for t in model_tensors(module)[0].values()]
+    layouts = [layout_of(tensor) for tensor in tensors if isinstance(tensor, DTensor)]
+    if not layouts:
+        return f"replicate={world_size}" if world_size > 1 else ""
+    layout = next((layout for layout in layouts if len(layout.mesh_shape) > 1), None)
+    if layout is None:
+        return ""
+    return ",".join(f"{n}={s}" for n, s in zip(layout.mesh_names, layout.mesh_shape, strict=True))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.save.local import LocalTensors
-from ckptkit.checkpoint.state.train_state import capture
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.checkpoint.state.train_state import TrainState, capture
+from ckptkit.cli.main import cli
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.own import local as local_shards
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint import jobs
@@ -132,3 +135,33 @@ def test_a_dtype_that_safetensors_lacks_is_refused_with_a_way_out(tmp_path: Path
     with manager, pytest.raises(UnsupportedFormatError, match="Save it as SHARDED"):
         manager.save(1, TrainState(model=model))
     assert not list(tmp_path.glob("step_*"))
+
+
+def _save_sharded(url: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with CheckpointManager(url, state_dict_type="LOCAL") as manager:
+        manager.save(1, TrainState(model=fully_shard(torch.nn.Linear(4, 4))))
+
+
+def _load_whole(url: str) -> str:
+    with CheckpointManager(url) as manager:
+        try:
+            report = manager.load(TrainState(model=torch.nn.Linear(4, 4)))
+        except CheckpointMismatchError as error:
+            return str(error)
+    assert report is not None
+    return " ".join(report.loaded)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_command_that_a_refused_load_names_makes_a_checkpoint_that_loads(
+    ranks: Any, tmp_path: Path, size: int
+) -> None:
+    ranks.run(_save_sharded, 2, str(tmp_path / "run"))
+    command = shlex.split(ranks.run(_load_whole, size, str(tmp_path / "run"))[0].splitlines()[-1])
+    assert command[:2] == ["ckptkit", "reshard"]
+    command[command.index("DST")] = str(tmp_path / "made/step_00000001")
+    assert CliRunner().invoke(cli, command[1:]).exit_code == 0
+    for loaded in ranks.run(_load_whole, size, str(tmp_path / "made")):
+        assert loaded.startswith("model.weight model.bias")

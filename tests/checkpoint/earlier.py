@@ -1,0 +1,130 @@
+"""A small training state, and the checkpoints of it that tests/zoo/ckptkit_0.1 keeps. Each is bit-exact to resume.
+
+`python -m tests.checkpoint.earlier DIRECTORY` wrote them, with the code of the day.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptkit import CheckpointManager, TrainState
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy
+
+SIZES = {"sharded": 2, "full": 2, "local": 2, "masters": 2, "remote": 1}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+class Counter:
+    """A stateful object, as a dataloader is."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def made(case: str) -> tuple[TrainState, Any]:
+    """Return a state whose values depend on nothing, and what makes one step of it."""
+    torch.manual_seed(0)
+    model = Model()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) / (number + 1))
+    if case == "masters":
+        strategy = FSDPStrategy(FSDPConfig(precision="master", mixed_precision="bf16"))
+        wrapped = strategy.prepare_model(model)
+        optimizer: Any = strategy.create_optimizer(wrapped)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        if torch.distributed.get_world_size() > 1:
+            fully_shard(model)
+        wrapped, optimizer = model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    counter = Counter()
+    state = TrainState(model=wrapped, optimizer=optimizer, scheduler=scheduler, extra={"counter": counter})
+
+    def step() -> float:
+        loss = wrapped(torch.arange(11)).float().logsumexp(-1).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        counter.seen += 11
+        return float(loss)
+
+    return state, step
+
+
+def values(state: TrainState) -> dict[str, Any]:
+    """Return all weights and moments whole, and the rest of the state as it is."""
+    from torch.distributed.tensor import DTensor
+
+    def whole(value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    model, optimizer = state.model, state.optimizer
+    assert isinstance(model, nn.Module)
+    found = {f"model.{name}": whole(value.detach()) for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = whole(value)
+    return {**found, "scheduler": state.scheduler.state_dict()["last_epoch"], "seen": state.extra["counter"].seen}
+
+
+def _write(folder: str, case: str, options: Any) -> dict[str, Any]:
+    state, step = made(case)
+    for _ in range(3):
+        step()
+    kind = {"full": "FULL", "local": "LOCAL"}.get(case, "SHARDED")
+    with CheckpointManager(folder, state_dict_type=kind, storage_options=options) as manager:
+        manager.save(3, state, metrics={"loss": 1.5}, client_state={"epoch": 1})
+    return values(state)
+
+
+def main() -> None:
+    """Write each case, with the values that a load must give."""
+    from tests.ranks import run_ranks
+    from tests.storage import servers
+
+    for case, size in SIZES.items():
+        target = Path(sys.argv[1], case)
+        if case == "remote":
+            with servers.moto() as options:
+                import s3fs
+
+                bucket = s3fs.S3FileSystem(**options)
+                bucket.mkdir("runs")
+                expected = run_ranks(_write, size, "s3://runs/run", case, dict(options))[0]
+                bucket.get("runs/run", str(target / "run"), recursive=True)
+        else:
+            expected = run_ranks(_write, size, str(target / "run"), case, None)[0]
+        torch.save(expected, target / "expected.pt")
+
+
+if __name__ == "__main__":
+    main()
