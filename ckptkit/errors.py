@@ -29,7 +29,18 @@ __all__ = [
     "LeaseHeldError",
     "StorageError",
     "MissingExtraError",
+    "command_line",
 ]
+
+
+def command_line(*words: str) -> str:
+    """Return a command line of ckptkit for a message: a shell takes it as it is, whatever a path holds.
+
+    In the middle of a sentence it stands in backticks, so that nobody copies the comma after it.
+    """
+    import shlex  # here: only who has something to complain needs it
+
+    return shlex.join(["ckptkit", *words])
 
 
 _MAX_LINE = 1000

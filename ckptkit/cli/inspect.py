@@ -8,7 +8,7 @@ import click
 
 from ckptkit.cli import options as shared
 from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
-from ckptkit.errors import UsageError
+from ckptkit.errors import UsageError, command_line
 from ckptkit.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def command(
     if as_json:
         print_json(report.to_json())
     elif tensors and not report.tensors:
-        raise UsageError(f"no tensor matches {tensors!r}. See the names with: ckptkit inspect {url} --tensors '*'")
+        names = command_line("inspect", url, "--tensors", "*")
+        raise UsageError(f"no tensor matches {tensors!r}. See the names with: {names}")
     else:
         click.echo("\n".join(_lines(report)))
 

@@ -12,6 +12,7 @@ import click
 
 from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
 from ckptkit.cli.retention import policy_options, stated_policy
+from ckptkit.errors import command_line
 from ckptkit.units import format_duration, format_size
 
 _STEP = re.compile(r"step_\d+")
@@ -70,7 +71,7 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
     hidden = len(listing.checkpoints) - len(shown)
     if hidden:
         what = "directory is not a checkpoint" if hidden == 1 else "directories are not checkpoints"
-        lines.append(f"{hidden} other {what}: ckptkit ls --all {listing.url}")
+        lines.append(f"{hidden} other {what}: {command_line('ls', '--all', listing.url)}")
     if every and listing.foreign:
         lines.append(f"not created by ckptkit, never touched: {', '.join(listing.foreign)}")
     return lines

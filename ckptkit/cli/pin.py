@@ -18,7 +18,7 @@ def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...])
     RUN alone is its newest."""
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import pin_forever
-    from ckptkit.errors import CheckpointNotFoundError, UsageError
+    from ckptkit.errors import CheckpointNotFoundError, UsageError, command_line
 
     if not why.strip():
         raise UsageError("--why is empty: give a reason that others will understand.")
@@ -28,7 +28,7 @@ def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...])
     except CheckpointNotFoundError as error:
         raise UsageError(
             f"{url} is not a committed checkpoint of ckptkit, and only those can be pinned. To list them: "
-            "ckptkit ls, on the directory of the run."
+            + command_line("ls", url.rstrip("/").rpartition("/")[0] or ".")
         ) from error
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": name, "pinned": True, "why": why})

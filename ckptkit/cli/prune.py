@@ -6,6 +6,7 @@ import click
 
 from ckptkit.cli.frame import command_frame, if_interrupted, print_json, storage_option, with_storage_options
 from ckptkit.cli.retention import policy_options, stated_policy
+from ckptkit.errors import command_line
 from ckptkit.units import format_size
 
 
@@ -36,7 +37,7 @@ def command(
     if not dry_run:
         if_interrupted(
             "Deletions so far are final; all other checkpoints are intact. Run the same command again to "
-            f"continue, or look first: ckptkit ls {root}"
+            f"continue, or look first: {command_line('ls', root)}"
         )
     report = prune(root, policy=policy, recorded=recorded, dry_run=dry_run, storage_options=options)
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 from ckptkit.cli import options as shared
 from ckptkit.cli.frame import command_frame, print_json, progress_bar, storage_option, with_storage_options
 from ckptkit.cli.options import Count
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, command_line
 
 if TYPE_CHECKING:
     from ckptkit.offline.verify import Problem, VerifyReport
@@ -98,4 +97,4 @@ def _what_to_try(report: VerifyReport, options: Mapping[str, Any] | None) -> lis
     from ckptkit.offline.reading import earlier_checkpoint
 
     older = earlier_checkpoint(report.url, storage_options=options)
-    return [f"check the previous one: ckptkit verify {shlex.quote(older)}"] if older else []
+    return [f"check the previous one: {command_line('verify', older)}"] if older else []

@@ -7,7 +7,6 @@ import difflib
 import importlib
 import os
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from ckptkit.errors import (
     IncompleteCheckpointError,
     UnsafePathError,
     UnsupportedFormatError,
+    command_line,
 )
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.torch_save import MODEL_FILES
@@ -300,7 +300,7 @@ def _check_weights(catalog: Catalog, url: str) -> None:
     name = next(iter(catalog.info.files), "")
     raise IncompleteCheckpointError(
         f"{url}: all that could be read is {name}, which holds no weights. A save that was cut off leaves this: take "
-        f"an older checkpoint. To see what the file holds: ckptkit inspect {shlex.quote(f'{url}/{name}')}"
+        f"an older checkpoint. To see what the file holds: {command_line('inspect', f'{url}/{name}')}"
     )
 
 

@@ -203,7 +203,7 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, FullyShardedDataParallel):
             raise NotShardableError(
                 f"{name or type(module).__name__!r} is an FSDP1 FullyShardedDataParallel; FSDP2 can't shard it again. "
-                "Pass the plain module. To read its checkpoints, see ckptkit convert."
+                "Pass the plain module. To read its checkpoints, see `ckptkit convert --help`."
             )
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:

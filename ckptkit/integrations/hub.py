@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptkit.errors import CheckpointNotFoundError, StorageError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, StorageError, UsageError, command_line
 from ckptkit.formats.detect import nearest
 from ckptkit.redact import keep_secret, without_secrets
 from ckptkit.storage.retry import call_with_retries
@@ -54,7 +54,7 @@ def push_folder(
     if not weights:
         raise CheckpointNotFoundError(
             f"{folder} holds no .safetensors file to push. Make an export of it first: "
-            f"ckptkit convert {folder} EXPORT, then ckptkit push EXPORT {repo}"
+            f"{command_line('convert', str(folder), 'EXPORT')} && {command_line('push', 'EXPORT', repo)}"
         )
     keep_secret({"token": token})
     api = HfApi(token=token)

@@ -37,7 +37,7 @@ _HONOURED = frozenset(
 _REFUSED = {
     "initial_load_in_hf": "load the weights before training, or convert them",
     "initial_load_in_hf_quantized": "load the weights before training, or convert them",
-    "last_save_in_hf": "run ckptkit convert on the checkpoint",
+    "last_save_in_hf": "export the checkpoint with `ckptkit convert CHECKPOINT OUT`",
 }
 
 

@@ -17,7 +17,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import proves_equality
-from ckptkit.errors import UsageError
+from ckptkit.errors import UsageError, command_line
 from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.offline.copying.casts import cast_into
@@ -323,7 +323,8 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
         left, right = ({n: e for n, e in side.items() if e.role is _WEIGHTS} for side in (left, right))
         values, others = ({n: e for n, e in side.items() if e.role is _WEIGHTS} for side in (values, others))
     if not (left or right or values or others or records or by_record):
-        raise UsageError(f"no tensor matches {wanted}. See the names with: ckptkit inspect URL --tensors '*'")
+        line = command_line("inspect", a.source.url, "--tensors", "*")
+        raise UsageError(f"no tensor matches {wanted}. See the names with: {line}")
     both = [name for name in left if name in right]
     shapes = {n: (left[n].shape, right[n].shape) for n in both if left[n].shape != right[n].shape}
     dtypes = {n: (left[n].dtype, right[n].dtype) for n in both if left[n].dtype != right[n].dtype}

@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, IncompleteCheckpointError, UnsafePickleError
+from ckptkit.errors import (
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePickleError,
+    command_line,
+)
 from ckptkit.formats.hf.side_files import is_side_file
 from ckptkit.formats.pickles.objects import read_object
 
@@ -71,7 +77,8 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
             found.append(f"{path} is missing: every rank of this save wrote one.")
     if found:
         raise IncompleteCheckpointError(
-            f"{store.url}: {found[0]} To export only the weights: ckptkit convert. Nothing was written."
+            f"{store.url}: {found[0]} Nothing was written. To export only the weights: "
+            + command_line("convert", store.url, "DST")
         )
 
 

@@ -12,7 +12,7 @@ from ckptkit.checkpoint.run.address import NAMED_CHECKPOINT
 from ckptkit.checkpoint.run.delete import plan_rotation
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
 from ckptkit.checkpoint.run.unnamed import unnamed_files
-from ckptkit.errors import CheckpointNotFoundError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, UsageError, command_line
 from ckptkit.formats.own.record import LATEST_HINT, RECORD_NAME, step_of_name
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
@@ -224,18 +224,19 @@ def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
     found = root.info("")
     above, _, name = url.rstrip("/").rpartition("/")
     if found is None and above and NAMED_CHECKPOINT.fullmatch(name):
-        return f"{url} is one checkpoint; to list its run: ckptkit ls {above}"
+        return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"
     if found is None:
         from ckptkit.formats.detect import nearest  # here: it imports numpy, which takes longer than listing a run
 
         near = f" {nearest(root.url)}" if is_directory(root) else ""
         return f"{url} does not exist.{near} The root of a run is the directory that contains step_... directories."
-    look = f"To inspect another system's checkpoint: ckptkit inspect {url}"
+    look = f"To inspect another system's checkpoint: {command_line('inspect', url)}"
     if found.kind != "directory" and name == LATEST_HINT:
-        return f"{url} is one checkpoint; to list its run: ckptkit ls {above}"
+        return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"
     if found.kind != "directory":
         return f"{url} is a file, not the root of a run. {look}"
     if root.info(RECORD_NAME) is not None:
-        return f"{url} is one checkpoint; ls takes the directory above it. To see what is in it: ckptkit inspect {url}"
+        see = command_line("inspect", url)
+        return f"{url} is one checkpoint; ls takes the directory above it. To see what is in it: {see}"
     others = f" It contains {', '.join(inventory.foreign[:5])}." if inventory.foreign else " It is empty."
     return f"{url} contains no checkpoint of ckptkit.{others} {look}"

@@ -22,6 +22,7 @@ from ckptkit.errors import (
     StorageError,
     UnsafePathError,
     UnsafePickleError,
+    command_line,
 )
 from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.options import ReadOptions
@@ -206,7 +207,8 @@ def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
         return error
     urls = list(dict.fromkeys(source.url for source in where))
     told.checkpoint = urls[0] if len(urls) == 1 else ""
-    told.args = (f"{told} It is part of {' or of '.join(urls)}. To see all damage: ckptkit verify {urls[0]}",)
+    see = command_line("verify", urls[0])
+    told.args = (f"{told} It is part of {' or of '.join(urls)}. To see all damage: {see}",)
     return told
 
 

@@ -148,7 +148,7 @@ def advice_on(error: BaseException, protocol: str) -> str:
     if code in _UNKNOWN_REQUEST:
         return ". The server does not take such a request: is the endpoint the right one?"
     if code in _FULL:
-        return ". The store is full, or a quota is used up: free some space there (ckptkit prune), or ask for more"
+        return ". The store is full, or a quota is used up: free some space there (prune runs), or ask for more"
     if code.startswith("KMS."):
         return ". The key that encrypts the objects can't be used: ask whoever manages it (KMS)"
     if "SSL" in type(error).__name__:

@@ -183,7 +183,7 @@ class PartWriter:
             try:
                 self._attempt(self._upload.abort)
             except Exception as error:  # noqa: BLE001 - the caller has an error already, or begins again
-                logger.warning("an unfinished upload was left behind; ckptkit prune removes it: %s", error)
+                logger.warning("an unfinished upload was left behind; the next prune of its run removes it: %s", error)
 
     def _send(self, *, last: bool) -> None:
         """Send all that was collected, in parts."""

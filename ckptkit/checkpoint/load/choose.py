@@ -29,6 +29,7 @@ from ckptkit.errors import (
     StorageError,
     UnsupportedFormatError,
     UsageError,
+    command_line,
 )
 from ckptkit.formats.detect import TORCH_ENDINGS, Place, Source, format_of, open_source
 from ckptkit.formats.own.reader import open_catalog
@@ -44,7 +45,7 @@ __all__ = ["Loader", "load_options", "adoptable"]
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "To see all damage: ckptkit verify {url}. To load an older checkpoint: load(..., "
+    "To see all damage: `{verify}`. To load an older checkpoint: load(..., "
     "fallback='previous'), or 'latest~1', or a step."
 )
 
@@ -119,7 +120,9 @@ class Loader:
                 rotated = name
             except CorruptCheckpointError as error:
                 if fallback == "error" or not name:
-                    raise type(error)(f"{error}\n{_ADVICE.format(url=f'{self._url}/{name}')}") from error
+                    raise type(error)(
+                        f"{error}\n{_ADVICE.format(verify=command_line('verify', f'{self._url}/{name}'))}"
+                    ) from error
                 if self._coordinator.is_main:
                     _log.warning(
                         "%s/%s is damaged, falling back to the previous checkpoint: %s", self._url, name, error

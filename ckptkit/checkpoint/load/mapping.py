@@ -15,7 +15,13 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorEntry
 from ckptkit.catalog.tiles import pieces, source_layout
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.checkpoint.state.values import decode, references
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, LoadError, UnsupportedFormatError
+from ckptkit.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    LoadError,
+    UnsupportedFormatError,
+    command_line,
+)
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.reader import OBJECTS_NAME
@@ -218,7 +224,10 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.NDArray[np.uint8]:
     """Read a box: the rows of each slice that hold it, gaps between its columns included."""
     if entry.slices.codecs:
-        raise UnsupportedFormatError(f"tensor {entry.name!r} is compressed; rewrite it first: ckptkit convert.")
+        raise UnsupportedFormatError(
+            f"tensor {entry.name!r} is compressed; rewrite it first: "
+            + command_line("convert", store.url, "DST", "--to", "dcp")
+        )
     ndim = box.ndim
     found = pieces(
         entry, np.array([box.offsets], np.int64).reshape(1, ndim), np.array([box.sizes], np.int64).reshape(1, ndim)

@@ -25,7 +25,7 @@ from ckptkit.checkpoint.state.train_state import (
     section,
 )
 from ckptkit.checkpoint.state.values import JSON, decode, references
-from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UsageError
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UsageError, command_line
 from ckptkit.formats.dcp.host_bytes import hidden_ones
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
@@ -713,10 +713,11 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
     )
     if why:
         mesh = _live_mesh(state, world_size)
-        flag = f" --mesh {mesh}" if mesh else ""
+        flag = ("--mesh", mesh) if mesh else ()
+        line = command_line("reshard", url, "DST", "--world-size", str(world_size), *flag, "--type", "local")
         raise CheckpointMismatchError(
             f"{url} is a LOCAL checkpoint, which loads only on the mesh that wrote it: {why}. Reshard it "
-            f"for this job:\n  ckptkit reshard {url} DST --world-size {world_size}{flag} --type local"
+            f"for this job:\n  {line}"
         )
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError, command_line
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, require_bucket, split_url
@@ -86,7 +86,7 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
         return
     if is_directory(root) and os.path.isdir(os.path.join(root.url, name)):
         return
-    there = f"; {len(inventory.skipped)} directories were skipped: ckptkit ls --all {root.url}" * bool(
+    there = f"; {len(inventory.skipped)} directories were skipped (`{command_line('ls', '--all', root.url)}`)" * bool(
         inventory.skipped
     )
     raise CheckpointNotFoundError(

@@ -37,7 +37,15 @@ from ckptkit.checkpoint.run.unnamed import (
     give_up,
     mark_of,
 )
-from ckptkit.errors import CheckpointExistsError, CkptkitError, LeaseHeldError, NoSpaceError, SaveError, UsageError
+from ckptkit.errors import (
+    CheckpointExistsError,
+    CkptkitError,
+    LeaseHeldError,
+    NoSpaceError,
+    SaveError,
+    UsageError,
+    command_line,
+)
 from ckptkit.formats.own.record import (
     LATEST_HINT,
     RECORD_NAME,
@@ -485,7 +493,8 @@ def _check_space(root: Store, planned: Sequence[int | None]) -> None:
         raise NoSpaceError(
             f"{root.url}: the checkpoint needs {format_size(need)}, but only {format_size(free)} are free: No space "
             "left on device. Nothing was written. Old checkpoints are deleted only after the new one is safe, so there "
-            "must be room for one more: free some space, or keep fewer (ckptkit prune)."
+            "must be room for one more: free some space, or keep fewer; what could go: "
+            + command_line("prune", root.url, "--max-num", "2", "--dry-run")
         )
 
 

@@ -13,7 +13,7 @@ from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints
 from ckptkit.checkpoint.run.pins import deleting, list_pins
 from ckptkit.checkpoint.run.unnamed import delete_in_place, delete_marked, give_up, mark_of, unnamed_files
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, UsageError, command_line
 from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import LocalStore, is_directory
@@ -148,7 +148,8 @@ def _own_record(root: Store, name: str) -> CommitRecord:
     record = None if found is not None and found.kind != "directory" else find_record(root, record_path(name))
     if record is None or record.name != name:
         raise CheckpointNotFoundError(
-            f"{root.url}/{name} is no committed checkpoint of ours; it is not deleted. Try: ckptkit ls {root.url}"
+            f"{root.url}/{name} is no committed checkpoint of ours; it is not deleted. "
+            f"Try: {command_line('ls', root.url)}"
         )
     return record
 

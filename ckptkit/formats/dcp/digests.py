@@ -79,7 +79,7 @@ def _compare(digest: Digest, found: int, path: str, name: str) -> None:
         raise IntegrityError(
             f"{path}: the bytes [{digest.start}, {digest.start + digest.nbytes}) of {name!r} have "
             f"{digest.algorithm} {found:#x}, {digest.value:#x} was recorded when they were written. The file is "
-            "damaged; load another checkpoint. `ckptkit verify` lists all damage."
+            "damaged; load another checkpoint."
         )
 
 

@@ -257,7 +257,7 @@ def _non_negative(columns: Columns, name: str, dtype: str = "int64") -> None:
 
 
 def _fail(columns: Columns, what: str) -> None:
-    raise CorruptCheckpointError(f"{columns.file}: {what}. The file is damaged: run ckptkit verify.")
+    raise CorruptCheckpointError(f"{columns.file}: {what}. The file is damaged.")
 
 
 Int64 = npt.NDArray[np.int64]

@@ -20,6 +20,7 @@ from ckptkit.errors import (
     UnsafePathError,
     UnsupportedFormatError,
     UsageError,
+    command_line,
 )
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.own.outline import PREFIX
@@ -534,9 +535,14 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
     if record is None:
         raise CheckpointNotFoundError(
             f"{store.url}/{path} does not exist: no save of a checkpoint was completed there. "
-            "Try: ckptkit ls, on the directory of the run."
+            f"Try: {command_line('ls', _run_of(store, path))}"
         )
     return record
+
+
+def _run_of(store: Store, path: str) -> str:
+    """The URL of the run whose checkpoint would have its record at `path`."""
+    return store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0]
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:

@@ -499,4 +499,4 @@ def _advice(draft: _Draft) -> str:
         if draft.missing and find_spec("transformers") is None:
             advice += " With transformers 5 installed, ckptkit also knows the names of models in memory."
         return advice
-    return "\n  Is --base the model that was trained? See: ckptkit inspect URL"
+    return "\n  Is --base the model that was trained?"

@@ -1,0 +1,167 @@
+"""Every command line that a message shows works as it is pasted: a path with spaces is one argument of it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import ckptkit
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.cli.main import _COMMANDS, cli
+from ckptkit.errors import CkptkitError
+from tests.checkpoint.killed import state
+
+_NAMES = "|".join(_COMMANDS)
+_TICKED = re.compile(rf"`(ckptkit (?:{_NAMES})\b[^`\n]*)`")
+_BARE = re.compile(rf"(?<!`)\bckptkit (?:{_NAMES})\b[^`\n]*$", re.MULTILINE)  # to the end of its line: it is copied
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*")  # DST, EXPORT: a name that may be taken as it is
+_READING = ("ls", "inspect", "verify")
+
+
+def hints(text: str) -> list[str]:
+    return [*_TICKED.findall(text), *(match[0].strip() for match in _BARE.finditer(text))]
+
+
+def check(hint: str) -> None:
+    """Raise unless the command line parses: its options exist, its arguments are as many as the command takes."""
+    for line in hint.split(" && "):
+        _, name, *words = shlex.split(line)
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        if "--help" in words:
+            continue
+        try:
+            command.make_context(name, words)
+        except click.UsageError as error:
+            raise AssertionError(f"{line!r} can't be pasted: {error.format_message()}") from error
+
+
+# --- the templates
+
+
+def _literals(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a module but for its docstrings, each with "a b" for what is filled in."""
+    tree = ast.parse(path.read_text())
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, holders) and _is_text(node.body[:1])}
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(p.value if isinstance(p, ast.Constant) else _filled(p) for p in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not {id(node)} & (docs | parts):
+            yield node.lineno, node.value
+
+
+def _is_text(body: list[ast.stmt]) -> bool:
+    return bool(body) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+
+
+def _filled(part: ast.expr) -> str:
+    value = part.value if isinstance(part, ast.FormattedValue) else part
+    made = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "command_line"
+    return "(a whole line)" if made else "a b"
+
+
+def test_a_command_line_in_a_message_is_made_by_the_function_that_quotes_or_parses_as_it_stands() -> None:
+    root, seen = Path(ckptkit.__file__).parent, 0
+    for path in sorted(root.rglob("*.py")):
+        for line, text in _literals(path):
+            for hint in hints(text):
+                seen += 1
+                try:
+                    check(hint)
+                except (AssertionError, ValueError) as error:
+                    raise AssertionError(f"{path.relative_to(root)}:{line}: {error}") from error
+    assert seen  # the few that name no path
+
+
+@pytest.mark.parametrize("hint", ["ckptkit ls a b", "ckptkit verify", "ckptkit prune R --max-nun 3", "ckptkit ls R."])
+def test_a_hint_that_can_not_be_pasted_is_found(hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "R").mkdir()
+    with pytest.raises(AssertionError):
+        check_line(hint)
+
+
+# --- the messages of real runs
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, zoo: Path) -> Path:
+    """A run, one damaged in its newest step, and a foreign checkpoint, in a directory with a space in its name."""
+    place = tmp_path_factory.mktemp("hints") / "my runs"
+    for name in ("run", "damaged"):
+        with CheckpointManager(place / name, retention=RetentionPolicy(max_num=3)) as manager:
+            for step in (1, 2):
+                manager.save(step, state(step))
+    newest = place / "damaged" / "step_00000002"
+    data = next(newest.glob("*.distcp"))
+    data.write_bytes(bytes(byte ^ 255 for byte in data.read_bytes()))
+    (place / "run" / "notes").mkdir()
+    (place / "run" / "step_00000009").mkdir()
+    shutil.copytree(place / "run" / "step_00000001", place / "run" / "a copy")
+    shutil.copytree(zoo / "hf_ref_llama_untied", place / "hf model")
+    (place / "empty").mkdir()
+    return place
+
+
+RUNS: dict[str, tuple[str, ...]] = {  # what is typed below the directory
+    "ls of one checkpoint": ("ls", "run/step_00000001"),
+    "ls of latest": ("ls", "run/latest"),
+    "ls of a step by number": ("ls", "run/2"),
+    "ls of another system's": ("ls", "hf model"),
+    "ls of an empty directory": ("ls", "empty"),
+    "ls with more that is no checkpoint": ("ls", "run"),
+    "verify of a damaged one": ("verify", "damaged"),
+    "convert of a damaged one": ("convert", "damaged", "out"),
+    "reshard of a damaged one": ("reshard", "damaged", "out", "--world-size", "2"),
+    "inspect without a match": ("inspect", "run", "--tensors", "nothing*"),
+    "diff without a match": ("diff", "run", "damaged/1", "--include", "nothing*"),
+    "pin of none": ("pin", "run/step_00000007"),
+    "pin of another system's": ("pin", "hf model"),
+    "prune of one checkpoint": ("prune", "run/step_00000001", "--max-num", "1"),
+    "push of no export": ("push", "run", "me/model"),
+    "a name in a run without one": ("verify", "empty/latest"),
+}
+WITHOUT = {"a name in a run without one"}
+
+
+def check_line(hint: str) -> None:
+    check(hint)
+    _, name, *words = shlex.split(hint.partition(" && ")[0])
+    there = [word for word in words if not word.startswith("-") and not _PLACEHOLDER.fullmatch(word)]
+    assert any(Path(word).exists() for word in there), f"{hint!r} names nothing that exists"
+    if name in _READING:
+        assert CliRunner().invoke(cli, [name, *words]).exit_code in (0, 1)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_failure_says_to_try_can_be_pasted(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, *words = RUNS[name]
+    typed = [str(made / word) if (made / word.partition("/")[0]).exists() else word for word in words]
+    result = CliRunner().invoke(cli, [command, *typed])
+    found = hints(result.output)
+    assert found or name in WITHOUT, result.output
+    for hint in found:
+        check_line(hint)
+
+
+def test_what_a_load_says_to_try_can_be_pasted(made: Path) -> None:
+    with CheckpointManager(made / "damaged") as manager, pytest.raises(CkptkitError) as caught:
+        manager.load(state(0))
+    found = hints(str(caught.value))
+    assert found
+    for hint in found:
+        check_line(hint)
