@@ -1,4 +1,4 @@
-"""`ckptkit convert`: any checkpoint into Hugging Face, DCP, torch or LOCAL files."""
+"""`ckptkit convert`: convert any checkpoint to Hugging Face, DCP, torch or LOCAL files."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def command(
 ) -> None:
     """Convert the checkpoint at SRC and write the result to DST.
 
-    DST appears whole or not at all. Nothing that SRC holds is executed, no GPU, process group or model
-    class is needed, and memory stays under --max-memory whatever the size of the model.
+    DST appears complete or not at all. No code from SRC is executed. No GPU, process group or model class is needed,
+    and memory stays below --max-memory for any model size.
     """
     from ckptkit.offline.convert import convert
 

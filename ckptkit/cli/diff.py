@@ -1,4 +1,4 @@
-"""`ckptkit diff`: which tensors of two checkpoints differ, and by how much."""
+"""`ckptkit diff`: show which tensors of two checkpoints differ, and by how much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckptkit inspect`: what is in a checkpoint."""
+"""`ckptkit inspect`: show the contents of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckptkit ls`: the checkpoints of a run."""
+"""`ckptkit ls`: list the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def command(
     recorded: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """List the checkpoints of the run at ROOT: step, age, size, type, ranks, metrics, and why rotation keeps
-    each one or would delete it. With --quiet, names only. The policy is the one that the run recorded; limits
-    given here take the place of its limits."""
+    """List the checkpoints of the run at ROOT: step, age, size, type, ranks, metrics, and why rotation keeps or would
+    delete each one. With --quiet, names only. Uses the policy that the run recorded; limits given here replace its
+    limits."""
     from ckptkit.offline.listing import list_run
 
     policy = stated_policy()
@@ -78,12 +78,12 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
 
 
 def _columns() -> int:
-    """How wide a line may be; 0 where nobody's terminal folds it."""
+    """Maximum line width; 0 if the output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def _aligned(table: list[list[str]], columns: int) -> list[str]:
-    """The rows of the table as lines. Where a terminal would fold them, the last cell stands on a line of its own."""
+    """Return the rows of the table as lines. If a terminal would wrap them, the last cell goes on its own line."""
     widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
     heads = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=False)) for cells in table]
     lines = [f"{head}  {cells[-1]}".rstrip() for head, cells in zip(heads, table, strict=True)]

@@ -1,4 +1,4 @@
-"""The `ckptkit` command: finds the module of a sub-command when it is called, so that --help costs nothing."""
+"""The `ckptkit` command: imports a sub-command's module only when it is called, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 
 __all__ = ["cli", "main"]
 
-# name -> what it does, in one line. The module is ckptkit.cli.<name>, its command is called `command`.
+# name -> one-line description. The module is ckptkit.cli.<name>, its command is called `command`.
 _COMMANDS = {
     "convert": "Convert any checkpoint to Hugging Face, DCP, torch or LOCAL files.",
     "reshard": "Rewrite a checkpoint for another cluster size.",
@@ -28,7 +28,7 @@ _COMMANDS = {
     "unpin": "Let rotation delete a pinned checkpoint again.",
     "push": "Upload an export to a Hugging Face repo.",
 }
-# name -> commands to try, and the page of docs/ that says more: the end of its help.
+# name -> example commands and the page of docs/ with details, shown at the end of its help.
 _EXAMPLES = {
     "convert": (
         "convert RUN OUT --verify  # the newest checkpoint, for transformers and vLLM",
@@ -55,7 +55,7 @@ _PLACE = re.compile("FILE|URL|DIR|html")  # in the metavar of an option
 
 
 class _Commands(click.Group):
-    """Sub-commands that are imported when they are named."""
+    """Sub-commands that are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -81,7 +81,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # before a command began, or after its end: what it did it has said
+        except KeyboardInterrupt:  # before a command began, or after its end
             click.echo("Interrupted.", err=True)
             raise SystemExit(_INTERRUPTED) from None
 
@@ -91,7 +91,7 @@ class _Commands(click.Group):
 
 
 class _Place(click.types.StringParamType):
-    """A text that names a place: the shell completes it as a path."""
+    """A path or URL argument; the shell completes it as a path."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type="file")]
@@ -118,20 +118,19 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
 )
 def cli() -> None:
-    """Checkpoints of PyTorch training: convert, reshard, check, compare, keep.
+    """Convert, reshard, check, compare and keep checkpoints of PyTorch training.
 
-    After a crash: `ckptkit ls RUN` shows what there is, `ckptkit verify RUN` whether the newest is whole.
+    After a crash: `ckptkit ls RUN` lists the checkpoints, `ckptkit verify RUN` checks the newest.
 
-    A URL is a path, or anything fsspec opens (s3://, gs://). A folder of steps stands for its newest
-    committed checkpoint. Exit codes: 0 done, 1 the checkpoint is bad or does not fit, 2 wrong usage,
-    130 interrupted.
+    A URL is a path, or anything fsspec opens (s3://, gs://). The directory of a run means its newest committed
+    checkpoint. Exit codes: 0 success, 1 the checkpoint is bad or does not fit, 2 wrong usage, 130 interrupted.
     """
 
 
 class _InterruptOnce:
-    """SIGINT: a second one on the heels of the first must not stop the cleaning that the first began.
+    """SIGINT: a second one soon after the first must not stop the cleanup that the first began.
 
-    Launchers send one besides the terminal's, and people press twice. One that comes later interrupts again.
+    Launchers send one in addition to the terminal's, and people press twice. A later one interrupts again.
     """
 
     def __init__(self) -> None:
@@ -154,6 +153,6 @@ def main(args: list[str] | None = None) -> Any:
         return cli.main(args=args, prog_name="ckptkit")
     except SystemExit as end:
         if ours and end.code == _INTERRUPTED:
-            # All is said and cleaned. While Python ends, one more press would kill it, with another exit code.
+            # Everything is printed and cleaned up. Another Ctrl-C while Python exits would change the exit code.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise

@@ -1,4 +1,4 @@
-"""Options as people want them: in groups on the help page, and with a guess where a choice is misspelt."""
+"""Click options in groups on the help page, with suggestions for misspelt choices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST = "Output"
 
 
 class _GroupedOption(click.Option):
-    """An option that says under which heading of the help page it stands."""
+    """An option with its heading on the help page."""
 
     def __init__(self, *args: Any, group: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,7 +32,7 @@ def grouped(group: str) -> Callable[..., Callable[[F], F]]:
 
 
 def allow_pickle(group: str = "") -> Callable[[F], F]:
-    """Return the option --allow-pickle; who gives it is told in red what it means."""
+    """Return the option --allow-pickle, which prints a red warning when used."""
 
     def warn(_: click.Context, __: click.Parameter, given: bool) -> bool:
         if given:
@@ -72,17 +72,17 @@ class GroupedCommand(click.Command):
 
 
 class Count(click.IntRange):
-    """A whole number from `min` on; what is none is called by that name."""
+    """An integer of at least `min`, with a clear error for anything else."""
 
     name = "whole number"
 
 
 class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """A choice that guesses what was meant.
+    """A choice that suggests the closest spelling.
 
     Args:
-        hidden: Spellings that are accepted too, but not listed.
-        meant: What others call a choice, and the choice to answer with.
+        hidden: Accepted spellings that are not listed.
+        meant: Other names for a choice, and the choice to suggest.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def outcome_options(function: F) -> F:
 
 
 def explain_interrupts(dst: str, *, overwrite: bool) -> None:
-    """Have Ctrl-C say what there is of DST, what lies beside it, and how to go on."""
+    """On Ctrl-C, print the state of DST, what is staged next to it, and how to continue."""
     if_interrupted(lambda: _interrupted(dst, overwrite=overwrite))
 
 
@@ -75,15 +75,15 @@ def _interrupted(dst: str, *, overwrite: bool) -> str:
 
 
 def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
-    """Print a report: its plan for a dry run, else what was done, what was proved, and what to do with it.
+    """Print a report: the plan of a dry run, otherwise what was done and proved, and how to use the result.
 
     Raises:
-        SystemExit: With 1, where a dry run found that the real one would fail.
+        SystemExit: With 1 if a dry run found that the real run would fail.
     """
     from ckptkit.offline.publish import is_one_of_many
 
     if int(os.environ.get("RANK", "0") or 0) > 0 and is_one_of_many():
-        pass  # the report of rank 0 is everybody's
+        pass  # rank 0 prints for all ranks
     elif as_json:
         print_json({"schema": "ckptkit.convert/1", **report.to_json()})
     else:
@@ -96,7 +96,7 @@ def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
 
 
 def _next(report: ConvertReport) -> list[str]:
-    """The command that most people type after this one."""
+    """The command to run next."""
     if "://" in report.dst:
         return []  # vLLM reads directories
     where = shlex.quote(report.dst)

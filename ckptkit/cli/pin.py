@@ -1,4 +1,4 @@
-"""`ckptkit pin`: keep a checkpoint whatever rotation says."""
+"""`ckptkit pin`: protect a checkpoint from rotation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 @storage_option
 @command_frame
 def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
-    """Keep the checkpoint at URL (RUN/step_..., RUN/latest, RUN/best, RUN/1200) whatever rotation says.
-    RUN alone is its newest."""
+    """Protect the checkpoint at URL (RUN/step_..., RUN/latest, RUN/best, RUN/1200) from rotation. RUN alone means its
+    newest."""
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import pin_forever
     from ckptkit.errors import CheckpointNotFoundError, UsageError, command_line

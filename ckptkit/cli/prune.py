@@ -25,7 +25,7 @@ def command(
     recorded: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Delete the checkpoints of the run at ROOT that the policy does not keep, and what dead saves left.
+    """Delete the checkpoints of the run at ROOT that the policy does not keep, and leftovers of dead saves.
 
     The newest, the best, the pinned, and files that are not ours, stay. The policy is the one that the run
     recorded; limits given here take the place of its limits.

@@ -1,4 +1,4 @@
-"""The options that state a retention policy, for `ls` and `prune`."""
+"""The retention-policy options of `ls` and `prune`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def policy_options(function: F) -> F:
 
 
 def stated_policy() -> RetentionPolicy | None:
-    """Return the policy that the options of this command state, None where none was given. Raises UsageError."""
+    """Return the policy of this command's options, None if none was given. Raises UsageError."""
     stated = {name: value for name, value in click.get_current_context().meta[_STATED].items() if value is not None}
     if not stated:
         return None

@@ -1,4 +1,4 @@
-"""`ckptkit unpin`: let rotation decide on a pinned checkpoint again."""
+"""`ckptkit unpin`: let rotation delete a pinned checkpoint again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 @storage_option
 @command_frame
 def command(url: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
-    """Let rotation decide on the checkpoint at URL again. RUN alone is its newest."""
+    """Remove the pin of the checkpoint at URL, so that rotation may delete it. RUN alone means its newest."""
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import split_checkpoint_url, unpin
     from ckptkit.errors import CheckpointNotFoundError

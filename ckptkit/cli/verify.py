@@ -1,4 +1,4 @@
-"""`ckptkit verify`: is a checkpoint complete and undamaged?"""
+"""`ckptkit verify`: check that a checkpoint is complete and undamaged."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""ckptkit inside other frameworks; each module imports its framework when it is used."""
+"""Integrations with other frameworks; each module imports its framework on first use."""

@@ -1,4 +1,4 @@
-"""ckptkit in Accelerate: `save_state` and `load_state` of an Accelerator through a CheckpointManager."""
+"""Replaces `save_state` and `load_state` of an Accelerator with a CheckpointManager."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["AcceleratorCheckpoints"]
 
 
 class AcceleratorCheckpoints:
-    """Saves and loads what an Accelerator has prepared, and what was registered with it.
+    """Saves and loads everything that an Accelerator has prepared or registered.
 
-    Everything in one committed checkpoint: models, optimizers, schedulers, stateful dataloaders, objects of
-    `register_for_checkpointing`, random numbers of every rank. All ranks make it, and call its methods, together.
-    Of an ordinary dataloader the epoch is saved, and the seed of `use_seedable_sampler=True`: skip the batches that
-    were seen with `skip_first_batches`, as with Accelerate itself. The order of any other shuffling is not saved, not
-    by `use_stateful_dataloader` either: a resume inside an epoch shuffles anew.
-    The hooks of `register_save_state_pre_hook` and `register_load_state_pre_hook` run as they do in Accelerate.
+    One committed checkpoint contains models, optimizers, schedulers, stateful dataloaders, objects of
+    `register_for_checkpointing`, and the random state of every rank. All ranks create it and call its methods together.
+    For an ordinary dataloader, the epoch and the seed of `use_seedable_sampler=True` are saved; skip the batches
+    already seen with `skip_first_batches`, as in Accelerate. The order of any other shuffling is not saved, even with
+    `use_stateful_dataloader`: a resume inside an epoch reshuffles. The hooks of `register_save_state_pre_hook` and
+    `register_load_state_pre_hook` run as they do in Accelerate.
 
     Args:
         url: The root of the run's checkpoints.
-        options: Of `CheckpointManager`: `retention`, `state_dict_type`, `storage_options`, ...
+        options: Passed to `CheckpointManager`: `retention`, `state_dict_type`, `storage_options`, ...
     """
 
     def __init__(self, accelerator: Accelerator, url: str | Path, **options: Any) -> None:
@@ -39,27 +39,28 @@ class AcceleratorCheckpoints:
         self.manager = CheckpointManager(str(url), **options)
 
     def save_state(self, step: int, **options: Any) -> SaveReport:
-        """Save; return once the checkpoint survives a power cut. `options`: of `CheckpointManager.save`."""
+        """Save; return once the checkpoint is durable. `options` are passed to `CheckpointManager.save`."""
         state = self.state()
         for hook in self.accelerator._save_model_state_pre_hook.values():
             hook(self.accelerator._models, [], self.manager.url)
         return self.manager.save(step, state, **options)
 
     def load_state(self, which: str | int = "latest", **options: Any) -> LoadReport | None:
-        """Restore from the newest checkpoint, or `which`: a step, a tag, or a URL, of `Accelerator.save_state` too.
+        """Restore the newest checkpoint, or `which`: a step, a tag, or a URL (also of a checkpoint from
+        `Accelerator.save_state`).
 
-        Returns None where the run has none yet. `options`: of `CheckpointManager.load`.
+        Returns None if the run has none yet. `options` are passed to `CheckpointManager.load`.
         """
         for hook in self.accelerator._load_model_state_pre_hook.values():
             hook(self.accelerator._models, self.manager.url)
         return self.manager.load(self.state(), which, **options)
 
     def state(self) -> TrainState:
-        """Return what a checkpoint holds."""
+        """Return the training state of a checkpoint."""
         mine = self.accelerator
         optimizers = [getattr(item, "optimizer", item) for item in mine._optimizers]
         schedulers = list(mine._schedulers)
-        # Accelerate gives every prepared loader the two methods; they work where torchdata's loader is below.
+        # Accelerate adds the two methods to every prepared loader; they work only for torchdata's loader.
         stateful = [item for item in mine._dataloaders if _is_stateful(item)]
         plain = [item for item in mine._dataloaders if not _is_stateful(item)]
         extra: dict[str, Any] = {f"object_{i}": item for i, item in enumerate(mine._custom_objects)}
@@ -76,7 +77,7 @@ class AcceleratorCheckpoints:
         )
 
     def close(self) -> None:
-        """Give everything back. Collective."""
+        """Release all resources. Collective."""
         self.manager.close()
 
 
@@ -90,7 +91,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 class _Epoch:
-    """Which epoch an ordinary loader is in, and the seed of a `SeedableRandomSampler`: the order of its data."""
+    """The epoch of an ordinary loader and the seed of its `SeedableRandomSampler`, which determine the data order."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -109,7 +110,7 @@ class _Epoch:
 
 
 class _Position:
-    """Where an Accelerator is between two optimizer steps, when gradients accumulate."""
+    """The position of an Accelerator within gradient accumulation."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

@@ -1,4 +1,4 @@
-"""What to say where the framework of an integration is not installed."""
+"""The error for an integration whose framework is not installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["missing"]
 
 
 def missing(package: str, extra: str) -> MissingExtraError:
-    """Return the error that names the package and the extra that brings it."""
+    """Return an error that names the package and the extra that installs it."""
     return MissingExtraError(
         f"this needs {package}, which is not installed. Install it from the checkout with: pip install -e '.[{extra}]'"
     )

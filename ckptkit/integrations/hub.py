@@ -1,4 +1,4 @@
-"""Uploads of an export to a Hugging Face repo."""
+"""Uploads an export to a Hugging Face repo."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def push_folder(
 ) -> str:
     """Upload the export in `folder` to the model repo `repo` in one commit and return the URL of that commit.
 
-    The repo is made where it does not exist. Files that are on the Hub already are not sent again, so an
-    upload that was cut off goes on where it stopped. Hidden files are not uploaded. What the Hub throttles, or fails
-    for a moment, is tried again.
+    Creates the repo if it does not exist. Files that are already on the Hub are not sent again, so an interrupted
+    upload continues where it stopped. Hidden files are not uploaded. Throttled and temporarily failing requests are
+    retried.
 
     Args:
         folder: A local directory with safetensors files, as `ckptkit convert` writes it.
         repo: "user/name".
         private: For a new repo; None leaves it to the organisation's default.
         token: Default: HF_TOKEN, or the token that `hf auth login` stored.
-        show_progress: huggingface_hub draws its bars, with each file, its bytes and rate, where stderr is a terminal.
+        show_progress: Show huggingface_hub's progress bars if stderr is a terminal.
 
     Raises:
-        UsageError: `folder` is a remote URL, or `repo` is no repo name.
-        CheckpointNotFoundError: `folder` is not there, or holds no export.
+        UsageError: `folder` is a remote URL, or `repo` is not a repo name.
+        CheckpointNotFoundError: `folder` does not exist, or contains no export.
         StorageError: The Hub refused, or could not be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -63,7 +63,7 @@ def push_folder(
         disable_progress_bars()
     try:
         call_with_retries(lambda: api.create_repo(repo, private=private, exist_ok=True))
-        # Large files first, so that a commit that the Hub throttles is asked for again without them.
+        # Large files first, so that retrying a throttled commit does not resend them.
         call_with_retries(lambda: api.preupload_lfs_files(repo, additions, revision=revision))
         done = call_with_retries(
             lambda: api.create_commit(
@@ -87,6 +87,6 @@ def _visible(place: Path) -> Iterator[str]:
 
 
 def _is_of_the_network(error: Exception) -> bool:
-    """Whether the HTTP library below huggingface_hub raised it: which one that is differs between its versions."""
+    """Whether huggingface_hub's HTTP library raised it; which library that is depends on its version."""
     roots = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return bool(roots & {"requests", "urllib3", "httpx", "httpx2", "httpcore"})

@@ -1,4 +1,4 @@
-"""ckptkit in Lightning: a strategy for FSDP2, a CheckpointIO for every other strategy, and a ModelCheckpoint.
+"""Lightning integration: a strategy for FSDP2, a CheckpointIO for other strategies, and a ModelCheckpoint.
 
 from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint
 trainer = Trainer(strategy=FSDP2Strategy(), callbacks=[ManagedCheckpoint(dirpath=..., monitor="val_loss")])

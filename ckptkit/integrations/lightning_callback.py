@@ -1,4 +1,4 @@
-"""A ModelCheckpoint whose rotation is ours: limits and pins in one place, for any strategy."""
+"""A ModelCheckpoint that saves through a CheckpointManager and rotates by a RetentionPolicy, for any strategy."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ __all__ = ["ManagedCheckpoint"]
 class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's types are not followed
     """Lightning's ModelCheckpoint, saved through a CheckpointManager and rotated by a RetentionPolicy.
 
-    When to save, the names, `monitor` and `save_last` are Lightning's. What is deleted decides the policy: by default
-    the best `save_top_k` by `monitor` and the newest are kept; without `monitor` the newest, for Lightning then allows
-    no `save_top_k` above 1: give `retention=RetentionPolicy(max_num=3)` to keep three. It is about what this callback
-    saved into one directory: what another one saves there stays, and so do pinned checkpoints and the one that the run
-    was resumed from. Under Lightning's own strategies the callback saves the live model and
-    optimizers itself, and loads such a checkpoint for `ckpt_path`.
+    Lightning decides when to save, the names, `monitor` and `save_last`. The policy decides what to delete. By default
+    it keeps the newest and the best `save_top_k` by `monitor`; without `monitor` only the newest, because Lightning
+    then allows no `save_top_k` above 1 (pass `retention=RetentionPolicy(max_num=3)` to keep three). The policy applies
+    to this callback's checkpoints in one directory; those of other callbacks, pinned ones, and the one that the run was
+    resumed from are kept. Under Lightning's own strategies, the callback saves the live model and optimizers itself,
+    and loads such checkpoints for `ckpt_path`.
 
     Args:
-        retention: In place of what `save_top_k` means.
+        retention: Replaces the policy derived from `save_top_k`.
         state_dict_type: For other strategies than FSDP2Strategy.
         storage_options: Passed to fsspec; for other strategies than FSDP2Strategy.
-        arguments: Of ModelCheckpoint.
+        arguments: Passed to ModelCheckpoint.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         return RetentionPolicy(max_num=1, keep_best=(self.monitor, self.mode, self.save_top_k))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let the strategy load what this callback saves, where it can't by itself."""
+        """Make the strategy load this callback's checkpoints, if it cannot do so itself."""
         super().setup(trainer, pl_module, stage)
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
@@ -105,7 +105,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
                 logger.after_save_checkpoint(self)
 
     def _save_any(self, trainer: Any, filepath: str) -> None:
-        """Save what a strategy of Lightning's holds live, without asking it for dictionaries of tensors."""
+        """Save the live tensors of a Lightning strategy, without collecting them into dictionaries."""
         module = trainer.lightning_module
         with _shown_live(trainer.strategy, module):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
@@ -120,14 +120,15 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         self._own().save(path, checkpoint, state, metrics=metrics, **self._ownership())
 
     def _ownership(self) -> dict[str, Any]:
-        """Whose checkpoint a save is, and what rotates. A copy called "last" counts for nothing but itself: it must not
-        take the place of the best or newest that Lightning knows by another name."""
+        """The owner of a save, for rotation. A copy called "last" has an owner of its own, so that it does not replace
+        the best or newest checkpoint that Lightning knows by another name."""
         if self._saves_last:
             return {"retention": RetentionPolicy(max_num=1), "owner": f"{self.state_key}/last"}
         return {"retention": self.retention, "owner": self.state_key}
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
-        """Let "last" be a link to what was just saved, which rotation keeps as the newest; a save only without one."""
+        """Make "last" a link to the checkpoint just saved, which rotation keeps as the newest; save a copy only if
+        links are impossible."""
         saved = self._last_checkpoint_saved
         fresh = bool(saved) and self._last_global_step_saved == trainer.global_step
         if not self.save_last or not fresh or "://" in saved:
@@ -143,10 +144,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             raise StorageError(saved, f"linking {self.last_model_path} to it failed: {problem}")
 
     def _linked(self, saved: str, monitor_candidates: Any) -> tuple[str, str]:
-        """Make the link, and return it with what went wrong. On rank 0 alone.
+        """Create the link; return it and the error, if any. On rank 0 only.
 
-        It goes over a link, and over what this callback saved; data of another run, and what this one was resumed
-        from, stay: then the name gets a version, as Lightning gives it.
+        Replaces a link or a checkpoint of this callback. Another run's data, and the checkpoint this run was resumed
+        from, stay: then the link's name gets a version, as in Lightning.
         """
         version: int | None = None
         try:
@@ -164,13 +165,13 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return saved, str(error)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """Leave it to the policy, which has removed it with the save, or keeps it; it looks at one directory."""
+        """Do nothing: the policy has already removed the checkpoint, or keeps it."""
         if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
             remove_checkpoint(filepath, storage_options=self._storage_options)
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Return the candidates for `ckpt_path="last"`. Lightning takes the protocol off a URL, and asks for the date
-        of what it finds, which only a file has on an object store: the record stands for its checkpoint."""
+        """Return the candidates for `ckpt_path="last"`. Lightning strips the protocol from a URL and sorts candidates
+        by date. On an object store only files have dates, so each checkpoint is represented by its commit record."""
         root = str(self.dirpath or "").rstrip("/")
         if "://" not in root:
             return set(super()._find_last_checkpoints(trainer))
@@ -212,7 +213,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         strategy.process_dataloader = process_dataloader
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the random numbers once more: making the iterator that goes on in an epoch has drawn some."""
+        """Restore the random state again: creating the iterator in the middle of an epoch has drawn numbers."""
         if self._random is not None:
             restore_rng(self._random)
             self._random = None
@@ -220,7 +221,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     # --- the end
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give everything back."""
+        """Release all resources."""
         for name in ("load_checkpoint", "process_dataloader"):
             vars(trainer.strategy).pop(name, None)
         if self._made is not None:
@@ -241,7 +242,7 @@ def _state(model: Any, optimizers: list[Any], *, rng: bool = True) -> TrainState
 
 @contextmanager
 def _shown_live(strategy: Any, module: Any) -> Iterator[None]:
-    """Inside this, what is collected for a save refers to the live tensors: nothing is gathered or copied."""
+    """Context in which a save collects references to live tensors, without gathering or copying."""
 
     def live() -> dict[str, Any]:
         tensors, extra = model_tensors(module)

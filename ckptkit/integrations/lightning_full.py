@@ -1,4 +1,4 @@
-"""Whole tensors on rank 0 from sharded ones, and back: for a CheckpointIO that takes dictionaries of tensors."""
+"""Gathers sharded tensors on rank 0, and scatters them back, for a CheckpointIO that uses dictionaries of tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whole tensors on the CPU of rank 0, {} elsewhere. All ranks must call it; one tensor at a time."""
+    """Return full tensors on the CPU of rank 0, {} elsewhere. Gathers one tensor at a time. All ranks must call it."""
     main = _rank() == 0
     found: dict[str, Any] = {}
     for name, value in tensors.items():
@@ -52,20 +52,20 @@ def sharded_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
 
 
 def gathered_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
-    """Return `sharded_optimizer` with whole tensors on rank 0, {} elsewhere. All ranks must call it."""
+    """Return `sharded_optimizer` with full tensors on rank 0, {} elsewhere. All ranks must call it."""
     taken = sharded_optimizer(optimizer, state)
     states = {fqn: gathered(values) for fqn, values in taken["state"].items()}
     return {"state": states, "param_groups": taken["param_groups"]} if _rank() == 0 else {}
 
 
 def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Give a live model the tensors that rank 0 has. All ranks must call it; others pass {}.
+    """Load rank 0's tensors into a live model. All ranks must call it; the others pass {}.
 
     A cast to another dtype is logged.
 
     Raises:
-        CheckpointMismatchError: Names or shapes differ, or the values of tied weights; nothing was changed. The same
-            on every rank.
+        CheckpointMismatchError: Names, shapes, or values of tied weights differ; nothing was changed. The same error on
+            every rank.
     """
     live = model_tensors(module)[0]
     shapes, different = _from_main((
@@ -98,20 +98,20 @@ def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: 
 
 
 def _different_twins(live: Mapping[str, torch.Tensor], whole: Mapping[str, Any]) -> list[str]:
-    """Return the names of tensors that are one in the model and have several values in `whole`."""
+    """Return the names of tied tensors with different values in `whole`."""
     names: dict[int, str] = {}
     found = []
     for name, tensor in live.items():
         if isinstance(whole.get(name), torch.Tensor):
             first = names.setdefault(id(tensor), name)
             one, other = (whole[n].contiguous().reshape(-1).view(torch.uint8) for n in (first, name))
-            if first != name and not torch.equal(one, other):  # the bits: NaN is no difference
+            if first != name and not torch.equal(one, other):  # compares bits: NaN equals NaN
                 found.append(f"{first} and {name}")
     return found
 
 
 def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any]) -> None:
-    """Give a live optimizer the state that rank 0 has, by FQN or by numbers. All ranks must call it."""
+    """Load rank 0's state, by FQN or by number, into a live optimizer. All ranks must call it."""
     parameters = named_parameters(optimizer, parameter_names(state), "optimizer")
     names = list(parameters)
     given = {names[k] if isinstance(k, int) else k: v for k, v in whole.get("state", {}).items()}
@@ -140,7 +140,7 @@ def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any
 
 
 def _placed(whole: Any, like: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return rank 0's tensor on every rank, cut as `like` is."""
+    """Return rank 0's tensor on every rank, sharded like `like`."""
     device = like.device if like is not None else torch.device("cpu")
     full = whole.to(device=device, dtype=dtype) if whole is not None else torch.empty(shape, dtype=dtype, device=device)
     full = full.contiguous()
@@ -152,7 +152,8 @@ def _placed(whole: Any, like: torch.Tensor | None, dtype: torch.dtype, shape: tu
 
 
 def placed_like(live: Any, value: Any) -> Any:
-    """Return a value as a live one is placed; a whole tensor that every rank has is cut. No communication."""
+    """Return a value with the placement of a live one; a full tensor present on all ranks is sharded locally. No
+    communication."""
     if not isinstance(live, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
         return value
     whole = value.to(live.device)

@@ -1,4 +1,4 @@
-"""A CheckpointIO that gives any Lightning strategy our storage, commit and rotation."""
+"""A CheckpointIO with ckptkit's storage, commit and rotation for any Lightning strategy."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ __all__ = ["CkptkitCheckpointIO"]
 
 
 class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's types are not followed
-    """Saves the dictionary that a strategy gathers on rank 0 as a committed checkpoint; loads those, and Lightning's.
+    """Saves the dictionary that a strategy gathers on rank 0 as a committed checkpoint; loads those and Lightning's
+    own.
 
     For DDP and single devices. Strategies that save shards on every rank (FSDPStrategy, ModelParallelStrategy) do not
-    ask a CheckpointIO: use `FSDP2Strategy` or the callback `ManagedCheckpoint` there.
+    use a CheckpointIO: use `FSDP2Strategy` or the callback `ManagedCheckpoint` instead.
 
     Args:
-        retention: What rotation keeps in a directory of checkpoints. What Lightning removes itself is removed.
+        retention: The policy for a directory of checkpoints. Lightning's own removals still happen.
         state_dict_type: "full" (the model in safetensors files) or "sharded" (DCP).
         storage_options: Passed to fsspec.
     """
@@ -51,7 +52,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
         self._made: LightningCheckpoints | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Save; return once the checkpoint survives a power cut. Called on rank 0 alone.
+        """Save; return once the checkpoint is durable. Called on rank 0 only.
 
         Raises:
             SaveError: Nothing was published.
@@ -65,7 +66,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the dictionary that was saved at `path`, whoever saved it; any rank may call it."""
+        """Return the dictionary saved at `path`, by ckptkit or Lightning. Any rank may call it."""
         text = str(path) if "://" in str(path) else os.path.abspath(path)
         if os.path.isfile(text):
             return dict(TorchCheckpointIO().load_checkpoint(text, map_location, weights_only=weights_only))
@@ -84,11 +85,11 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the checkpoint at `path`; a link goes, what it points to stays."""
+        """Remove the checkpoint at `path`; for a link, only the link."""
         remove_checkpoint(path, storage_options=self._storage_options)
 
     def teardown(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         if self._made is not None:
             self._made.close()
             self._made = None
@@ -96,7 +97,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
     def _checkpoints(self, storage_options: Any) -> LightningCheckpoints:
         if self._made is None:
             group = None
-            if dist.is_available() and dist.is_initialized():  # this rank alone: Lightning calls no other
+            if dist.is_available() and dist.is_initialized():  # this rank only: Lightning does not call the others
                 group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
             self._made = LightningCheckpoints(
                 self._state_dict_type,
@@ -108,7 +109,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
 
 
 def _optimizer_states(source: Checkpoint) -> list[dict[str, Any]]:
-    """Return the optimizers as torch's own `load_state_dict` takes them: parameters go by their numbers."""
+    """Return the optimizers in the layout of torch's `load_state_dict`, with parameters by number."""
     found = []
     names = [name for name in source.catalog.objects if re.fullmatch(r"optimizer(_\d+)?", name)]
     for key in sorted(names, key=lambda name: (len(name), name)):

@@ -1,4 +1,4 @@
-"""What the arguments of NeMo's and Lightning's strategies mean here. Imports no Lightning."""
+"""Translates the arguments of NeMo's and Lightning's strategies. Does not import Lightning."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 def group_sizes(
     world_size: int, *, dp: Size, tp: Size, cp: int = 1, has_plan: bool = False, nodes: int = 1
 ) -> tuple[int, int]:
-    """Return (data-parallel, tensor-parallel) ranks; "auto" is what the other leaves.
+    """Return the numbers of (data-parallel, tensor-parallel) ranks; "auto" is computed from the other.
 
-    With both "auto" a plan of one's own makes each node one tensor-parallel group, as NeMo and Lightning do; without
-    one there is nothing to split by, and all ranks are data-parallel.
+    If both are "auto": with a custom plan each node is one tensor-parallel group, as in NeMo and Lightning; without
+    one, all ranks are data-parallel.
 
     Raises:
         UsageError: dp x cp x tp is not the number of ranks.
@@ -65,11 +65,11 @@ def fsdp_config(
     state_dict_type: Any,
     device: str,
 ) -> FSDPConfig:
-    """Return the FSDPConfig of a strategy's arguments.
+    """Return the FSDPConfig for a strategy's arguments.
 
     Args:
-        mesh: (replicate, shard) where it was given.
-        precision: Lightning's string, such as "bf16-mixed"; `mp_policy` (torch's or FSDP1's) wins over it.
+        mesh: (replicate, shard), if given.
+        precision: Lightning's string, such as "bf16-mixed"; `mp_policy` (torch's or FSDP1's) takes precedence.
     """
     strategy = str(getattr(sharding_strategy, "name", sharding_strategy)).upper().lstrip("_")
     if mesh is not None and mesh[0] > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
@@ -103,7 +103,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 def wrap_policy(value: Any) -> Policy | None:
-    """Return the policy that a set of classes means, or FSDP1's callable (module, recurse, nonwrapped_numel)."""
+    """Return the wrap policy for a set of classes, or for FSDP1's callable (module, recurse, nonwrapped_numel)."""
     if value is None:
         return None
     if isinstance(value, type):
@@ -121,7 +121,7 @@ def wrap_policy(value: Any) -> Policy | None:
 
 
 def modules_of(model: nn.Module, value: Any) -> list[nn.Module]:
-    """Return the modules that a policy (classes, or FSDP1's callable) takes."""
+    """Return the modules that a policy (classes, or FSDP1's callable) selects."""
     policy = wrap_policy(value)
     return [] if policy is None else [model.get_submodule(name) for name in policy(model)]
 
@@ -132,10 +132,8 @@ def _accepted(rule: Callable[..., Any], module: nn.Module) -> bool:
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """Return the modules with parameters below a LightningModule that are called as a whole: its children, or what is
-    in them where they are mere containers.
-
-    The LightningModule itself is no FSDP root: its steps are called, not its forward.
+    """Return the modules with parameters in a LightningModule whose forward is called: its children, or for containers
+    their children. The LightningModule itself is not an FSDP root: its steps are called, not its forward.
     """
     found: list[nn.Module] = []
     for child in module.children():
@@ -147,7 +145,7 @@ def roots(module: nn.Module) -> list[nn.Module]:
 
 
 def loose_parameters(module: nn.Module, inside: list[nn.Module]) -> list[str]:
-    """Return the trainable parameters of a LightningModule that lie in none of `inside`."""
+    """Return the trainable parameters of a LightningModule that are in none of `inside`."""
     held = {id(parameter) for root in inside for parameter in root.parameters()}
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
 
@@ -160,8 +158,8 @@ def fsdp2_strategy_parallelize(
     tp_shard_plan: Mapping[str, Any] | None = None,
     offload_policy: Any = None,
 ) -> nn.Module:
-    """Shard a model as NeMo's function of this name does: each block of its ModuleLists, then the whole; the last
-    block stays gathered. `device_mesh` has the dimension data_parallel, and tensor_parallel where there is one."""
+    """Shard a model like NeMo's function of this name: each block of its ModuleLists, then the whole; the last block
+    stays gathered. `device_mesh` has the dimension data_parallel, and optionally tensor_parallel."""
     sizes = dict(zip(device_mesh.mesh_dim_names, device_mesh.mesh.shape, strict=True))
     config = fsdp_config(
         sharding_strategy="FULL_SHARD",
@@ -176,6 +174,6 @@ def fsdp2_strategy_parallelize(
         device=device_mesh.device_type,
     )
     config = replace(config, auto_wrap_policy=WrapPolicy.BLOCKS, keep_last_block=True)
-    del use_hf_tp_plan  # the plan that a model carries is used where none is given
+    del use_hf_tp_plan  # without a plan, the model's own plan is used
     plan = dict(tp_shard_plan) if tp_shard_plan is not None else None
     return shard(model, config, tp_plan=plan)

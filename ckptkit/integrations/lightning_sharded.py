@@ -1,4 +1,4 @@
-"""What FSDP2Strategy saves and loads: the half of the strategy that knows checkpoints, and nothing of sharding."""
+"""Saves and loads for FSDP2Strategy: the checkpoint half of the strategy, independent of sharding."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ from ckptkit.integrations.lightning_state import (
 
 __all__ = ["ShardedCheckpoints"]
 
-_LIVE = "ckptkit_live"  # marks a dictionary of live tensors between its making and the save
+_LIVE = "ckptkit_live"  # marks a dictionary of live tensors until the save
 
 
 class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's types are not followed
-    """A ModelParallelStrategy whose checkpoints every rank writes and reads in part, through a CheckpointManager."""
+    """A ModelParallelStrategy with sharded checkpoints: every rank writes and reads its part through a
+    CheckpointManager."""
 
     def __init__(
         self,
@@ -72,12 +73,12 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         self._random: Mapping[str, Any] | None = None
         self._checkpoints: LightningCheckpoints | None = None
         self._shown: dict[str, Any] = {}
-        self._position: dict[str, Any] = {}  # where in its epochs the run goes on
+        self._position: dict[str, Any] = {}  # the position within epochs at which the run continues
 
     # --- what waits for the first step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the LightningModule's step; before the first one, restore what a checkpoint left for it."""
+        """Run the LightningModule's step; before the first one, restore deferred optimizer state."""
         self.restore_pending()
         if self._random is not None:
             restore_rng(self._random)
@@ -85,7 +86,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         return super().training_step(*args, **kwargs)
 
     def restore_pending(self) -> None:
-        """Apply the optimizer state that was loaded and not applied yet, once. All ranks must call it."""
+        """Apply deferred optimizer state, once. All ranks must call it."""
         pending = self._pending
         if pending is None:
             return
@@ -99,11 +100,11 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimizer's state over: `load_optimizer_state_dict`."""
+        """Lightning passes the optimizer's state to `load_optimizer_state_dict`."""
         return True
 
     def lightning_module_state_dict(self, kind: StateDictType | str | None = None) -> dict[str, Any]:
-        """Return the model's state by FQN: what the state-dict type says, or `kind`. All ranks must call it.
+        """Return the model's state by FQN, in the strategy's state-dict type or `kind`. All ranks must call it.
 
         "sharded": DTensors that alias the live ones. "full": whole tensors on the CPU of rank 0, {} elsewhere.
         "local": this rank's parts.
@@ -119,7 +120,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         return taken
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state by FQN; of the type "full" whole on rank 0, {} elsewhere. Collective."""
+        """Return an optimizer's state by FQN; for "full", complete on rank 0 and {} elsewhere. Collective."""
         self.restore_pending()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._kind(None) is StateDictType.FULL:
@@ -134,8 +135,8 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         return StateDictType.FULL if self._checkpoint_io is not None else self._state_dict_type
 
     def _show_live(self, trainer: Any) -> None:
-        """Let what `trainer` collects for a save hold the live tensors, whatever the state-dict type: `save_checkpoint`
-        gathers them one by one. Gathered into a dictionary they would all lie in rank 0's memory."""
+        """Make `trainer` collect live tensors for a save, for any state-dict type: `save_checkpoint` gathers them one
+        by one. A gathered dictionary would need memory for all of them on rank 0."""
         connector = trainer._checkpoint_connector
         dump = type(connector).dump_checkpoint
 
@@ -149,8 +150,8 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         connector.dump_checkpoint = dump_live
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give the model what a CheckpointIO read. Else `load_checkpoint` has restored it, and it gets only what an
-        `on_load_checkpoint` hook has replaced since."""
+        """Load the tensors that a CheckpointIO has read. Without a CheckpointIO, `load_checkpoint` has already restored
+        the model, and only tensors replaced by an `on_load_checkpoint` hook are loaded."""
         given = checkpoint.get("state_dict", {})
         if self._checkpoint_io is not None:
             scatter_model(self.lightning_module, given, strict=strict)
@@ -178,7 +179,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
 
     @property
     def checkpoint_io(self) -> Any:
-        """What whole dictionaries are given to; None where every rank writes its part."""
+        """The CheckpointIO for full dictionaries; None if every rank writes its part."""
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -194,14 +195,15 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         retention: RetentionPolicy | None = None,
         owner: str | None = None,
     ) -> None:
-        """Save what Lightning collected; return once it survives a power cut. All ranks must call it.
+        """Save the state that Lightning collected; return once it is durable. All ranks must call it.
 
         Args:
-            storage_options: For a `checkpoint_io`; else they are an argument of the strategy, and refused here.
-            retention: What rotation keeps of the checkpoints of this `owner`.
+            storage_options: Only with a `checkpoint_io`; otherwise pass them to the strategy.
+            retention: The policy for the checkpoints of this `owner`.
 
         Raises:
-            SaveError: Some rank failed: the same on every rank. Nothing was published, and what lay there stays.
+            SaveError: Some rank failed; the same error on every rank. Nothing was published, and an existing checkpoint
+                is unchanged.
         """
         path = self.broadcast(str(filepath))
         self.restore_pending()
@@ -215,7 +217,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             raise UsageError("storage_options of a save: give them to FSDP2Strategy(storage_options=...) instead.")
         names = checkpoint.pop("state_dict", {})
         whole = checkpoint.pop("optimizer_states", None)
-        if not checkpoint.pop(_LIVE, False):  # gathered on rank 0: the keys are what counts
+        if not checkpoint.pop(_LIVE, False):  # gathered on rank 0: only the keys matter
             keys = self.broadcast(list(names))
             live = self._live()
             names = {key: live[key] for key in keys if key in live}
@@ -228,11 +230,11 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Restore the model, and return Lightning's dictionary. All ranks must call it.
 
-        Reads every format that ckptkit reads, Lightning's sharded and full ones among them, whatever the state-dict
-        type. Optimizers follow in `load_optimizer_state_dict`.
+        Reads every format that ckptkit reads, including Lightning's sharded and full ones, independent of the
+        state-dict type. `load_optimizer_state_dict` restores the optimizers.
 
         Raises:
-            CheckpointMismatchError: It does not fit; nothing was changed.
+            CheckpointMismatchError: The checkpoint does not match; nothing was changed.
         """
         path = self.broadcast(str(checkpoint_path))
         if self._checkpoint_io is not None:
@@ -258,11 +260,13 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         checkpoint["state_dict"] = dict(self._shown)  # for the hooks that look at it
         self._position = {"loops": checkpoint.get("loops", {})} if fitting else {}
         if "rng" in report.loaded and inside_an_epoch(checkpoint):
-            self._random = capture_rng()  # making the iterator that goes on draws numbers which the first run did not
+            self._random = (
+                capture_rng()
+            )  # creating the resumed iterator draws numbers
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; of a link only the link."""
+        """Remove a checkpoint; for a link, only the link."""
         if not self.is_global_zero:
             return
         if self._checkpoint_io is not None:
@@ -271,7 +275,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         remove_checkpoint(filepath, storage_options=self._storage_options)
 
     def teardown(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         if self._checkpoints is not None:
             self._checkpoints.close()
             self._checkpoints = None
@@ -283,7 +287,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
     # --- inside
 
     def _own(self) -> LightningCheckpoints:
-        """Return what saves and loads here. The first call is collective."""
+        """Return the object that saves and loads. The first call is collective."""
         if self._checkpoints is None:
             self._checkpoints = LightningCheckpoints(self._state_dict_type, storage_options=self._storage_options)
         return self._checkpoints

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint dictionary as a checkpoint of ours, and back."""
+"""Converts Lightning's checkpoint dictionary to a ckptkit checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ALIEN = ("meta.pt", ".metadata")  # a directory with one of these is a checkpoi
 
 
 class StateView(nn.Module):
-    """A model as a checkpoint holds it: these tensors, whatever the module they come from has besides."""
+    """A model reduced to the given tensors of a module."""
 
     def __init__(self, tensors: Mapping[str, Any], like: nn.Module | None = None) -> None:
         super().__init__()
@@ -48,29 +48,29 @@ class StateView(nn.Module):
         self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # of no use here
-        """Return the tensors, as they live."""
+        """Return the live tensors."""
         return dict(self._tensors)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield those of the module itself: an optimizer may hold some that are not saved."""
+        """Yield the module's own parameters: an optimizer may have some that are not saved."""
         (like,) = self._like
         yield from like.named_parameters(*args, **kwargs) if like is not None else ()
 
     @classmethod
     def of(cls, module: nn.Module, wanted: Mapping[str, Any]) -> StateView:
-        """Return the live tensors of `module` that `wanted` names, or what a hook put there in their place."""
+        """Return the live tensors of `module` that `wanted` names, or their replacements from a hook."""
         tensors, extra = model_tensors(module)
         live = {**tensors, **extra}
         return cls({k: live[k] if k in live and same_memory(live[k], v) else v for k, v in wanted.items()}, module)
 
 
 class LightningCheckpoints:
-    """Saves and loads at the paths that Lightning names: the directory is the root of a run, the last part a tag.
+    """Saves and loads at Lightning's paths: the directory is the root of a run, the last component a tag.
 
-    All ranks make it, and call its methods, together; or one rank for itself, with a group of its own.
+    Collective: all ranks create it and call its methods together; or a single rank with its own group.
 
     Args:
-        retention: What rotation keeps in a directory, besides what Lightning removes itself.
+        retention: The policy for a directory, in addition to Lightning's own removals.
         group: The ranks that take part; None for all.
     """
 
@@ -101,10 +101,10 @@ class LightningCheckpoints:
         retention: RetentionPolicy | None = None,
         owner: str | None = None,
     ) -> None:
-        """Save `state`, and beside it what is left of Lightning's `checkpoint`. Replaces a checkpoint of that name.
+        """Save `state` and the rest of Lightning's `checkpoint`. Replaces a checkpoint of that name.
 
         Args:
-            owner: Who saves: `retention` is then about the checkpoints of this owner alone.
+            owner: Who saves; `retention` applies to the checkpoints of this owner only.
         """
         root, name = _split(filepath)
         extra: dict[str, Any] = {_KEY: _with_plain_hparams(checkpoint)}
@@ -119,7 +119,7 @@ class LightningCheckpoints:
 
     @contextlib.contextmanager
     def _room(self, root: str, name: str) -> Iterator[None]:
-        """Move a checkpoint that Lightning wrote itself out of the way; it goes once the new one is committed."""
+        """Move a checkpoint that Lightning wrote itself aside; it is deleted once the new one is committed."""
 
         def aside() -> str:
             place = Path(root) / name
@@ -157,7 +157,7 @@ class LightningCheckpoints:
     def load(self, filepath: str | Path, state: TrainState, **options: Any) -> tuple[dict[str, Any], LoadReport]:
         """Load `state` from any format; return Lightning's dictionary without the tensors that were loaded."""
         root, name, url = self._coordinator.decide(lambda: self._found(filepath), "looking for the checkpoint")
-        # By name where it is one of ours: then it is held, and no rotation deletes it while this run goes on.
+        # By name if it is a ckptkit checkpoint: then it is protected from rotation while this run lasts.
         report = self._manager(root, self.retention).load(state, url or name, **options)
         assert report is not None  # a URL is loaded, or raises
         checkpoint = _as_lightnings(lightning_extras(report.extra), report.step)
@@ -171,7 +171,7 @@ class LightningCheckpoints:
         return checkpoint, report
 
     def _found(self, filepath: str | Path) -> tuple[str, str, str]:
-        """Return directory and name of a checkpoint, behind links; and its URL where ckptkit did not save it."""
+        """Return directory and name of a checkpoint, following links, and its URL if ckptkit did not save it."""
         root, name = _split(str(filepath).removesuffix(f"/{RECORD_NAME}"))
         if split_url(root)[0] == "file" and "://" not in root:
             root, name = os.path.split(os.path.realpath(os.path.join(root, name)))
@@ -180,8 +180,8 @@ class LightningCheckpoints:
 
     def close(self) -> None:
         """Give everything back."""
-        # The one that loaded is the first and goes last: it holds what the run was resumed from, which the rotations of
-        # the others would take where they are still under way.
+        # The manager that loaded closes last: it protects the checkpoint that the run was resumed from, which rotations
+        # of the others could still delete.
         for manager in reversed(self._managers.values()):
             manager.close()
         self._managers.clear()
@@ -208,7 +208,7 @@ def _owner(record: CommitRecord) -> str | None:
 
 
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Remove what lies at a path, if that is a checkpoint. Of a link only the link goes. No communication."""
+    """Remove the checkpoint at a path, if it is one. If it is a link, remove only the link. No communication."""
     root, name = _split(filepath)
     local = split_url(root)[0] == "file"
     place = Path(root) / name
@@ -230,12 +230,12 @@ def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any
 
 
 def _foreign(place: Path) -> list[str]:
-    """Return what lies in the directory of a checkpoint of Lightning's and is no part of it."""
+    """Return the files in a Lightning checkpoint's directory that do not belong to it."""
     return [path for path in foreign_paths(LocalStore(place)) if path != "meta.pt"]
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Lightning's dictionary from what a load found besides tensors: ours, `meta.pt`, or a file's own keys."""
+    """Return Lightning's dictionary from the non-tensor state of a load: ours, `meta.pt`, or a file's own keys."""
     for key in (_KEY, "meta"):
         if isinstance(extra.get(key), Mapping):
             return dict(extra[key])
@@ -243,7 +243,7 @@ def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, Any]:
-    """Return a dictionary that the Trainer can go on with, where the checkpoint is none of Lightning's."""
+    """Return a dictionary with which the Trainer can continue from a checkpoint that is not Lightning's."""
     if "pytorch-lightning_version" in checkpoint:
         return checkpoint
     import lightning.pytorch
@@ -253,16 +253,16 @@ def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, An
 
 
 def inside_an_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Tell whether a checkpoint was taken between two batches of one epoch."""
+    """Return whether a checkpoint was saved in the middle of an epoch."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     progress = loop.get("epoch_loop.batch_progress", {})
     return bool(progress) and not progress.get("is_last_batch", False)
 
 
 def set_epoch(dataloader: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Tell a dataloader's samplers in which epoch the run goes on, before anything is drawn from them.
+    """Set the epoch of a dataloader's samplers before anything is drawn from them.
 
-    Lightning tells them afterwards, which is too late for a stateful dataloader: it began with the order of epoch 0.
+    Lightning does so later, which is too late for a stateful dataloader: it would start with the order of epoch 0.
     """
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
     if "ready" not in progress:
@@ -276,9 +276,9 @@ def set_epoch(dataloader: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the dictionary with hyperparameters that load without running code: a path or a class becomes its text.
+    """Return the dictionary with hyperparameters that load without running code; a path or class becomes text.
 
-    They are there to be read. A Trainer that resumes makes nothing of them, so no save may fail for them.
+    They are informational: a resuming Trainer does not use them, so they must not make a save fail.
     """
     texts: list[str] = []
     plain = {key: _plain(checkpoint[key], key, texts) for key in _HPARAMS if key in checkpoint}
@@ -305,7 +305,7 @@ def _plain(value: Any, path: str, texts: list[str]) -> Any:
 
 
 def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Take the state of the dataloaders out of the loops: it is this rank's own, the rest is every rank's."""
+    """Remove the dataloaders' state from the loops: it is per rank, the rest is shared."""
     try:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
     except (KeyError, TypeError):

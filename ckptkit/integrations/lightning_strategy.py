@@ -1,4 +1,5 @@
-"""FSDP2Strategy: Lightning's Trainer over FSDP2, with the arguments of NeMo's FSDP2Strategy and of FSDPStrategy."""
+"""FSDP2Strategy: runs Lightning's Trainer with FSDP2; accepts the arguments of NeMo's FSDP2Strategy and
+FSDPStrategy."""
 
 from __future__ import annotations
 
@@ -39,30 +40,31 @@ _TIMEOUT = timedelta(minutes=30)
 class FSDP2Strategy(ShardedCheckpoints):
     """Trains a LightningModule under FSDP2, on any device, and checkpoints it with ckptkit's storage and commit.
 
-    Each child of the LightningModule that has parameters is sharded, unless `configure_model` did it. A checkpoint is
-    resumed at any number of ranks, bit-exactly at the same one; those that Lightning's own strategies wrote are too.
+    Shards each child of the LightningModule that has parameters, unless `configure_model` already did. Resumes
+    checkpoints, including those of Lightning's own strategies, on any number of ranks; bit-exactly on the same number.
 
     Args:
-        data_parallel_size, tensor_parallel_size, context_parallel_size: Ranks; "auto" is what the others leave. Both
-            "auto": all ranks are data-parallel, or with a `custom_tp_plan` each node is one tensor-parallel group.
-        sequence_parallel: Refused: put the sequence styles into `custom_tp_plan`.
-        offload_policy, cpu_offload: Not None or False: parameters and gradients live on the host.
+        data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks; "auto" is computed from the
+        others. If both are "auto", all ranks are data-parallel; with a `custom_tp_plan`, each node is one
+        tensor-parallel group.
+        sequence_parallel: Not supported: put the sequence styles into `custom_tp_plan`.
+        offload_policy, cpu_offload: If set, parameters and gradients live on the host.
         data_sampler: Its `transform_dataloader` is applied to every dataloader.
-        checkpoint_io: None: every rank writes its part, here. Else it gets whole tensors on rank 0.
-        mp_policy, mixed_precision: torch's FSDP2 or FSDP1 precision policy; wins over the Trainer's `precision`.
-        parallelize_fn: Called instead of ours, once, with the LightningModule's `model` and what it takes of
-            `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan`, `tp_shard_plan`.
-        use_hf_tp_plan, custom_tp_plan: The tensor-parallel plan that a transformers model carries, or your own.
+        checkpoint_io: None: every rank writes its part. Otherwise it receives full tensors on rank 0.
+        mp_policy, mixed_precision: torch's FSDP2 or FSDP1 precision policy; overrides the Trainer's `precision`.
+        parallelize_fn: Replaces our function. Called once with the LightningModule's `model` and those of
+            `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan` that it accepts.
+        use_hf_tp_plan, custom_tp_plan: Use a transformers model's own tensor-parallel plan, or a custom one.
         auto_wrap_policy, activation_checkpointing_policy: A set of module classes, or FSDP1's callable.
-        activation_checkpointing: Lightning's old name of the latter.
+        activation_checkpointing: Lightning's old name for activation_checkpointing_policy.
         sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, in any spelling.
         state_dict_type: "sharded", "full" or "local".
         device_mesh: (replicate, shard).
-        lightning_module_filter: Which FQNs a checkpoint holds: an adapter alone, say. The optimizer must hold no
+        lightning_module_filter: Selects the FQNs to save, for example only an adapter. The optimizer must have no
             others.
-        optimizer_restore: "deferred" restores optimizers at the first training step, when parameters that callbacks
-            add are there; "immediate" at the load.
-        process_group_backend, timeout: Of the default process group.
+        optimizer_restore: "deferred" restores optimizers before the first training step, after callbacks have added
+            parameters; "immediate" restores them during the load.
+        process_group_backend, timeout: For the default process group.
         storage_options: Passed to fsspec.
     """
 
@@ -170,7 +172,7 @@ class FSDP2Strategy(ShardedCheckpoints):
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model, unless `configure_model` did, and make the optimizers over what it became."""
+        """Shard the model, unless `configure_model` did, then create the optimizers."""
         _refuse_averaging(trainer)
         self._show_live(trainer)
         self.accelerator.setup(trainer)
@@ -206,7 +208,7 @@ class FSDP2Strategy(ShardedCheckpoints):
             model = getattr(module, "model", None)
             target = model if isinstance(model, nn.Module) else module
             self._parallelize_fn(target, **_taken(self._parallelize_fn, offered))
-        self._sharded = weakref.ref(module)  # a Trainer may fit another module afterwards
+        self._sharded = weakref.ref(module)  # a Trainer may fit another module later
 
     def _parallelize(self, module: nn.Module) -> None:
         roots = arguments.roots(module)
@@ -226,7 +228,7 @@ class FSDP2Strategy(ShardedCheckpoints):
             shard(root, self._config, mesh=self._mesh, policy=policy, tp_plan=plan)
 
     def _fill_meta(self) -> None:
-        """Give parameters that were made on the meta device the values that one process would draw."""
+        """Initialize meta-device parameters with the values that a single process would draw."""
         for root in arguments.roots(self.model):
             if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
                 materialize(root, "cpu" if self._offload else self.root_device)
@@ -235,12 +237,12 @@ class FSDP2Strategy(ShardedCheckpoints):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of a dataset this rank draws."""
+        """This rank's share of the dataset (arguments of DistributedSampler)."""
         mesh = self.device_mesh["data_parallel"]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return the dataloader, made over by the data sampler if there is one."""
+        """Return the dataloader, transformed by the data sampler if there is one."""
         if self._data_sampler is not None:
             dataloader = self._data_sampler.transform_dataloader(dataloader)
         set_epoch(dataloader, self._position)
@@ -248,7 +250,7 @@ class FSDP2Strategy(ShardedCheckpoints):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce no gradients in the backward passes inside: they accumulate."""
+        """Context in which backward passes accumulate gradients without reducing them."""
         units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)
@@ -260,7 +262,7 @@ class FSDP2Strategy(ShardedCheckpoints):
 
 
 def _taken(fn: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the offered arguments that a function has parameters for."""
+    """Return those of the arguments that the function accepts."""
     parameters = inspect.signature(fn).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(offered)
@@ -268,7 +270,7 @@ def _taken(fn: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _warn_of_garbage(root: nn.Module) -> None:
-    """Name the modules whose tensors were made on the meta device and that cannot fill them."""
+    """Return the names of modules with meta-device tensors that cannot initialize them."""
     owners: dict[str, list[str]] = {}
     for name in sorted(uninitialized(root)):
         owners.setdefault(type(root.get_submodule(name.rpartition(".")[0])).__name__, []).append(name)
@@ -283,7 +285,7 @@ def _warn_of_garbage(root: nn.Module) -> None:
 
 
 def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
-    """Refuse an optimizer that holds other parameters than the module has now: it would train nothing."""
+    """Raise if an optimizer's parameters are no longer those of the module: it would train nothing."""
     live = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in live]
@@ -295,7 +297,7 @@ def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
 
 
 def _refuse_averaging(trainer: Any) -> None:
-    """Refuse callbacks that keep a copy of the whole model, made before it is sharded, and mix the two."""
+    """Raise for callbacks that average an unsharded copy of the model with the sharded one."""
     for callback in trainer.callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise UsageError(
@@ -306,7 +308,7 @@ def _refuse_averaging(trainer: Any) -> None:
 
 
 def register_strategies() -> None:
-    """Let `Trainer(strategy="fsdp2")` and its relatives mean `FSDP2Strategy`. Names that are taken are left alone."""
+    """Register `Trainer(strategy="fsdp2")` and similar names for `FSDP2Strategy`. Names already registered are kept."""
     spellings: dict[str, dict[str, Any]] = {
         "fsdp2": {},
         "fsdp2_cpu_offload": {"cpu_offload": True},

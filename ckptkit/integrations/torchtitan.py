@@ -1,9 +1,9 @@
-"""A checkpointer with the interface that torchtitan's trainer calls, over a CheckpointManager: object stores included.
+"""A checkpointer for torchtitan's trainer, based on a CheckpointManager; supports object stores.
 
     trainer.checkpointer = TorchtitanCheckpointer(dataloader, model_parts, optimizers, lr_schedulers, states,
                                                   checkpoint_config, url="s3://bucket/run")
 
-Needs no torchtitan: it is called by it. Its own checkpoints are resumed from by `initial_load_path`.
+Does not import torchtitan. To resume from torchtitan's own checkpoints, set `initial_load_path`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POSITIONAL = (
     "dataloader", "model_parts", "optimizers", "lr_schedulers", "states", "checkpoint_config", "sd_adapter",
     "base_folder", "ft_manager",
 )  # fmt: skip
-# The fields of torchtitan's CheckpointConfig: what is done as it says, and what is refused unless it says nothing.
+# The fields of torchtitan's CheckpointConfig: supported ones, and those refused unless they have no effect.
 _HONOURED = frozenset(
     ["async_mode", "create_seed_checkpoint", "enable", "enable_checkpoint", "enable_first_step_checkpoint",
      "enable_ft_dataloader_checkpoints", "exclude_from_loading", "export_dtype", "folder", "initial_load_model_only",
@@ -42,9 +42,9 @@ _REFUSED = {
 
 
 class TorchtitanCheckpointer:
-    """Takes the place of torchtitan's CheckpointManager: `save`, `load`, `maybe_wait_for_staging`, `close`.
+    """Replaces torchtitan's CheckpointManager: `save`, `load`, `maybe_wait_for_staging`, `close`.
 
-    Made as torchtitan makes its own: `(config, *, dataloader, model_parts, ...)` since 0.3, before that
+    Same constructor arguments as torchtitan's: `(config, *, dataloader, model_parts, ...)` since 0.3, before that
     `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)`.
 
     Args:
@@ -54,9 +54,8 @@ class TorchtitanCheckpointer:
         options: Of `CheckpointManager`: `retention` (in place of `keep_latest_k`), `storage_options`, ...
 
     Raises:
-        UsageError: The config asks for what is not done here (Hugging Face formats, a cast by `export_dtype`), or has a
-            field that is not known; torchft is on; the model is cut into pipeline stages, whose optimizers have no
-            common names.
+        UsageError: The config uses an unsupported feature (Hugging Face formats, a cast by `export_dtype`) or an
+            unknown field; torchft is enabled; or the model has pipeline stages, whose optimizers have no common names.
     """
 
     def __init__(self, *given: Any, url: str | None = None, **options: Any) -> None:
@@ -102,9 +101,9 @@ class TorchtitanCheckpointer:
         self.manager = CheckpointManager(self.folder, **options)
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save where the interval, or the last step, says so; in the background if `async_mode` is on. Collective.
+        """Save if the interval or the last step requires it; in the background if `async_mode` is on. Collective.
 
-        Returns whether this step is saved.
+        Returns whether this step was saved.
         """
         if not self._due(curr_step, last_step):
             return False
@@ -117,12 +116,12 @@ class TorchtitanCheckpointer:
         return True
 
     def load(self, step: int = -1) -> bool:
-        """Restore `step`, or the newest, or what `initial_load_path` names; tell whether there was one. Collective.
+        """Restore `step`, the newest, or `initial_load_path`; return whether there was one. Collective.
 
-        Of step 0, a seed checkpoint, only the model is loaded.
+        From step 0 (a seed checkpoint) only the model is loaded.
 
         Raises:
-            CheckpointNotFoundError: `step`, or `load_step`, is not there.
+            CheckpointNotFoundError: `step` or `load_step` does not exist.
         """
         if not self.enable:
             return False
@@ -135,13 +134,13 @@ class TorchtitanCheckpointer:
         if self.last_load is None and self._initial:
             if self._initial_model_only:
                 state = TrainState(model=self._model, rng=False)
-            # A directory without a slash is a URL still: only a name of this run has none.
+            # Only names of this run have no slash, so append one to a directory without.
             url = str(self._initial) if "/" in str(self._initial) else f"./{self._initial}"
             self.last_load = self.manager.load(state, url, per_rank_on_resize="keep", **options)
         return self.last_load is not None
 
     def maybe_wait_for_saving(self) -> None:
-        """Wait for the save under way. Collective."""
+        """Wait for the running save. Collective."""
         if self.enable:
             self.manager.wait()
 
@@ -149,7 +148,7 @@ class TorchtitanCheckpointer:
         """Return at once: `save` has copied everything by the time it returns."""
 
     def close(self) -> None:
-        """Wait for the save under way and give everything back. Collective."""
+        """Wait for the running save and release all resources. Collective."""
         if self.enable:
             self.manager.close()
 
@@ -193,7 +192,7 @@ def _fields(config: Any) -> list[str]:
 
 
 def _check_dtype(model: nn.Module, export_dtype: str) -> None:
-    """Refuse a last save that torchtitan would cast: ours are as trained."""
+    """Raise if torchtitan would cast the last save: ours keeps the training dtype."""
     stored = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
     if export_dtype and stored - {export_dtype}:
         raise UsageError(

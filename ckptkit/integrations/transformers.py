@@ -1,4 +1,4 @@
-"""ckptkit in transformers: a Trainer callback that saves through a CheckpointManager, resumes, and exports.
+"""A Trainer callback for transformers that saves through a CheckpointManager, resumes, and exports.
 
 callback = CheckpointCallback("s3://bucket/run", retention=RetentionPolicy(max_num=2))
 trainer = Trainer(..., args=..., callbacks=[callback])
@@ -34,23 +34,22 @@ __all__ = ["CheckpointCallback"]
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
-    """Saves model, optimizer, scheduler, random numbers and the Trainer's own state; resumes from the newest.
+    """Saves model, optimizer, scheduler, random state and the Trainer's own state; resumes from the newest checkpoint.
 
-    A save happens where the Trainer would save (`save_strategy`), and every `save_steps` here. At the start of
-    training the newest committed checkpoint is loaded, at any number of ranks; where `url` has none of ours, the newest
-    that a Trainer saved there itself. The Trainer then skips the batches that were seen, as it does itself.
-    `train(resume_from_checkpoint=...)` is obeyed: True insists on a checkpoint, here or else among the Trainer's own;
-    False starts anew; a path is the Trainer's own. `save_total_limit` and `load_best_model_at_end` mean what they mean
-    there. At the end the model, or the adapter of a PEFT model, is exported as `from_pretrained` reads it.
-    All ranks have the callback; plain, DDP and FSDP2 models will do.
+    Saves when the Trainer would (`save_strategy`), and every `save_steps`. At the start of training it loads the newest
+    committed checkpoint on any number of ranks, or, if `url` has none, the newest one that a Trainer saved there. The
+    Trainer then skips the batches already seen, as usual. `train(resume_from_checkpoint=...)` works: True requires a
+    checkpoint (ckptkit's or the Trainer's), False starts a new run, a path names a Trainer checkpoint.
+    `save_total_limit` and `load_best_model_at_end` keep their meaning. At the end, the model (or the adapter of a PEFT
+    model) is exported for `from_pretrained`. All ranks need the callback; plain, DDP and FSDP2 models are supported.
 
     Args:
         url: The root of the run's checkpoints.
-        save_steps: Save every so many steps; None: only where the Trainer says so.
+        save_steps: Save every this many steps; None: only when the Trainer saves.
         resume: Whether to load the newest checkpoint at the start.
         export: A directory for the export at the end of training; None: no export.
-        background: Save while training goes on.
-        options: Of `CheckpointManager`: `retention`, `state_dict_type`, `storage_options`, ...
+        background: Save while training continues.
+        options: Passed to `CheckpointManager`: `retention`, `state_dict_type`, `storage_options`, ...
     """
 
     def __init__(
@@ -78,11 +77,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._limits: RetentionPolicy | None = None
 
     def attach(self, trainer: Any) -> CheckpointCallback:
-        """Let `trainer` save, and resume, through this callback instead of its own files.
+        """Make `trainer` save and resume through this callback instead of its own files.
 
         Raises:
-            UsageError: The callback belongs to another Trainer; or the best model is to be loaded at the end, and
-                `retention` does not keep it.
+            UsageError: The callback belongs to another Trainer, or `load_best_model_at_end` is set and `retention` does
+                not keep the best model.
         """
         if self._trainer is trainer:
             return self
@@ -112,7 +111,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return self
 
     def _retention(self, args: Any) -> RetentionPolicy | None:
-        """Return the policy: that of the caller, or what the Trainer's arguments say."""
+        """Return the caller's policy, or one derived from the Trainer's arguments."""
         given: RetentionPolicy | None = self._options.get("retention")
         metric = str(args.metric_for_best_model or "loss")
         metric = metric if metric.startswith("eval_") else f"eval_{metric}"
@@ -129,12 +128,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     # --- events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to watch over nothing."""
+        """Raise if the callback is not attached."""
         if self._trainer is None:
             raise UsageError("CheckpointCallback does nothing until it is attached: callback.attach(trainer).")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Ask for a save every `save_steps`."""
+        """Request a save every `save_steps`."""
         if self.save_steps and state.global_step % self.save_steps == 0:
             control.should_save = True
         return control
@@ -144,7 +143,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._metrics = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the save under way, and export."""
+        """Wait for the running save, then export."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None
@@ -172,7 +171,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         save(trainer.state.global_step, state, metrics=self._metrics)
 
     def _write_trainer_state(self, folder: str) -> bool:
-        """Write what the Trainer reads before anything else; tell whether there is a checkpoint."""
+        """Write the files that the Trainer reads first; return whether there is a checkpoint."""
         report = self._managed().load(TrainState(rng=False))
         if report is None:
             return False
@@ -191,22 +190,22 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.loaded = self._managed().load(self._state())
         self._random = capture_rng()
         best = self._trainer.state.best_global_step
-        if best is not None and self._has(best):  # the Trainer forgets what it does not see on a disk
+        if best is not None and self._has(best):  # the Trainer forgets checkpoints that it does not find on disk
             self._trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
 
     def _load_model(self, path: Any, model: Any = None) -> None:
-        """Wait: everything is restored at once, by `_load`."""
+        """Do nothing: `_load` restores everything at once."""
 
     def _skip(self, path: Any) -> None:
-        """Wait likewise."""
+        """Do nothing, as above."""
 
     def _load_rng(self, path: Any) -> None:
-        """Set the random numbers once more: skipping the batches that were seen has drawn some."""
+        """Restore the random state again: skipping the batches already seen has drawn numbers."""
         if self._random is not None:
             restore_rng(self._random)
 
     def _load_best(self) -> None:
-        """Give the model the weights of the best step."""
+        """Load the weights of the best step into the model."""
         best = self._trainer.state.best_global_step
         self._managed().load(TrainState(model=self._trainer.model, rng=False), best)
 
@@ -214,7 +213,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return any(record.step == step for record in self._managed().list())
 
     def _instead(self, theirs: Any, ours: Any) -> Any:
-        """Return what does ours for the path that `train` was given here, and theirs for any other."""
+        """Return a function that uses ours for the path passed to `train`, and the Trainer's for any other."""
 
         def either(path: Any = None, *arguments: Any, **named: Any) -> Any:
             mine = path is not None and path == self._ours
