@@ -1,4 +1,4 @@
-"""`CheckpointManager`: saves, keeps and loads the checkpoints of one run."""
+"""`CheckpointManager`: saves, rotates and loads the checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ckptkit.units import parse_duration, parse_size
 
 __all__ = ["CheckpointManager", "SAVE_SIGNALS", "SignalWatch"]
 
-# A signal on any rank becomes one decision of all ranks, between two training steps.
+# Turns a signal on any rank into a common decision of all ranks between two training steps.
 
 
 logger = logging.getLogger(__name__)
@@ -47,19 +47,19 @@ _watches: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
 
 
 class SignalWatch:
-    """Remembers that a signal came, and lets the ranks agree on it at a step boundary.
+    """Records signals, and makes the ranks agree on them at a step boundary.
 
-    The handlers only set a flag: a save inside a handler would run in the middle of a collective. A handler
-    that was installed before runs as well, unless it is the default one, which would end the process.
+    The handlers only set a flag: a save inside a handler would run in the middle of a collective. A previously
+        installed handler also runs, unless it is the default one, which would end the process.
 
-    Forked processes (the workers of a DataLoader, of a multiprocessing Pool) have the handlers from before, so that
-    SIGTERM ends them. Only SIGUSR1 and SIGUSR2 stay without effect there: a scheduler that sends one to all processes
-    of a job must not end workers that the training needs until it has saved.
+    Forked processes (DataLoader workers, multiprocessing pools) get the original handlers back, so SIGTERM ends them.
+    SIGUSR1 and SIGUSR2 are ignored there: a scheduler may send one to all processes of a job, and training needs its
+    workers until it has saved.
 
     Args:
-        coordinator: The ranks that must agree; not used by any other thread.
-        signals: By default SIGTERM (a scheduler that preempts) and SIGUSR1 (`sbatch --signal=USR1@300`).
-        every: Ask the other ranks at each `every`-th call of `agreed`, the same ones on every rank.
+        coordinator: The ranks that must agree. Must not be used by another thread.
+        signals: Default: SIGTERM (preemption) and SIGUSR1 (`sbatch --signal=USR1@300`).
+        every: Communicate only on every `every`-th call of `agreed`; the same on every rank.
     """
 
     def __init__(
@@ -89,8 +89,7 @@ class SignalWatch:
             before(number, frame)
 
     def agreed(self) -> bool:
-        """Return True on every rank at the same call, once some rank has had a signal. All ranks call it.
-
+        """Return True on every rank at the same call, once any rank has received a signal. All ranks must call it.
         Stays True until `clear`.
         """
         self._calls += 1
@@ -102,11 +101,11 @@ class SignalWatch:
         return seen
 
     def clear(self) -> None:
-        """Forget the signal: it was acted upon."""
+        """Clear the signal after it was handled."""
         self.received = None
 
     def close(self) -> None:
-        """Put back the handlers that were there before."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -123,7 +122,8 @@ _forking = threading.local()
 
 
 def _before_fork() -> None:
-    """Block the watched signals of this thread: Python forgets what a child gets before it has run its fork hooks."""
+    """Block the watched signals in this thread: Python loses signals that a child receives before its fork hooks
+    ran."""
     numbers = {number for watch in _watches for number in watch._before}
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
@@ -133,7 +133,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """Give a forked process the handlers that were there before all watches."""
+    """Restore the original handlers in a forked process."""
     for number in {number for watch in _watches for number in watch._before if number not in _HARMLESS}:
         found: Any = signal.getsignal(number)
         while isinstance(watch := getattr(found, "__self__", None), SignalWatch):
@@ -149,29 +149,29 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves, keeps and loads the checkpoints of one run. All ranks make it, and call its methods, together.
+    """Saves, rotates and loads the checkpoints of one run. All ranks create it and call its methods together.
 
-    A process that is forked from the one that made it can't use it: `close` does nothing there, the rest raises.
+    It cannot be used in a forked process: there `close` does nothing and all other methods raise.
 
     Args:
         url: The root of the run: a path, or anything fsspec opens ("s3://bucket/run").
-        retention: What rotation keeps; None keeps everything.
-        state_dict_type: Of what is saved; a load finds out for itself.
-        max_shard_size: The most bytes of one file of a FULL checkpoint.
-        timeout_s: How long to wait for any rank before all give up: seconds, or "30min".
-        async_policy: What `save_async` does while a save is under way: "wait" for it, or "refuse".
-        async_mode: Who writes what `save_async` staged: a "thread" of this process, or a "process" of its own, so
-            that training shares its interpreter lock with nobody (SHARDED, Linux).
-        on_signal: Signals that `interrupted` reports and `save_on_signal` acts upon; "save" is short for SIGTERM (a
-            scheduler that preempts) and SIGUSR1 (`sbatch --signal=USR1@300`).
-        on_commit: Called on every rank after each commit with the report, to log it (W&B, TensorBoard, MLflow).
-        trace: A directory for Chrome traces, one file a rank and a save or load.
+        retention: The rotation policy; None keeps everything.
+        state_dict_type: For saves; a load detects the type.
+        max_shard_size: Maximum size of one file of a FULL checkpoint.
+        timeout_s: How long to wait for a rank before all ranks raise: seconds, or a text such as "30min".
+        async_policy: What `save_async` does while another save is running: "wait" for it, or "refuse" (raise).
+        async_mode: How `save_async` writes staged data: in a "thread", or in a separate "process" that does not share
+            the interpreter lock with training (SHARDED and Linux only).
+        on_signal: Signals for `interrupted` and `save_on_signal`; "save" means SIGTERM (preemption) and SIGUSR1
+            (`sbatch --signal=USR1@300`).
+        on_commit: Called with the report on every rank after each commit, for logging (W&B, TensorBoard, MLflow).
+        trace: A directory for Chrome traces, one file per rank and operation.
         process_group: The ranks that take part; None for all.
-        side_files: A directory whose config, tokenizer, chat template and licence every checkpoint carries, so that
-            it can be exported with nothing else at hand. A transformers model brings its own config.
-        start_fresh: When `load` returns None. "if_empty": where nothing was saved yet; directories of steps of which
-            none is committed, as a copy that was cut off leaves them, are an error. "if_none_committed": there, too.
-            "never": it raises instead.
+        side_files: A directory whose config, tokenizer, chat template and licence are stored in every checkpoint, so
+            that it can be exported without other files. The config of a transformers model is included automatically.
+        start_fresh: When `load` returns None. "if_empty": if nothing was saved yet; step directories without any commit
+            (an interrupted copy, for example) are an error. "if_none_committed": in that case too. "never": it always
+            raises instead.
         storage_options: Passed to fsspec.
     """
 
@@ -200,7 +200,7 @@ class CheckpointManager:
         self.url = str(url)
         self.retention = retention
         self.rotates: Callable[[CommitRecord], bool] | None = None
-        """Which checkpoints `retention` is about, where others lie beside them; None: all."""
+        """The owner whose checkpoints `retention` applies to; None: all."""
         self.state_dict_type = StateDictType.parse(state_dict_type)
         self._writer = self._writer_process(async_mode, storage_options)
         self._async_policy = async_policy
@@ -210,7 +210,7 @@ class CheckpointManager:
         self._coordinator = Coordinator(process_group, timeout_s=parse_duration(timeout_s))
         self._hold = RunHold(self._root)
         signals = SAVE_SIGNALS if on_signal == "save" else tuple(on_signal)
-        # A coordinator of its own for what is asked while a save is under way: the other one is in use then.
+        # A second coordinator, because the first is in use while a save is running.
         alone = async_policy == "refuse" or bool(signals)
         self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
         self._watch = SignalWatch(self._control, signals=signals) if self._control and signals else None
@@ -258,11 +258,11 @@ class CheckpointManager:
         tag: str | None = None,
         overwrite: bool = False,
     ) -> SaveReport:
-        """Save `state` as it is now; return once the checkpoint survives a power cut. All ranks must call it.
+        """Save the current `state`; return once the checkpoint is durable. All ranks must call it.
 
         Raises:
-            RankFailedError: A rank failed, died or hung: the same on every rank. Nothing was published.
-            CheckpointExistsError: The step, or the tag, was saved before.
+            RankFailedError: A rank failed, died or hung; the same error on every rank. Nothing was published.
+            CheckpointExistsError: The step or tag was saved before.
         """
         self._settle()
         prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
@@ -279,13 +279,13 @@ class CheckpointManager:
         tag: str | None = None,
         overwrite: bool = False,
     ) -> SaveHandle:
-        """Copy `state` to host memory and return; the save goes on in the background. All ranks must call it.
+        """Copy `state` to host memory and return; the save continues in the background. All ranks must call it.
 
-        What training does next is not in the checkpoint. An error of the background work is raised by the handle's
-        `result`, and by the next call of this manager if nobody asked.
+        Later changes of `state` do not affect the checkpoint. If the background work fails, the handle's `result`
+        raises the error; if it is not called, the next call of this manager does.
 
         Raises:
-            SaveError: The save before failed; or it is still under way and `async_policy` is "refuse".
+            SaveError: The previous save failed, or it is still running and `async_policy` is "refuse".
             RankFailedError: A rank could not capture its state.
         """
         self._check_open()
@@ -303,15 +303,15 @@ class CheckpointManager:
             return self._in_flight.start()
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save under way and return its report; None where there is none. Raises what went wrong."""
+        """Wait for the running save and return its report, None if there is none. Raises the save's error."""
         self._check_open()
         handle, self._in_flight = self._in_flight, None
         return None if handle is None else handle.result()
 
     def interrupted(self) -> bool:
-        """Return True on every rank at the same step once a rank got a signal of `on_signal`: save, and end.
+        """Return True on every rank at the same step once any rank has received a signal of `on_signal`: save and exit.
 
-        All ranks call it between two steps; it costs one small all-reduce. Stays True.
+        All ranks must call it between two steps; it costs one small all-reduce. Stays True.
         """
         self._check_open()
         return self._watch is not None and self._watch.agreed()
@@ -319,20 +319,20 @@ class CheckpointManager:
     def save_on_signal(
         self, step: int, state: TrainState, *, metrics: Mapping[str, float] | None = None, client_state: Any = None
     ) -> bool:
-        """Return True once a rank got a signal of `on_signal`, and `state` is saved: end the job then.
+        """If any rank has received a signal of `on_signal`, save `state` and return True: then end the job.
 
-        All ranks call it between two steps, after any save of that step. It waits for a save under way; a step that
-        this manager has saved is not saved again, however many signals come.
+        All ranks must call it between two steps, after any save of that step. It waits for a running save. A step that
+        this manager has already saved is not saved again.
 
         Raises:
-            UsageError: The manager was made without `on_signal`.
+            UsageError: The manager was created without `on_signal`.
         """
         self._check_open()
         if self._watch is None:
             raise UsageError("save_on_signal: create the manager with on_signal='save'.")
         if not self._watch.agreed():
             return False
-        # First the save under way: it may be of this step, and be done on one rank and not yet on another.
+        # First wait for the running save: it may be of this step, and done on one rank but not on another.
         try:
             self._settle()
         except SaveError as error:
@@ -352,27 +352,28 @@ class CheckpointManager:
         options: LoadOptions | None = None,
         **overrides: Any,
     ) -> LoadReport | None:
-        """Restore `state` in place; return what was loaded, or None where the run is new (see `start_fresh`).
+        """Restore `state` in place; return a report, or None if the run is new (see `start_fresh`).
 
-        All ranks must call it; rank 0 chooses. Any state-dict type, any world size and mesh (LOCAL: its own). Nothing
-        is touched unless all keys, shapes and dtypes fit. Tensors are then read straight into the state, without a
-        second copy; damage found then is an error, the state is half loaded, and it can't be saved until a load
-        succeeds. `atomic=True` changes nothing until all is read and checked. Where the root holds nothing of ours, but
-        another system's run (Lightning's, verl's, ...), the newest checkpoint of that is loaded.
+        All ranks must call it; rank 0 chooses the checkpoint. Loads any state-dict type on any world size and mesh
+        (LOCAL: only on its own). Nothing is changed unless all keys, shapes and dtypes match. Then tensors are read
+        straight into the state, without a second copy. If damage is found while reading, the load raises, and the
+        half-loaded state cannot be saved until a load succeeds. With `atomic=True` nothing is changed until everything
+        is read and checked. If the root has no ckptkit checkpoint but another system's run (Lightning, verl, ...), the
+        newest checkpoint of that run is loaded.
 
         Args:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint, of any format that
                 ckptkit reads.
-            fallback: Where the checkpoint is damaged: "error", or "previous" loads the newest one before it that is
-                not, and says so in the log. The damaged one may then be saved again.
-            options: How to treat what does not fit; or its fields as keywords: `strict`, `include`, `exclude`,
+            fallback: If the checkpoint is damaged: "error" raises; "previous" loads the newest undamaged one before it
+                and logs that. The damaged step may then be saved again.
+            options: How to treat mismatches; its fields may also be passed as keywords: `strict`, `include`, `exclude`,
                 `model`, `optimizer`, `convert_dtype`, `atomic`, `max_memory`, `verify`, `replicas`, `rng_on_resize`,
                 `per_rank_on_resize`.
 
         Raises:
-            CheckpointNotFoundError: `which` names a checkpoint that is not there.
+            CheckpointNotFoundError: The checkpoint `which` does not exist.
             IncompleteCheckpointError: There are directories of steps, and none is committed.
-            CheckpointMismatchError: Lists all that does not fit.
+            CheckpointMismatchError: Lists all mismatches.
             CorruptCheckpointError: The checkpoint is damaged; names file and tensor.
         """
         self._settle()
@@ -381,7 +382,7 @@ class CheckpointManager:
     # --- what there is
 
     def latest(self) -> int | None:
-        """Return the step of the newest committed checkpoint, None where there is none. All ranks must call it.
+        """Return the step of the newest committed checkpoint, None if there is none. All ranks must call it.
 
         Raises:
             IncompleteCheckpointError: There are directories of steps, and none is committed (see `start_fresh`).
@@ -404,7 +405,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
-            UsageError: It is pinned, being read, or what this run was resumed from.
+            UsageError: It is pinned or being read, or this run was resumed from it.
         """
         self._settle()
 
@@ -420,7 +421,7 @@ class CheckpointManager:
     # --- the end
 
     def close(self) -> None:
-        """Wait for the save under way, raise what went wrong with it, and give everything back. Collective."""
+        """Wait for the running save, raise its error if it failed, and release all resources. Collective."""
         if self._closed or os.getpid() != self._pid:
             return
         try:
@@ -448,8 +449,8 @@ class CheckpointManager:
             self.close()
             return
         if os.getpid() != self._pid:
-            return  # a fork: what there is to give back is our parent's
-        # Training failed on this rank: the others may not come here, so nothing collective can be done.
+            return  # a fork: the resources belong to the parent
+        # Training failed on this rank: the others may not get here, so nothing collective is possible.
         handle, self._in_flight = self._in_flight, None
         if handle is not None:
             if not isinstance(error, Exception):  # Ctrl-C
@@ -459,12 +460,12 @@ class CheckpointManager:
                 _log.error("the save of step %d failed as well: %s", handle.step, failure)
         self._hold.release()
         if self._watch is not None:
-            self._watch.close()  # nobody asks it any more: a signal must end the process again
+            self._watch.close()  # from now on a signal must end the process again
 
     # --- inside
 
     def _writer_process(self, mode: str, storage_options: Mapping[str, Any] | None) -> WriterProcess | None:
-        """Start the writing process, if one is asked for: it gets ready while the job does."""
+        """Start the writing process, if configured, so that it starts up in parallel with the job."""
         if mode not in ("thread", "process"):
             raise UsageError(f"async_mode={mode!r}: expected 'thread' or 'process'.")
         if mode == "thread":
@@ -491,12 +492,13 @@ class CheckpointManager:
         )
 
     def _patience(self) -> Patience:
-        """Return how long a save in the background retries storage calls: less than other ranks wait for this one."""
+        """Return how long a background save retries storage calls: less than the other ranks wait for this one."""
         limit_s = timeout_s(BACKGROUND_S)
         return Patience(limit_s if self._coordinator.world_size == 1 else min(limit_s, self._coordinator.timeout_s / 2))
 
     def _stage(self, prepared: Prepared) -> None:
-        """Copy what is to be written. A failure waits for `publish`: the other ranks are on their way."""
+        """Copy the data to write. Errors are raised later by `publish`, because the other ranks have already
+        started."""
         started = prepared.clock.seconds()
         try:
             prepared.staged = (self._writer.stage if self._writer else self._buffers.copy)(prepared.plan.tensors)
@@ -506,7 +508,7 @@ class CheckpointManager:
         prepared.clock.add("stage", prepared.clock.seconds() - started, self._stager.staged)
 
     def _settle(self) -> None:
-        """Wait for the save under way; raise its error if nobody has seen it."""
+        """Wait for the running save; raise its error if it was not raised before."""
         self._check_open()
         handle, self._in_flight = self._in_flight, None
         if handle is None:
@@ -517,7 +519,7 @@ class CheckpointManager:
             handle.result()
 
     def _check_open(self) -> None:
-        if self._closed:  # its group is gone: a collective would run over the group of all ranks
+        if self._closed:  # its group is destroyed: a collective would use the group of all ranks
             raise UsageError(f"the manager of {self.url} is closed. Create a new one.")
         if os.getpid() != self._pid:
             raise UsageError(
@@ -530,8 +532,8 @@ class CheckpointManager:
         return self._reported(prepared, self._saver.publish(prepared), stall)
 
     def _reported(self, prepared: Prepared, record: CommitRecord, stall: float | None) -> SaveReport:
-        """Rotate, and return the report of a save that is committed; `stall`: how long it stopped training, if not for
-        all of it."""
+        """Rotate, and return the report of a committed save. `stall`: how long training was blocked, if not during the
+        whole save."""
         self._last_saved = record.step
         self._loader.given_up.discard(record.name)
         deleted: tuple[tuple[int, int], ...] = ()
@@ -566,8 +568,8 @@ class CheckpointManager:
         return report
 
     def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int | None, int]:
-        """Return (step, bytes) of what was deleted, how many are kept, and how many of them are exempt from the limit.
-        Raises nothing: the save is done."""
+        """Return (step, bytes) of deleted checkpoints, the number kept, and how many of those are exempt from the
+        limit. Never raises: the save is already committed."""
         try:
             seen = self._saver.seen
             if self.retention is None:
@@ -584,7 +586,7 @@ class CheckpointManager:
             return (), None, 0
 
     def _busy(self) -> bool:
-        """Whether the save before is under way on any rank; the same answer on all."""
+        """Whether the previous save is still running on any rank; the same answer on all."""
         under_way = self._in_flight is not None and not self._in_flight.done()
         return under_way if self._control is None else self._control.any(under_way)
 

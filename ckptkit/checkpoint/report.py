@@ -1,4 +1,4 @@
-"""What a save or a load did: bytes, seconds and phases; what was loaded, skipped, kept."""
+"""Reports of saves and loads: bytes, seconds and phases; what was loaded, skipped or kept."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file"
 _log = logging.getLogger(__name__)
 _TURNS = ("write", "digest", "sync")
 _NAMED = 3  # items of each kind in the line of a load
-_TOLD = 0.0005  # seconds: what shows as 0.000 has no rate worth telling
+_TOLD = 0.0005  # seconds: shorter phases are printed without a rate
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One thing that one thread did: [start, start + seconds) on the monotonic clock, and the bytes it moved."""
+    """One phase of one thread: [start, start + seconds) on the monotonic clock, and the bytes moved."""
 
     name: str
     start: float
@@ -64,10 +64,10 @@ class PhaseClock:
             self._phases.append(phase)
 
     def add_in_turn(self, found: Sequence[tuple[str, float, int]]) -> None:
-        """Record what this thread did since its last phase, as one (name, seconds, bytes) after the other, ending now.
+        """Record consecutive phases (name, seconds, bytes) of this thread, the last one ending now.
 
-        What several threads did for it by turns is told by the longest of each, which together may be longer than it
-        took: then all are shortened alike.
+        If several threads worked in turns, the longest time of each phase is passed; their sum may exceed the elapsed
+        time, and is then scaled down.
         """
         thread, now = threading.current_thread().name, time.perf_counter()
         with self._lock:
@@ -93,18 +93,18 @@ class PhaseClock:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """One committed save, as this rank saw it.
+    """A committed save, from this rank's view.
 
     Attributes:
         url: Of the checkpoint.
         total_bytes: Of all ranks, as committed.
         rank_bytes: Written by this rank.
-        stall_seconds: How long training stood still on this rank.
+        stall_seconds: How long training was blocked on this rank.
         seconds: From the call to the commit.
         deleted: (step, bytes) of the checkpoints that rotation removed.
-        kept: How many checkpoints there are now; None on ranks other than 0, and where rotation failed.
-        limit: The most that rotation keeps, beside exempt ones; None where there is no limit.
-        exempt: How many of `kept` are older than the `limit` newest and kept by another rule (best, pinned, ...).
+        kept: Number of checkpoints now; None on ranks other than 0, or if rotation failed.
+        limit: `max_num` of the policy, exempt checkpoints not counted; None without a limit.
+        exempt: How many of `kept` are older than the `limit` newest but kept by another rule (best, pinned, ...).
         phases: What took the time: plan, stage, write, digest, sync, commit, ...
     """
 
@@ -143,8 +143,8 @@ class SaveReport:
         return f"keeping {kept} ({min(self.limit, kept - self.exempt)} newest, {self.exempt} exempt{also})"
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}. What one phase
-        did within another ("index" within "commit") is counted once, so that the seconds add up."""
+        """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}. Nested phases
+        ("index" in "commit") are counted once, so that the seconds add up."""
         return _totals(self.phases)
 
     def phase_line(self) -> str:
@@ -168,7 +168,7 @@ def _totals(phases: Sequence[Phase]) -> dict[str, dict[str, float]]:
 
 
 def _own_seconds(phases: Sequence[Phase]) -> list[float]:
-    """Return the seconds of each phase, less those of the phases of its thread that lie within it."""
+    """Return the seconds of each phase, excluding nested phases of the same thread."""
     own = [phase.seconds for phase in phases]
     for row, phase in enumerate(phases):
         around = [
@@ -208,23 +208,23 @@ def _write_trace(path: str, phases: Sequence[Phase], *, rank: int, step: int | N
 
 @dataclass(slots=True)
 class LoadReport:
-    """What a load did. Keys are those of the checkpoint.
+    """The result of a load. Keys are those of the checkpoint.
 
     Attributes:
         url: Of the checkpoint.
-        step: Its step; None where it records none.
-        loaded: What was restored.
-        missing: What the training state wanted and the checkpoint has not (without `strict` only).
-        unexpected: What the checkpoint holds for a section that was loaded, and the training state has not.
-        skipped: Sections and tensors that were left out on purpose, each with the reason.
-        notes: Hyper-parameters that only one side knows, casts, random numbers that were seeded anew.
-        extra: Values of `extra` that the training state has no place for.
+        step: Its step; None if it records none.
+        loaded: Restored keys.
+        missing: Keys that the training state needs and the checkpoint lacks (only with strict=False).
+        unexpected: Keys of loaded sections that the training state lacks.
+        skipped: Sections and tensors that were skipped intentionally, each with the reason.
+        notes: Hyper-parameters that only one side has, casts, reseeded random numbers.
+        extra: Values of `extra` that are not in the training state.
         metrics, client_state: Of the checkpoint.
-        nbytes: Bytes of tensors that this rank read.
-        received: Bytes of tensors that other ranks read for it and sent.
-        held: Bytes of tensors that this rank held beside live ones until all was checked, with `atomic`.
-        phases: What took the time: plan, read, exchange, apply. What is read is checked on the way.
-        deferred: With optimizer="deferred": applies the optimizer's state, once.
+        nbytes: Tensor bytes that this rank read.
+        received: Tensor bytes that other ranks read and sent to this one.
+        held: Tensor bytes of the second copy with `atomic`.
+        phases: plan, read (includes checking), exchange, apply.
+        deferred: With optimizer="deferred": the handle that applies the optimizer's state.
     """
 
     url: str
@@ -274,8 +274,8 @@ class LoadReport:
 
 
 def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadReport, *, rank: int) -> None:
-    """Write the trace of a save or a load into `folder`, if there is one. Where that fails, the log says so: what
-    was saved or loaded is done, on the other ranks too."""
+    """Write the trace of a save or load into `folder`, if set. A failure is only logged, because the save or load
+    itself is done."""
     if folder is None:
         return
     try:
@@ -285,15 +285,15 @@ def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadRe
         _log.warning("the trace of a %s could not be written: %s", what, error)
 
 
-# An optimizer's state that is restored later: once the optimizer, and what was added to the model, are there.
+# Optimizer state that is restored later, after the optimizer and added parameters exist.
 
 
 class DeferredOptimizer:
-    """Restores the optimizers of a training state from the checkpoint its model was loaded from, once.
+    """Restores the optimizers later, once, from the checkpoint that the model was loaded from.
 
-    Until then nothing but the address of the checkpoint is held; rotation keeps the checkpoint a run was resumed
-    from. Call `apply` before the first step, when parameters that training adds (adapters) are in the model and the
-    optimizer was built.
+    Only the URL of the checkpoint is kept until then; rotation does not delete the checkpoint that a run was resumed
+    from. Call `apply` before the first step, after adding parameters (adapters) to the model and building the
+    optimizer.
     """
 
     def __init__(
@@ -305,19 +305,19 @@ class DeferredOptimizer:
 
     @property
     def pending(self) -> bool:
-        """Whether `apply` still has something to do."""
+        """Whether `apply` was not called yet."""
         return self._restore is not None
 
     def apply(self, state: TrainState | None = None, *, strict: bool = True) -> LoadReport | None:
-        """Restore the optimizers; all ranks must call it. The first call only: later ones return None.
+        """Restore the optimizers. All ranks must call it. Only the first call has an effect; later ones return None.
 
         Args:
-            state: Model and optimizer as they are now, where they are other objects than at the load.
-            strict: The checkpoint's optimizer may not hold parameters that the live one has not. Parameters that
-                were added since start without state either way, and are in the report's `missing`.
+            state: The current model and optimizer, if they are not the objects passed to the load.
+            strict: Raise if the checkpoint's optimizer has parameters that the live one lacks. Parameters added since
+                then always start without state, and are listed in the report's `missing`.
 
         Raises:
-            CheckpointMismatchError: The state does not fit; nothing was changed, and `apply` may be called again.
+            CheckpointMismatchError: The state does not match; nothing was changed, and `apply` may be called again.
         """
         if self._restore is None or self._state is None:
             return None

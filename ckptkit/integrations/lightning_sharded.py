@@ -260,9 +260,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         checkpoint["state_dict"] = dict(self._shown)  # for the hooks that look at it
         self._position = {"loops": checkpoint.get("loops", {})} if fitting else {}
         if "rng" in report.loaded and inside_an_epoch(checkpoint):
-            self._random = (
-                capture_rng()
-            )  # creating the resumed iterator draws numbers
+            self._random = capture_rng()  # creating the resumed iterator draws numbers
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Remembers which live objects a failed load has left half loaded, in whichever `TrainState` they are next."""
+"""Tracks live objects that a failed load has left half loaded, independent of their `TrainState`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _marks: dict[int, tuple[weakref.ref[object], str]] = {}
 
 
 def mark(objects: Iterable[object], url: str) -> None:
-    """Note that a load of the checkpoint at `url` stopped while it filled these."""
+    """Record that a load of the checkpoint at `url` failed while filling these objects."""
     for item in objects:
         key = id(item)
         try:
@@ -22,14 +22,14 @@ def mark(objects: Iterable[object], url: str) -> None:
 
 
 def clear(objects: Iterable[object]) -> None:
-    """Note that these have got all their values."""
+    """Record that these objects have all their values."""
     if _marks:
         for item in objects:
             _marks.pop(id(item), None)
 
 
 def half_loaded_from(objects: Iterable[object]) -> str:
-    """Return the checkpoint that some of these are half loaded from, "" where none is."""
+    """Return the checkpoint that any of these is half loaded from, "" if none."""
     if not _marks:
         return ""
     return next((_marks[id(item)][1] for item in objects if id(item) in _marks and _marks[id(item)][0]() is item), "")

@@ -1,4 +1,4 @@
-"""A live tensor as this rank's part of a whole one: which boxes it holds, and who else holds them."""
+"""Describes a live tensor as this rank's part of a full tensor: its boxes and their replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor is cut over ranks.
+    """How a tensor is sharded over ranks.
 
     Attributes:
         mesh_shape, mesh_names: Of the device mesh, outermost dimension first.
@@ -49,24 +49,24 @@ class Layout:
     placements: tuple[PlacementRecord, ...]
 
     def mesh_json(self) -> dict[str, Any]:
-        """Return the mesh as the manifest's `info.extra["meshes"]` holds it."""
+        """Return the mesh in the format of the manifest's `info.extra["meshes"]`."""
         return {"shape": list(self.mesh_shape), "names": list(self.mesh_names), "ranks": list(self.mesh_ranks)}
 
     def texts(self) -> tuple[str, ...]:
-        """Return the placements as the manifest holds them: "S(0)", "R", "SS(0,2)"."""
+        """Return the placements in the manifest's format: "S(0)", "R", "SS(0,2)"."""
         words = {"shard": "S({0})", "strided_shard": "SS({0},{1})", "replicate": "R"}
         return tuple(words[p.kind].format(p.dim, p.split_factor) for p in self.placements)
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold each element."""
+        """Number of ranks that hold each element."""
         count = 1
         for size, placement in zip(self.mesh_shape, self.placements, strict=True):
             count *= size if placement.kind == "replicate" else 1
         return count
 
     def replica(self, rank: int) -> int:
-        """Return which of the replicas `rank` holds, 0 to `replicas` - 1; -1 where it is not in the mesh."""
+        """Return the replica index of `rank`, 0 to `replicas` - 1; -1 if it is not in the mesh."""
         coordinate = mesh_coordinate(rank, self.mesh_shape, self.mesh_ranks)
         if coordinate is None:
             return -1
@@ -77,7 +77,7 @@ class Layout:
         return index
 
     def describe(self) -> str:
-        """Return the layout in words."""
+        """Return a readable description of the layout."""
         dims = ", ".join(f"{n}={s}" for n, s in zip(self.mesh_names, self.mesh_shape, strict=True))
         words = {"shard": "Shard({0})", "strided": "_StridedShard({0}, {1})", "replicate": "Replicate()"}
         return (
@@ -93,9 +93,9 @@ class PartView:
         key: Its name in the checkpoint.
         dtype: torch's name without the prefix.
         shape: Of the whole tensor.
-        local: What this rank holds; aliases the live tensor.
-        layout: None for a plain tensor, which every rank that has the key holds whole.
-        parts: The boxes that this rank holds.
+        local: This rank's elements; aliases the live tensor.
+        layout: None for a plain tensor, which is complete on every rank that has the key.
+        parts: This rank's boxes.
     """
 
     key: str
@@ -106,7 +106,7 @@ class PartView:
     parts: tuple[LocalPart, ...]
 
     def claim(self, entry: TensorEntry) -> Claim:
-        """Return that a tensor of a checkpoint is to fill this."""
+        """Return a target that loads a checkpoint's tensor into this part."""
         return Claim(self.key, entry, self.shape, self.local, [(part.box, part.local_offsets) for part in self.parts])
 
     @property
@@ -118,7 +118,7 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
     """Return this rank's part of a live tensor. No communication.
 
     Raises:
-        SaveError: The tensor is of a kind that has no bytes of its own (sparse, quantized, some subclasses).
+        SaveError: The tensor type is not supported (sparse, quantized, some subclasses).
     """
     from torch.distributed.tensor import DTensor
 
@@ -137,7 +137,7 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
 
 
 def check_safetensors(views: Iterable[PartView]) -> None:
-    """Raise UnsupportedFormatError where a safetensors file can't hold a tensor."""
+    """Raise UnsupportedFormatError if safetensors cannot store the tensor."""
     for view in views:
         if DTYPES[view.dtype].safetensors is None:
             raise UnsupportedFormatError(
@@ -146,7 +146,7 @@ def check_safetensors(views: Iterable[PartView]) -> None:
 
 
 def layout_of(tensor: DTensor) -> Layout:
-    """Return how a DTensor is cut."""
+    """Return the layout of a DTensor."""
     return _layout(tensor.device_mesh, tuple(tensor.placements))
 
 
@@ -196,8 +196,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def host_bytes(tensor: torch.Tensor, max_bytes: int = 64 << 20) -> Iterator[memoryview]:
-    """Yield the row-major bytes of a tensor in order, in pieces of at most `max_bytes`; without a copy where the
-    tensor is contiguous on the CPU."""
+    """Yield the row-major bytes of a tensor in pieces of at most `max_bytes`; without a copy if it is contiguous on the
+    CPU."""
     import torch
 
     if tensor.numel() == 0:

@@ -1,4 +1,4 @@
-"""An optimizer's state keyed by parameter names, taken and given back without torch's fake first step.
+"""Captures and restores an optimizer's state by parameter name, without torch's fake first step.
 
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` steps an optimizer that has no state yet, which
 changes the training that follows, and `Optimizer.load_state_dict` casts fp32 state to a low-precision
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How a step is computed, not what it computes: these stay as the live optimizer has them."""
+"""Settings that affect how a step is computed, not its result: the live values are kept."""
 
 _LISTED = 5
 _GROUP_NAMES = frozenset({"params", "param_names"})
@@ -48,8 +48,8 @@ class CapturedOptimizer:
     Attributes:
         tensors: (fqn, state name) -> live tensor; DTensors where the state is sharded.
         masters: fqn -> live fp32 copy of a low-precision parameter.
-        tree: JSON: "param_groups", each with "params" as a list of FQNs; "values", the state that is no tensor, by
-            FQN; "shared", state that belongs to no parameter.
+        tree: JSON: "param_groups", each with "params" as a list of FQNs; "values": non-tensor state by FQN; "shared":
+            state that belongs to no parameter.
         loose: Tensors that `tree` refers to.
     """
 
@@ -89,12 +89,12 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
 
 
 def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> CapturedOptimizer:
-    """Return the optimizer's state, aliasing it; nothing is stepped, created or moved. Masters follow weights that
-    were changed since they were rounded.
+    """Return the optimizer's state, aliasing it; nothing is stepped, created or moved. Masters are updated from weights
+    that were changed by others.
 
     Raises:
         UsageError: A parameter is none of the model's.
-        SaveError: A state is neither a tensor that can be addressed nor a value that loads safely.
+        SaveError: A state is neither a supported tensor nor a value that loads safely.
     """
     parameters = named_parameters(optimizer, names, what)
     master_name = getattr(optimizer, "master_state_name", None)
@@ -149,8 +149,8 @@ def _capture_parameter(
 
 
 def class_name(item: Any) -> str:
-    """Return the name of an optimizer's or a scheduler's class without its module, which may move: of what a wrapper
-    holds, and with the names of those that a scheduler joins."""
+    """Return the class name of an optimizer or scheduler without its module (which may change): of the wrapped object,
+    and including the schedulers that a scheduler combines."""
     while type(item).__name__ in _WRAPPERS:
         item = getattr(item, _WRAPPERS[type(item).__name__])
     joined = getattr(item, "_schedulers", None) or ()
@@ -159,7 +159,7 @@ def class_name(item: Any) -> str:
 
 
 def refuse_hidden(prefix: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise SaveError where a tensor has no bytes of its own to save; names all that have none."""
+    """Raise SaveError for tensors whose values cannot be saved as plain bytes; names all of them."""
     hidden = hidden_ones(tensors)
     if hidden:
         lines = [f"{prefix}{name} {why}." for name, why in list(hidden.items())[:_LISTED]]
@@ -168,7 +168,7 @@ def refuse_hidden(prefix: str, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> None:
-    """Raise SaveError where the optimizer has state that is in neither `state` of its parameters nor its groups."""
+    """Raise SaveError if the optimizer has state outside of its parameters' `state` and its groups."""
     import torch
 
     known = set(map(id, parameters.values()))
@@ -194,10 +194,10 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
 
 
 def _addressable(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
-    """Return the state as a tensor whose elements have a place in the whole state.
+    """Return the state as a tensor whose elements have positions in the full state.
 
-    A plain tensor beside a sharded parameter is this rank's own, if it has the shape of this rank's shard: it is
-    then seen as a shard itself. One of any other shape would be another on every rank under the same name.
+    A plain tensor of a sharded parameter is treated as a shard if it has the shape of this rank's shard. With any other
+    shape, ranks would have different tensors under one name.
     """
     from torch.distributed.tensor import DTensor
 
@@ -229,12 +229,12 @@ def _capture_group(group: Mapping[str, Any], by_id: Mapping[int, str], what: str
 def new_state_tensor(
     parameter: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
 ) -> torch.Tensor:
-    """Return an uninitialised tensor for one state of a parameter, placed as the parameter is: a state of another shape
-    in those dimensions that it shares with it.
+    """Return an uninitialised tensor for one state of a parameter, with the parameter's placement (for a state of
+    another shape, in the dimensions that both have).
 
     Args:
-        name: The state's name; a single element stays on the CPU, where torch keeps its step counts.
-        on_device: The optimizer's group wants step counts on the device (fused or capturable).
+        name: The state's name. A single element stays on the CPU, where torch keeps step counts.
+        on_device: The group keeps step counts on the device (fused or capturable).
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -261,12 +261,12 @@ def new_state_tensor(
 
 
 def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a sharded state of another shape than its parameter. A plain one would not have been saved."""
+    """Return a sharded state whose shape differs from its parameter's. A plain one would not have been saved."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
     def follows(placement: Any) -> bool:
-        # Exactly Shard: where tensor parallelism cuts first, the parts are others.
+        # Exactly Shard: if tensor parallelism splits first, the parts differ.
         dim = placement.dim if type(placement) is Shard else len(shape)
         return bool(dim < min(len(shape), parameter.dim()) and shape[dim] == parameter.shape[dim])
 
@@ -279,7 +279,7 @@ def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """The JSON of an optimizer as `CapturedOptimizer.tree` describes it, of the shape that it must have."""
+    """The validated JSON of an optimizer, as described at `CapturedOptimizer.tree`."""
 
     param_groups: list[dict[str, JSON]]
     values: dict[str, dict[str, JSON]]
@@ -290,7 +290,7 @@ class OptimizerTree:
         """Return the parts of `tree`.
 
         Raises:
-            CorruptCheckpointError: It is no optimizer's; names `what` and the part.
+            CorruptCheckpointError: It is not an optimizer's tree; names `what` and the part.
         """
 
         def need(holds: bool, part: str, expected: str) -> None:
@@ -317,15 +317,15 @@ def _is_object_of(value: Any, kind: type) -> bool:
 
 @dataclass(slots=True)
 class GroupChanges:
-    """What loading would do to the parameter groups; nothing is done yet.
+    """The planned changes to the parameter groups.
 
     Attributes:
-        settings: For each live group, the settings it gets.
-        missing: Parameters of the live optimizer that the checkpoint's has not.
-        unexpected: The other way round.
-        notes: Settings that only one side knows, or that stay as they are, in words.
-        switches: Settings that are on in one and off in the other, in words: another algorithm.
-        conflicts: Live groups that join parameters whose saved groups differ, and saved values that can't be set.
+        settings: The new settings of each live group.
+        missing: Parameters of the live optimizer that the checkpoint's lacks.
+        unexpected: Parameters of the checkpoint's optimizer that the live one lacks.
+        notes: Descriptions of settings that only one side has, or that are kept.
+        switches: Descriptions of settings that are on in one and off in the other, which means another algorithm.
+        conflicts: Live groups that combine parameters of different saved groups, and saved values that cannot be set.
     """
 
     settings: list[dict[str, Any]]
@@ -343,10 +343,9 @@ def group_changes(
     tensor: Callable[[str], Any],
     what: str,
 ) -> GroupChanges:
-    """Return the settings each live group gets from the saved ones, matched by the names of their parameters.
+    """Return the settings of each live group, taken from the saved groups by parameter name.
 
-    Group order may differ, and a saved group may have been split or joined, as long as no live group would have to
-    follow two different learning rates.
+    Groups may be reordered, split or merged, as long as no live group would need two different learning rates.
     """
     live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
@@ -415,8 +414,8 @@ def _check_joined(
 
 
 def _fits(live: Any, value: Any) -> bool:
-    """Tell whether a saved setting can take the place of the live one: a number that of a number, be either in a
-    tensor, several that of as many. Of anything else the optimizer may make what it likes."""
+    """Return whether a saved setting can replace the live one: a number (possibly in a tensor) replaces a number, a
+    sequence one of the same length. Other values are up to the optimizer."""
     import torch
 
     if isinstance(live, (tuple, list)):
@@ -433,7 +432,7 @@ def _fits(live: Any, value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    """Tell whether it is a real number that a float can hold, infinity included."""
+    """Return whether the value is a real number that fits in a float, including infinity."""
     try:
         return isinstance(value, numbers.Real) and isinstance(float(value), float)
     except OverflowError:
@@ -455,8 +454,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> None:
-    """Give each live group its settings. A learning rate that is a tensor stays the same tensor (compiled steps and
-    schedulers hold on to it), and keeps its device."""
+    """Set each live group's settings. A tensor learning rate is updated in place (compiled steps and schedulers
+    reference it) and keeps its device."""
     import torch
 
     for group, new in zip(optimizer.param_groups, settings, strict=True):

@@ -1,4 +1,4 @@
-"""The random number generators of one rank: python's, numpy's, torch's on the CPU and on this rank's GPU."""
+"""Captures and restores one rank's random number generators: Python, numpy, torch on the CPU and on this rank's GPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["capture_rng", "check_rng", "restore_rng", "reseed", "share_stream", "shared_stream"]
 
-# Which stream this process draws from, of how many, in which process group: a group made later has ranks of its own.
+# This process's random stream, the number of streams, and the process group for which that holds.
 _shared: tuple[weakref.ref[Any], int, int] | None = None
 
 
 def share_stream(index: int, count: int) -> None:
-    """Note that this rank's generators are seeded as those of every other rank with this `index` of `count`.
+    """Record that this rank's generators have the same seed as all ranks with the same `index` of `count`.
 
-    Ranks that compute one thing together (tensor-parallel ones) must draw the same numbers. A save records the count,
-    and a load on another layout seeds such ranks alike. It holds for the present process group.
+    Ranks that compute together (tensor-parallel ranks) must draw the same numbers. A save records the count, and a load
+    on another layout seeds such ranks equally. Valid for the current process group.
     """
     import torch.distributed as dist
 
@@ -34,7 +34,7 @@ def share_stream(index: int, count: int) -> None:
 
 
 def shared_stream(rank: int, world_size: int) -> tuple[int, int]:
-    """Return what `share_stream` noted for the present process group; else each rank has a stream of its own."""
+    """Return the values of `share_stream` for the current process group; by default each rank has its own stream."""
     if _shared is not None:
         import torch.distributed as dist
 
@@ -47,8 +47,7 @@ def shared_stream(rank: int, world_size: int) -> tuple[int, int]:
 def capture_rng() -> dict[str, Any]:
     """Return the state of every generator of this process, as tensors and plain values.
 
-    numpy's is there only if numpy was imported, the GPU's only if CUDA was initialised: asking for it would
-    initialise it.
+    Includes numpy only if it was imported, and the GPU only if CUDA was initialised (reading it would initialise CUDA).
     """
     import torch
 
@@ -77,19 +76,19 @@ def capture_rng() -> dict[str, Any]:
 
 
 def check_rng(state: Any, what: str = "rng") -> None:
-    """Raise unless `restore_rng` can take every part of `state`; no generator is touched.
+    """Raise unless `restore_rng` accepts every part of `state`. Changes no generator.
 
     Raises:
-        CorruptCheckpointError: A part is missing or is no state of its generator; names `what` and the part.
+        CorruptCheckpointError: A part is missing or invalid; names `what` and the part.
     """
     _settings(state, what)
 
 
 def restore_rng(state: Mapping[str, Any]) -> list[str]:
-    """Set every generator that `state` has; return the names of those that this process does not have.
+    """Set every generator in `state`; return the names of those that this process lacks.
 
     Raises:
-        CorruptCheckpointError: As `check_rng` says; no generator was touched.
+        CorruptCheckpointError: As for `check_rng`; no generator was changed.
     """
     settings, left = _settings(state, "rng")
     for setting in settings:
@@ -98,7 +97,8 @@ def restore_rng(state: Mapping[str, Any]) -> list[str]:
 
 
 def _settings(state: Any, what: str) -> tuple[list[Callable[[], None]], list[str]]:
-    """Return what sets the generators, each state tried on a generator of its own before, and what has none here."""
+    """Return functions that set the generators (each state was tested on a temporary generator), and the names of
+    missing generators."""
     makers = {"python": _python, "torch": _torch, "numpy": _numpy, "cuda": _cuda}
     settings, left = [], []
     for name, maker in makers.items():
@@ -171,7 +171,7 @@ def _bytes(saved: torch.Tensor) -> torch.Tensor:
 
 
 def reseed(*parts: object) -> int:
-    """Seed every generator from these values, and return the seed: same values, same numbers."""
+    """Seed every generator from these values and return the seed. Equal values give equal numbers."""
     import torch
 
     digest = sha256_of(repr(parts).encode())

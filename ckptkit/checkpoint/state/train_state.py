@@ -1,4 +1,4 @@
-"""What of a training run a checkpoint holds: `TrainState`, and its capture as named tensors and JSON."""
+"""`TrainState`: the state of a training run, and its capture as named tensors and JSON."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = [
 
 
 class StateDictType(str, enum.Enum):
-    """In which form a checkpoint holds its tensors."""
+    """How a checkpoint stores its tensors."""
 
-    FULL = "full"  # whole tensors in safetensors files; the model part is what from_pretrained reads
+    FULL = "full"  # full tensors in safetensors files; from_pretrained loads the model
     SHARDED = "sharded"  # standard DCP: loads at any world size
-    LOCAL = "local"  # what each rank holds, one file a rank, saved without communication
+    LOCAL = "local"  # each rank's local tensors, one file per rank, saved without communication
 
     @classmethod
     def parse(cls, value: StateDictType | str | enum.Enum) -> StateDictType:
-        """Return the type in any of the spellings in use: "full", "FULL_STATE_DICT", torch's own enum, ...
+        """Return the type from any common spelling: "full", "FULL_STATE_DICT", torch's enum, ...
 
         Raises:
             UsageError: It is none of the three.
@@ -61,7 +61,7 @@ class StateDictType(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Marks a value of `TrainState.extra` that differs between ranks: each rank saves, and gets back, its own."""
+    """Marks a value of `TrainState.extra` that differs between ranks: each rank saves and restores its own."""
 
     value: Any
 
@@ -73,21 +73,19 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """All that a run needs to go on as if it had never stopped. What it refers to is read by a save and filled by a
-    load, in place.
+    """Everything that a run needs to resume. A save reads the objects it refers to; a load fills them in place.
 
     Attributes:
         model: A module, or several by name: {"actor": a, "critic": c}.
         optimizer, scheduler, grad_scaler, dataloader: One, or several by name. Any object with `state_dict` and
-            `load_state_dict` will do; an optimizer needs `state` and `param_groups`. A dataloader's state is kept
-            for each rank.
+            `load_state_dict`; an optimizer needs `state` and `param_groups`. A dataloader's state is saved per rank.
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
-            replaces in this dict. Rank 0's is saved; wrap what differs between ranks into `PerRank`.
+            replaces in this dict. Only rank 0's values are saved; wrap values that differ between ranks in `PerRank`.
         step: The training step; a load sets it.
-        rng: Whether the random number generators of every rank are part of the state.
-        half_loaded: The checkpoint that a load which failed late has left in part here, or in a model, an optimizer
-            or another object that is here now; "" if none has. Such a state is not saved. A load that succeeds clears
-            it; so may you, once you have given all of it values by other means.
+        rng: Whether to include each rank's random number generators.
+        half_loaded: The URL of the checkpoint from which a failed load has partly filled this state or one of its
+            objects; "" if none. Such a state cannot be saved. A successful load clears it; clear it yourself only after
+            setting all values by other means.
     """
 
     model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None
@@ -113,11 +111,12 @@ class TrainState:
             clear(self.objects())
 
     def mark_objects_half_loaded(self) -> None:
-        """Remember at each object that this state is half loaded: it may be saved in another `TrainState`."""
+        """Mark each object as half loaded, because it may be saved in another `TrainState`."""
         mark(self.objects(), self.half_loaded)
 
     def objects(self, *kinds: str) -> Iterator[object]:
-        """Yield what a load fills, of some kinds or of all: modules, their tensors, optimizers, schedulers, ..."""
+        """Yield the objects that a load fills, of some or all kinds: modules, their tensors, optimizers, schedulers,
+        ..."""
         for kind in kinds or ("model", "optimizer", "scheduler", "grad_scaler", "dataloader", "extra"):
             for item in self.parts(kind).values():
                 if kind == "model" and hasattr(item, "modules"):
@@ -129,7 +128,7 @@ class TrainState:
         """Return the objects of a kind ("model", "optimizer", ...) by name; a single one has the name "".
 
         Raises:
-            UsageError: A name holds more than letters, digits, "_" and "-".
+            UsageError: A name contains characters other than letters, digits, "_" and "-".
         """
         value = getattr(self, kind)
         if value is None:
@@ -153,12 +152,12 @@ def section(kind: str, name: str) -> str:
 
 @dataclass(slots=True)
 class Captured:
-    """A training state as named tensors, which alias it, and JSON.
+    """A captured training state: named tensors, which alias the live ones, and JSON.
 
     Attributes:
         models: Section -> FQN -> tensor.
         aliases: Section -> FQN -> the FQN of the same tensor that comes first (tied weights).
-        optimizers: Section -> what `capture_optimizer` took.
+        optimizers: Section -> the result of `capture_optimizer`.
         loose: Tensors outside of models and optimizers, by their full key.
         objects: JSON by key, the same on every rank.
         rank_objects: JSON by key, with the rank in the key.
@@ -177,7 +176,7 @@ class Captured:
         """Yield every tensor with its key in the checkpoint; tied weights again under their other names on request.
 
         Args:
-            unlike: Those of this very type are left out.
+            unlike: Tensors of exactly this type are skipped.
         """
         for name, tensors in self.models.items():
             tied = {} if aliases else self.aliases.get(name, {})
@@ -192,7 +191,7 @@ class Captured:
         yield from _unlike(unlike, self.loose)
 
     def add_own(self, key: str, value: Any) -> None:
-        """Add state of this rank alone."""
+        """Add per-rank state."""
         before = len(self.loose)
         self.rank_objects[key] = encode(value, key, self.loose)
         self.own.update(islice(reversed(self.loose), len(self.loose) - before))
@@ -210,16 +209,16 @@ def _unlike(kind: type | None, table: Mapping[Any, torch.Tensor]) -> Iterable[tu
 
 
 def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: Seen | None = None) -> Captured:
-    """Return what a checkpoint of `state` holds on this rank; the tensors alias the live ones, nothing is changed.
+    """Capture this rank's part of `state`. Tensors alias the live ones; nothing is changed.
 
     No communication (a model under FSDP2 reshards its unsharded parameters, which is local).
 
     Args:
-        seen: What the captures before have met.
+        seen: Cache of earlier captures.
 
     Raises:
-        UsageError: The optimizer holds parameters that are none of the models'.
-        SaveError: Something cannot be saved so that it loads safely, or is half loaded.
+        UsageError: The optimizer has parameters that are in none of the models.
+        SaveError: A value cannot be saved in a form that loads safely, or the state is half loaded.
     """
     check_whole(state)
     captured = Captured()
@@ -264,8 +263,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
 
 
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
-    """Raise SaveError for what hooks add to a state dict and no load takes back: values that are no tensors, and
-    tensors where no module loads in a way of its own. Nothing is called: a load into the live module may change it."""
+    """Raise SaveError for entries that state_dict hooks add and no load would restore: non-tensor values, and tensors
+    if no module overrides loading. Nothing is called, because loading could change the live module."""
     import torch
 
     if type(module).state_dict is not torch.nn.Module.state_dict:
@@ -294,7 +293,7 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
 
 
 def _may_take(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
-    """Tell whether a module around this key loads in a way of its own."""
+    """Return whether a module that contains this key overrides loading."""
     import torch
 
     plain = torch.nn.Module
@@ -308,7 +307,7 @@ def _may_take(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
 
 
 def check_whole(state: TrainState) -> None:
-    """Raise SaveError where a load that failed has left the state, or an object in it, half loaded."""
+    """Raise SaveError if a failed load has left the state or one of its objects half loaded."""
     if state.half_loaded:
         raise SaveError(
             f"the state is half loaded from {state.half_loaded}: that load failed. Load a checkpoint "
@@ -318,7 +317,7 @@ def check_whole(state: TrainState) -> None:
 
 
 def _drop_subclasses(models: Mapping[str, dict[str, torch.Tensor]]) -> None:
-    """See subclasses that are plain memory as torch's own tensors: a load fills the live one, which keeps its class."""
+    """View subclasses that are plain memory as torch.Tensor: a load fills the live tensor, which keeps its class."""
     from torch.distributed.tensor import DTensor
 
     for tensors in models.values():
@@ -339,7 +338,7 @@ def _capture_extra(captured: Captured, extra: Mapping[str, Any], rank: int, seen
 
 
 def is_stateful(value: Any) -> bool:
-    """Tell whether a value gives and takes its state by `state_dict` and `load_state_dict`."""
+    """Return whether a value has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -350,11 +349,11 @@ def _state_of(item: Any, key: str) -> Any:
 
 
 def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return a model's parameters and persistent buffers by canonical FQN, as they live (sharded under FSDP2), and
-    what its modules give as extra state that is no tensor.
+    """Return a model's live parameters and persistent buffers (sharded under FSDP2) by canonical FQN, and the
+    non-tensor extra state of its modules.
 
-    The names are free of what wrappers add: torch.compile, activation checkpointing, DDP, DataParallel, FSDP1. What a
-    state-dict hook leaves out is left out, and what one computes is there as computed: see `computed_state`.
+    Names exclude the prefixes of torch.compile, activation checkpointing, DDP, DataParallel and FSDP1. Entries that a
+    state_dict hook removes are excluded, and computed entries are included: see `computed_state`.
     """
     return _by_canonical_name(module, _live_state(module))
 
@@ -362,8 +361,8 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
 def computed_state(
     module: torch.nn.Module,
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, Any] | None]:
-    """Return `model_tensors`' tensors, and the state dict they lie in where a hook computed some of them: once those
-    are filled, only the module's own `load_state_dict` knows what they become."""
+    """Return the tensors of `model_tensors`, and their state dict if a hook computed some of them: after those are
+    filled, the module's own `load_state_dict` must apply them."""
     raw = _live_state(module)
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
     tensors = _by_canonical_name(module, raw)[0]
@@ -371,7 +370,7 @@ def computed_state(
 
 
 def _live_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the state dict with live tensors, also of a module whose own `state_dict` takes no arguments."""
+    """Return the state dict with live tensors, even if the module's `state_dict` takes no arguments."""
     import torch
 
     parameters = inspect.signature(module.state_dict).parameters.values()
@@ -383,7 +382,7 @@ def _live_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def same_memory(one: Any, other: Any) -> bool:
-    """Tell whether two values are one tensor, or alias the whole of one."""
+    """Return whether two values are the same tensor, or alias all of it."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -414,7 +413,7 @@ def _by_canonical_name(
 
 
 def canonical_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return every module by its name without wrappers, the innermost one where wrappers share a name."""
+    """Return modules by name without wrappers; for wrappers that share a name, the innermost module."""
     prefixes = _canonical_prefixes(module)
     return {prefixes[raw]: child for raw, child in module.named_modules(remove_duplicate=False)}
 
@@ -454,11 +453,11 @@ def parameter_names(
     models: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     wanted: Iterable[Any] | None = None,
 ) -> dict[int, str]:
-    """Return the FQN of every parameter by its id; with several models, the model's name stands first.
+    """Return the FQN of every parameter by its id; with several models, prefixed with the model's name.
 
     Args:
-        models: What `model_tensors` gave of each, by section, where that is known.
-        wanted: The parameters whose names matter; None: all.
+        models: The results of `model_tensors` by section, if known.
+        wanted: The parameters to name; None: all.
     """
     import torch
 
@@ -472,15 +471,15 @@ def parameter_names(
         if wanted is not None and all(map(names.__contains__, map(id, wanted))):
             continue
         prefixes = _canonical_prefixes(module)
-        for raw, parameter in module.named_parameters():  # those that a state-dict hook left out, or replaced
+        for raw, parameter in module.named_parameters():  # those that a state_dict hook removed or replaced
             fqn = _canonical(raw, prefixes)
             names.setdefault(id(parameter), f"{name}.{fqn}" if name else fqn)
     return names
 
 
 def _aliases(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return tied names -> the name that holds the tensor. Of the names of one tensor, the first one that the model
-    does not itself list as tied to another (transformers' `_tied_weights_keys`) holds it."""
+    """Return tied name -> the name under which the tensor is stored: the first of its names that the model does not
+    list as tied (transformers' `_tied_weights_keys`)."""
     names: dict[int, list[str]] = {}
     for fqn, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(fqn)

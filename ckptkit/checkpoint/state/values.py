@@ -1,4 +1,4 @@
-"""Any training state as strict JSON plus tensors, and back: nothing that is read from a checkpoint is run.
+"""Encodes any training state as strict JSON plus tensors, and decodes it without running code.
 
 JSON values stand for themselves. Everything else is an object with one key that starts with "$":
 
@@ -35,13 +35,13 @@ __all__ = ["JSON", "INLINE_BYTES", "Seen", "encode", "decode", "references"]
 JSON = Any  # None | bool | int | float | str | list[JSON] | dict[str, JSON]
 
 INLINE_BYTES = 1024
-"""Plain tensors up to this size lie inside the JSON; larger ones are tensors of the checkpoint."""
+"""Plain tensors up to this size are stored in the JSON; larger ones as tensors of the checkpoint."""
 
 _MAX_DEPTH = 200
 
 
 class Seen:
-    """Which dicts of tensors the last capture met, and what became of them: the same ones need no second look."""
+    """Caches the dicts of tensors of the last capture, so that unchanged ones are not encoded again."""
 
     def __init__(self) -> None:
         self._before: dict[str, _Known] = {}
@@ -53,7 +53,7 @@ class Seen:
         return self
 
     def find(self, path: str, value: dict[Any, Any]) -> _Known | None:
-        """Return what is known of a dict: it must have the very same tensors under the same keys."""
+        """Return the cached result for a dict with exactly the same tensors under the same keys."""
         known = self._before.get(path)
         if known is None or len(known.keys) != len(value) or known.keys != list(value):
             return None
@@ -68,7 +68,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A dict of DTensors, these by their names in the checkpoint, and what stands for it in the JSON."""
+    """A dict of DTensors: the tensors by checkpoint key, and the JSON that represents the dict."""
 
     keys: list[str]
     tensors: list[torch.Tensor]
@@ -79,14 +79,14 @@ class _Known:
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], *, seen: Seen | None = None) -> JSON:
     """Return `value` as strict JSON; tensors too large for it are added to `tensors` under a key from `path`.
 
-    Tensors are not copied: who keeps the result beyond the next training step must copy them.
+    Tensors are not copied; copy them to keep the result beyond the next training step.
 
     Args:
-        path: Where the value stands, such as "extra.ema"; errors name it.
-        seen: What the captures before have met.
+        path: The path of the value, for example "extra.ema"; used in errors.
+        seen: Cache of earlier captures.
 
     Raises:
-        SaveError: A value is of a type that no safe load gives back; the message names its path.
+        SaveError: A value's type cannot be loaded safely; names its path.
     """
     return _Encoder(tensors, seen or Seen()).encode(value, path, 0)
 
@@ -95,7 +95,7 @@ class _Encoder:
     def __init__(self, tensors: dict[str, torch.Tensor], seen: Seen) -> None:
         self._tensors = tensors
         self._seen = seen
-        # Only where there is one: looking for the class takes longer than all else that is done about a tensor.
+        # Only if it was imported: looking up the class takes longer than the rest.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
     def encode(self, value: Any, path: str, depth: int) -> JSON:
@@ -180,7 +180,7 @@ class _Encoder:
         return self._apart(value, path)
 
     def _all_apart(self, values: dict[str, torch.Tensor], path: str) -> JSON:
-        """Do for a dict of DTensors what `encode` does for each, by calls that take all of them."""
+        """Encode a dict of DTensors with batched calls."""
         names, tensors = list(map(f"{path}.".__add__, values)), list(values.values())
         if not self._tensors.keys().isdisjoint(names) or any(map(_is_meta, tensors)):
             return {key: self.encode(item, f"{path}.{key}", 0) for key, item in values.items()}
@@ -191,7 +191,7 @@ class _Encoder:
         return tree
 
     def _apart(self, value: torch.Tensor, path: str) -> JSON:
-        """Give the tensor a key of its own in the checkpoint."""
+        """Store the tensor under a unique key in the checkpoint."""
         key, again = path, 0
         while key in self._tensors:  # {"a.b": t} beside {"a": {"b": t}}
             again += 1
@@ -207,16 +207,16 @@ _CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
 
 
 def _torch_save(value: Any, path: str) -> JSON:
-    """Return what torch.save makes of the value, once torch.load(weights_only=True) has read it back."""
+    """Return the torch.save bytes of the value, after checking that torch.load(weights_only=True) reads them."""
     advice = "give its class state_dict and load_state_dict, or allow it with torch.serialization.add_safe_globals."
     return {"$torch_save": base64.b64encode(dump_object(value, name=path, advice=advice)).decode()}
 
 
 def decode(tree: JSON, tensor: Callable[[str], Any]) -> Any:
-    """Return the value that `encode` was given. `tensor(key)` gives the tensors that lie outside of the JSON.
+    """Return the original value. `tensor(key)` returns tensors stored outside of the JSON.
 
     Raises:
-        CorruptCheckpointError: The tree is not what `encode` writes.
+        CorruptCheckpointError: The tree was not written by `encode`.
     """
     if isinstance(tree, list):
         return [decode(item, tensor) for item in tree]
