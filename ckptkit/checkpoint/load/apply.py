@@ -1,4 +1,4 @@
-"""The values of a checkpoint, decoded and looked at before anything is touched, and then put into the live state."""
+"""Decodes and validates a checkpoint's values before anything is changed, then applies them to the live state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensors = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class DecodedOptimizer:
-    """State of an optimizer that is no tensor of the checkpoint: by FQN and name, and that of no parameter."""
+    """Non-tensor optimizer state: by FQN and name, and shared state that belongs to no parameter."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
@@ -30,13 +30,13 @@ class DecodedOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The values of a plan's trees.
+    """The decoded values of a plan.
 
     Attributes:
         objects: For each of `plan.objects`, the value of each of its trees.
         optimizers: In the order of `plan.optimizers`.
-        rng: What `restore_rng` takes; None where nothing is restored.
-        leftovers: Extra state that nothing takes, by name.
+        rng: The argument of `restore_rng`; None if nothing is restored.
+        leftovers: Unused extra state, by name.
     """
 
     objects: list[list[Any]]
@@ -46,14 +46,14 @@ class Decoded:
 
 
 def decode_plan(plan: LoadPlan, tensor: Tensors) -> Decoded:
-    """Return all that the plan's trees stand for.
+    """Decode all trees of the plan.
 
     Args:
-        tensor: The tensor under a key; its elements may be read later.
+        tensor: Returns the tensor of a key; its elements may be read later.
 
     Raises:
-        CorruptCheckpointError, LoadError: A tree is none that a save writes; names its key.
-        CheckpointMismatchError: A value is nothing that the live object it is for could take.
+        CorruptCheckpointError, LoadError: A tree is malformed; names its key.
+        CheckpointMismatchError: A value does not match its live object.
     """
     objects = [[_named(target.key, tree, tensor) for tree in target.trees] for target in plan.objects]
     for target, values in zip(plan.objects, objects, strict=True):
@@ -85,7 +85,7 @@ def _named(key: str, tree: JSON, tensor: Tensors) -> Any:
 
 
 def _check_object(target: ObjectTarget, value: Any) -> None:
-    """Look at what is taken apart by key: of all else, the object that takes it is the judge."""
+    """Validate values that are split by key; other values are validated by the object that loads them."""
     if target.kind in ("model", "scheduler", "grad_scaler") and not isinstance(value, Mapping):
         raise CorruptCheckpointError(f"{target.key}: the saved state is a {type(value).__name__}, expected a mapping.")
     if target.kind == "model":
@@ -98,12 +98,12 @@ def _check_object(target: ObjectTarget, value: Any) -> None:
 
 
 def module_name(key: str) -> str:
-    """Return the name of the module whose extra state stands under `key`."""
+    """Return the name of the module with extra state `key`."""
     return key.removesuffix("_extra_state").removesuffix(".")
 
 
 def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, report: LoadReport) -> None:
-    """Give the user's objects their state. They come first: they are all that can still fail."""
+    """Restore the user's objects. They come first, because only they can still fail."""
     assert decoded is not None
     for target, values in zip(plan.objects, decoded.objects, strict=True):
         _apply_object(state, target, values)
@@ -112,7 +112,7 @@ def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, re
 
 
 def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, report: LoadReport, rank: int) -> None:
-    """Finish the models, which were read in place or beside it, and give optimizers and generators their state."""
+    """Finish the models (read in place or into a second copy), and restore optimizers and random generators."""
     import torch
 
     assert decoded is not None
@@ -160,8 +160,8 @@ def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]
 
 
 def _make_iterator(dataloader: Any) -> None:
-    """Let torchdata's StatefulDataLoader make its iterator now. That draws a random number; in the run that was saved
-    it was drawn before, so it must come before the generators are restored. The next `iter` takes this iterator."""
+    """Create the iterator of torchdata's StatefulDataLoader now. That draws a random number, which the saved run drew
+    before its save, so it must happen before the generators are restored. The next `iter` returns this iterator."""
     from torch.utils.data import DataLoader
 
     if isinstance(dataloader, DataLoader):
@@ -171,7 +171,7 @@ def _make_iterator(dataloader: Any) -> None:
 def apply_optimizer(
     plan: OptimizerPlan, states: Mapping[str, Any], other: DecodedOptimizer, loaded: Collection[int]
 ) -> None:
-    """Replace an optimizer's state and settings; masters that nothing was saved for follow the loaded weights.
+    """Replace an optimizer's state and settings; masters without saved values follow the loaded weights.
 
     Args:
         loaded: The ids of the parameters whose weights were loaded.
@@ -187,7 +187,7 @@ def apply_optimizer(
 
 
 def _kept_masters(plan: OptimizerPlan, new: dict[str, dict[str, Any]]) -> None:
-    """Carry over the live masters that the checkpoint has none for; `_follow_weights` fills them."""
+    """Keep live masters that the checkpoint lacks; `_follow_weights` fills them."""
     if plan.master_name is None:
         return
     for fqn, entry in plan.masters.items():
@@ -206,12 +206,12 @@ def _follow_weights(plan: OptimizerPlan, loaded: Collection[int]) -> None:
             parameter = plan.parameters[fqn]
             master = plan.optimizer.state.get(parameter, {}).get(plan.master_name)
             if entry is None and master is not None and id(parameter) in loaded:
-                master.copy_(parameter)  # placed alike: no communication
+                master.copy_(parameter)  # same placement: no communication
 
 
 def _apply_rng(plan: LoadPlan, saved: Mapping[str, Any], report: LoadReport, rank: int) -> None:
     if plan.reseed:
-        # ranks that share a stream go on sharing it
+        # ranks that share a stream keep sharing it
         seed = reseed(saved["torch"].tolist(), shared_stream(rank, 0)[0])
         report.notes.append(f"rng: seeded with {seed} on rank {rank}")
         return

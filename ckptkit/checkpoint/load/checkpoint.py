@@ -1,4 +1,4 @@
-"""The way of a load: open, plan, agree, read, apply. All ranks go it together."""
+"""The steps of a load: open, plan, agree, read, apply. Collective."""
 
 from __future__ import annotations
 
@@ -45,23 +45,22 @@ def load_checkpoint(
     ready: Callable[[bool], None] | None = None,
     origin: str | None = None,
 ) -> LoadReport:
-    """Load the checkpoint that `opened` gives into `state`, on all ranks or on none. All ranks must call it.
+    """Load the checkpoint that `opened` returns into `state`, on all ranks or on none. All ranks must call it.
 
-    Keys, shapes and dtypes are checked first: where they do not fit, nothing has changed. Then tensors are read
-    straight into the state, and their digests are checked as they are read. An error while reading says that the
-    state is half loaded, and such a state can't be saved. With `options.atomic`, all is read and checked beside the
-    state first.
+    Keys, shapes and dtypes are checked first; on a mismatch nothing is changed. Then tensors are read straight into the
+    state, and digests are checked while reading. If reading fails, the state is half loaded and cannot be saved. With
+    `options.atomic`, everything is first read into a second copy and checked.
 
     Args:
-        ready: Waits for the checkpoint's pin; with True also for the answer whether it was there in time, or the
-            checkpoint is being deleted: then it raises, and that comes before what was found of the files. Nothing
-            is read into the state before that is known.
-        origin: `state.half_loaded` before the first attempt, where this is another one with the same options.
+        ready: Waits for the checkpoint's pin. With True, also waits until the pin is known to have been in time; raises
+            if the checkpoint is being deleted, which takes precedence over errors about its files. Nothing is read into
+            the state before.
+        origin: `state.half_loaded` before the first attempt, if this is a retry with the same options.
 
     Raises:
-        CheckpointMismatchError: Lists all that does not fit, the same on every rank.
+        CheckpointMismatchError: Lists all mismatches; the same on every rank.
         CorruptCheckpointError: The checkpoint is damaged.
-        LoadError: With `options.atomic`, the second copy does not fit into the memory.
+        LoadError: With `options.atomic`, there is no memory for the second copy.
         RankFailedError: Another rank failed.
     """
     clock = PhaseClock()
@@ -95,7 +94,7 @@ def load_checkpoint(
     if not options.atomic:
         state._half = report.url
     with _said_if_half(state):
-        # One rank that has read all that it needs need not ask; of many, another may have found a file gone.
+        # A single rank need not ask; with several, another rank may have found a missing file.
         with _Part() as read, _pinned(ready, sure=world_size > 1), naming(reading.filler):
             started = time.perf_counter()
             reading.filler.run()
@@ -103,14 +102,14 @@ def load_checkpoint(
             decoded = decoded or decode_plan(plan, reading.refs.__getitem__)
             clock.add("read", time.perf_counter() - started, report.nbytes)
         coordinator.settle(read.answer, "loading", then=_raise_one)
-        if any(len(ranks) > 1 for ranks in alike):  # all ranks have read by now, and well
+        if any(len(ranks) > 1 for ranks in alike):  # all ranks have read successfully by now
             started = time.perf_counter()
             with _Part() as sent:
                 report.received = exchange(coordinator, members, parts) if parts else 0
             coordinator.settle(sent.outcome, "sending each other what replicas share")
             clock.add("exchange", time.perf_counter() - started, report.received)
         with clock.phase("apply"):
-            # Also with `atomic`: an object that refuses its state comes after others that have taken theirs.
+            # Also with `atomic`: an object may refuse its state after others have accepted theirs.
             state._half = report.url
             with _Part() as applied:
                 apply_objects(state, plan, decoded, report)
@@ -119,7 +118,7 @@ def load_checkpoint(
                 apply_tensors(plan, reading, decoded, report, rank)
             coordinator.settle(applied.outcome, "restoring models and optimizers")
     state.step = state.step if report.step is None else report.step
-    # A part makes a half-loaded state whole only where an earlier attempt of the same load has left it so.
+    # A partial load completes a half-loaded state only if an earlier attempt of the same load left it.
     if not report.missing and (options.whole or origin == ""):
         state.half_loaded = ""
     else:
@@ -130,7 +129,7 @@ def load_checkpoint(
 
 
 class _Part:
-    """What this rank's part of a step comes to: the block sets `value`, or an error ends it, which is kept.
+    """This rank's outcome of a step: the block sets `value`, or its error is kept.
 
     Attributes:
         outcome: For `Coordinator.settle`.
@@ -142,7 +141,7 @@ class _Part:
 
     @property
     def answer(self) -> Outcome:
-        """The outcome, an error of ckptkit as a value: of those, rank 0 makes one error of all."""
+        """The outcome, with a ckptkit error as a value, so that rank 0 can combine the errors of all ranks."""
         known = isinstance(self.outcome.cause, CkptkitError)
         return Outcome(self.outcome.cause) if known else self.outcome
 
@@ -152,15 +151,15 @@ class _Part:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # All that can be raised, as torch's CheckpointException is no Exception: `settle` raises it on all ranks.
+        # BaseException, because torch's CheckpointException is not an Exception: `settle` raises it on all ranks.
         self.outcome = Outcome(self.value) if error is None else Outcome.of_error(error)
         return True
 
 
 @contextmanager
 def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[None]:
-    """Wait at the end of the block until the checkpoint is pinned; `sure`: and known to have been pinned in time. An
-    error within is explained by a checkpoint that was deleted, where it was."""
+    """At the end of the block, wait until the checkpoint is pinned (`sure`: and known to have been pinned in time). If
+    it was deleted meanwhile, an error in the block is replaced by that explanation."""
     if ready is None:
         yield
         return
@@ -178,19 +177,19 @@ def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[Non
 
 
 def _shared(answers: Sequence[Any]) -> tuple[list[list[SliceCheck]], list[list[int]]]:
-    """Return by rank the slices that it checks for others, and the ranks that read the same as it does."""
+    """Return, per rank, the slices that it checks for others, and the ranks that read the same data."""
     _raise_one(answers)
     return share_checks([checks for checks, _ in answers]), groups_of([signature for _, signature in answers])
 
 
 def _shares(options: LoadOptions, store: Store) -> bool:
-    """Whether a share is read and sent to the others, where ranks need the same."""
+    """Whether ranks that need the same data read a share each and exchange them."""
     return options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
 
 
 @contextmanager
 def _said_if_half(state: TrainState) -> Iterator[None]:
-    """Let an error say so if it leaves the state half loaded."""
+    """Add a note to an error that leaves the state half loaded."""
     try:
         yield
     except BaseException as error:
@@ -210,7 +209,7 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
 
 
 def _raise_one(answers: Sequence[Any]) -> None:
-    """Raise what ranks ran into as one error. Most often it is the same on all: then as it is."""
+    """Raise the ranks' errors as one. If all are the same, raise it unchanged."""
     errors = [answer if isinstance(answer, CkptkitError) else None for answer in answers]
     texts: dict[str, list[int]] = {}
     for rank, error in enumerate(errors):
@@ -221,7 +220,7 @@ def _raise_one(answers: Sequence[Any]) -> None:
         return
     gone = next((error for error in errors if isinstance(error, CheckpointNotFoundError)), None)
     if gone is not None:
-        raise gone  # which explains whatever others did not find
+        raise gone  # which explains missing files on other ranks
     lines = [text if len(ranks) == len(errors) else f"rank {ranks}: {text}" for text, ranks in texts.items()]
     kind = kinds.pop() if len(kinds) == 1 else LoadError
     if kinds and all(issubclass(other, CorruptCheckpointError) for other in kinds):

@@ -1,4 +1,4 @@
-"""The load half of a manager: which checkpoint, pinned while it is read, and the one before a damaged one."""
+"""The load half of a manager: chooses a checkpoint, pins it while it is read, and falls back from a damaged one."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ _ADVICE = (
 
 
 class Loader:
-    """Loads checkpoints of one run, or of anywhere. All ranks make it, and call `load`, together.
+    """Loads checkpoints of one run, or from any URL. All ranks create it and call `load` together.
 
     Args:
-        url: The root as the user calls it.
-        hold: Keeps the pin of what the run was resumed from.
-        best: What "best" means: a metric, and "min" or "max".
+        url: The root as given by the user.
+        hold: Keeps the pin of the checkpoint that the run was resumed from.
+        best: The definition of "best": a metric, and "min" or "max".
         start_fresh: As for `CheckpointManager`.
         trace: A directory for Chrome traces.
 
     Attributes:
-        resumed_from: The name of the checkpoint that was loaded last from the run itself.
-        given_up: Damaged checkpoints that a load has fallen back from.
-        looked: Whether a load has looked for the latest, and said what it passed over.
+        resumed_from: The name of the last checkpoint loaded from the run itself.
+        given_up: Damaged checkpoints that a load fell back from.
+        looked: Whether a load has already searched for the latest and reported what it skipped.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Loader:
 
     @patient()
     def load(self, state: TrainState, which: str | int, options: LoadOptions, *, fallback: str) -> LoadReport | None:
-        """Restore `state` in place, as `CheckpointManager.load` says."""
+        """Restore `state` in place; see `CheckpointManager.load`."""
         if isinstance(which, str) and _is_url(which):
             url = self._coordinator.decide(lambda: self._exact(which), "choosing a checkpoint")
             return self._restore(url, None, state, options)
@@ -114,7 +114,7 @@ class Loader:
                 name = record.name
                 report = self._restore(path, record, state, options, resume=True, origin=origin)
             except CheckpointNotFoundError:
-                # Another job's rotation was faster than our pin: choose again, unless it is the same one once more.
+                # Another job's rotation was faster than our pin: choose again, unless it is the same checkpoint.
                 if not name or name == rotated:
                     raise
                 rotated = name
@@ -142,7 +142,7 @@ class Loader:
         return self._restore(other, None, state, options) if other else None
 
     def latest(self) -> int | None:
-        """Return the step of the latest checkpoint, None where the run is new; raises as `load` does. Rank 0."""
+        """Return the step of the latest checkpoint, None if the run is new. Raises as `load` does. On rank 0."""
         inventory = list_checkpoints(self._root)
         if inventory.latest is not None:
             return inventory.latest.step
@@ -151,7 +151,7 @@ class Loader:
         return None
 
     def _begin(self, state: TrainState, options: LoadOptions) -> str:
-        """Return the URL of what another system saved, to go on from; "" where the run is new. Rank 0."""
+        """Return the URL of another system's checkpoint to resume from, "" if the run is new. On rank 0."""
 
         self.latest()
         wanted = options.optimizer != "skip"
@@ -167,12 +167,12 @@ class Loader:
 
     def _choose(self, which: str | int, damaged: Collection[str] = ()) -> tuple[str, CommitRecord] | Skipped | None:
         found = choose(self._root, which, damaged=damaged, best=self._best, view=snapshot(self._root))
-        if isinstance(found, Skipped) and found.unanswered:  # the one before is no stand-in for what may be well
+        if isinstance(found, Skipped) and found.unanswered:  # do not fall back from a checkpoint that may be undamaged
             raise StorageError(found.reason)
         return found
 
     def _exact(self, url: str) -> str:
-        """Return which checkpoint a URL means: the newest of a run may be another one a moment later. Rank 0."""
+        """Resolve a URL to one checkpoint, once, because the newest of a run may change. On rank 0."""
         named = resolve_url(url, storage_options=self._storage_options)
         return open_source(named, storage_options=self._storage_options).url
 
@@ -186,7 +186,7 @@ class Loader:
         resume: bool = False,
         origin: str | None = None,
     ) -> LoadReport:
-        """Load one checkpoint: the one at path `place` of this run, or without a record, anything at that URL."""
+        """Load one checkpoint: at path `place` of this run, or, without a record, at any URL."""
 
         def opened() -> tuple[Catalog, Store]:
             if pinned is not None:
@@ -196,7 +196,7 @@ class Loader:
             return source.catalog, source.store
 
         with ExitStack() as stack:
-            # Rank 0 holds the pin for all: it leaves only once every rank has read.
+            # Rank 0 holds the pin for all ranks until every rank has finished reading.
             pinned, ready = self._pin(place, record, stack, resume=resume)
             report = load_checkpoint(state, opened, options, coordinator=self._coordinator, ready=ready, origin=origin)
             if resume and self._coordinator.is_main:
@@ -209,10 +209,10 @@ class Loader:
     def _pin(
         self, place: str, chosen: CommitRecord | None, stack: ExitStack, *, resume: bool
     ) -> tuple[CommitRecord | None, Callable[[bool], None] | None]:
-        """Pin a checkpoint on rank 0, and return its record on all, and what waits for the pin.
+        """Pin a checkpoint on rank 0; return its record on all ranks, and a function that waits for the pin.
 
-        On an object store a pin is a request, and to know that it was there in time two more, all in a row: what
-        `chosen` names is opened and read meanwhile. What was read whole was there; what can't be had was deleted.
+        On an object store, a pin is one request, and two more confirm that it was in time. Meanwhile the checkpoint is
+        opened and read: complete reads are valid, and missing files mean that it was deleted.
         """
         why = "resumed from" if resume else "load"
         if chosen is None:
@@ -231,7 +231,7 @@ class Loader:
         def ask() -> CommitRecord:
             return entered.result()()
 
-        looked = pool.submit(ask) if self._coordinator.world_size > 1 else None  # where it will be asked for anyway
+        looked = pool.submit(ask) if self._coordinator.world_size > 1 else None  # where it is needed anyway
         pool.shutdown(wait=False)
 
         def leave(kind: Any, error: Any, trace: Any) -> None:
@@ -275,10 +275,10 @@ def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> L
     return replace(options or LoadOptions(), **overrides)
 
 
-# What a run goes on from where its root holds nothing of ours yet, but what another system saved.
+# Finds another system's checkpoint to resume from if the root has none of ours yet.
 
 
-_WEIGHTS = ("safetensors", "torch")  # formats in which weights are published, too: what a run may start from
+_WEIGHTS = ("safetensors", "torch")  # formats in which weights are also published: a run may start from them
 _MAX_LOOKS = 64
 _DCP_DATA = r"__\d+_\d+\.distcp"
 _ANEW = "To start a new run, save to another directory."
@@ -287,18 +287,18 @@ _ANEW = "To start a new run, save to another directory."
 def adoptable(
     url: str, root: Store, state: TrainState, *, optimizer: bool = True, storage_options: Mapping[str, Any] | None
 ) -> str:
-    """Return the URL of another system's newest checkpoint below `url`; "" where there is none to go on from.
+    """Return the URL of another system's newest checkpoint below `url`, "" if there is none to resume from.
 
-    An attempt of ours that was never committed is none. Neither is a directory of weights that names no step: the
-    training may start from them, and the log says how to load them.
+    Uncommitted attempts of ours do not count. Neither does a directory of weights without a step: training may start
+    from them, and the log explains how to load them.
 
     Args:
-        optimizer: Whether the load restores optimizers. Weights are enough without.
+        optimizer: Whether the load restores optimizers; otherwise weights are sufficient.
 
     Raises:
-        CheckpointMismatchError: A run's checkpoint without the optimizer that `state` has.
+        CheckpointMismatchError: The checkpoint lacks the optimizer that `state` has.
         CorruptCheckpointError: It is damaged.
-        UsageError: Checkpoints of other systems are there, and nothing says which of them to take.
+        UsageError: There are several checkpoints of other systems, and it is unclear which to load.
         UnsupportedFormatError: The newest can't be read.
     """
     inventory = list_checkpoints(root)
@@ -331,7 +331,7 @@ def _newest(url: str, inventory: Inventory, storage_options: Mapping[str, Any] |
 
 
 def _places(url: str, inventory: Inventory) -> Iterator[str]:
-    """Where to look: the root as a whole, or each folder that is not ours, where some are."""
+    """Yield the places to search: the root, or each foreign folder in it."""
     if inventory.in_progress or inventory.abandoned or inventory.skipped:
         for step in ordered(inventory.foreign):
             yield f"{url.rstrip('/')}/{step.name}"
@@ -340,7 +340,7 @@ def _places(url: str, inventory: Inventory) -> Iterator[str]:
 
 
 def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
-    """Raise where what lies below `url` are checkpoints, and no rule says which of them is the run's."""
+    """Raise if `url` contains checkpoints, but it is unclear which is the run's newest."""
     listed = Place(root)
     found: list[str] = []
     for name in inventory.foreign[:_MAX_LOOKS]:
@@ -349,7 +349,7 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
             inner = Place(root.child(name))
             form = format_of(inner)
             if form is None and inner.any_file(_DCP_DATA):
-                open_source(place, storage_options=storage_options)  # raises: it is unfinished
+                open_source(place, storage_options=storage_options)  # raises: it is incomplete
             known = form is not None and form.name not in _WEIGHTS
         else:
             known = name.endswith(TORCH_ENDINGS) and _holds_optimizer(place, storage_options)
@@ -367,7 +367,7 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
 def _holds_optimizer(file: str, storage_options: Mapping[str, Any] | None) -> bool:
     try:
         return _has(open_source(file, storage_options=storage_options).catalog, Role.OPTIMIZER)
-    except CkptkitError:  # any file may end in .pt
+    except CkptkitError:  # any file may have the suffix .pt
         return False
 
 

@@ -1,4 +1,4 @@
-"""Everything in which a checkpoint and a training state differ, found before anything is touched."""
+"""Collects all mismatches between a checkpoint and a training state before anything is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sides = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class KeyFilter:
-    """Which parameters of the models take part: by globs or by a predicate on the FQN; all by default."""
+    """Selects parameters by globs or by a predicate on the FQN; all by default."""
 
     include: Sequence[str] | Callable[[str], bool] = ()
     exclude: Sequence[str] | Callable[[str], bool] = ()
@@ -27,7 +27,7 @@ class KeyFilter:
         return (not self.include or _matches(self.include, fqn)) and not (self.exclude and _matches(self.exclude, fqn))
 
     def idle(self, fqns: Collection[str]) -> list[str]:
-        """Return the globs that match none of these names; and a predicate that includes none."""
+        """Return the globs, or the predicate, that match none of these names."""
         found = []
         for name, rule in (("include", self.include), ("exclude", self.exclude)):
             if callable(rule):
@@ -53,12 +53,12 @@ def _matches(rule: Sequence[str] | Callable[[str], bool], fqn: str) -> bool:
 
 @dataclass(slots=True)
 class Mismatches:
-    """What differs, by section ("model", "optimizer", "extra.ema", ...).
+    """Mismatches by section ("model", "optimizer", "extra.ema", ...).
 
     Attributes:
-        missing: Wanted by the training state, not in the checkpoint.
-        unexpected: In the checkpoint, without a place in the training state.
-        shapes, dtypes, others: In words.
+        missing: In the training state, not in the checkpoint.
+        unexpected: In the checkpoint, not in the training state.
+        shapes, dtypes, others: Descriptions.
     """
 
     missing: dict[str, list[str]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Mismatches:
             getattr(self, kind).setdefault(section, []).extend(found)
 
     def check(self, url: str, *, strict: bool) -> None:
-        """Raise for what may not stand: without `strict`, missing and unexpected keys may.
+        """Raise for mismatches; with strict=False, missing and unexpected keys are accepted.
 
         Raises:
             CheckpointMismatchError: Lists everything, section by section.
@@ -111,12 +111,12 @@ class Mismatches:
 
 
 def _listed(items: Sequence[str]) -> str:
-    # All of them: a list that was cut short sends people through one error after the other.
+    # List all of them: a shortened list would mean fixing one error after the other.
     return ", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items)
 
 
 def match_tensors(found: Mismatches, section: str, wanted: Sides, saved: Sides, *, convert_dtype: bool) -> list[str]:
-    """Return the names that can be loaded, and add all others to `found`."""
+    """Return the names that match, and add all others to `found`."""
     found.add("missing", section, (name for name in wanted if name not in saved))
     found.add("unexpected", section, (name for name in saved if name not in wanted))
     good = []

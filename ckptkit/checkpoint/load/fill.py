@@ -1,4 +1,4 @@
-"""Local tensors filled from the slices of a checkpoint, of whatever format: only the bytes needed, each checked."""
+"""Fills local tensors from a checkpoint's slices in any format; reads only the bytes needed and checks them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Fill", "add_fill", "check_sizes", "fill", "naming", "read_whole", "s
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A tensor to be filled with parts of a checkpoint's tensor.
+    """A local tensor to fill with parts of a checkpoint's tensor.
 
     Attributes:
         local: Its elements are uninitialised.
-        parts: Which boxes of the whole tensor lie where in `local`; together they fill it.
+        parts: Boxes of the full tensor and their positions in `local`; together they fill it.
     """
 
     entry: TensorEntry
@@ -36,7 +36,7 @@ class Fill:
 
 
 def add_fill(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Sequence[LocalPart]) -> None:
-    """Have `local` filled.
+    """Schedule reads that fill `local`.
 
     Raises:
         IncompleteCheckpointError: The slices do not hold every element that is wanted.
@@ -52,7 +52,7 @@ def add_fill(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Seq
 
 
 def check_sizes(filler: Filler) -> None:
-    """Look whether each file is there and large enough for what is to be read from it. Nothing is read.
+    """Check that each file exists and is large enough for the scheduled reads. Reads no data.
 
     Raises:
         IncompleteCheckpointError: A file is missing or too short; names tensor and file.
@@ -70,7 +70,7 @@ def check_sizes(filler: Filler) -> None:
 
 @contextmanager
 def naming(filler: Filler) -> Iterator[None]:
-    """Name a tensor in errors about the files that `filler` is to read."""
+    """Name a tensor in errors about files that `filler` reads."""
     names = filler.names()
     try:
         yield
@@ -82,10 +82,10 @@ def naming(filler: Filler) -> Iterator[None]:
 
 
 def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
-    """Give each slice that ranks read only parts of to one of them, the one with the least to check so far.
+    """Assign each slice that ranks read only partly to one of them, the one with the least to check so far.
 
-    So every slice is read whole by somebody before any rank takes what it has read: no rank checks more than its
-    share, and together they read the slices once more at most.
+    So every slice is read completely, and checked, by one rank before any rank uses it. No rank checks more than its
+    share, and each slice is read at most once more.
     """
     readers: dict[tuple[str, int], list[int]] = {}
     slices: dict[tuple[str, int], SliceCheck] = {}
@@ -103,10 +103,10 @@ def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck
 
 
 def fill(store: Store, fills: Iterable[Fill]) -> int:
-    """Fill the tensors now and return the bytes read; slices that are read in part are checked whole.
+    """Fill the tensors now and return the bytes read. Partly read slices are checked completely.
 
     Raises:
-        IntegrityError: Bytes are not those that were written; names tensor and file.
+        IntegrityError: A checksum does not match; names tensor and file.
         IncompleteCheckpointError: The slices do not hold every element that is wanted, or a file is missing.
     """
     from ckptkit.formats.dcp.fill import Filler
@@ -121,7 +121,7 @@ def fill(store: Store, fills: Iterable[Fill]) -> int:
 
 
 def read_whole(catalog: Catalog, store: Store, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return whole tensors on the CPU, read now."""
+    """Read full tensors to the CPU."""
     fills = whole_fills(catalog, store.url, names)
     if fills:
         fill(store, fills)
@@ -129,7 +129,7 @@ def read_whole(catalog: Catalog, store: Store, names: Sequence[str]) -> dict[str
 
 
 def whole_fills(catalog: Catalog, url: str, names: Iterable[str]) -> list[Fill]:
-    """Return what reads whole tensors into new ones on the CPU."""
+    """Return fills for full tensors on the CPU."""
     import torch
 
     fills = []

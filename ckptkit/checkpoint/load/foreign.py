@@ -1,4 +1,4 @@
-"""A checkpoint of another system, seen as one of ours: the names, sections and objects that a load looks for."""
+"""Adapts another system's checkpoint to the names, sections and objects that a load expects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Adopted", "adopt", "with_files_beside", "foreign_extras", "foreign_rng", "foreign_schedulers"]
 
-# What transformers and accelerate put beside an unsharded model: its optimizer, scheduler and random state.
+# Files of transformers and accelerate next to an unsharded model: optimizer, scheduler and random state.
 
 
 _OPTIMIZER = ("optimizer.bin", "optimizer.pt")
@@ -33,7 +33,7 @@ _OBJECT = re.compile(r"(scheduler|random_states_\d+|rng_state(?:_\d+)?|trainer_s
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
-    """Return the catalog of weights with what lies beside them; as it is where it has an optimizer already."""
+    """Return the catalog of weights with the files next to them; unchanged if it already has an optimizer."""
     if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
         return catalog
     if any(entry.role is Role.OPTIMIZER for entry in catalog.tensors.values()):
@@ -54,7 +54,7 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     return merged(parts, catalog.info) if path is not None or objects else catalog
 
 
-# Where other systems keep schedulers, random numbers and the rest, and what of it a load of ours can use.
+# Finds the schedulers, random state and other objects of other systems, and converts what a load can use.
 
 
 _RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)[._](\d+)")
@@ -63,7 +63,7 @@ _NAME = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 def foreign_schedulers(values: Mapping[str, Any], live: Sequence[str]) -> dict[str, Any]:
-    """Return the state of each live scheduler by its key; nothing where their number differs."""
+    """Return the state of each live scheduler by key; nothing if their number differs."""
     found = _schedulers(values)
     if not live or len(found) != len(live):
         return {}
@@ -89,7 +89,7 @@ def _schedulers(values: Mapping[str, Any]) -> list[Any]:
 
 
 def foreign_rng(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the random state of each rank by its key, where a rank's state of python and torch is there."""
+    """Return the random state of each rank by key, if it includes Python's and torch's state."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         match = _RNG_FILE.fullmatch(name)
@@ -131,7 +131,7 @@ def _rng(states: Mapping[str, Any]) -> dict[str, Any] | None:
 def foreign_extras(
     values: Mapping[str, Any], objects: dict[str, JSON], tensors: dict[str, torch.Tensor], notes: list[str]
 ) -> None:
-    """Put what is left into `objects` as `extra.<name>`: a load returns it, or gives it to a live extra."""
+    """Add the remaining objects to `objects` as `extra.<name>`: a load returns them or restores a live extra."""
     for name, value in values.items():
         if value is None or _RNG_FILE.fullmatch(name) or _SCHEDULER_FILE.fullmatch(name):
             continue
@@ -149,13 +149,13 @@ _SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What `adopt` made of a checkpoint.
+    """The result of `adopt`.
 
     Attributes:
-        catalog: Its tensors under the names of ours: FQNs are the live models'.
-        objects: JSON by key, as `objects.json` would hold it.
-        tensors: What the objects refer to.
-        notes: What was read into it, and what could not be read.
+        catalog: Its tensors under our names, with the live models' FQNs.
+        objects: JSON by key, as in `objects.json`.
+        tensors: Tensors that the objects refer to.
+        notes: What was interpreted, and what could not be read.
     """
 
     catalog: Catalog
@@ -165,16 +165,16 @@ class Adopted:
 
 
 def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool = True) -> Adopted:
-    """Return a foreign checkpoint as `state` can take it. No communication; no tensor is read but small objects.
+    """Adapt another system's checkpoint to `state`. No communication; reads only small objects, no tensors.
 
-    The FQNs of one side may have a prefix that the other has not (a LightningModule's attribute, a wrapper): the one
-    that makes more names fit is added or taken away. Optimizers are matched in their order. Settings, schedulers
-    and random numbers are taken from where Lightning, transformers, accelerate, verl, LightRFT, DeepSpeed and
-    torchtitan keep them; other objects become `extra`.
+    If one side's FQNs have a prefix that the other lacks (a LightningModule's attribute, a wrapper), the prefix that
+    makes most names match is added or removed. Optimizers are matched by order. Settings, schedulers and random state
+    are read from where Lightning, transformers, accelerate, verl, LightRFT, DeepSpeed and torchtitan store them; other
+    objects become `extra`.
 
     Raises:
-        CheckpointMismatchError: It holds another number of optimizers than `state`, more than none; or numbers of
-            parameters that nothing tells the names of.
+        CheckpointMismatchError: It has another number of optimizers than `state` (and at least one), or numbered
+            parameters whose names cannot be determined.
     """
     catalog = with_files_beside(catalog, store)
     rename, notes = _aligned(catalog, state)
@@ -224,11 +224,11 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
 
 
 def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], list[str]]:
-    """Return how a saved FQN becomes a live one."""
+    """Return a function that maps saved FQNs to live ones."""
     models = state.parts("model")
     live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
-    best, hits = ("", ""), len(saved & live)  # (taken away, added)
+    best, hits = ("", ""), len(saved & live)  # (removed, added)
     for drop, add in _candidates(saved, live):
         fit = sum(1 for fqn in saved if fqn.startswith(drop) and add + fqn[len(drop) :] in live)
         if fit > hits:
@@ -248,7 +248,7 @@ def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
     if not saved or not live:
         return set()
     found: set[tuple[str, str]] = set()
-    # The longest names are the least likely to be the tail of one they have nothing to do with.
+    # Longer names are less likely to be an accidental suffix of another name.
     for fqn in sorted(saved, key=lambda name: (-len(name), name))[:_SAMPLES]:
         found |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
     for fqn in sorted(live, key=lambda name: (-len(name), name))[:_SAMPLES]:
@@ -258,7 +258,7 @@ def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Makes live FQNs of the names in a param group, which are as the wrappers had them."""
+    """Maps the names in a param group, which include wrapper prefixes, to live FQNs."""
 
     rename: Callable[[str], str]
     known: set[str]
@@ -283,7 +283,7 @@ class _Names:
 
 
 def _tied(state: TrainState) -> dict[str, str]:
-    """Return the other names of each tied parameter -> the one its optimizer state goes by here."""
+    """Return other name of a tied parameter -> the name of its optimizer state in this job."""
     names = parameter_names(state)
     found: dict[str, str] = {}
     for name, module in state.parts("model").items():
@@ -299,20 +299,20 @@ def _tied(state: TrainState) -> dict[str, str]:
 
 
 def _owner(name: str) -> str | None:
-    """Return what stands before "state", "master" or "param_groups" in a raw name; None where it has none of them."""
+    """Return the prefix before "state", "master" or "param_groups" in a raw name; None if it has none of them."""
     found = _OWNER.match(name)
     return found[1] if found else None
 
 
 def _owners(catalog: Catalog) -> list[str]:
-    """Return the optimizers of a checkpoint by the prefix of their names, in their order."""
+    """Return a checkpoint's optimizers by name prefix, in order."""
     names = [entry.name for entry in catalog.tensors.values() if entry.role in (Role.OPTIMIZER, Role.MASTER)]
     found = dict.fromkeys(owner for name in names if (owner := _owner(name)) is not None)
     return sorted(found, key=lambda owner: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", owner)])
 
 
 def _sections(owners: Sequence[str], live: Sequence[str], url: str) -> dict[str, str]:
-    """Return the key of the live optimizer that each one of the checkpoint belongs to."""
+    """Return the key of the live optimizer for each optimizer of the checkpoint."""
     if not owners or not live:
         return {}
     if len(owners) != len(live):
@@ -331,7 +331,7 @@ def _renamed(
     tied: Mapping[str, str],
     numbers: Mapping[str, Mapping[Any, str]],
 ) -> dict[str, TensorEntry]:
-    """Return the tensors by names of ours, without the moments that nothing here takes."""
+    """Return the tensors under our names, without moments that no live optimizer uses."""
     found: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
         if entry.role is Role.MODEL:
@@ -341,7 +341,7 @@ def _renamed(
             owner = _owner(entry.name) or ""
             fqn = rename(entry.fqn) if entry.fqn else numbers.get(owner, {}).get(entry.key[-2], "")
             fqn = tied.get(fqn, fqn)
-            key = sections.get(owner, "optimizer" if entry.role is Role.MASTER else None)  # a weight may take it
+            key = sections.get(owner, "optimizer" if entry.role is Role.MASTER else None)  # a weight may use it
             if key is None or not fqn:
                 continue
             part = f"master.{fqn}" if entry.role is Role.MASTER else f"state.{fqn}.{entry.state}"
@@ -360,8 +360,7 @@ def _flattened_extras(
     state: TrainState,
 ) -> dict[str, dict[str, Any]]:
     """Return the state of each live extra that torch's DCP flattened: "train_state.step" is a part of `train_state`.
-
-    Its tensors are taken out of `tensors`.
+    Removes its tensors from `tensors`.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in (name for name, item in state.extra.items() if is_stateful(item)):
@@ -382,8 +381,8 @@ def _flattened_extras(
 
 
 def _groups(catalog: Catalog, owner: str, read: Callable[[ObjectEntry], Any]) -> list[dict[str, Any]]:
-    """Return the param groups of one optimizer: one object, an object a setting, or an object a parameter and setting
-    (torch's flattened form, which torchtitan saves)."""
+    """Return the param groups of one optimizer, stored as one object, one object per setting, or one object per
+    parameter and setting (torch's flattened form, used by torchtitan)."""
     front = f"{owner}.param_groups" if owner else "param_groups"
     whole = catalog.objects.get(front)
     if whole is not None:
@@ -422,13 +421,14 @@ def _put_groups(
 def _by_position(
     catalog: Catalog, owner: str, groups: Sequence[Mapping[str, Any]], key: str, state: TrainState
 ) -> dict[Any, str]:
-    """Return the live name of each number, where the saved groups number their parameters; else nothing.
+    """Return the live name of each numbered parameter; nothing if the saved groups have names.
 
-    Groups as long as the live ones, with fitting shapes, are matched by their order: who saved made the optimizer with
-    the same code. Other groups are matched with the model's parameters where shapes and order leave one way only.
+    Groups with the same lengths and matching shapes are matched by order, since the saving job created its optimizer
+    with the same code. Other groups are matched to the model's parameters if shapes and order allow only one
+    assignment.
 
     Raises:
-        CheckpointMismatchError: Neither tells which parameter a number means.
+        CheckpointMismatchError: The assignment is ambiguous.
     """
     params = [list(group.get("params", ())) for group in groups]
     numbers = [number for listed in params for number in listed]
@@ -465,7 +465,7 @@ def _lengths(groups: Sequence[Sequence[Any]]) -> str:
 
 
 def _state_shapes(catalog: Catalog, owner: str) -> dict[Any, list[tuple[int, ...]]]:
-    """Return the shapes of the states, step counts aside, of each numbered parameter of an optimizer."""
+    """Return the state shapes of each numbered parameter, without step counts."""
     found: dict[Any, list[tuple[int, ...]]] = {}
     for entry in catalog.tensors.values():
         if entry.role is Role.OPTIMIZER and len(entry.key) > 1 and entry.shape and _owner(entry.name) == owner:
@@ -474,5 +474,5 @@ def _state_shapes(catalog: Catalog, owner: str) -> dict[Any, list[tuple[int, ...
 
 
 def _fits(states: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Whether states of these shapes may belong to a parameter: as large as it, or without one of its dimensions."""
+    """Whether states of these shapes may belong to a parameter: same size, or without one of its dimensions."""
     return not states or any(found in (shape, shape[:-1], (*shape[:-2], *shape[-1:])) for found in states)

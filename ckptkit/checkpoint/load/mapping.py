@@ -1,4 +1,5 @@
-"""A checkpoint as a mapping: one value of it costs reading that value. torch comes in only for dtypes numpy lacks."""
+"""A checkpoint as a mapping: reading one value reads only that value. Imports torch only for dtypes that numpy
+lacks."""
 
 from __future__ import annotations
 
@@ -44,10 +45,10 @@ _NUMPY = frozenset(
 def open_checkpoint(
     url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
 ) -> Checkpoint:
-    """Open the checkpoint at `url`, of any format that ckptkit reads, or the newest one of a run.
+    """Open the checkpoint at `url` in any supported format, or the newest one of a run.
 
-    Reads metadata only. `open_checkpoint(url)["model.embed.weight"][0:10]` then reads those ten rows. Nothing keeps
-    the checkpoint meanwhile: where a job may rotate it away, pin it first (`ckptkit pin`).
+    Reads only metadata. `open_checkpoint(url)["model.embed.weight"][0:10]` then reads those ten rows. The checkpoint is
+    not protected from rotation: if a job may delete it, pin it first (`ckptkit pin`).
 
     Args:
         url: Also "run/latest", "run/latest~1", "run/best", "run/1000".
@@ -62,12 +63,12 @@ def open_checkpoint(
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The tensors and objects of a checkpoint by name: a `TensorView` for each tensor, the value itself for the rest.
+    """The tensors and objects of a checkpoint by name: a `TensorView` for a tensor, the value itself for an object.
 
     Attributes:
-        url: What was opened.
-        note: Why, where that is not what was asked for.
-        catalog: Everything in it: dtypes, shapes, slices, roles.
+        url: The opened checkpoint.
+        note: Why this checkpoint was chosen, if `url` named a run.
+        catalog: Its dtypes, shapes, slices and roles.
     """
 
     def __init__(self, url: str, store: Store, catalog: Catalog, note: str = "") -> None:
@@ -83,12 +84,12 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def step(self) -> int | None:
-        """The training step; None where the checkpoint records none."""
+        """The training step; None if not recorded."""
         return self.catalog.info.step
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was measured when it was saved; empty where nothing was recorded."""
+        """The metrics recorded at the save; empty if none."""
         record = find_record(self._store)
         return dict(record.metrics) if record is not None else {}
 
@@ -125,10 +126,10 @@ class Checkpoint(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor, not yet read: `view[...]` reads the part that is asked for.
+    """One tensor, read lazily: `view[...]` reads only that part.
 
-    Indices are integers, slices and "...", as numpy's basic ones. The result is a numpy array, or a torch tensor
-    where numpy does not have the dtype (bfloat16, float8).
+    Supports integers, slices and "...", like numpy's basic indexing. The result is a numpy array, or a torch tensor if
+    numpy lacks the dtype (bfloat16, float8).
     """
 
     entry: TensorEntry
@@ -163,7 +164,7 @@ class TensorView:
         return result
 
     def to_torch(self, index: Any = ...) -> torch.Tensor:
-        """Return the tensor, or a part of it, as a torch tensor on the CPU."""
+        """Return the tensor or a part of it as a torch tensor on the CPU."""
         raw, rest = self._read(index)
         return self._torch(raw, rest)
 
@@ -177,7 +178,7 @@ class TensorView:
         return result
 
     def _read(self, index: Any) -> tuple[npt.NDArray[np.uint8], tuple[Any, ...]]:
-        """Return the bytes of the smallest box that holds the part, [..., itemsize], and what to take of it."""
+        """Return the bytes of the smallest box that contains the part, [..., itemsize], and the index into it."""
         box, rest = _box(index, self.shape)
         itemsize = dtype_of(self.dtype).itemsize
         if not box.numel:
@@ -222,7 +223,7 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.NDArray[np.uint8]:
-    """Read a box: the rows of each slice that hold it, gaps between its columns included."""
+    """Read a box: the rows of each slice that contain it, including gaps between columns."""
     if entry.slices.codecs:
         raise UnsupportedFormatError(
             f"tensor {entry.name!r} is compressed; rewrite it first: "
@@ -235,7 +236,7 @@ def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.
     numel = int(found.numel().sum()) if ndim else len(found)
     if numel != box.numel:
         raise IncompleteCheckpointError(f"tensor {entry.name!r}: its slices cover {numel} of {box.numel} elements.")
-    # Only now: what slices hold is there on disk, what a shape claims need not be.
+    # Allocate only now: slices exist on disk, while a shape may be a false claim.
     target = np.empty((*box.sizes, itemsize), np.uint8)
     starts, strides = source_layout(entry, found)
     reads, copies = [], []

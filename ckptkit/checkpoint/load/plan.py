@@ -1,4 +1,4 @@
-"""What a load will do, found without touching the training state: which tensor fills which, and all that differs."""
+"""Plans a load without changing the training state: which tensor fills which, and all mismatches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["LoadOptions", "LoadPlan", "ModelTensor", "ObjectTarget", "OptimizerP
 
 _log = logging.getLogger(__name__)
 
-# How a load treats what does not fit, and how much memory it may take.
+# The options of a load: mismatches and memory.
 
 
 Merge = Callable[[Sequence[Any], int, int], Any]
@@ -47,31 +47,31 @@ Merge = Callable[[Sequence[Any], int, int], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a load treats what does not fit.
+    """Options of a load.
 
     Attributes:
-        strict: Missing and unexpected keys are errors. Otherwise what fits is loaded and the rest reported.
-        include, exclude: Globs, or a predicate, on the FQNs of the models: load these only (adapters, say). With
-            `strict`, one that matches nothing is an error.
-        model: "restore"; "skip" leaves the models as they are: an optimizer alone is loaded.
-        optimizer: "restore"; "skip" leaves the optimizer as it is; "deferred" restores it when the report's handle is
+        strict: Missing and unexpected keys are errors. Otherwise matching keys are loaded and the rest is reported.
+        include, exclude: Globs, or a predicate, on the models' FQNs, to load only a part (adapters, for example). With
+            `strict`, a glob that matches nothing is an error.
+        model: "restore"; "skip" leaves the models unchanged, to load only an optimizer.
+        optimizer: "restore"; "skip" leaves the optimizer unchanged; "deferred" restores it when the report's handle is
             applied.
-        convert_dtype: Cast a model tensor whose dtype differs. Otherwise that is an error.
-        atomic: Change nothing unless everything was read and checked, for a job that goes on when its load fails. It
-            takes a second copy of the state. By default tensors are read straight into the model and the optimizer:
-            keys, shapes and dtypes are still checked before anything is changed, but damage that is found while
-            reading leaves the state half loaded.
-        max_memory: With `atomic`, how much the second copy may take ("2GB"); where it takes more, nothing is loaded.
-            None: the free memory, shared by the ranks of this host.
-        verify: Compare every slice with its digest; those that no rank needs whole are read once more, each by one
-            rank, so that no damage is loaded whatever the world size. "read" compares only what is read whole anyway,
-            and reads nothing that is not needed. False trusts storage and writer.
-        replicas: What several ranks need alike (replicas of HSDP or DDP): "broadcast": each reads a share of it and
-            sends it to the others; "read": each reads all of it. "auto": the first from object stores, where every byte
-            comes over the network; the second elsewhere, since files are read faster than they are sent.
-        rng_on_resize: The number of ranks changed: "reseed" seeds every rank anew, from the saved state and its rank;
-            "keep" leaves the generators alone; "error" refuses.
-        per_rank_on_resize: The same for dataloaders and `PerRank` state, unless all ranks saved equal state: "error",
+        convert_dtype: Cast model tensors whose dtype differs; otherwise that is an error.
+        atomic: Change nothing until everything is read and checked, for a job that continues after a failed load. Needs
+            memory for a second copy. By default, keys, shapes and dtypes are checked before anything is changed, and
+            tensors are then read straight into model and optimizer; damage found while reading leaves the state half
+            loaded.
+        max_memory: With `atomic`, the limit for the second copy ("2GB"); if it needs more, the load raises. None: this
+            rank's share of the host's free memory.
+        verify: True checks every slice against its digest. Slices that no rank needs completely are read once more, by
+            one rank, so that no damage is loaded on any world size. "read" checks only slices that are read completely
+            anyway, without extra reads. False checks nothing.
+        replicas: How to read data that several ranks need (HSDP, DDP). "broadcast": each rank reads a share and sends
+            it to the others. "read": each rank reads everything. "auto": "broadcast" from object stores, where reads
+            use the network; "read" from file systems, which are faster than sending.
+        rng_on_resize: If the number of ranks changed: "reseed" seeds each rank from the saved state and its rank;
+            "keep" leaves the generators unchanged; "error" raises.
+        per_rank_on_resize: The same for dataloaders and `PerRank` state that differs between ranks: "error",
             "keep", or a function (states of all saved ranks, rank, world size) -> this rank's state.
     """
 
@@ -95,11 +95,11 @@ class LoadOptions:
 
     @property
     def whole(self) -> bool:
-        """Whether models and optimizers are loaded, all of them."""
+        """Whether all models and optimizers are loaded."""
         return self.model == "restore" and self.optimizer == "restore" and not self.include and not self.exclude
 
     def complete(self, missing: Sequence[str]) -> list[str]:
-        """Return which of "model" and "optimizer" are loaded whole, where `missing` is what the checkpoint lacked."""
+        """Return which of "model" and "optimizer" are loaded completely; `missing` lists what the checkpoint lacks."""
         if missing or self.include or self.exclude:
             return []
         return [kind for kind in ("model", "optimizer") if getattr(self, kind) == "restore"]
@@ -138,11 +138,11 @@ class OptimizerPlan:
 
     Attributes:
         states: FQN -> state name -> the checkpoint's tensor.
-        masters: FQN -> the checkpoint's tensor, or None: the master is made from the loaded weight.
-        values: FQN -> state name -> JSON, state that is no tensor.
-        shared: State of no parameter, JSON.
-        keep: Parameters that the checkpoint's optimizer did not have: theirs stays.
-        skip: Nothing is restored but masters, which must follow the weights.
+        masters: FQN -> the checkpoint's tensor; None: the master is created from the loaded weight.
+        values: FQN -> state name -> JSON, for non-tensor state.
+        shared: State that belongs to no parameter, as JSON.
+        keep: Parameters that the checkpoint's optimizer lacks; their live state is kept.
+        skip: Restore nothing except masters, which must follow the weights.
     """
 
     key: str
@@ -163,7 +163,7 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTarget:
-    """State that is JSON in the checkpoint, and what takes it. `trees` has several only where ranks are merged."""
+    """State stored as JSON, and its target. `trees` has several only if ranks are merged."""
 
     kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
     key: str
@@ -174,17 +174,17 @@ class ObjectTarget:
 
 @dataclass(slots=True)
 class LoadPlan:
-    """All that a load will do.
+    """The plan of a load.
 
     Attributes:
-        catalog: The checkpoint as this rank sees it: its own copies, and another system's names as ours.
-        tensors: Tensors of objects that were read already.
+        catalog: The checkpoint from this rank's view: its own per-rank copies, and other systems' names mapped to ours.
+        tensors: Tensors of objects that are already read.
     """
 
     catalog: Catalog
     tensors: Mapping[str, torch.Tensor]
     models: list[ModelTensor] = field(default_factory=list)
-    twins: list[list[ModelTensor]] = field(default_factory=list)  # what is saved for the several names of one tensor
+    twins: list[list[ModelTensor]] = field(default_factory=list)  # saved under several names of one tensor
     handed: list[tuple[torch.nn.Module, Mapping[str, Any]]] = field(default_factory=list)  # to load_state_dict, then
     optimizers: list[OptimizerPlan] = field(default_factory=list)
     objects: list[ObjectTarget] = field(default_factory=list)
@@ -226,7 +226,7 @@ class _Planner:
         self.plan = plan
         self.filter = KeyFilter(options.include, options.exclude)
         self.by_role: dict[Role, dict[str, TensorEntry]] = {}
-        self.from_masters: set[str] = set()  # FQNs of masters that live weights take
+        self.from_masters: set[str] = set()  # FQNs of masters that are loaded into weights
 
     def entries(self, role: Role) -> dict[str, TensorEntry]:
         if role not in self.by_role:
@@ -349,8 +349,7 @@ class _Planner:
             wanted[found[0]] = live[group[0]]
 
     def exact(self, prefix: str, names: Sequence[str], entry: TensorEntry, live: torch.Tensor) -> TensorEntry:
-        """Return the fp32 master of a weight instead of it where the weight would have to be cast: it has been rounded
-        once already, and the master has what that took."""
+        """If a weight would have to be cast, return its fp32 master instead, which was not rounded."""
         if entry.dtype == dtype_name(live.dtype):
             return entry
         masters = self.entries(Role.MASTER)
@@ -369,7 +368,7 @@ class _Planner:
         aliases: Mapping[str, str],
         wanted: Mapping[str, torch.Tensor],
     ) -> None:
-        """Let a tensor that the checkpoint stores once fill a second live one, which is not tied here."""
+        """Use a tensor that is stored once to fill a second live tensor that is not tied in this job."""
         for fqn, holder in aliases.items():
             if fqn in live and fqn not in saved and holder in saved and wanted.get(holder) is not live[fqn]:
                 if any(target.live is live[fqn] for target in self.plan.models):
@@ -400,7 +399,7 @@ class _Planner:
             self.plan.optimizers.append(plan)
 
     def left_masters(self, key: str, fqns: list[str]) -> None:
-        """Name masters that neither an optimizer nor a weight takes: unexpected, unless weights are left out or another
+        """Report masters that neither an optimizer nor a weight uses: unexpected, unless weights are skipped or another
         system wrote them."""
         if not self.foreign and self.options.model == "restore" and self.filter.takes_all:
             self.plan.mismatches.add("unexpected", key, [f"master.{fqn}" for fqn in fqns])
@@ -427,8 +426,8 @@ class _Planner:
             self.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
 
     def module(self, key: str, item: Any, tree: JSON) -> None:
-        """Compare a model in `extra` as those in `model`: its `load_state_dict` casts, and changes what fits before it
-        refuses the rest."""
+        """Compare a model in `extra` like those in `model`: its `load_state_dict` would cast, and change matching
+        tensors before it raises for others."""
         import torch
 
         def side(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -442,14 +441,14 @@ class _Planner:
                 match_tensors(self.plan.mismatches, key, live, found, convert_dtype=self.options.convert_dtype)
 
     def absent(self, kind: str, key: str) -> None:
-        """A checkpoint of ours must have it; what another system never saved can't be asked for."""
+        """A missing key is an error for our checkpoints; other systems may never have saved it."""
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
         else:
             self.plan.mismatches.add("missing", kind, [key])
 
     def saved_ranks(self, key: str) -> list[int]:
-        """The ranks that have a state under `key`, ascending."""
+        """The ranks with a state under `key`, ascending."""
         ranks = [name[len(key) + 1 :] for name in self.objects if name.startswith(f"{key}.")]
         return sorted(int(rank) for rank in ranks if rank.isdigit())
 
@@ -507,7 +506,7 @@ class _Planner:
             self.plan.skipped["rng"] = changed
 
     def left_out(self) -> None:
-        """Name what the checkpoint holds and nothing here takes."""
+        """Report saved sections that this job does not use."""
         live = {section(kind, name) for kind in ("model", "optimizer", "scheduler", "grad_scaler", "dataloader")
                 for name in self.state.parts(kind)}  # fmt: skip
         for key, tree in self.objects.items():
@@ -531,8 +530,8 @@ class _Planner:
 
 
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return what a hook puts into the module's state dict and its `load_state_dict` does not take: found by giving it
-    its own state."""
+    """Return entries that a hook adds to the module's state dict but `load_state_dict` does not accept, found by
+    loading the module's own state."""
     import torch
 
     with torch.no_grad():
@@ -541,7 +540,7 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether torch would refuse to write into it."""
+    """Whether torch refuses to write into it."""
     repeated = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return repeated and tensor.numel() > 0 and not tensor.is_meta
 
@@ -554,7 +553,7 @@ def plan_optimizer(
     found: Mismatches,
     small: Callable[[str], Any],
 ) -> list[str]:
-    """Complete the plan of one optimizer; what differs is added to `found`. Return the masters it does not take."""
+    """Complete the plan of one optimizer, and add mismatches to `found`. Return the unused masters."""
     states: dict[str, dict[str, TensorEntry]] = {}
     masters: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
@@ -595,7 +594,8 @@ def plan_optimizer(
 
 
 def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
-    """Tell of which class the optimizer or scheduler was that was saved, "" if of that of `item`, or not recorded."""
+    """Describe the class of the saved optimizer or scheduler if it differs from that of `item`; "" if equal or not
+    recorded."""
     classes, here = objects.get("classes"), class_name(item)
     saved = classes.get(key, here) if isinstance(classes, Mapping) else here
     return "" if saved == here else f"saved from a {saved}, here it is a {here}"
@@ -618,7 +618,7 @@ def _check_states(plan: OptimizerPlan, catalog: Catalog, found: Mismatches) -> N
         for name, entry in entries.items():
             shape = tuple(getattr(live.get(name), "shape", entry.shape))
             same_rank = len(entry.shape) == parameter.dim() and entry.numel > 1
-            # Factored moments have one row, or one column, for all.
+            # Factored moments have a single row or column.
             fits = all(size in (1, whole) for size, whole in zip(entry.shape, parameter.shape, strict=False))
             weight = weights.get(fqn)
             # Beside a weight of the same shape, a state of another was one when it was saved: a table, say.
@@ -636,7 +636,7 @@ def _check_states(plan: OptimizerPlan, catalog: Catalog, found: Mismatches) -> N
 def _plan_masters(
     plan: OptimizerPlan, masters: Mapping[str, TensorEntry], catalog: Catalog, found: Mismatches
 ) -> list[str]:
-    """Match fp32 masters. Where the checkpoint has none, its own fp32 weight is one. Return those that are left."""
+    """Match fp32 masters. If the checkpoint has none, its fp32 weight is used. Return unmatched masters."""
     if plan.master_name is None:
         return list(masters)
     weights = catalog.by_role(Role.MODEL)
@@ -660,8 +660,8 @@ def _plan_masters(
 def plan_load(
     state: TrainState, catalog: Catalog, store: Store, options: LoadOptions, *, rank: int, world_size: int
 ) -> LoadPlan:
-    """Return what a load would do; nothing is touched, and no tensor is read but those that settings refer to. What
-    does not fit is in the plan's `mismatches`.
+    """Plan a load without changing anything; reads only tensors that settings refer to. Mismatches are in the plan's
+    `mismatches`.
 
     Raises:
         CheckpointMismatchError: It is a LOCAL checkpoint of another mesh.
@@ -678,7 +678,7 @@ def plan_load(
         adopted = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
     catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # each entry made once
 
-    def small(key: str) -> torch.Tensor:  # a learning rate that is a large tensor; next to never
+    def small(key: str) -> torch.Tensor:  # a learning rate that is a large tensor: very rare
         return adopted.tensors[key] if key in adopted.tensors else read_whole(catalog, store, [key])[key]
 
     plan = LoadPlan(catalog, adopted.tensors)
@@ -692,16 +692,16 @@ def plan_load(
 
 
 def _json_objects(catalog: Catalog) -> dict[str, JSON]:
-    """Return what a checkpoint of ours holds besides tensors; nothing for one that ckptkit did not write."""
+    """Return the non-tensor objects of a ckptkit checkpoint; nothing for other checkpoints."""
     found = catalog.objects.values()
     return {entry.name: entry.value for entry in found if entry.path.rpartition("/")[2] == OBJECTS_NAME}
 
 
 def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: int) -> None:
-    """Raise unless a LOCAL checkpoint was saved by as many ranks, on the same mesh, with the same placements.
+    """Raise unless a LOCAL checkpoint was saved by the same number of ranks on the same mesh with the same placements.
 
     Raises:
-        CheckpointMismatchError: Names the command that makes a checkpoint for this job.
+        CheckpointMismatchError: Includes the reshard command for this job.
     """
     if catalog.info.format != "ckptkit-local":
         return
@@ -722,7 +722,7 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
 
 
 def _moved(state: TrainState, catalog: Catalog) -> str:
-    """Tell which parameter is placed otherwise than in the checkpoint; "" where none is."""
+    """Describe a parameter whose placement differs from the checkpoint's, "" if none."""
     from torch.distributed.tensor import DTensor
 
     meshes, placements = catalog.info.extra.get(MESHES, []), catalog.info.extra.get(PLACEMENTS, {})

@@ -1,4 +1,4 @@
-"""What a load reads, and into which memory: planned before anything of the training state is touched."""
+"""Plans what a load reads into which memory, before the training state is changed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ __all__ = ["Reading", "free_memory"]
 
 
 class Reading:
-    """Plans what is read where: into the live tensors, or with `atomic` into a second copy. Nothing is read yet.
+    """Plans reads into the live tensors, or with `atomic` into a second copy. Reads nothing yet.
 
     Attributes:
-        first: Reads the tensors that objects refer to, which can then be looked at before the live state is touched.
-        filler: Reads all else; those of objects, too, where `first` has none.
-        states: For each optimizer of the plan what its state will hold, by FQN and name.
+        first: Reads the tensors that objects refer to, so that they can be validated before the live state is changed.
+        filler: Reads all other tensors (including those of objects if `first` has none).
+        states: The future state of each optimizer in the plan, by FQN and name.
         refs: The tensors that objects refer to.
         held: Bytes of the second copy.
 
     Raises:
         CheckpointMismatchError: Tensors that share memory would get different values.
         IncompleteCheckpointError: A file is missing or too short; names tensor and file.
-        LoadError: The second copy needs more memory than it may take.
+        LoadError: The second copy needs more memory than allowed.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Reading:
 
         verify = Verify.READ if options.verify else Verify.OFF
         self.filler = Filler(store, workers=workers, verify=verify, cast=True)
-        # On an object store together with all else: one round trip less. Not where ranks share reads: what a rank gets
-        # from another is not there yet when its own reads end.
+        # On an object store, read them together with the rest, which saves a round trip. Not if ranks share reads: data
+        # from other ranks arrive only after the rank's own reads.
         apart = not store.asking_costs or world_size > 1
         self.first = Filler(store, workers=workers) if apart else None
         self.held = 0
         self._rank = rank
         self._atomic = options.atomic
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live, what is read for it)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, the tensor read for it)
         views = [self._weight(target.live, target.entry) for target in plan.models]
         _check_shared_memory(plan, views, store, rank)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
@@ -76,7 +76,7 @@ class Reading:
             check_sizes(self.filler)
 
     def finish(self) -> None:
-        """Copy the second copies of live tensors that no new one can replace into them."""
+        """Copy second copies into live tensors that cannot be replaced."""
         import torch
 
         with torch.no_grad():
@@ -95,7 +95,7 @@ class Reading:
         return view
 
     def _beside(self, view: PartView, entry: TensorEntry) -> None:
-        """Read this rank's part of a live tensor into memory of its own."""
+        """Read this rank's part of a live tensor into new memory."""
         import torch
 
         read = torch.empty(tuple(view.local.shape), dtype=getattr(torch, entry.dtype))
@@ -128,7 +128,7 @@ class Reading:
     def _state(
         self, parameter: torch.Tensor, name: str, entry: TensorEntry, live: Any, *, on_device: bool
     ) -> torch.Tensor:
-        """Return what one state of a parameter will be: the live tensor, where it is placed as a new one would be."""
+        """Return the target of one parameter state: the live tensor if its placement is that of a new one."""
         import torch
 
         if isinstance(live, torch.Tensor) and _is_alike(live, parameter, entry):
@@ -146,7 +146,8 @@ class Reading:
         return new
 
     def _references(self, plan: LoadPlan, url: str) -> dict[str, torch.Tensor]:
-        """Return the tensors inside objects: placed like the live value's own under that name, else whole."""
+        """Return the tensors inside objects, with the placement of the live value's tensor of that name, otherwise
+        full."""
         import torch
         from torch.distributed.tensor import DTensor
 
@@ -170,7 +171,7 @@ class Reading:
         return refs
 
     def _check_memory(self, limit: int | None) -> None:
-        """Raise where the second copy takes more than `limit`, or than this rank's share of what is free."""
+        """Raise if the second copy needs more than `limit`, or more than this rank's share of free memory."""
         ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         free = free_memory() if limit is None else None
         most = limit if free is None else free // ranks_here
@@ -194,19 +195,19 @@ def _check_shared_memory(plan: LoadPlan, views: Sequence[PartView], store: Store
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return the tensors that the live extra state has where the saved one has references."""
+    """Return the live extra state's tensors at the positions of the saved references."""
     live: dict[str, torch.Tensor] = {}
     for target in plan.objects:
         item = target.item
         if target.kind == "extra" and not isinstance(item, PerRank):
-            # What is there now may be anything: it need not be such as could be saved.
+            # The live value may be anything, even something that could not be saved.
             with contextlib.suppress(SaveError):
                 encode(item.state_dict() if is_stateful(item) else item, target.key, live)
     return live
 
 
 def _is_alike(live: torch.Tensor, parameter: torch.Tensor, entry: TensorEntry) -> bool:
-    """Tell whether a live state is what a new one of this parameter would be: of its shape, placed as it is."""
+    """Return whether a live state has the shape and placement that a new state of this parameter would have."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -230,8 +231,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def free_memory() -> int | None:
-    """Return the bytes of memory that processes here can still get, the limits of containers counted; None where the
-    system does not tell (it is not Linux)."""
+    """Return the free memory in bytes, considering container limits; None if unknown (not Linux)."""
     found = [*_system(), *_groups()]
     return max(0, min(found)) if found else None
 
@@ -243,7 +243,7 @@ def _system() -> Iterator[int]:
 
 
 def _groups() -> Iterator[int]:
-    """Yield what each control group that this process is in may still use."""
+    """Yield the remaining memory of each control group of this process."""
     for line in _text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -257,7 +257,7 @@ def _groups() -> Iterator[int]:
         for folder in dict.fromkeys([here, *here.parents, Path(top)]):
             most, now = _text(folder / limit).strip(), _text(folder / used).strip()
             if folder.is_relative_to(top) and most.isdigit() and now.isdigit():
-                # What files hold of it makes room as soon as it is asked for.
+                # File caches are released on demand.
                 files = sum(int(value) for key, value in _table(folder / "memory.stat", " ") if key == cache)
                 yield int(most) - int(now) + files
 

@@ -1,4 +1,4 @@
-"""Replicas on load: ranks that need the same bytes read a share each, and send it to the others."""
+"""Loads replicas: ranks that need the same bytes read a share each and send it to the others."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 __all__ = ["exchange", "groups_of"]
 
-_PIECE = 64 << 20  # the most that one message carries
-_DIRECT = 1 << 20  # tensors below are packed, many into one message
-_FLYING = 128 << 20  # bytes on their way from and to a rank, before it waits for the oldest
+_PIECE = 64 << 20  # maximum bytes per message
+_DIRECT = 1 << 20  # smaller tensors are packed into one message
+_FLYING = 128 << 20  # bytes in flight per rank before it waits for the oldest
 _ALIGN = 16
 _MOST = 64  # ranks that share: each sends to all others
 
 
 def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
-    """Return for each rank the ranks that read the same as it does, itself included, ascending.
+    """Return, for each rank, the ranks that read the same data, including itself, ascending.
 
     Args:
-        signatures: By rank, of what it is to read; b"" where it can't be shared.
+        signatures: Per rank, of its planned reads; b"" if they cannot be shared.
     """
     alike: dict[bytes, list[int]] = {}
     for rank, signature in enumerate(signatures):
@@ -42,15 +42,14 @@ def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
 
 
 def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[Sequence[torch.Tensor]]) -> int:
-    """Send what this rank read to the other members, take what they read, and return the bytes that came.
+    """Exchange the tensors that the members read; return the bytes received.
 
-    Collective for the members. Every byte crosses the network once for each rank that takes it, all members send at
-    the same time; at most 128 MiB are on their way.
+    Collective for the members. Every byte is sent once to each receiving rank, by all members in parallel; at most 128
+    MiB are in flight.
 
     Args:
-        members: Ranks of the coordinator, this one among them.
-        shares: By member the tensors that it reads: on every member as many, of the same shapes and dtypes, in one
-            order.
+        members: Ranks of the coordinator, including this one.
+        shares: The tensors that each member reads: same number, shapes, dtypes and order on every member.
 
     Raises:
         RuntimeError: A member is lost.
@@ -78,8 +77,8 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Bytes that go together: `make(True)` gives them, `make(False)` memory for them; `keep` puts what came there into
-    its tensors."""
+    """One message: `make(True)` returns its bytes, `make(False)` memory to receive them; `keep` stores received bytes
+    in the tensors."""
 
     make: Callable[[bool], torch.Tensor]
     keep: Callable[[torch.Tensor], None]
@@ -105,8 +104,8 @@ class _Flight:
 def _start(message: _Message, peers: Sequence[int], coordinator: Coordinator, *, sends: bool) -> _Flight:
     import torch.distributed as dist
 
-    # A tag of this exchange alone: where a rank fails in it, what others have sent must not be taken for the next
-    # thing that it waits for. gloo ends the process where a message is too long for that.
+    # A tag unique to this exchange: if a rank fails, messages already sent must not match its next receive. gloo kills
+    # the process if such a message is too long.
     data, group, tag = message.make(sends), coordinator.group, coordinator.step
     if sends:
         return _Flight(data, [dist.isend(data, peer, group=group, tag=tag) for peer in peers], lambda _: None)
@@ -114,7 +113,7 @@ def _start(message: _Message, peers: Sequence[int], coordinator: Coordinator, *,
 
 
 def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:
-    """Cut a share into messages: large tensors in the host's memory as they lie, the others packed."""
+    """Split a share into messages: large tensors in host memory directly, the others packed."""
     import torch
 
     from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major
@@ -175,5 +174,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
     with torch.no_grad():
         if target.dtype.itemsize == 1:
-            target, source = target.view(torch.uint8), source.view(torch.uint8)  # some float8 kinds have no copy
+            target, source = (
+                target.view(torch.uint8),
+                source.view(torch.uint8),
+            )  # some float8 dtypes cannot be copied
         target.copy_(source)
