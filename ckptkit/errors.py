@@ -34,11 +34,11 @@ __all__ = [
 
 
 def command_line(*words: str) -> str:
-    """Return a command line of ckptkit for a message: a shell takes it as it is, whatever a path holds.
+    """Return a ckptkit command line for a message, quoted for the shell.
 
-    In the middle of a sentence it stands in backticks, so that nobody copies the comma after it.
+    Within a sentence, put it in backticks, so that nobody copies the punctuation after it.
     """
-    import shlex  # here: only who has something to complain needs it
+    import shlex  # imported here because only errors need it
 
     return shlex.join(["ckptkit", *words])
 

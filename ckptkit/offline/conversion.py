@@ -1,4 +1,4 @@
-"""What convert and reshard do with a plan once it is made: copy, look, prove, seal; what is published is whole."""
+"""Executes the plan of convert and reshard: copy, check, prove, seal and publish atomically."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["How", "Outcome", "carry_out", "ConvertReport", "peak_memory"]
 
-# What a conversion did and proved, for people and for programs.
+# The report of a conversion.
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,20 @@ class ConvertReport:
     """The result of `convert` and `reshard`.
 
     Attributes:
-        src, dst: As they were given; `opened` is what `src` turned out to be.
+        src, dst: As given; `opened` is the checkpoint that `src` resolved to.
         format: Of the source.
-        to: What was written.
-        plan: What was, or would be, written.
+        to: The target format.
+        plan: The executed plan, or that of a dry run.
         tensors: How many.
         nbytes, nbytes_read: Written and read.
         checked: Source digests that were checked.
-        verified: Tensors of the result that were read again and found equal to the source; None if not asked.
-        proved: Phrases with the figures that were counted; each was checked and holds.
-        notes: Decisions a person should know.
+        verified: Number of tensors that were read back and equal the source; None without `verify`.
+        proved: What was checked, as phrases with counts.
+        notes: Decisions that the user should know.
         seconds: Wall time; 0.0 for a dry run.
-        faults: What a real run would raise: a dry run lists it.
-        serving: How vLLM can serve an export; "" where it can't, or that is not known.
-        peak_memory: Of this process, resident, in bytes; 0 for a dry run.
+        faults: In a dry run: errors that the real run would raise.
+        serving: How vLLM can serve the export; "" if it cannot, or if unknown.
+        peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
     """
 
     src: str
@@ -70,7 +70,7 @@ class ConvertReport:
     serving: Serving = ""
 
     def lines(self) -> list[str]:
-        """Return what a terminal shows: the notes, what was done, and as the last line what was proved."""
+        """Return the text for a terminal: notes, what was done, and what was proved as the last line."""
         rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
         done = (
             f"{self.opened} ({self.format}) -> {self.dst} ({self.to}) · {self.tensors} tensors · "
@@ -80,11 +80,11 @@ class ConvertReport:
         return [*(f"note: {note}" for note in self.notes), done, self.proof()]
 
     def proof(self) -> str:
-        """Return the line of what was proved."""
+        """Return the line with what was proved."""
         return "proved: " + "; ".join(self.proved)
 
     def plan_lines(self) -> list[str]:
-        """Return what --dry-run prints: every source and its target, what is left over, what is missing."""
+        """Return the text of --dry-run: every source and target, and tensors that are left over or missing."""
         return list(self._plan_lines())
 
     def _plan_lines(self) -> Iterator[str]:
@@ -113,7 +113,7 @@ class ConvertReport:
 
 
 def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes; 0 where the system doesn't tell."""
+    """Return the peak resident memory of this process in bytes; 0 if unknown."""
     try:
         import resource
     except ImportError:
@@ -126,7 +126,7 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How a plan is carried out: see `convert`."""
+    """Execution options: see `convert`."""
 
     workers: int
     max_memory: int
@@ -137,13 +137,13 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was done.
+    """The result of executing a plan.
 
     Attributes:
-        masters: Weights that were found equal to their fp32 masters, cast.
-        looked: What `look` counted; None where there was none.
-        verified: Tensors of the result that were found equal to the source; None if not asked.
-        record: Of the checkpoint of ours that was committed; None for another format.
+        masters: Number of weights proved equal to their cast fp32 masters.
+        looked: The result of `look`; None without one.
+        verified: Number of result tensors proved equal to the source; None without `verify`.
+        record: The commit record of a ckptkit checkpoint; None for another format.
     """
 
     copied: CopyReport
@@ -153,11 +153,11 @@ class Outcome:
     record: CommitRecord | None
 
     def told(self, planned: ConvertReport, *, proved: Sequence[str], started: float) -> ConvertReport:
-        """Return the report of the plan with what became of it.
+        """Return the report of the executed plan.
 
         Args:
-            proved: What the caller has proved besides.
-            started: Of time.perf_counter.
+            proved: Additional proofs of the caller.
+            started: Start time, from time.perf_counter.
         """
         facts = [str(self.copied.covered)]
         if self.copied.records:
@@ -195,12 +195,12 @@ def carry_out(
     look: Callable[[Store], int] | None = None,
     sealing: Seal | None = None,
 ) -> Outcome:
-    """Write a plan and publish it, whole or not at all. Every rank of several calls it.
+    """Execute a plan and publish the result atomically. If there are several ranks, all must call it.
 
     Args:
-        masters_of: Source tensors among which masters are proved; None for all.
-        look: Called once with what was written; raises where it is wrong, and returns what it has compared.
-        sealing: What makes the result a committed checkpoint of ours.
+        masters_of: Source tensors whose masters are proved; None for all.
+        look: Called once with the result; raises if it is wrong, and returns what it compared.
+        sealing: Makes the result a committed ckptkit checkpoint.
     """
     looked = verified = record = None
     with place.stage(plan) as session:

@@ -1,4 +1,4 @@
-"""Any checkpoint into Hugging Face, DCP, torch or LOCAL files: catalog -> names -> plan -> copy."""
+"""Converts any checkpoint to Hugging Face, DCP, torch or LOCAL files: catalog -> names -> plan -> copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MIN_MEMORY = 16_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is to be written, before it has a place: tensors under their new names, and small files."""
+    """The content of the result: tensors under their new names, and small files."""
 
     tensors: tuple[OutputTensor, ...]
     files: tuple[OutputFile, ...] = ()
@@ -84,31 +84,31 @@ def convert(  # noqa: PLR0913 - one argument an option
     adapter_config: Mapping[str, Any] | None = None,
     sha256: bool = False,
 ) -> ConvertReport:
-    """Convert the checkpoint at `src` and publish the result at `dst`, whole or not at all.
+    """Convert the checkpoint at `src` and publish the result at `dst` atomically.
 
-    Holds at most `max_memory` bytes of tensors, starts no process group and needs no model class. Under
-    `torchrun` every rank calls it: the files are shared out, and published once.
+    Holds at most `max_memory` bytes of tensor data. Needs no process group and no model class. Under `torchrun` every
+    rank must call it: the ranks share the work and publish once.
 
     Args:
         to: "hf" (a directory of model*.safetensors), "dcp" (for `world_size` ranks), "torch" (one file of
             `torch.save`; `dst` names the file, or a directory to put pytorch_model.bin in), "local" (a committed
-            checkpoint of ours with the model alone: one file for each of `world_size` ranks).
+            ckptkit checkpoint of the model only: one file for each of `world_size` ranks).
         dtype: "keep", or the float dtype that floats are cast to.
-        weights: "master" exports the fp32 copies that some optimizers keep; "auto" does so where `dtype` casts.
-        base: Hugging Face directory or repo: config, tokenizer, and the names and shapes that are wanted.
+        weights: "master" exports the fp32 copies that some optimizers keep; "auto" does so if `dtype` casts.
+        base: Hugging Face directory or repo that provides config, tokenizer, and the expected names and shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         layout: URL of a layout of flat parameters, for formats that need one.
-        allow_pickle: Read torch.save files that name unknown classes, without them; nothing of them is run.
-        check: Check the digests that the source recorded, while it is read.
-        verify: Read the result again and compare it with the source, element for element.
-        dry_run: Plan only; `ConvertReport.plan_lines()` shows it, and what would not fit (`ConvertReport.faults`).
-        storage_options: Of the file systems of the source, the destination and the base.
-        src_storage_options, dst_storage_options: Of one of them, over the common ones.
-        adapter_config: PEFT's config of an adapter, where neither the source nor the base has one.
-        sha256: Write SHA256SUMS beside the files of a Hugging Face export; `verify` and `sha256sum -c` check it.
+        allow_pickle: Read torch.save files that name unknown classes, without their values; no code is run.
+        check: Check the source's recorded digests while reading.
+        verify: Read the result back and compare every element with the source.
+        dry_run: Only plan; see `ConvertReport.plan_lines()` and `ConvertReport.faults`.
+        storage_options: For the file systems of source, destination and base.
+        src_storage_options, dst_storage_options: For one of them; override the common ones.
+        adapter_config: PEFT's adapter config, if neither the source nor the base has one.
+        sha256: Write SHA256SUMS for a Hugging Face export, for `verify` and `sha256sum -c`.
 
     Raises:
-        UsageError: Options that do not fit together.
+        UsageError: Options conflict.
         CheckpointMismatchError: Names or shapes differ from the base.
         CorruptCheckpointError: The source is damaged or incomplete; nothing was published.
     """
@@ -166,7 +166,7 @@ def _look(plan: Plan, sha256: bool, store: Store) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What the user wants of the source."""
+    """The user's choice of tensors from the source."""
 
     to: Format
     dtype: str
@@ -183,7 +183,7 @@ class _Choice:
 
 
 def _serving(chosen: _Chosen, choice: _Choice) -> Serving:
-    """Names that the user has changed, or chosen from, are a model's only where they were compared with one."""
+    """Names that the user changed or filtered count as a model's only if they were compared with one."""
     if choice.to != "hf":
         return ""
     touched = choice.key_map or choice.strip_prefix is not None or choice.include or choice.exclude
@@ -246,7 +246,7 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
         if name not in used
     ]
     files: tuple[OutputFile, ...] = ()
-    if choice.to == "dcp":  # what a model needs besides its weights comes back with them
+    if choice.to == "dcp":  # the model's side files are restored with the weights
         from ckptkit.offline.export.base import beside_source
 
         own = beside_source(source.store, source.catalog)
@@ -259,7 +259,7 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
 def _plan(
     source: Source, chosen: _Chosen, to: Format, file_name: str, max_shard_size: int, world_size: int | None
 ) -> Plan:
-    """Lay the chosen tensors out in the files of the target format."""
+    """Lay out the chosen tensors in the files of the target format."""
     catalog, tensors = source.catalog, chosen.tensors
     if world_size is not None and to in ("hf", "torch"):
         raise UsageError(f"--world-size cannot be combined with --to {to}, which is not sharded by rank.")
@@ -306,13 +306,13 @@ def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
-    """The first parts of the names, where the reason does not say them already."""
+    """The first name components, unless the reason already contains them."""
     found = [group for group in dict.fromkeys(name.partition(".")[0] for name in names) if group not in reason]
     return ": " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""
 
 
 def _proved(outcome: Outcome, chosen: _Chosen) -> Iterator[str]:
-    """Yield what was checked of the export and holds: each phrase stands for a check that would have raised."""
+    """Yield the checks that passed: each phrase stands for a check that would have raised."""
     if chosen.compared:
         yield f"names and shapes match {chosen.compared}"
     if outcome.looked is not None:

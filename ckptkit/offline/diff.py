@@ -1,4 +1,4 @@
-"""Compares two checkpoints: which tensors differ, and by how much, and which values; streamed, in bounded memory."""
+"""Compares two checkpoints: tensors, by how much they differ, and other values; streamed, in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckptkit.units import parse_size
 __all__ = ["DiffReport", "LayerDiff", "TensorDiff", "diff"]
 
 SCHEMA = "ckptkit.diff/1"
-_TILE = 4 << 20  # bytes of one side
+_TILE = 4 << 20  # bytes per side
 _SMALL = 256 << 10  # bytes of a tensor that is read together with others
 _SHOWN = 10  # places in one value that are named
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
@@ -52,14 +52,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """How two tensors of one name compare.
+    """The difference between two tensors with the same name.
 
     Attributes:
         name: The FQN for weights ("lm_head.weight"); "master: ...", "optimizer: ... exp_avg" or the key else.
-        elements: How many elements differ: in their bits or, where the dtypes differ, in value.
-        max_abs: max |a - b| (of complex numbers, of their parts); None where the dtype has no arithmetic here.
+        elements: Number of elements that differ in bits or, if the dtypes differ, in value.
+        max_abs: max |a - b| (per component of complex numbers); None if arithmetic is not supported for the dtype.
         max_rel: max |a - b| / max |a|.
-        cosine: Of the two as vectors; None where one of them is all zeros.
+        cosine: Cosine similarity of the two as vectors; None if one is all zeros.
     """
 
     name: str
@@ -69,12 +69,12 @@ class TensorDiff:
     max_abs: float | None
     max_rel: float | None
     cosine: float | None
-    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # a.b, a.a, b.b: what the cosine of several is made of
+    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # a.b, a.a, b.b: for the cosine of several tensors
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
-    """The tensors of a layer that differ, together: the largest differences, and the cosine of all as one vector."""
+    """The differing tensors of a layer: largest differences, and the cosine of all as one vector."""
 
     tensors: int
     elements: int
@@ -88,14 +88,14 @@ class DiffReport:
     """What `diff` found.
 
     Attributes:
-        values: What is no tensor and differs: the place in it ("optimizer.param_groups[0].lr") -> both, as text.
-        left_out: Names of what was not compared, as one side has weights alone.
+        values: Differing non-tensor values: path ("optimizer.param_groups[0].lr") -> both values as text.
+        left_out: Names that were not compared because one side has only weights.
     """
 
     a: str
     b: str
     same: int  # tensors that are bit-equal
-    by_digest: int  # of those, told from recorded digests without reading
+    by_digest: int  # of those, compared by recorded digest only
     different: tuple[TensorDiff, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
@@ -105,22 +105,22 @@ class DiffReport:
     values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     same_values: int = 0  # objects, such as a step or the settings of an optimizer
     left_out: tuple[str, ...] = ()
-    records: Mapping[str, str] = field(default_factory=dict)  # can't be read without their class, stored differently
-    by_record: int = 0  # of those that are the same, told from the bytes of such records
+    records: Mapping[str, str] = field(default_factory=dict)  # not readable without their class; bytes differ
+    by_record: int = 0  # of the equal ones, compared by the bytes of such records
 
     @property
     def differs(self) -> bool:
-        """Whether anything that was compared differs."""
+        """Whether any compared item differs."""
         lists = (self.different, self.only_a, self.only_b, self.shapes, self.dtypes, self.values, self.records)
         return any(lists)
 
     @property
     def equal(self) -> bool:
-        """Whether everything was compared, and has the same names, shapes, dtypes, bits and values."""
+        """Whether everything was compared and is equal: names, shapes, dtypes, bits and values."""
         return not self.differs and not self.left_out
 
     def summary(self) -> str:
-        """Return one line."""
+        """Return one line that summarizes the result."""
         values = f" and {self.same_values} values" if self.same_values else ""
         if not self.differs:
             told = (
@@ -142,8 +142,8 @@ class DiffReport:
         return f"different: {', '.join(f'{n} {what}' for what, n in found.items() if n)}; equal: {self.same}{values}"
 
     def layers(self) -> dict[str, LayerDiff]:
-        """Return what differs below each layer, in weights and in each state of the optimizer by itself: the model
-        first, and the most changed first. What is in no layer stands for itself."""
+        """Return the differences by layer, separately for weights and each optimizer state: the model first, then by
+        largest change. Tensors outside of layers are listed individually."""
         from ckptkit.offline.pictures.heat_map import layer_of
 
         found: dict[tuple[int, str], list[TensorDiff]] = {}
@@ -210,13 +210,13 @@ def diff(
 ) -> DiffReport:
     """Compare the checkpoints at `a` and `b`, of any formats and shardings, tensor by tensor and value by value.
 
-    Weights are matched by FQN, moments by parameter and state, the rest by key. Where one side is an export of
-    weights alone, only the weights are compared, and the rest is listed as left out. Digests that both sides recorded
-    are believed; everything else is read, in tiles.
+    Weights are matched by FQN, moments by parameter and state, the rest by key. If one side has only weights, only
+    weights are compared, and the rest is listed as left out. Tensors with digests on both sides are compared by digest;
+    others are read in tiles.
 
     Args:
         include: Globs of names; none for all.
-        exclude: Globs of names to leave out.
+        exclude: Globs of names to skip.
     """
     names = NameFilter(tuple(include), tuple(exclude))
     sides = [_Side.open(url, max_memory, storage_options) for url in (a, b)]
@@ -229,7 +229,7 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class NameFilter:
-    """The names that are compared: those that a glob of `include` matches, or all, without those of `exclude`."""
+    """Selects names: those that match a glob of `include` (or all), except those that match `exclude`."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -249,11 +249,11 @@ def _any_matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One checkpoint, its tensors that can be read by comparable name, and what reads them."""
+    """One checkpoint: its readable tensors by comparable name, and their reader."""
 
     source: Source
     tensors: Mapping[str, TensorEntry]
-    opaque: Mapping[str, str]  # by key, what can't be read without its class, and why
+    opaque: Mapping[str, str]  # tensors that cannot be read without their class, by key, with the reason
     reader: SourceReader
     gatherer: Gatherer
 
@@ -270,7 +270,7 @@ class _Side:
         return cls(source, _named(readable), opaque, reader, gatherer)
 
     def read(self, entries: Iterable[TensorEntry]) -> list[Bytes]:
-        """Return the bytes of small tensors; neighbours in a file come in one read."""
+        """Return the bytes of small tensors; adjacent ones are read together."""
         found, reads = [], []
         for entry in entries:
             data = np.empty(entry.nbytes, np.uint8)
@@ -286,7 +286,7 @@ class _Side:
 
 
 def _piece(entry: TensorEntry, size: int) -> tuple[str, int] | None:
-    """The file and the first byte of a tensor of `size` bytes that lies there in one piece; None for others."""
+    """The file and offset of a contiguous tensor of `size` bytes; None for others."""
     slices = entry.slices
     if len(slices) != 1 or slices.strides or slices.codecs:
         return None
@@ -371,7 +371,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
 
 
 def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, str], int]:
-    """Return what of the tensors that can't be interpreted is not the same, and how many are, byte for byte."""
+    """Compare tensors that cannot be interpreted byte for byte; return the differences and the number of equal ones."""
     differ, same = {}, 0
     for name in dict.fromkeys([*a.opaque, *b.opaque]):
         names = (name, name.partition(".")[2])
@@ -416,7 +416,7 @@ def _weights_alone(tensors: Mapping[str, TensorEntry], objects: Mapping[str, Obj
 
 
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names, in order: small tensors many at a time, a large one by itself. `sizes`: bytes by name."""
+    """Yield batches of names, in order: many small tensors together, large ones alone. `sizes`: bytes by name."""
     batch: list[str] = []
     held = 0
     for name, nbytes in sizes.items():
@@ -432,7 +432,7 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def _compared(
     sizes: Mapping[str, int], a: tuple[_Side, Mapping[str, TensorEntry]], b: tuple[_Side, Mapping[str, TensorEntry]]
 ) -> Iterator[tuple[str, TensorDiff | None]]:
-    """Yield how the tensors of one batch, of these bytes, differ; None for those that are equal."""
+    """Yield the differences of one batch of tensors; None for equal ones."""
     (first, left), (second, right) = a, b
     small = [name for name, nbytes in sizes.items() if nbytes <= _SMALL]
     pairs = zip(first.read(left[name] for name in small), second.read(right[name] for name in small), strict=True)
@@ -453,7 +453,7 @@ def _compared(
 def _value_differences(
     name: str, a: tuple[_Side, ObjectEntry], b: tuple[_Side, ObjectEntry]
 ) -> dict[str, tuple[str, str]]:
-    """Return where two objects of one name differ, and both values as text. Nothing that they hold is run."""
+    """Return the paths at which two objects with one name differ, and both values as text. Runs no code from them."""
     told = [
         (e.encoding, e.codec, e.digest.value, e.digest.nbytes)
         for _, e in (a, b)
@@ -470,7 +470,7 @@ def _value_differences(
 
 
 def _differing(place: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the places where two decoded values differ. Numbers of another type, or of other bits, differ."""
+    """Yield the paths at which two decoded values differ. Numbers with different types or bits differ."""
     if type(x) is not type(y):
         yield place, (_text(x), _text(y))
     elif isinstance(x, dict):
@@ -510,7 +510,7 @@ def _chosen(entries: Mapping[str, T], wanted: NameFilter) -> dict[str, T]:
 
 
 def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:
-    """Whether both are cut alike and every slice has the same digest."""
+    """Whether both have the same slices with equal digests."""
     p, q = x.slices, y.slices
     if x.dtype != y.dtype or p.algorithm != q.algorithm or not proves_equality(p.algorithm) or len(p) != len(q):
         return False
@@ -522,7 +522,7 @@ def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:
 
 
 class _Comparison:
-    """The sums over the tiles of one pair of tensors."""
+    """Accumulates the comparison of one pair of tensors, tile by tile."""
 
     def __init__(self, name: str, a: TensorEntry, b: TensorEntry) -> None:
         self.name, self.a, self.b = name, a, b
@@ -542,7 +542,7 @@ class _Comparison:
             self.add(x, y)
 
     def result(self) -> TensorDiff | None:
-        """Return the difference, None where every bit is the same."""
+        """Return the difference, None if all bits are equal."""
         if not self.elements:
             return None
         sums = (self.dot, self.norm_a, self.norm_b)
@@ -558,7 +558,7 @@ class _Comparison:
         )
 
     def add(self, x: Bytes, y: Bytes) -> None:
-        """Add the same tile of both, which may not be empty."""
+        """Add the same, non-empty tile of both."""
         u, v = _numbers(x, self.a.dtype), _numbers(y, self.b.dtype)
         if u is None or v is None or len(u) != len(v):
             size = dtype_of(self.a.dtype).itemsize
@@ -583,7 +583,7 @@ class _Comparison:
             self.norm_b += float(v @ v)
 
     def _integer_gap(self, x: Bytes, y: Bytes) -> npt.NDArray[np.float64] | None:
-        """|a - b| of integers of 64 bits, of which float64 holds 53, before it is rounded; None for other dtypes."""
+        """Exact |a - b| of 64-bit integers, since float64 has only 53 bits; None for other dtypes."""
         if self.a.dtype != self.b.dtype or self.a.dtype not in ("int64", "uint64"):
             return None
         i, j = x.view(np.dtype(self.a.dtype)), y.view(np.dtype(self.b.dtype))
@@ -616,12 +616,12 @@ def _together(items: Sequence[TensorDiff]) -> LayerDiff:
 
 
 def _order(value: float | None) -> float:
-    """Where a change stands among others: what has no number, or is none, is before all."""
+    """Sort key of a change: None and NaN come first."""
     return math.inf if value is None or math.isnan(value) else value
 
 
 def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
-    """Return the elements as float64, complex ones as pairs; None for dtypes without arithmetic here (4-bit floats)."""
+    """Return the elements as float64, complex ones as pairs; None for unsupported dtypes (4-bit floats)."""
     kind = dtype_of(name).kind
     if name in _COMPLEX:
         return data.view(_COMPLEX[name]).astype(np.float64)

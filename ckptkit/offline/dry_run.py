@@ -1,4 +1,4 @@
-"""Finds what a real run of convert or reshard would refuse, without writing anything."""
+"""Finds what a real convert or reshard would refuse, without writing anything."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ __all__ = ["check_source_files", "refusals"]
 
 
 def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> Iterator[str]:
-    """Yield why a real run would fail: the place is taken, can't be written to or is too small, or files of the source
-    are missing, too short or not those that were committed (`check`). Whether a store in the network takes writes is
-    only known by writing."""
+    """Yield the reasons why a real run would fail: DST exists, is not writable or has too little space, or source files
+    are missing, truncated or not the committed ones (`check`). Whether an object store accepts writes is not tested."""
     used = [plan.catalog.tensors[key] for key in used_sources(plan)]
     checks: list[Callable[[], None]] = [partial(check_source_files, source.store, used), partial(place.check, plan)]
     if check:
@@ -33,7 +32,7 @@ def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> 
 
 
 def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
-    """Raise where a file that slices lie in is missing or too short, before anything is written.
+    """Raise if a file with slices is missing or truncated, before anything is written.
 
     Raises:
         IncompleteCheckpointError: Names the file, and the ranks that wrote it.
@@ -42,7 +41,7 @@ def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
     ends: dict[str, int] = {}
     for entry in entries:
         slices = entry.slices
-        if slices.opaque:  # was compared with its file when the metadata were read
+        if slices.opaque:  # already compared when the metadata were read
             continue
         records = slices.records()
         for path, start, nbytes in records:
@@ -56,7 +55,7 @@ def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
     there = {item.path: item.size for folder in folders for item in store.list(folder)}
     for path, end in ends.items():
         size = there.get(path, -1)
-        if size < 0:  # a link, or a listing that leaves it out
+        if size < 0:  # a link, or missing in the listing
             info = store.info(path)
             size = -1 if info is None else info.size
         if size < end:

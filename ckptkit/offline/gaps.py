@@ -1,4 +1,4 @@
-"""Finds what a checkpoint of another system lacks beside whole tensors: files of ranks, readable side files."""
+"""Finds missing or unreadable files, other than tensors, in another system's checkpoint."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _RANK_FILE = re.compile(
     r"(random_states_|rng_state_|(?:extra_state|optim|model)_world_size_(\d+)_rank_)(\d{1,7})(\.(?:pkl|pth|pt))"
 )
 _DATA_FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
-_MARKERS = ("metadata.json", "fsdp_config.json")  # what tells a format, and so what else has to be there
+_MARKERS = ("metadata.json", "fsdp_config.json")  # files that identify a format, and thus the other files it needs
 _MAX_OBJECT_BYTES = 64 << 20  # larger ones (a dataloader's state) are not parsed
 
 
 def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (path, message) for each file that is missing, empty or unreadable beside whole tensors.
+    """Yield (path, message) for each missing, empty or unreadable file other than tensors.
 
-    A committed checkpoint of ours has none: its record names all that belongs to it.
+    Not needed for ckptkit checkpoints, whose record lists all files.
 
     Args:
         quick: Do not parse the files of schedulers, random states and the like.
@@ -62,7 +62,7 @@ def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterato
 
 
 def refuse_partial(store: Store, catalog: Catalog) -> None:
-    """Raise where the whole training state is wanted and a part of it was never written.
+    """Raise if the complete training state is needed and a part of it was never written.
 
     Raises:
         IncompleteCheckpointError: There are no tensors, or the optimizer's file of a rank is missing.
@@ -83,7 +83,7 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
 
 
 def _stated(catalog: Catalog) -> tuple[str, ...]:
-    """What the reader of the format found missing, and could do without."""
+    """Problems that the format's reader reported but could ignore."""
     stated = catalog.info.extra.get("missing", ())
     return tuple(map(str, stated)) if isinstance(stated, (list, tuple)) else ()
 
@@ -114,7 +114,7 @@ def _missing_ranks(files: Mapping[str, int], world_size: int) -> list[str]:
 
 
 def _is_file(entry: ObjectEntry, files: Mapping[str, int]) -> bool:
-    """Whether an object is a file of its own, not a record of a data file."""
+    """Whether an object is a separate file, not a record in a data file."""
     return entry.encoding != "value" and entry.start == 0 and files.get(entry.path) == entry.nbytes
 
 
@@ -122,7 +122,7 @@ def _fault(store: Store, entry: ObjectEntry) -> str:
     try:
         read_object(store, entry, allow_pickle=True)
     except UnsafePickleError:
-        return ""  # a load says so; the file may be whole
+        return ""  # a load reports it; the file itself may be complete
     except CorruptCheckpointError as error:
         return f"{entry.path} can't be read: {error}"
     except CkptkitError:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, from its metadata alone: sections, dtypes, sizes, a tree, who holds which slice."""
+"""Describes a checkpoint from its metadata only: sections, dtypes, sizes, module tree, and the owner of each slice."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from ckptkit.gc_pause import collector_paused
 __all__ = ["InspectReport", "Section", "TensorInfo", "TreeNode", "inspect", "summarise"]
 
 SCHEMA = "ckptkit.inspect/1"
-_Sized: TypeAlias = tuple[TensorEntry, int, int]  # with its elements and bytes
+_Sized: TypeAlias = tuple[TensorEntry, int, int]  # with elements and bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The tensors of one role: how many, their elements and their bytes (each element once)."""
+    """The tensors of one role: count, elements and bytes (each element once)."""
 
     role: str
     tensors: int
     numel: int
     nbytes: int
     dtypes: Mapping[str, int]  # bytes by dtype
-    placements: Mapping[str, int]  # tensors by how they are cut: "whole", "dim 0 in 4", "dim 0 in 2 x dim 1 in 2"
+    placements: Mapping[str, int]  # tensors by sharding: "whole", "dim 0 in 4", "dim 0 in 2 x dim 1 in 2"
 
 
 @dataclass(frozen=True, slots=True)
 class SliceInfo:
-    """One slice: where it starts in the tensor, how long it is, which rank wrote it, and its bytes on disk."""
+    """One slice: offsets and sizes in the tensor, the rank that wrote it, and its bytes on disk."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ class SliceInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor; `slices` only where they were asked for."""
+    """One tensor; `slices` only if requested."""
 
     name: str
     fqn: str
@@ -65,7 +65,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A module of the model: everything below it summed."""
+    """A module of the model, with totals of everything below it."""
 
     name: str
     tensors: int
@@ -76,7 +76,7 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class InspectReport:
-    """What `inspect` found; `to_json()` is the document of `ckptkit inspect --json`."""
+    """The result of `inspect`; `to_json()` is the output of `ckptkit inspect --json`."""
 
     url: str
     note: str
@@ -108,7 +108,7 @@ def inspect(
     storage_options: Mapping[str, Any] | None = None,
     options: ReadOptions | None = None,
 ) -> InspectReport:
-    """Return what the checkpoint at `url` holds. Reads metadata only, never a tensor.
+    """Describe the checkpoint at `url`. Reads only metadata, no tensors.
 
     Args:
         tensors: A glob; the tensors whose name or FQN matches are listed with their slices.
@@ -126,7 +126,7 @@ def inspect(
 def summarise(
     catalog: Catalog, *, url: str = "", note: str = "", tensors: str | None = None, depth: int = 2
 ) -> InspectReport:
-    """Return the report of a catalog that is open already."""
+    """Return the report of an open catalog."""
     info = catalog.info
     entries = list(catalog.tensors.values())
     shown = [e for e in entries if tensors and _matches(e, tensors)]
@@ -157,7 +157,7 @@ def summarise(
 
 
 def _mesh(mesh: MeshInfo | None) -> dict[str, int] | None:
-    """The sizes by name; dimensions that were never named are counted: dim0, dim1."""
+    """The sizes by name; unnamed dimensions are called dim0, dim1, ..."""
     if mesh is None:
         return None
     names = mesh.names or tuple(f"dim{i}" for i in range(len(mesh.shape)))
@@ -185,7 +185,7 @@ def _sections(sized: Iterable[_Sized]) -> Iterable[Section]:
 
 
 def _cut(entry: TensorEntry) -> str:
-    """How a tensor is cut into slices, in words; read off the slices, since few formats state placements."""
+    """Describe how a tensor is sharded, derived from its slices, since few formats record placements."""
     slices = entry.slices
     if len(slices) < 2 or not entry.numel:
         return "whole"
@@ -195,7 +195,7 @@ def _cut(entry: TensorEntry) -> str:
 
 
 def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
-    """Names that share their bytes: as the format records them, or because their slices are the same."""
+    """Names that share their bytes, as recorded by the format or because their slices are the same."""
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)
@@ -230,7 +230,7 @@ def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
 
 
 def _tree(name: str, entries: list[tuple[list[str], int, int]], depth: int, at: int = 0) -> TreeNode | None:
-    """The node of (parts of the name, elements, bytes), whose names are equal up to part `at`."""
+    """Build the tree node of (name components, elements, bytes) rows whose names are equal up to component `at`."""
     if not entries:
         return None
     groups: dict[str, list[tuple[list[str], int, int]]] = {}

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what each is, in which state, and what rotation makes of it."""
+"""Lists the checkpoints of a run with their state and what rotation would do."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Listed:
 
     Attributes:
         state: "committed", "in progress", "abandoned" or "skipped".
-        keep: What rotation would do; None where it has no say.
-        why: The reasons; for what is no checkpoint, what it is.
-        kept_files: Of what rotation would delete, or has deleted: files that its record does not name. They stay.
-        age_s: Since it was saved, by the clocks of the machines; None where unknown.
-        absent_before: Checkpoints that were saved before this one, after the one before it that is here, and that are
-            not here: rotation deleted them, say.
+        keep: Whether rotation keeps it; None if rotation does not apply.
+        why: The reasons; for other entries, what they are.
+        kept_files: Files that stay when rotation deletes this checkpoint, because its record does not name them.
+        age_s: Seconds since the save, by the machines' clocks; None if unknown.
+        absent_before: Number of checkpoints saved between the previous entry and this one that are gone (deleted by
+            rotation, for example).
     """
 
     name: str
@@ -56,8 +56,8 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All of a run, the newest last; `total_bytes` of what is committed; `absent`: how many that are not here
-    were saved before, as the counts of those that are here tell."""
+    """The entries of a run, the newest last. `total_bytes`: of committed checkpoints. `absent`: number of earlier
+    checkpoints that are gone, derived from the save counters."""
 
     url: str
     checkpoints: tuple[Listed, ...]
@@ -91,12 +91,12 @@ def list_run(
     """Return the checkpoints below `url`, reading their commit records only.
 
     Args:
-        policy: What to decide by; None takes the policy that the newest checkpoint recorded.
-        recorded: What that one keeps in any case (`keep_...`) holds too, where `policy` is silent.
+        policy: None uses the policy recorded by the newest checkpoint.
+        recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
 
     Raises:
         UsageError: `policy` keeps the best by a metric that no checkpoint has.
-        CheckpointNotFoundError: There is no such directory, or nothing of ours in it.
+        CheckpointNotFoundError: The directory does not exist, or contains nothing of ckptkit.
     """
     root = open_store(url, storage_options=storage_options)
     view = snapshot(root)
@@ -120,12 +120,12 @@ def list_run(
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a rotation would do now. `ls` shows it, and `prune --dry-run`.
+    """What a rotation would do now, as shown by `ls` and `prune --dry-run`.
 
     Attributes:
-        policy: What decides; None where none was given or recorded, and all are kept.
+        policy: The policy applied; None if none was given or recorded (all are kept).
         decisions: One for each committed checkpoint, in the order of the run.
-        kept_files: By name of what would be deleted, the files in its directory that its record does not name.
+        kept_files: For each checkpoint to delete, the files in its directory that its record does not name.
     """
 
     policy: RetentionPolicy | None
@@ -136,7 +136,7 @@ class Outlook:
 def look_ahead(
     root: Store, view: Store, inventory: Inventory, given: RetentionPolicy | None, *, recorded: bool
 ) -> Outlook:
-    """Return what a rotation by the given policy, or by the recorded one, would do.
+    """Return what a rotation by the given or the recorded policy would do.
 
     Args:
         view: The snapshot of `root` that the inventory was made of.
@@ -157,7 +157,7 @@ def look_ahead(
 
 
 def _gaps(inventory: Inventory) -> dict[str, int]:
-    """How many saves were counted between each checkpoint and the one saved before it that is there."""
+    """Number of saves between each checkpoint and the previous one that still exists."""
     gaps, last = {}, 0
     for item in sorted(inventory.committed, key=lambda item: item.record.sequence):
         gaps[item.name] = max(0, item.record.sequence - last - 1)
@@ -198,14 +198,14 @@ def _attempt(item: Attempt, state: str) -> Listed:
 def effective_policy(
     given: RetentionPolicy | None, inventory: Inventory, *, recorded: bool = True
 ) -> RetentionPolicy | None:
-    """Return the policy to go by: the limits that were given, and what the run itself keeps whatever the limits are;
-    without a given one, what the run's newest checkpoint recorded, None where that is nothing that can be applied.
+    """Return the effective policy: the given limits plus the run's recorded exemptions; without given limits, the
+    recorded policy, None if there is none that can be applied.
 
     Raises:
-        UsageError: The given one keeps the best by a metric that no checkpoint has; or the recorded one has a rule that
-            this version does not know.
+        UsageError: The given policy keeps the best by a metric that no checkpoint has, or the recorded one has a rule
+            unknown to this version.
     """
-    if given is not None and given.keep_best is not None:  # a slip of the pen must not delete the best
+    if given is not None and given.keep_best is not None:  # a typo must not delete the best
         check_metric(inventory, given.keep_best[0])
     stated = inventory.latest.record.extra.get("retention") if inventory.latest is not None else None
     if not isinstance(stated, Mapping) or (given is not None and not recorded):
@@ -220,13 +220,15 @@ def effective_policy(
 
 
 def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
-    """Return what is at `url` in the place of a run, and which command to give for it."""
+    """Describe what is at `url` instead of a run, and which command to use."""
     found = root.info("")
     above, _, name = url.rstrip("/").rpartition("/")
     if found is None and above and NAMED_CHECKPOINT.fullmatch(name):
         return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"
     if found is None:
-        from ckptkit.formats.detect import nearest  # here: it imports numpy, which takes longer than listing a run
+        from ckptkit.formats.detect import (
+            nearest,
+        )  # lazy: it imports numpy, which is slow
 
         near = f" {nearest(root.url)}" if is_directory(root) else ""
         return f"{url} does not exist.{near} The root of a run is the directory that contains step_... directories."

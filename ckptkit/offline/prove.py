@@ -1,7 +1,8 @@
-"""Reading a result again and proving it equal to its source, tensor by tensor.
+"""Reads a result back and proves it equal to its source, tensor by tensor.
 
-By the digests that the source recorded of its slices, where they lie in runs of the result: then the result alone is
-read. By its bytes, where it recorded none. By additive fingerprints where anything was cast, cut or moved otherwise.
+If slices of the source are contiguous runs in the result, their recorded digests are used, and only the result is read;
+without digests, the bytes are compared. Tensors that were cast, split or rearranged are compared by additive
+fingerprints.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> Fingerprint:
-    """Return the part that a box contributes to the fingerprint of a tensor of this shape.
+    """Return the contribution of a box to the fingerprint of a tensor of this shape.
 
     Args:
         data: The bytes of the box, row-major.
-        itemsize: Of an element. Elements of 16 bytes count as two of 8.
+        itemsize: Bytes per element. Elements of 16 bytes count as two of 8.
     """
     if itemsize == 16:
         box, shape, itemsize = Box((*box.offsets, 0), (*box.sizes, 2)), (*shape, 2), 8
@@ -57,12 +58,12 @@ def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int)
     strides = row_major_strides(shape)
     base = box.flat_start(shape)
     dim = _outer_dims(box, shape)
-    run = Box((0,) * (box.ndim - dim), box.sizes[dim:]).numel  # elements that follow one another in the tensor
+    run = Box((0,) * (box.ndim - dim), box.sizes[dim:]).numel  # consecutive elements of the tensor
     return fingerprint_of_runs(bits, _starts(base, box.sizes[:dim], strides[:dim]), run)
 
 
 def _outer_dims(box: Box, shape: tuple[int, ...]) -> int:
-    """How many leading dimensions to step through: the rest of the box is one run of the tensor."""
+    """Number of leading dimensions to iterate over; the rest of the box is contiguous in the tensor."""
     dim = box.ndim
     while dim > 0 and Box(box.offsets[dim - 1 :], box.sizes[dim - 1 :]).is_contiguous_in(shape[dim - 1 :]):
         dim -= 1
@@ -85,17 +86,17 @@ _TILE = 4 << 20
 def prove_equal(
     plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int = 0, progress: Progress | None = None
 ) -> int:
-    """Read `result`, and the source again, and compare; return how many tensors are equal: all of them.
+    """Read `result` and the source and compare them; return the number of (equal) tensors.
 
-    A slice is looked for where the boxes say that it must lie. What can't be told from slices is fingerprinted: the
-    source slice by slice as its files hold it, the result box by box as it lies there. So a box that went to the
-    wrong place is found as well as a wrong byte.
+    The position of each slice in the result follows from the boxes. Tensors that cannot be compared by slices are
+    fingerprinted: the source slice by slice, the result box by box. So misplaced boxes are found as well as wrong
+    bytes.
 
     Args:
         progress: Called with (bytes of the result read, bytes in all, the file) by one worker at a time.
 
     Raises:
-        IntegrityError: Some tensors differ; it names them.
+        IntegrityError: Some tensors differ; names them.
     """
     workers = workers or 4
     prover = _Prover(plan, source, result, max_memory=max_memory, workers=workers, progress=progress)
@@ -143,7 +144,7 @@ class _Prover:
 
     def compare(self, index: int, worker: Worker) -> None:
         placement = self._plan.placements[index]
-        # Where digests differ, the source may be what is damaged: it is equal all the same.
+        # If digests differ, the source itself may be damaged; the result is then still equal to it.
         if self._is_same_by_slices(placement, worker):
             return
         if self._found(placement, worker) != self._expected(placement.tensor, worker):
@@ -166,7 +167,7 @@ class _Prover:
         return all(same(self._maps[key], runs, rows, worker) for rows in runs.bounds())
 
     def _has_digest(self, where: EntryMap, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> bool:
-        """Whether a slice in the result has the digest that the source recorded of it."""
+        """Whether a slice in the result has the digest recorded by the source."""
         slices, row = where.entry.slices, int(runs.slices[rows[0]])
         assert slices.digests is not None and slices.algorithm is not None
         hasher = new_hasher(slices.algorithm)
@@ -175,7 +176,7 @@ class _Prover:
         return hasher.intdigest() == int(slices.digests[row])
 
     def _has_bytes(self, where: EntryMap, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> bool:
-        """Whether a slice in the result has the bytes that the source has."""
+        """Whether a slice in the result has the same bytes as in the source."""
         row = int(runs.slices[rows[0]])
         origin, start = int(where.origins[row]), int(where.entry.slices.starts[row])
         for inner, data in self._blocks(runs, rows, worker):
@@ -186,7 +187,7 @@ class _Prover:
         return True
 
     def _blocks(self, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> Iterator[tuple[int, Bytes]]:
-        """Read what the result has of a slice: (place in the slice, bytes), in order."""
+        """Read the parts of a slice from the result: (offset in the slice, bytes), in order."""
         for row in range(*rows):
             inner, file, start = int(runs.inner[row]), int(runs.files[row]), int(runs.starts[row])
             nbytes = int(runs.nbytes[row])
@@ -258,7 +259,7 @@ class _Prover:
 
 
 def _has_digests(slices: SliceArray) -> bool:
-    """Whether each slice has a digest, of just its bytes."""
+    """Whether each slice has a digest of exactly its bytes."""
     if slices.algorithm is None or slices.digests is None:
         return False
     if slices.digest_starts is None or slices.digest_nbytes is None:
@@ -268,7 +269,7 @@ def _has_digests(slices: SliceArray) -> bool:
 
 
 def _copied(tensor: OutputTensor) -> str | None:
-    """The source that the tensor is a copy of, but for a cast."""
+    """The source of which the tensor is a copy, apart from a cast."""
     if not isinstance(tensor, Target) or len(tensor.parts) != 1:
         return None
     part = tensor.parts[0]
@@ -276,8 +277,8 @@ def _copied(tensor: OutputTensor) -> str | None:
     return part.source if whole else None
 
 
-# Where the bytes of each source slice lie in a result, where that is in runs. Made from the boxes alone and not by the
-# planner of copies, so that one can prove the other.
+# Locates the bytes of each source slice in a result if they are contiguous runs. Derived from the boxes only, not from
+# the copy plan, so that it can prove the plan.
 
 
 _MAX_PAIRS = 1 << 22  # of a slice and a box
@@ -285,12 +286,12 @@ _MAX_PAIRS = 1 << 22  # of a slice and a box
 
 @dataclass(frozen=True, slots=True)
 class SliceRuns:
-    """Runs of bytes, sorted by slice and by their place in it; those of a slice make it up. One row a run.
+    """Runs of bytes, sorted by slice and offset; the runs of a slice cover it. One row per run.
 
     Attributes:
         slices: [n] row of the entry's slices.
-        inner: [n] where the run starts in the slice.
-        files, starts: [n] where it lies in the result.
+        inner: [n] offset of the run in the slice.
+        files, starts: [n] file and offset in the result.
         nbytes: [n].
     """
 
@@ -307,10 +308,10 @@ class SliceRuns:
 
 
 def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
-    """Return where the slices of a tensor lie in the boxes it was copied to, as they are.
+    """Return the positions of a tensor's slices in the boxes it was copied to unchanged.
 
-    None where a slice, or what a box has of it, is no run (column shards, strides); where boxes repeat (replicas);
-    where there is nothing; or where slices and boxes are too many to look at every pair.
+    None if a slice or its part in a box is not contiguous (column shards, strides), if boxes repeat (replicas), if
+    there is nothing, or if there are too many pairs of slices and boxes.
     """
     slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
     rows = slices.distinct()
@@ -340,7 +341,7 @@ def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
 
 
 def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool:
-    """Whether the runs make up each slice from its first to its last byte, and all that was placed."""
+    """Whether the runs cover each slice completely, and everything that was placed."""
     ends = runs.inner + runs.nbytes
     new = np.concatenate([[True], runs.slices[1:] != runs.slices[:-1]])
     before = np.concatenate([[0], ends[:-1]])
@@ -351,20 +352,20 @@ def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool
     return whole and bool((runs.inner == np.where(new, 0, before)).all() and (ends[last] == sizes).all())
 
 
-# Whether the fp32 masters of a source are those of its weights, where their names were not saved with them.
+# Checks that unnamed fp32 masters of a source belong to the weights they were assigned to.
 
 
 def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
-    """Prove the names that a reader gave to masters that were saved without: cast, each is its weight, bit for bit.
+    """Prove the names assigned to unnamed masters: each one, cast, equals its weight bit for bit.
 
     Args:
-        used: The tensors that are wanted; nothing is read where no master is among them. None stands for all.
+        used: The tensors needed; reads nothing if no master is among them. None means all.
 
     Returns:
-        How many masters were proved.
+        The number of proved masters.
 
     Raises:
-        IntegrityError: Some are not their weights.
+        IntegrityError: Some masters do not equal their weights.
     """
     if source.catalog.info.format != "lightrft":
         return 0

@@ -1,4 +1,4 @@
-"""Rotation by hand: delete what a policy does not keep, and what dead saves left."""
+"""Manual rotation: deletes checkpoints that a policy does not keep, and leftovers of dead saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMA = "ckptkit.prune/1"
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What was, or for a dry run would be, kept and deleted."""
+    """What was kept and deleted, or would be in a dry run."""
 
     url: str
     dry_run: bool
@@ -37,7 +37,7 @@ class PruneReport:
 
     @property
     def freed_bytes(self) -> int:
-        """The bytes of what was deleted; for a dry run, of what would be."""
+        """The deleted bytes, or those that a dry run would delete."""
         gone = {d.name for d in self.decisions if not d.keep} if self.dry_run else set(self.deleted)
         return sum(d.nbytes for d in self.decisions if d.name in gone)
 
@@ -69,17 +69,17 @@ def prune(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> PruneReport:
-    """Delete the checkpoints below `url` that `policy` does not keep, commit record first, and leftovers of saves
-    whose process is gone. The newest, the best, the pinned, and whatever is not ours, stay.
+    """Delete the checkpoints below `url` that `policy` does not keep, commit record first, and leftovers of dead saves.
+    Never deletes the newest, the best, a pinned checkpoint, or files that are not ckptkit's.
 
     Args:
-        policy: None takes the policy that the newest checkpoint recorded.
-        recorded: What that one keeps in any case (`keep_...`) stays too, where `policy` is silent.
+        policy: None uses the policy recorded by the newest checkpoint.
+        recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
 
     Raises:
-        UsageError: No policy was given, none was recorded, and dead saves left nothing; or it keeps the best by a
-            metric that no checkpoint has.
-        CheckpointNotFoundError: There is no checkpoint of ours below `url`.
+        UsageError: There is no policy, given or recorded, and no leftovers; or the policy keeps the best by a metric
+            that no checkpoint has.
+        CheckpointNotFoundError: There is no ckptkit checkpoint below `url`.
     """
     root = open_store(url, storage_options=storage_options)
     view = snapshot(root)
@@ -101,5 +101,5 @@ def prune(
                 except OSError as error:
                     failed[name] = str(error)
         return PruneReport(url, True, ahead.decisions, (), failed, left, kept)
-    done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # without limits what dead saves left goes
+    done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # no limits: only leftovers of dead saves
     return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), done.cleaned, done.kept_files)

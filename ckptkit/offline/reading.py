@@ -1,4 +1,4 @@
-"""The checkpoints that a command reads, kept from rotation until the command has ended."""
+"""Opens the checkpoints that a command reads, and protects them from rotation until it ends."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ __all__ = [
     "records_of",
 ]
 
-# That the files of a source stay what they are while a result is made of them: of other formats, nobody keeps them.
+# Detects changes to source files during a command: checkpoints of other formats cannot be pinned.
 
 
 Seen = Mapping[str, Any]
-"""What tells each file from another one in its place, by path; None where nothing does."""
+"""Identity of each file by path, to detect replacement; None if unknown."""
 
 _Found = dict[str, FileInfo | None]
 
 
 def look_at(source: Source) -> Seen:
-    """Return what tells the files that tensors of the source lie in from others."""
+    """Return the identities of the source's tensor files."""
     store, paths = source.store, _paths(source.catalog)
     if is_directory(store):
         return {path: _stat(store, path) for path in paths}
@@ -61,14 +61,14 @@ def look_at(source: Source) -> Seen:
 
 
 def check_unchanged(source: Source, seen: Seen) -> None:
-    """Compare the files of a source with what was seen of them.
+    """Compare a source's files with their recorded identities.
 
     Raises:
-        CorruptCheckpointError: One was changed or replaced: what was read is of two checkpoints, perhaps.
+        CorruptCheckpointError: A file was changed or replaced, so the result might mix two checkpoints.
     """
     changed = _differing(look_at(source), seen)
     if changed and source.store.asking_costs:
-        # Some gateways give another tag each time: that says nothing.
+        # Some gateways return a new tag each time; ignore those.
         looks = [look_at(source) for _ in range(2)]
         restless = _differing(*looks)
         changed = [path for path in changed if path not in restless or _differs(looks[0], seen, path, tags=False)]
@@ -86,7 +86,7 @@ def _differing(now: Seen, seen: Seen) -> list[str]:
 
 
 def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
-    """Tell whether a file is another one; what could not be looked at is none."""
+    """Return whether a file was replaced; False if that cannot be checked."""
     one, other = now.get(path), seen[path]
     if one is None or other is None:
         return False
@@ -125,8 +125,8 @@ _VANISHED = (FileNotFoundError, CorruptCheckpointError)
 
 @dataclass(slots=True)
 class _Reading:
-    """What the command called `why` reads: the pins, the sources, and those of our own checkpoints with the URL that
-    each was asked for by; of sources of other formats, what was seen when they were opened."""
+    """The sources of the command `why`: pins, stores, ckptkit checkpoints with their requested URLs, and the file
+    identities of sources in other formats."""
 
     why: str
     pins: ExitStack = field(default_factory=ExitStack)
@@ -141,8 +141,8 @@ _current: ContextVar[_Reading] = ContextVar("ckptkit-reading")
 def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
     """Return `command` with its sources (`open_pinned`) pinned until it ends.
 
-    A pin can't be written where the run may only be read. Such a source can vanish; where it was asked for as the
-    newest of its run, the command is then run once more, on what is the newest now.
+    A read-only run cannot be pinned, so such a source can vanish. If it was requested as the newest of its run, the
+    command is then run once more with the current newest.
     """
 
     @functools.wraps(command)
@@ -150,7 +150,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
         try:
             return _run(command, *args, **kwargs)
         except _GoneError as gone:
-            if not gone.replaced or is_one_of_many():  # ranks go together, or not at all
+            if not gone.replaced or is_one_of_many():  # all ranks retry, or none
                 raise gone.told from gone.__cause__
             _log.warning("%s Starting over with the newest checkpoint.", gone.told)
         try:
@@ -162,7 +162,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
 
 
 class _GoneError(Exception):
-    """A source was deleted while it was read. `replaced`: it was the newest, another one may be that now."""
+    """A source was deleted while it was read. `replaced`: it was the newest, and there may be a newer one now."""
 
     def __init__(self, told: CheckpointNotFoundError, replaced: bool) -> None:
         super().__init__(told)
@@ -190,7 +190,7 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
-    """The error with the checkpoint in which the damage is, and with what shows all of it."""
+    """Return the error with the damaged checkpoint and the command that shows all damage."""
     words = f"{getattr(error, 'filename', None) or ''}: {error}"
     where = [source for source in sources if f"{source.store.url}/" in words]
     if isinstance(error, CorruptCheckpointError):
@@ -219,17 +219,17 @@ def open_pinned(
     options: ReadOptions | None = None,
     together: bool = False,
 ) -> Source:
-    """Open the checkpoint that `url` names, pinned until the command of `reads_checkpoints` around it ends.
+    """Open the checkpoint at `url`, pinned until the enclosing `reads_checkpoints` command ends.
 
-    Where it is deleted between the choice and the pin, the choice is made again.
+    If it is deleted before the pin is written, another one is chosen.
 
     Args:
-        together: Where several ranks write one result, all of them call this, and read what rank 0 has chosen:
-            "latest" may mean another one a moment later.
+        together: Several ranks write one result: all must call this, and read the checkpoint that rank 0 has chosen,
+            because "latest" may change.
 
     Raises:
-        CheckpointNotFoundError: There is nothing, or nothing that is a checkpoint.
-        CkptkitError: What the reader of the format raises.
+        CheckpointNotFoundError: There is no checkpoint.
+        CkptkitError: Raised by the format's reader.
     """
     reading = _current.get()
     if together and is_one_of_many():
@@ -275,7 +275,7 @@ def _opened(
             )
             if not source.catalog.info.format.startswith("ckptkit-"):
                 reading.sources.append(source)
-                return source  # foreign: nobody of ours deletes it
+                return source  # another system's: ckptkit never deletes it
             from ckptkit.checkpoint.run.pins import pin_url
 
             pin = pin_url(source.url, why=reading.why, storage_options=storage_options)
@@ -291,7 +291,7 @@ def _opened(
                     return source
             error: Exception = CheckpointNotFoundError(f"{source.url} was replaced while it was opened.")
         except _VANISHED as found:
-            # The same words twice: nobody is deleting, it is like that.
+            # The same error twice: it is not being deleted, it is damaged.
             if str(found) == before:
                 raise
             error = found
@@ -300,14 +300,14 @@ def _opened(
 
 
 def check_still_there(source: Source) -> None:
-    """Raise where the source is one of ours that was deleted, or replaced, since `open_pinned`."""
+    """Raise if a ckptkit source was deleted or replaced since `open_pinned`."""
     if any(item is source for _, item in _current.get().ours) and not _is_there(source):
         raise IncompleteCheckpointError("its files are missing, or belong to another save.")
 
 
 def check_read_as_seen(source: Source) -> None:
-    """Raise where files of a source of another format were replaced since `open_pinned`. Those of ours never are: they
-    have names of their own, and digests."""
+    """Raise if files of another format's source were replaced since `open_pinned`. ckptkit's own files have unique
+    names and digests, so they need no check."""
     for item, seen in _current.get().seen:
         if item is source:
             check_unchanged(source, seen)
@@ -322,14 +322,14 @@ def _is_there(source: Source) -> bool:
 
 
 def _is_of(source: Source, record: CommitRecord) -> bool:
-    """Whether the catalog was read from what the record committed."""
+    """Whether the catalog was read from the committed files."""
     prefix = f"{record.data}/" if record.data else ""
     committed = {prefix + path: item.digest for path, item in record.files.items()}
     return source.catalog.info.extra.get("digests") == committed
 
 
 def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
-    """Return (path, start, nbytes) of what is stored for a tensor that can't be read without its class."""
+    """Return (path, start, nbytes) of the stored record of a tensor that cannot be read without its class."""
     if name in catalog.tensors:
         return catalog.tensors[name].slices.records()
     item = catalog.objects[name]
@@ -338,12 +338,12 @@ def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
     return [(item.path, item.start, item.nbytes)]
 
 
-# What a run has before a checkpoint that can't be used: what a person asks next.
+# Finds the previous checkpoint of a run, as a suggestion after damage.
 
 
 def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the committed checkpoint before the one at `url`, in the order of the run; "" where there is
-    none, or where `url` is no checkpoint of a run of ours."""
+    """Return the URL of the committed checkpoint before the one at `url`; "" if there is none, or if `url` is not a
+    checkpoint of a ckptkit run."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     try:
@@ -353,7 +353,7 @@ def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
         return ""
     if name in committed:
         older = committed[: committed.index(name)]
-    else:  # damaged, or a checkpoint of its own beside which those of a run happen to lie
+    else:  # damaged, or a separate checkpoint that happens to be next to those of a run
         step = step_of_name(name)
         older = [other for other in committed if step is not None and (step_of_name(other) or 0) < step]
     return f"{url.rstrip('/').rpartition('/')[0]}/{older[-1]}" if older else ""

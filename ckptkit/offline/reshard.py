@@ -1,4 +1,4 @@
-"""A checkpoint of one cluster into one of another: the same tensors, cut for other ranks."""
+"""Rewrites a checkpoint for another cluster size: the same tensors, sharded for other ranks."""
 
 from __future__ import annotations
 
@@ -55,32 +55,32 @@ def reshard(  # noqa: PLR0913 - one argument an option
     dst_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Write the checkpoint at `src` for `world_size` ranks to `dst`, a committed checkpoint that any job can load.
+    """Reshard the checkpoint at `src` for `world_size` ranks; `dst` becomes a committed checkpoint that any job can
+    load.
 
-    `dst` is the checkpoint's own directory; a CheckpointManager of its parent finds it. It counts as the same moment
-    of the run as its source. File r of the result holds the slices that rank r will ask for. Tensors that were
-    replicated stay so. The whole training state is carried: of a checkpoint of ours all of it; a DCP of another
-    program keeps its keys and values, as "sharded"; of other systems the weights, masters, moments, the settings of the
-    parameter groups and a scheduler of torch; the user's own plain values come back as `LoadReport.extra`; what is left
-    out is listed. State that belongs to single ranks (RNG,
-    dataloader) stays under the keys of the old ranks: where their number differs from the new job's, the load decides
-    by `rng_on_resize` and `per_rank_on_resize`. Another system's RNG states are left out.
+    `dst` is the checkpoint's own directory; a CheckpointManager of its parent finds it. It has the step of its source.
+    File r of the result contains the slices that rank r will read. Replicated tensors stay replicated. The training
+    state is included: all of it for a ckptkit checkpoint; unchanged keys and values, as "sharded", for another
+    program's DCP; for other systems the weights, masters, moments, parameter-group settings and torch schedulers, and
+    plain user values as `LoadReport.extra`. The report lists what is skipped. Per-rank state (RNG, dataloader) keeps
+    the keys of the old ranks; if the number of ranks differs, the load's `rng_on_resize` and `per_rank_on_resize`
+    apply. Other systems' RNG states are skipped.
 
-    Under `torchrun` every rank calls it: the files are shared out, and published once.
+    Under `torchrun` every rank must call it: the ranks share the work and publish once.
 
     Args:
         mesh: "replicate=2,shard=4,tp=2", or a mapping; None shards over all ranks.
-        type: "sharded" (any job loads it), or "local" (one file a rank, for jobs of this world size and mesh).
-        tp_plan: Globs of parameter names with the dimension that tensor parallelism cuts, or a JSON file of them; for
-            sources that were not tensor parallel. None derives it from the config of a llama-like model beside the
-            source.
+        type: "sharded" (loads on any job) or "local" (one file per rank, for jobs with this world size and mesh).
+        tp_plan: Globs of parameter names with the dimension to split, or a JSON file of them, for sources without
+            tensor parallelism. None derives it from the config of a llama-like model stored with the source.
         layout: URL of a layout of flat parameters, for formats that need one (FSDP1 LOCAL).
-        allow_pickle: Read torch.save files that name unknown classes, without them; nothing of them is run.
-        src_storage_options, dst_storage_options: Of one of the two file systems, over the common `storage_options`.
+        allow_pickle: Read torch.save files that name unknown classes, without their values; no code is run.
+        src_storage_options, dst_storage_options: For one of the two file systems; override the common
+            `storage_options`.
 
     Raises:
-        UsageError: The mesh does not fit the world size, `dst` states another step, or a tp plan is missing.
-        IncompleteCheckpointError: The file of a rank is missing; it names the rank.
+        UsageError: The mesh does not match the world size, the name of `dst` has another step, or a tp plan is missing.
+        IncompleteCheckpointError: A rank's file is missing; names the rank.
         CorruptCheckpointError: The source is damaged; nothing was published.
     """
     started = time.perf_counter()
@@ -125,10 +125,10 @@ def _notes(source: Source, plan: Plan, identity: Identity) -> tuple[str, ...]:
 
 
 def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | None) -> Identity:
-    """Return step, tag and place in the run of the new checkpoint.
+    """Return step, tag and position in the run of the new checkpoint.
 
     Raises:
-        UsageError: The name of `dst` is that of another step, or can't be the name of a checkpoint.
+        UsageError: The name of `dst` has another step, or is not a valid checkpoint name.
     """
     head, separator, name = dst.rstrip("/").rpartition("/")
     step = step_of(source)
@@ -157,7 +157,7 @@ _STEPS = ("step", "global_step", "train_state.step", "train_state.global_step", 
 
 
 def step_of(source: Source) -> int | None:
-    """Return the step that a checkpoint, its directory's name, or a value in it says; None where nothing does."""
+    """Return the step recorded by a checkpoint, its directory's name, or a value in it; None if unknown."""
     if source.catalog.info.step is not None:
         return source.catalog.info.step
     values = Checkpoint(source.url, source.store, source.catalog)
@@ -176,18 +176,18 @@ def step_of(source: Source) -> int | None:
 def _sequence(
     parent: str, name: str, step: int, origin: CommitRecord | None, storage_options: Mapping[str, Any] | None
 ) -> int:
-    """Return the place among the checkpoints of a run: beside the source where it is of that run; else behind those
-    of lower or equal steps. Ties are settled by the step, then by the date: the newer copy comes later."""
+    """Return the position among the checkpoints of a run: next to the source if it is in that run, otherwise after
+    those with lower or equal steps. Ties are ordered by step, then by date."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store
 
     try:
         committed = list_checkpoints(open_store(parent, storage_options=storage_options)).committed
     except (OSError, CkptkitError):
-        return 1  # there is no such directory yet
+        return 1  # the directory does not exist yet
     others = [item.record for item in committed if item.name != name]
     if not others:
-        return 1  # of a run that begins here: nothing was saved before it
+        return 1  # the first checkpoint of a run
     if origin is not None and any(item.save_id == origin.save_id for item in others):
         return origin.sequence
     before = [item.sequence for item in others if item.step <= step]

@@ -1,4 +1,4 @@
-"""Whether vLLM can serve an export, told from its own files; nothing is said that is not known."""
+"""Determines from an export's files whether vLLM can serve it; returns "" if unknown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece*.model", "*.tiktoken",
     "tekken.json",
 )  # fmt: skip
-# The embedding as transformers' models of text name it; a key map to other names has none of them.
+# Names of the embedding in transformers' text models; absent after a key map to other names.
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
@@ -37,7 +37,7 @@ def serving(files: Mapping[str, bytes], names: Collection[str], *, compared: boo
     Args:
         files: The small files of the export, by name.
         names: Of its tensors.
-        compared: Names and shapes are known to be those of a base model.
+        compared: Names and shapes were checked against a base model.
     """
     if "adapter_config.json" in files:
         return "adapter" if _is_lora(_json(files["adapter_config.json"])) else ""
@@ -57,7 +57,7 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def _is_lora(config: Mapping[str, Any]) -> bool:
-    """Whether it is an adapter of the only kind that vLLM takes."""
+    """Whether it is an adapter of the kind that vLLM supports."""
     plain = not config.get("use_dora") and not config.get("modules_to_save")
     return config.get("peft_type") == "LORA" and plain and config.get("task_type") in (None, "CAUSAL_LM")
 

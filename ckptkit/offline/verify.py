@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete and undamaged: files, sizes, coverage, and every recorded digest."""
+"""Checks that a checkpoint is complete and undamaged: files, sizes, coverage, and every recorded digest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: in which file, in which tensor ("" where it concerns the whole file)."""
+    """A problem, with its file and tensor ("" if it concerns the whole file)."""
 
     path: str
     tensor: str
@@ -49,7 +49,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked and what is bad; `ok` where nothing is."""
+    """What was checked, and the problems found; `ok` if there are none."""
 
     url: str
     note: str
@@ -61,10 +61,10 @@ class VerifyReport:
     digests: int  # digests compared
     checked_bytes: int  # bytes read and hashed
     unproved_bytes: int  # bytes of tensors for which no digest was ever recorded
-    unproved_files: tuple[str, ...]  # where those lie
+    unproved_files: tuple[str, ...]  # their files
     algorithms: tuple[str, ...]
     problems: tuple[Problem, ...]
-    doubt: str = ""  # what else can't be proved, whatever is read
+    doubt: str = ""  # what the files cannot prove
     uninterpreted: Mapping[str, str] = field(default_factory=dict)  # tensors whose records need a class, and why
 
     @property
@@ -72,7 +72,7 @@ class VerifyReport:
         return not self.problems
 
     def summary(self) -> str:
-        """Return one line that says what was proved, and what could not be."""
+        """Return one line: what was proved, and what could not be."""
         if self.problems:
             count = len(self.problems)
             return f"damaged: {count} problem{'s' * (count != 1)} in {self.url}"
@@ -121,10 +121,11 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """One digest to compare: of these bytes of this file (of the decoded record, where there is a codec).
+    """A digest to compare, over a byte range of a file (of the decoded record, if there is a codec).
 
     Attributes:
-        parts: Where the digest is of the file's outline: what stands as a digest in it, and is a check of its own.
+        parts: For the digest of a file's outline: the ranges that the outline replaces by digests, which are checked
+            separately.
     """
 
     path: str
@@ -151,17 +152,17 @@ def verify(
     options: ReadOptions | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Check the checkpoint at `url` and return what was found; it is read once and never changed.
+    """Check the checkpoint at `url` and return a report. Reads it once, never changes it.
 
-    Complete: every file is there in its full size, every element of every tensor lies in exactly one
-    slice (or in whole replicas of it). Undamaged: every digest that was recorded equals the bytes: our own
-    per slice and per file, the CRC-32 of the zip records of others.
+    Complete means: every file exists with its full size, and every element of every tensor is in exactly one slice (or
+        in complete replicas of it). Undamaged means: the bytes match every recorded digest, which is one per slice and
+        file for ckptkit checkpoints, and the CRC-32 of zip records for others.
 
     Args:
-        quick: Skip the digests of files that tensors lie in: only metadata is read.
+        quick: Read only metadata; skip the digests of files with tensors.
 
     Raises:
-        CkptkitError: The checkpoint can't even be opened; the message names the file and the fault.
+        CkptkitError: The checkpoint cannot be opened; names the file and the fault.
     """
     source = open_pinned(url, storage_options=storage_options, options=options)
     store, catalog = source.store, source.catalog
@@ -206,12 +207,12 @@ def verify(
 
 
 def check_committed(source: Source) -> None:
-    """Check the files that the commit record of one of our checkpoints names: that each is there in its size, and the
-    digests of those without tensors. The bytes of tensors are checked where they are read.
+    """Check the files in a commit record: that each exists with its size, and the digests of those without tensors.
+    Tensor bytes are checked when they are read.
 
     Raises:
         IncompleteCheckpointError: A file is missing, or has another size.
-        IntegrityError: A file is not the one that was committed.
+        IntegrityError: A file is not the committed one.
     """
     store, catalog = source.store, source.catalog
     if "digests" not in catalog.info.extra:
@@ -228,7 +229,7 @@ _ANYWAY = "To use the readable part anyway: --no-check."
 
 
 def _beside_tensors(catalog: Catalog) -> list[_Check]:
-    """The digests that a commit record has of files in which no tensor lies: `.metadata`, a tokenizer."""
+    """The digests in a commit record of files without tensors: `.metadata`, a tokenizer."""
     digests = catalog.info.extra.get("digests", {})
     if not digests:
         return []
@@ -264,7 +265,7 @@ def _lost(catalog: Catalog, path: str, size: int) -> str:
 
 
 def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
-    """The tensors of which bytes lie in the file beyond `size`, in words."""
+    """Describe the tensors with bytes beyond `size` in the file."""
     names = []
     for entry in catalog.tensors.values():
         slices = entry.slices
@@ -288,7 +289,7 @@ def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
 
 
 def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:
-    """The sha256 of whole files that a SHA256SUMS records, and what is wrong with it. Our own record says it all."""
+    """The file digests in SHA256SUMS, and problems with that file. Not used for ckptkit checkpoints."""
     if "digests" in catalog.info.extra:
         return {}, []
     try:
@@ -310,11 +311,11 @@ def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Probl
 
 
 def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], dict[str, int]]:
-    """The digests to compare, each once, in the order of the bytes on disk; and by file, the bytes without any."""
+    """The digests to compare, each once, in disk order; and the bytes without a digest, by file."""
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
     unproved: dict[str, int] = {}
-    whole_files = catalog.info.extra.get("digests", {})  # of our own checkpoints: path -> hex
+    whole_files = catalog.info.extra.get("digests", {})  # for ckptkit checkpoints: path -> hex
 
     def add(name: str, path: str, digest: Digest, codec: Codec | None) -> None:
         key = (path, codec.start if codec else digest.start, digest.start, digest.nbytes, digest.value)
@@ -339,7 +340,7 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], d
 
 
 def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list[_Check], list[Problem]]:
-    """The CRC-32 of all that is in the records of these tensors, which nothing else is known of."""
+    """The CRC-32 of the records of tensors that cannot be interpreted."""
     checks, problems = [], []
     for name in names:
         for path, start, nbytes in records_of(catalog, name):
@@ -353,8 +354,8 @@ def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list
 
 
 def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
-    """By file, the digests that stand in its outline: as they were recorded, for each is compared with its bytes by a
-    check of its own. So each byte is read once."""
+    """The recorded digests within each file's outline. Each is compared with its bytes by a separate check, so every
+    byte is read once."""
     parts: dict[str, list[Part]] = {path: [] for path in outlined}
     for path, *spare in spares_of(catalog.info.extra):
         if path in parts:
@@ -393,7 +394,7 @@ def _compare(
     total = sum(check.nbytes for check in checks)
     done = 0
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
-    # Of what lies far away small slices come many at a time.
+    # On object stores, read many small slices at once.
     reader = BlockReader(store, workers) if store.asking_costs else store
     problems: list[Problem] = []
     with WorkerPool(workers, thread_name_prefix="ckptkit-verify") as pool:
@@ -407,11 +408,11 @@ def _compare(
 
 
 class _UnreadableFile(Problem):
-    """A problem of the file itself, met where one of its digests was to be compared."""
+    """A problem with the file itself, found while comparing one of its digests."""
 
 
 def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
-    """The problems, those of a file that can't be read as one."""
+    """The problems; all problems of an unreadable file are combined."""
     told: set[str] = set()
     for problem in problems:
         if isinstance(problem, _UnreadableFile):
