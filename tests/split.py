@@ -115,6 +115,7 @@ NIGHT: dict[str, int] = {
     "tests/remote/test_slow.py": 0,
     "tests/remote/test_turns.py": 0,
     "tests/remote/test_versions.py": 0,
+    "tests/storage/test_azure.py": 0,
     "tests/storage/test_objects.py::TestGcs": 0,
     "tests/storage/test_objects.py::TestRclone": 0,
     "tests/storage/test_publish.py::test_a_kill_at_any_operation_leaves_the_old_or_the_new": 0,

@@ -52,8 +52,8 @@ class RetentionPolicy:
                 raise UsageError(f"max_mem is {self.max_mem!r}, expected more than 0 bytes. For no limit, omit it.")
             object.__setattr__(self, "max_mem", nbytes)
         if self.keep_best is not None:
-            if isinstance(self.keep_best, str):
-                best = self.keep_best
+            best: Any = self.keep_best
+            if isinstance(best, str):
                 raise UsageError(f"keep_best is {best!r}, expected a metric and a mode: keep_best=({best!r}, 'min').")
             object.__setattr__(self, "keep_best", _checked_best(tuple(self.keep_best)))
 

@@ -18,6 +18,7 @@ from ckptkit.digests import sha256_of
 from ckptkit.errors import MissingExtraError, UsageError
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import BACKSTOP_S, BODY_S, SOON_S, hurry, patient, patiently
+from ckptkit.storage.store import SERVICES
 
 __all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection"]
 
@@ -31,12 +32,11 @@ _READS = _THREADS + 4  # ranges in flight
 _UPLOADS = 8  # on their way up at once, by all writers of a process
 _HELD_BYTES = 144 << 20  # of those, what is held for them alone: four parts, or two files of one request each
 _MUCH = 1 << 20  # of a body that goes up: the server may have to wait for its disk before it answers
-_WORKS = "What works: paths, s3://, gs://; hf://, http:// and https:// to read from."
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_WORKS = "What works: paths, s3://, gs://, abfs://; hf://, http:// and https:// to read from."
 
 
-# What s3fs, gcsfs and HfFileSystem read when they connect.
-_ENVIRONMENT = ("AWS_", "GOOGLE_", "GCSFS_", "CLOUDSDK_", "STORAGE_EMULATOR", "HF_", "FSSPEC_", "HOME")
+# What file systems read when they connect.
+_ENVIRONMENT = ("HF_", "FSSPEC_", "HOME", *(name for service in SERVICES.values() for name in service.environment))
 _inherited: list[Any] = []  # what a fork has of its parent is never closed here: it would speak on its parent's sockets
 _connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
 _latest: collections.deque[Connection] = collections.deque(maxlen=2)  # whose users may be back in a moment
@@ -251,12 +251,13 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
     try:
         made = fsspec.filesystem(protocol, skip_instance_cache=True, **settings)
     except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        hint = f"Install it from the checkout with: pip install -e '.[{extra}]'" if extra else str(error)
+        service = SERVICES.get(protocol)
+        hint = f"Install it from the checkout with: pip install -e '.[{service.extra}]'" if service else str(error)
         raise MissingExtraError(f"{protocol}:// needs a package that is not installed. {hint}") from error
-    except ValueError as error:
-        raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}. {_WORKS}") from error
-    except TypeError as error:  # its file system wants to be told more
+    except (TypeError, ValueError) as error:
+        if protocol not in fsspec.available_protocols():
+            raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}. {_WORKS}") from error
+        # its file system wants to be told more
         raise UsageError(
             f"{protocol}:// can't be opened by its URL alone: {error}. Give what is missing as storage options "
             f"(--storage-option NAME=VALUE). {_WORKS}"

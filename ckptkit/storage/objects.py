@@ -6,6 +6,7 @@ import contextlib
 import copy
 import datetime
 import errno
+import importlib
 import logging
 import secrets
 import time
@@ -22,7 +23,7 @@ from ckptkit.storage.coalesce import Job, Scatter, cut_reads
 from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.requests import Entries, Entry, FsspecApi, NotConditionalError, ObjectApi, Together, Uploads
 from ckptkit.storage.retry import advice_on, call_with_retries, hurry, is_outage, is_transient, patient, words_of
-from ckptkit.storage.store import FileInfo, ReadInto, UnfinishedUpload, checked_path, is_path, split_url
+from ckptkit.storage.store import SERVICES, FileInfo, ReadInto, UnfinishedUpload, checked_path, is_path, split_url
 from ckptkit.storage.upload import PartWriter
 
 __all__ = ["RemoteStore"]
@@ -469,15 +470,11 @@ def _kind(error: OSError) -> type[OSError]:
 
 
 def _api_of(protocol: str, connection: Connection) -> ObjectApi:
-    if protocol in ("s3", "s3a"):
-        from ckptkit.storage.s3 import S3Api
-
-        return S3Api(connection)
-    if protocol in ("gs", "gcs"):
-        from ckptkit.storage.gcs import GcsApi
-
-        return GcsApi(connection)
-    return FsspecApi(connection)
+    if protocol not in SERVICES:
+        return FsspecApi(connection)
+    module, _, name = SERVICES[protocol].api.partition(".")
+    api: ObjectApi = getattr(importlib.import_module(f"ckptkit.storage.{module}"), name)(connection)
+    return api
 
 
 def _file_info(path: str, found: Entry) -> FileInfo:

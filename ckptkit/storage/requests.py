@@ -241,7 +241,7 @@ class FsspecApi:
                 return b""  # a range that starts past the end is an error to many stores (416)
             raise
         except Exception as error:  # each fsspec file system has its own class for a refused range
-            if str(getattr(error, "code", "")) == "416":
+            if "416" in (str(getattr(error, "code", "")), str(getattr(error, "status_code", ""))):
                 return b""
             raise
 

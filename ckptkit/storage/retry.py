@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from ckptkit.errors import StorageError, UsageError
 from ckptkit.redact import without_secrets
+from ckptkit.storage.store import SERVICES
 from ckptkit.units import parse_duration
 
 __all__ = [
@@ -110,9 +111,6 @@ async def patiently(
 # What a store that refuses means by it, and what to do about that, in words.
 
 
-_S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE), storage_options={...}"
-_GCS = "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, storage_options={...}"
-_CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS}
 _EXPIRED = frozenset(["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"])
 _UNKNOWN = frozenset(["InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "401"])
 _CLOCK = frozenset(["RequestTimeTooSkewed", "RequestInTheFuture"])
@@ -136,7 +134,8 @@ def advice_on(error: BaseException, protocol: str) -> str:
     """Return a sentence on an error of a store, to be appended to its own words; "" where there is nothing to add."""
     answer = _answer(error)
     code = str(answer.get("Error", {}).get("Code", "") or getattr(error.__cause__, "code", ""))
-    given = f"{_CREDENTIALS.get(protocol, 'storage_options={...}')}, or --storage-option NAME=VALUE"
+    credentials = SERVICES[protocol].credentials if protocol in SERVICES else "storage_options={...}"
+    given = f"{credentials}, or --storage-option NAME=VALUE"
     if code in _EXPIRED:
         return f". The token has expired. Give a new one by {given}"
     if code in _CLOCK:
@@ -269,6 +268,7 @@ _TRANSIENT_NAMES = frozenset(
         "ChecksumError",
         "TimeoutError",  # that of asyncio in Python 3.10
         "TransportError",  # httpx and google-auth
+        *(name for service in SERVICES.values() for name in service.passing),
     ]
 )
 

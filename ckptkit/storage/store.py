@@ -14,6 +14,8 @@ __all__ = [
     "BlobWriter",
     "FileInfo",
     "ReadInto",
+    "SERVICES",
+    "Service",
     "Store",
     "UnfinishedUpload",
     "Uploads",
@@ -187,7 +189,46 @@ class Store(Protocol):
         """Return the free space; None where the store has no limit one can ask for."""
 
 
-_OF_BUCKETS = frozenset(["s3", "s3a", "gs", "gcs"])
+@dataclass(frozen=True, slots=True)
+class Service:
+    """An object store that has code of its own here.
+
+    Attributes:
+        api: Its `ObjectApi`: module and class, below ckptkit.storage.
+        extra: The extra of this package that installs its client.
+        credentials: Where its client finds them, in words.
+        environment: How the variables begin that its client reads when it connects.
+        passing: Errors of its client that the next try may not meet, by name: it may not be installed.
+    """
+
+    api: str
+    extra: str
+    credentials: str
+    environment: tuple[str, ...]
+    passing: tuple[str, ...] = ()
+
+
+_S3 = Service(
+    "s3.S3Api",
+    "s3",
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE), storage_options={...}",
+    ("AWS_",),
+)
+_GCS = Service(
+    "gcs.GcsApi",
+    "gcs",
+    "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, storage_options={...}",
+    ("GOOGLE_", "GCSFS_", "CLOUDSDK_", "STORAGE_EMULATOR"),
+)
+_AZURE = Service(
+    "azure.AzureApi",
+    "azure",
+    "AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, storage_options={...}",
+    ("AZURE_",),
+    ("ServiceRequestError", "ServiceResponseError"),
+)
+SERVICES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE}
+"""Object stores by the protocol of their URLs. Whatever else fsspec opens goes by its plain interface."""
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -201,7 +242,7 @@ def split_url(url: str) -> tuple[str, str]:
 def require_bucket(url: str) -> None:
     """Raise UsageError where `url` is of a kind that begins with a bucket, and names none: "s3://", "gs:///run"."""
     protocol, rest = split_url(url)
-    if protocol in _OF_BUCKETS and not rest.partition("/")[0]:
+    if protocol in SERVICES and not rest.partition("/")[0]:
         raise UsageError(f"{url} names no bucket. It is written {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
 
 

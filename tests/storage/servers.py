@@ -1,7 +1,9 @@
-"""Real object stores on loopback, started by the tests: moto and rclone speak S3, fake-gcs-server speaks GCS."""
+"""Real object stores on loopback, started by the tests: moto and rclone speak S3, fake-gcs-server GCS,
+azurite Azure."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import os
@@ -115,6 +117,37 @@ def rclone(folder: Path, *flags: str, port: int = 0) -> Iterator[Mapping[str, An
     try:
         wait_for(f"http://127.0.0.1:{port}", process)
         yield {"endpoint_url": f"http://127.0.0.1:{port}", "key": KEY, "secret": SECRET}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def azurite_binary() -> str | None:
+    """Return the path of azurite-blob, which npm installs; None where it is not there."""
+    return shutil.which("azurite-blob")
+
+
+@contextmanager
+def azurite(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Azure Blob Storage; gives the storage options of adlfs."""
+    binary, port = azurite_binary(), free_port()
+    assert binary is not None
+    flags = [
+        "--silent",
+        "--skipApiVersionCheck",
+        "--disableTelemetry",
+        "--blobPort",
+        str(port),
+        "--location",
+        str(folder),
+    ]
+    key = base64.b64encode(b"the key of an account of tests").decode()
+    environment = {**os.environ, "AZURITE_ACCOUNTS": f"tests:{key}"}
+    process = subprocess.Popen([binary, *flags], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(f"http://127.0.0.1:{port}", process)
+        endpoint = f"BlobEndpoint=http://127.0.0.1:{port}/tests"
+        yield {"connection_string": f"DefaultEndpointsProtocol=http;AccountName=tests;AccountKey={key};{endpoint};"}
     finally:
         process.kill()
         process.wait()

@@ -1,0 +1,114 @@
+"""Azure Blob Storage over the client of adlfs: nothing that is there is replaced, and parts go up side by side."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from ckptkit.storage.body import Body, Content
+from ckptkit.storage.requests import FsspecApi, LostUploadError, Upload
+
+__all__ = ["AzureApi"]
+
+
+class AzureApi(FsspecApi):
+    """The requests that Azure can make conditional, or cut into parts; all others as fsspec makes them."""
+
+    def held(self, content: Content) -> int:
+        return content.copied
+
+    def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
+        content = Content.of(data)
+        condition = {"overwrite": False} if if_absent else {"overwrite": True}
+        self.call(name, lambda blob: blob.upload_blob(content.joined(), **condition))
+        return ""
+
+    def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
+        # Also at the first try: the client repeats a request by itself when the answer was lost.
+        return super().is_mine(name, data, mark=mark, tries=tries + 1)
+
+    def upload(self, name: str) -> Upload:
+        return AzureUpload(self, name)
+
+    def is_conditional(self) -> bool | None:
+        return True
+
+    def call(self, name: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+        """Return what a request to one blob answers. Raises FileExistsError, LostUploadError."""
+        from fsspec.asyn import sync
+
+        container, path, _ = self.fs.split_path(name)
+
+        async def ask() -> Any:
+            async with self.fs.service_client.get_blob_client(container=container, blob=path) as blob:
+                return await request(blob)
+
+        with _translated(name):
+            return sync(self.fs.loop, ask)
+
+
+class AzureUpload:
+    """Blocks in any order. Azure drops those of an upload that was given up after a week."""
+
+    in_order = False
+
+    def __init__(self, api: AzureApi, name: str) -> None:
+        self._api = api
+        self._name = name
+        self._own = secrets.token_hex(8)  # the blocks of all uploads to one name lie together
+        self._nbytes: dict[int, int] = {}
+        self._completing = False
+
+    def _block(self, number: int) -> str:
+        return base64.b64encode(f"{self._own}-{number:08d}".encode()).decode()
+
+    def part(self, number: int, content: Content, *, last: bool) -> None:
+        block = self._block(number)
+        self._api.call(self._name, lambda blob: blob.stage_block(block, Body(content), length=content.nbytes))
+        self._nbytes[number] = content.nbytes
+
+    def complete(self) -> str:
+        from azure.storage.blob import BlobBlock
+
+        again, self._completing = self._completing, True
+        blocks = [BlobBlock(self._block(number)) for number in sorted(self._nbytes)]
+        absent = {"If-None-Match": "*"}
+        try:
+            self._api.call(self._name, lambda blob: blob.commit_block_list(blocks, headers=absent))
+        except (FileExistsError, LostUploadError):
+            # The answer to an earlier try may have been lost after it was carried out.
+            if not (again and self._is_ours()):
+                raise
+        return ""
+
+    def _is_ours(self) -> bool:
+        """Tell whether the blob that is there is made of our blocks."""
+        committed, _ = self._api.call(self._name, lambda blob: blob.get_block_list("committed"))
+        return [item.id for item in committed] == [self._block(number) for number in sorted(self._nbytes)]
+
+    def anew(self) -> Upload:
+        return AzureUpload(self._api, self._name)
+
+    def abort(self) -> None:
+        """Nothing is asked: blocks that no list names are not there."""
+
+
+@contextlib.contextmanager
+def _translated(name: str) -> Iterator[None]:
+    from azure.core.exceptions import ClientAuthenticationError, HttpResponseError, ResourceExistsError
+
+    try:
+        yield
+    except ResourceExistsError as error:
+        raise FileExistsError(f"{name} exists already") from error
+    except ClientAuthenticationError as error:
+        raise PermissionError(str(error)) from error
+    except HttpResponseError as error:
+        if error.error_code == "InvalidBlockList":
+            raise LostUploadError(f"{name}: the store no longer has the blocks of the upload") from error
+        if error.status_code == 403:
+            raise PermissionError(str(error)) from error
+        raise
