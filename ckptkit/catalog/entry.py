@@ -194,6 +194,24 @@ class SliceArray(Sequence[TensorSlice]):
             codecs={i: s.codec for i, s in enumerate(slices) if s.codec is not None},
         )
 
+    def under(self, paths: Sequence[str]) -> SliceArray:
+        """Return the same slices of files that have other names, which `paths` gives in the order of `self.paths`."""
+        return SliceArray(
+            paths,
+            self.files,
+            self.starts,
+            self.nbytes,
+            self.offsets,
+            self.sizes,
+            ranks=self.ranks,
+            algorithm=self.algorithm,
+            digests=self.digests,
+            digest_starts=self.digest_starts,
+            digest_nbytes=self.digest_nbytes,
+            strides=self.strides,
+            codecs=self.codecs,
+        )
+
     def __len__(self) -> int:
         return len(self.starts)
 
@@ -275,6 +293,9 @@ class _WholeSlice(SliceArray):
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
         return self._shape == shape
+
+    def under(self, paths: Sequence[str]) -> SliceArray:
+        return _WholeSlice(paths[0], self._start, self._nbytes, self._shape)
 
     @property
     def paths(self) -> Sequence[str]:  # type: ignore[override]

@@ -102,6 +102,7 @@ class LocatedSlices(SliceArray):
 
     def __init__(self, items: Items, tensor: int) -> None:
         self.items = items
+        self.paths = items.paths
         self.tensor = tensor
         self.lo: int = int(items.columns.bounds[tensor])
         self.hi: int = int(items.columns.bounds[tensor + 1])
@@ -114,9 +115,10 @@ class LocatedSlices(SliceArray):
     def name(self) -> str:
         return self.items.columns.names[self.tensor]
 
-    @property
-    def paths(self) -> Sequence[str]:  # type: ignore[override]
-        return self.items.paths
+    def under(self, paths: Sequence[str]) -> LocatedSlices:
+        moved = LocatedSlices(self.items, self.tensor)
+        moved.batch, moved.paths = self.batch, paths
+        return moved
 
     @property
     def files(self) -> Int32:  # type: ignore[override]

@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ckptkit.catalog.entry import Catalog, CatalogInfo, Codec, ObjectEntry, Role, SliceArray, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.storage import Store
@@ -47,7 +44,7 @@ def placed(catalog: Catalog, directory: str) -> Catalog:
 
     info = catalog.info
     return Catalog(
-        {name: replace(e, slices=_Placed(e.slices, table)) for name, e in catalog.tensors.items()},
+        {name: replace(e, slices=e.slices.under(table(e.slices.paths))) for name, e in catalog.tensors.items()},
         {name: replace(item, path=move(item.path)) for name, item in catalog.objects.items()},
         replace(
             info,
@@ -117,68 +114,3 @@ def file_objects(files: Mapping[str, int], names: Mapping[str, str]) -> dict[str
 
 def _first(values: Iterable[Any]) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-class _Placed(SliceArray):
-    """The slices of another array under other paths. Columns that are filled in late stay so."""
-
-    __slots__ = ("_inner", "_table")
-
-    def __init__(self, inner: SliceArray, table: Callable[[Sequence[str]], list[str]]) -> None:
-        self._inner = inner
-        self._table = table
-
-    @property
-    def paths(self) -> Sequence[str]:  # type: ignore[override]
-        return self._table(self._inner.paths)
-
-    @property
-    def files(self) -> npt.NDArray[np.int32]:  # type: ignore[override]
-        return self._inner.files
-
-    @property
-    def starts(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
-        return self._inner.starts
-
-    @property
-    def nbytes(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
-        return self._inner.nbytes
-
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
-        return self._inner.offsets
-
-    @property
-    def sizes(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
-        return self._inner.sizes
-
-    @property
-    def ranks(self) -> npt.NDArray[np.int32] | None:  # type: ignore[override]
-        return self._inner.ranks
-
-    @property
-    def algorithm(self) -> str | None:  # type: ignore[override]
-        return self._inner.algorithm
-
-    @property
-    def digests(self) -> npt.NDArray[np.uint64] | None:  # type: ignore[override]
-        return self._inner.digests
-
-    @property
-    def digest_starts(self) -> npt.NDArray[np.int64] | None:  # type: ignore[override]
-        return self._inner.digest_starts
-
-    @property
-    def digest_nbytes(self) -> npt.NDArray[np.int64] | None:  # type: ignore[override]
-        return self._inner.digest_nbytes
-
-    @property
-    def strides(self) -> Mapping[int, tuple[int, ...]]:  # type: ignore[override]
-        return self._inner.strides
-
-    @property
-    def codecs(self) -> Mapping[int, Codec]:  # type: ignore[override]
-        return self._inner.codecs
-
-    def __len__(self) -> int:
-        return len(self._inner)
