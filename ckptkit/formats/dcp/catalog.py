@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, compress, islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from ckptkit.errors import (
     UnsafePathError,
     UnsupportedFormatError,
 )
-from ckptkit.formats.dcp.columns import BYTES_KIND, MAX_COUNT, MAX_NDIM, ZSTD, TensorColumns, in_bulk, tensor_dtype
+from ckptkit.formats.dcp.columns import TensorColumns, tensor_dtype
 from ckptkit.formats.dcp.locate import Items, LocatedSlices, find_opaque, item_batches
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.options import ReadOptions
@@ -42,6 +43,10 @@ _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _METADATA_KIND = "torch.distributed.checkpoint.metadata.Metadata"
 MAX_METADATA_BYTES = 4 << 30
+_BYTES_KIND = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"
+_ZSTD = "stream.zstd/1"
+_MAX_NDIM = 64
+_MAX_COUNT = 1 << 62
 _MOST_PACKED = 64  # a float64 in a bit
 _KINDS = {"other": "FIFO, a socket or a device"}
 
@@ -144,26 +149,42 @@ class _Part:
 
     def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
         """Where each item lies: key -> offset (None for byte entries) -> place."""
+        infos = list(self.storage.values())
+        try:
+            names, offsets = _fields(self.storage, "fqn"), _fields(self.storage, "offset")
+        except AttributeError:
+            raise self.fault("an index of its storage_data is incomplete") from None
+        if not (_are(Index, self.storage) and _are(StorageInfo, infos) and _are(str, names)):
+            raise self.fault("an entry of its storage_data is no place of an item")
+        # Before one is hashed: a nested tuple from a hostile file may take exponential time.
+        if not _are_counts([offset for offset in offsets if offset is not None]):
+            odd = (not (item is None or _are_counts([item])) for item in offsets)
+            raise self.fault(f"an offset of {next(compress(names, odd))!r:.80} is no tuple of counts")
         grouped: dict[str, dict[tuple[int, ...] | None, StorageInfo]] = {}
-        for index, info in self.storage.items():
-            try:
-                fqn, offset = index.fqn, index.offset
-            except AttributeError:
-                raise self.fault("an index of its storage_data is incomplete") from None
-            if not isinstance(index, Index) or not isinstance(info, StorageInfo) or not isinstance(fqn, str):
-                raise self.fault("an entry of its storage_data is no place of an item")
-            if offset is not None and not _is_counts(offset):
-                raise self.fault(f"an offset of {fqn!r:.80} is no tuple of counts")
-            group = grouped.setdefault(fqn, {})
-            if offset in group:
-                raise self.fault(f"{fqn!r:.80} has two places for its part at {offset}")
+        for name, offset, info in zip(names, offsets, infos, strict=True):
+            group = grouped.get(name)
+            if group is None:
+                group = grouped[name] = {}
+            elif offset in group:
+                raise self.fault(f"{name!r:.80} has two places for its part at {offset}")
             group[offset] = info
         return grouped
 
 
-def _is_counts(value: Any) -> bool:
-    # Before it is hashed: a nested tuple from a hostile file may take exponential time.
-    return type(value) is tuple and len(value) <= MAX_NDIM and all(type(v) is int for v in value)
+# A few passes over lists by C: of a million slices, one by one would take as long as the pickle.
+
+
+def _fields(values: Iterable[Any], name: str) -> list[Any]:
+    return list(map(attrgetter(name), values))
+
+
+def _are(kind: type[Any], values: Iterable[Any]) -> bool:
+    return not set(map(type, values)) - {kind}
+
+
+def _are_counts(values: Sequence[Any]) -> bool:
+    short = _are(tuple, values) and max(map(len, values), default=0) <= _MAX_NDIM
+    return short and _are(int, chain.from_iterable(values))
 
 
 class _Files:
@@ -177,13 +198,14 @@ class _Files:
         self.sizes: list[int] = []
         self.ranks: list[int] = []
 
-    def number(self, path: Any, source: str) -> int:
-        found = self._index.get(path) if isinstance(path, str) else -1
-        if found == -1:
+    def numbers(self, paths: Sequence[Any], source: str) -> list[int]:
+        if not _are(str, paths):
             raise CorruptCheckpointError(f"{source}: the name of a data file is no text.")
-        return self._add(path, source) if found is None else found
+        for path in dict.fromkeys(path for path in paths if path not in self._index):
+            self._add(path, source)
+        return list(map(self._index.__getitem__, paths))
 
-    def _add(self, path: str, source: str) -> int:
+    def _add(self, path: str, source: str) -> None:
         try:
             checked_path(path)
         except UnsafePathError:
@@ -205,7 +227,6 @@ class _Files:
         self.paths.append(path)
         self.sizes.append(info.size if info.kind == "file" else -1)
         self.ranks.append(rank)
-        return len(self.paths) - 1
 
 
 class _Rows:
@@ -246,14 +267,6 @@ class _Builder:
 
     def _columns(self) -> TensorColumns:
         """All slices as columns; what was unpickled is let go."""
-        only = self.parts[0]
-        if len(self.parts) == 1:
-            found = in_bulk(only.entries, only.storage, lambda path: self.files.number(path, only.name))
-            if found is not None:
-                columns, objects = found
-                self.objects = {name: (info, only.name) for name, info in objects.items()}
-                only.entries, only.storage = {}, {}
-                return columns
         for part in self.parts:
             self._gather(part)
             part.entries, part.storage = {}, {}
@@ -269,7 +282,7 @@ class _Builder:
             places = grouped.pop(name, {})
             if isinstance(entry, TensorMetadata):
                 self._gather_tensor(part, name, entry, places)
-            elif isinstance(entry, Record) and entry.kind == BYTES_KIND:
+            elif isinstance(entry, Record) and entry.kind == _BYTES_KIND:
                 if None not in places:
                     raise IncompleteCheckpointError(f"{part.name}: it has no place for the entry {name!r:.80}.")
                 self.objects.setdefault(name, (places.pop(None), part.name))
@@ -291,15 +304,36 @@ class _Builder:
             if self._gather_whole(part, name, entry, places):
                 return
             raise UnsupportedFormatError(f"{part.name}: tensor {name!r:.80}: {error}") from None
-        if not _is_counts(shape) or any(n < 0 or n >= MAX_COUNT for n in shape) or type(chunks) is not list:
+        if not _are_counts([shape]) or any(n < 0 or n >= _MAX_COUNT for n in shape) or type(chunks) is not list:
             raise part.fault(f"the shape of {name!r:.80} is no shape")
         rows = self.rows.setdefault(name, _Rows(dtype, shape))
         if (rows.dtype, rows.shape) != (dtype, shape) or name in self.objects:
             raise part.fault(
                 f"{name!r:.80} is {dtype} {list(shape)} here and {rows.dtype} {list(rows.shape)} elsewhere"
             )
-        for chunk in chunks:
-            self._gather_chunk(part, name, rows, chunk, places)
+        try:
+            offsets, sizes = _fields(chunks, "offsets"), _fields(chunks, "sizes")
+        except AttributeError:
+            raise part.fault(f"a part of {name!r:.80} is incomplete") from None
+        if not (_are(ChunkMetadata, chunks) and _are_counts(offsets) and _are_counts(sizes)):
+            raise part.fault(f"a part of {name!r:.80} is no box")
+        other = {*map(len, offsets), *map(len, sizes)} - {len(shape)}
+        if other:
+            raise part.fault(f"a part of {name!r:.80} has {min(other)} dimensions, the tensor {len(shape)}")
+        try:
+            infos = list(map(places.pop, offsets))
+        except KeyError as error:
+            raise IncompleteCheckpointError(
+                f"{part.name}: it has no place for the part of {name!r:.80} at {error.args[0]}."
+            ) from None
+        starts, lengths = _ranges(infos, part, name)
+        rows.offsets += offsets
+        rows.sizes += sizes
+        rows.starts += starts
+        rows.lengths += lengths
+        rows.files += self.files.numbers(_fields(infos, "relative_path"), part.name)
+        packed = any(_fields(infos, "transforms"))
+        rows.zstd += [packed and _is_zstd(info, part, name) for info in infos]
 
     def _gather_whole(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
@@ -309,58 +343,42 @@ class _Builder:
         if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
             return False
         (offset, info), size = next(iter(places.items())), getattr(chunks[0], "sizes", None)
-        if offset is None or any(offset) or size != entry.size or not _is_counts(size):
+        if offset is None or any(offset) or size != entry.size or not _are_counts([size]):
             return False
         self.objects.setdefault(name, (info, part.name))
         self.opaque[name] = "is quantized or sparse"
         places.clear()
         return True
 
-    def _gather_chunk(
-        self, part: _Part, name: str, rows: _Rows, chunk: Any, places: dict[tuple[int, ...] | None, StorageInfo]
-    ) -> None:
-        try:
-            offsets, sizes = chunk.offsets, chunk.sizes
-        except AttributeError:
-            raise part.fault(f"a part of {name!r:.80} is incomplete") from None
-        ndim = len(rows.shape)
-        if not isinstance(chunk, ChunkMetadata) or not (_is_counts(offsets) and _is_counts(sizes)):
-            raise part.fault(f"a part of {name!r:.80} is no box")
-        if len(offsets) != ndim or len(sizes) != ndim:
-            raise part.fault(f"a part of {name!r:.80} has {len(offsets)} dimensions, the tensor {ndim}")
-        info = places.pop(offsets, None)
-        if info is None:
-            raise IncompleteCheckpointError(f"{part.name}: it has no place for the part of {name!r:.80} at {offsets}.")
-        start, length = _range(info, part, name)
-        rows.offsets.append(offsets)
-        rows.sizes.append(sizes)
-        rows.files.append(self.files.number(info.relative_path, part.name))
-        rows.starts.append(start)
-        rows.lengths.append(length)
-        rows.zstd.append(_is_zstd(info, part, name))
-
     # --- columns
 
     def _joined_rows(self) -> TensorColumns:
         """The rows of all tensors as columns."""
-        rows = self.rows
-        for name, item in rows.items():
-            try:
-                np.array([item.offsets, item.sizes], np.int64)
-            except (OverflowError, ValueError):
-                raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} is out of range.") from None
+        rows = self.rows.values()
+
+        def column(field: str, dtype: Any) -> npt.NDArray[Any]:
+            return np.fromiter(chain.from_iterable(map(attrgetter(field), rows)), dtype)
+
+        try:
+            boxes = [
+                np.fromiter(chain.from_iterable(chain.from_iterable(map(attrgetter(field), rows))), np.int64)
+                for field in ("offsets", "sizes")
+            ]
+        except OverflowError:
+            huge = (any(abs(n) >> 63 for n in chain(*item.offsets, *item.sizes)) for item in rows)
+            name = next(compress(self.rows, huge), "")
+            raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} is out of range.") from None
         return TensorColumns(
-            list(rows),
-            [item.dtype for item in rows.values()],
-            [item.shape for item in rows.values()],
-            np.array([len(item.shape) for item in rows.values()], np.int64),
-            np.cumsum([0, *(len(item.starts) for item in rows.values())]),
-            _column((item.files for item in rows.values()), np.int32),
-            _column((item.starts for item in rows.values()), np.int64),
-            _column((item.lengths for item in rows.values()), np.int64),
-            _column((item.zstd for item in rows.values()), np.bool_),
-            _column((list(chain.from_iterable(item.offsets)) for item in rows.values()), np.int64),
-            _column((list(chain.from_iterable(item.sizes)) for item in rows.values()), np.int64),
+            list(self.rows),
+            [item.dtype for item in rows],
+            [item.shape for item in rows],
+            np.array([len(item.shape) for item in rows], np.int64),
+            np.cumsum([0, *(len(item.starts) for item in rows)]),
+            column("files", np.int32),
+            column("starts", np.int64),
+            column("lengths", np.int64),
+            column("zstd", np.bool_),
+            *boxes,
         )
 
     def _tensors(self, columns: TensorColumns, roles: RoleTable) -> dict[str, TensorEntry]:
@@ -440,8 +458,8 @@ class _Builder:
     def _object(self, name: str, roles: RoleTable) -> ObjectEntry:
         info, source = self.objects[name]
         part = next(part for part in self.parts if part.name == source)
-        start, length = _range(info, part, name)
-        file = self.files.number(info.relative_path, source)
+        (start,), (length,) = _ranges([info], part, name)
+        file = self.files.numbers([info.relative_path], source)[0]
         path, size = self.files.paths[file], self.files.sizes[file]
         if 0 <= size < start + length:
             raise IncompleteCheckpointError(
@@ -488,27 +506,24 @@ class _Builder:
         return (f"not interpreted: {shown}{more}",)
 
 
-def _column(parts: Iterable[list[Any]], dtype: Any) -> npt.NDArray[Any]:
-    arrays = [np.array(part, dtype) for part in parts]
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
-
-
-def _range(info: StorageInfo, part: _Part, name: str) -> tuple[int, int]:
+def _ranges(infos: Sequence[StorageInfo], part: _Part, name: str) -> tuple[list[int], list[int]]:
+    """The bytes of items: where they start, and how many."""
     try:
-        start, length = info.offset, info.length
+        starts, lengths = _fields(infos, "offset"), _fields(infos, "length")
     except AttributeError:
         raise part.fault(f"the place of {name!r:.80} is incomplete") from None
-    if type(start) is not int or type(length) is not int or not 0 <= start < MAX_COUNT or not 0 <= length < MAX_COUNT:
+    both = [*starts, *lengths]
+    if not _are(int, both) or (both and not 0 <= min(both) <= max(both) < _MAX_COUNT):
         raise part.fault(f"the place of {name!r:.80} is no byte range")
-    return start, length
+    return starts, lengths
 
 
 def _is_zstd(info: StorageInfo, part: _Part, name: str) -> bool:
     transforms = info.transforms
     if not transforms:
         return False
-    if not isinstance(transforms, (list, tuple)) or list(transforms) != [ZSTD]:
+    if not isinstance(transforms, (list, tuple)) or list(transforms) != [_ZSTD]:
         raise UnsupportedFormatError(
-            f"{part.name}: {name!r:.80} was written through {str(transforms)[:80]}; only {ZSTD!r} is known."
+            f"{part.name}: {name!r:.80} was written through {str(transforms)[:80]}; only {_ZSTD!r} is known."
         )
     return True

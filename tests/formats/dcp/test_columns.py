@@ -1,58 +1,43 @@
-"""`.metadata` read in bulk is what it is one by one; the unusual is left to the latter, which says what is wrong."""
+"""What `.metadata` says becomes columns; what no metadata say is refused by name."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptkit.catalog.entry import Catalog
+from ckptkit.errors import CkptkitError
 from ckptkit.formats.dcp import catalog as dcp
-from ckptkit.formats.dcp import columns
-from ckptkit.formats.dcp.columns import in_bulk
-from ckptkit.formats.pickles.inert import Record, StorageInfo
+from ckptkit.formats.pickles.inert import Record, StorageInfo, TensorMetadata
 from ckptkit.storage.local import LocalStore
 from tests.conftest import ZOO
 
-FOLDERS = sorted(
-    path.parent
-    for path in ZOO.rglob(".metadata")
-    if not path.relative_to(ZOO).parts[0].startswith(("hostile", "broken"))
-)
+FOLDER = ZOO / "dcp_dtensor_2d/ckpt"
 
 
-def part(folder: Path) -> Any:
-    store = LocalStore(folder)
+def part() -> Any:
+    store = LocalStore(FOLDER)
     listing = {info.path: info for info in store.list()}
     return dcp._Part(".metadata", dcp._load(store, listing[".metadata"]))
 
 
-def rows(catalog: Catalog) -> Any:
-    tensors = {n: (e.dtype, e.shape, e.role, e.fqn, e.key, list(e.slices)) for n, e in catalog.tensors.items()}
-    return tensors, catalog.objects, catalog.info
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ZOO)))
-def test_a_catalog_is_the_same_in_bulk_and_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only = part(folder)
-    assert in_bulk(only.entries, only.storage, lambda path: 0) is not None
-    found = rows(dcp.open_catalog(LocalStore(folder)))
-    monkeypatch.setattr(dcp, "in_bulk", lambda *_: None)
-    assert rows(dcp.open_catalog(LocalStore(folder))) == found
+def gathered(only: Any) -> Any:
+    store = LocalStore(FOLDER)
+    builder = dcp._Builder(store, [only], dcp._Files(store, {info.path: info for info in store.list()}))
+    return builder._columns(), builder.objects
 
 
 def test_places_in_any_order_find_their_slices() -> None:
-    only = part(ZOO / "dcp_hsdp_2x2/ckpt")
-    usual = in_bulk(only.entries, only.storage, len)
+    usual, objects = gathered(part())
+    only = part()
     places = list(only.storage.items())
     random.Random(0).shuffle(places)
-    shuffled = in_bulk(only.entries, dict(places), len)
-    assert usual is not None and shuffled is not None
+    only.storage = dict(places)
+    shuffled, others = gathered(only)
     for name in ("files", "starts", "lengths", "offsets", "sizes", "bounds"):
-        assert (getattr(usual[0], name) == getattr(shuffled[0], name)).all(), name
-    assert usual[1] == shuffled[1]
+        assert (getattr(usual, name) == getattr(shuffled, name)).all(), name
+    assert objects.keys() == others.keys()
 
 
 def swap(items: dict[Any, Any], key: Any, value: Any) -> None:
@@ -60,7 +45,7 @@ def swap(items: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def first_tensor(only: Any) -> Any:
-    return next(entry for entry in only.entries.values() if isinstance(entry, columns.TensorMetadata) and entry.size)
+    return next(entry for entry in only.entries.values() if isinstance(entry, TensorMetadata) and entry.size)
 
 
 def first_place(only: Any) -> Any:
@@ -96,8 +81,8 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
-def test_what_is_unusual_is_not_read_in_bulk(kind: str) -> None:
-    only = part(ZOO / "dcp_dtensor_2d/ckpt")
-    assert in_bulk(only.entries, only.storage, lambda _: 0) is not None
+def test_what_no_metadata_say_is_refused(kind: str) -> None:
+    only = part()
     UNUSUAL[kind](only)
-    assert in_bulk(only.entries, only.storage, lambda _: 0) is None
+    with pytest.raises(CkptkitError, match=r"\.metadata"):
+        gathered(only)
