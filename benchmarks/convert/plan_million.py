@@ -116,7 +116,7 @@ def read_with_torch(folder: Path) -> None:
 def read(path: Path, to_ranks: int) -> None:
     lap = Laps()
     from ckptkit.catalog.targets import Target
-    from ckptkit.formats.own.manifest import read_manifest
+    from ckptkit.formats.own.manifest import Manifest
     from ckptkit.offline.copying.coverage import check_plan
     from ckptkit.offline.copying.plan import Plan
     from ckptkit.offline.copying.runs import prepare
@@ -124,7 +124,7 @@ def read(path: Path, to_ranks: int) -> None:
     from ckptkit.offline.resharding.rank_files import dcp_files
 
     lap("imports")
-    catalog = read_manifest(path.read_bytes())
+    catalog = Manifest.from_bytes(path.read_bytes()).catalog()
     lap("read the manifest")
     targets = [Target.of(entry) for entry in catalog.tensors.values()]
     files, placements, last = hf_files(catalog, targets, max_shard_size=5 * 10**9)

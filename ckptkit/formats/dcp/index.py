@@ -20,7 +20,7 @@ from ckptkit.formats.dcp.files import ROW
 from ckptkit.formats.dcp.records import RecordColumns, encode_metadata, payload_nbytes
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.own.columns import Columns, unpack, unpack_texts
-from ckptkit.formats.own.manifest import MESHES, Manifest, Objects, Slices, Tensors
+from ckptkit.formats.own.manifest import MESHES, Manifest, Slices, Tensors
 from ckptkit.formats.own.outline import LEAST, Spare, spare_fields
 from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
@@ -388,7 +388,7 @@ class Index:
             objects[name] = ObjectEntry(
                 name, self.paths[file], start, nbytes, digest=digest, role=role[name][0], key=found.path
             )
-        return Manifest(self.paths, tensors, slices, Objects(objects), info, list(distinct))
+        return Manifest(self.paths, tensors, slices, objects, info, list(distinct))
 
     def _nbytes(self) -> Int64:
         """Bytes of each slice."""

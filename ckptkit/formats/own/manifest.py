@@ -28,8 +28,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,23 +50,14 @@ from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, Usage
 from ckptkit.formats.own.columns import Column, Columns, fields_of, pack, pack_texts, unpack, unpack_texts
 from ckptkit.storage.store import checked_path
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
     "MESHES",
     "PLACEMENTS",
     "Entries",
     "Manifest",
-    "Objects",
     "Slices",
     "Tensors",
     "format_in_header",
-    "read_manifest",
-    "encode",
-    "manifest_of",
-    "check_manifest",
-    "check_tables",
 ]
 
 # What must hold for a manifest before anything is read by it. Whole columns at a time.
@@ -77,7 +68,7 @@ _MAX_BYTES = 1 << 62
 _BLOCK = 1 << 16
 
 
-def check_tables(columns: Columns, version: int) -> None:
+def _check_tables(columns: Columns, version: int) -> None:
     """Check everything that later steps index with, so that decoding can't go wrong half-way.
 
     Raises:
@@ -120,7 +111,7 @@ def check_tables(columns: Columns, version: int) -> None:
         _fail(columns, "the list of strided slices is damaged")
 
 
-def check_manifest(manifest: Manifest, columns: Columns) -> None:
+def _check_manifest(manifest: Manifest, columns: Columns) -> None:
     """Check paths, names, and that each slice lies in its tensor and has the bytes of its box.
 
     Raises:
@@ -132,7 +123,7 @@ def check_manifest(manifest: Manifest, columns: Columns) -> None:
     names = manifest.tensors.names
     if len(set(names)) != len(names):
         _fail(columns, "a tensor is listed twice")
-    if len(manifest.objects.entries) != len(columns.get("objects.ends", "int64")):
+    if len(manifest.objects) != len(columns.get("objects.ends", "int64")):
         _fail(columns, "an object is listed twice")
     slices, tensors = manifest.slices, manifest.tensors
     itemsizes = [DTYPES[name].itemsize for name in tensors.dtypes]
@@ -304,13 +295,6 @@ class Slices:
 
 
 @dataclass(frozen=True, slots=True)
-class Objects:
-    """What is no tensor, by name; an entry with `encoding` "value" or "json" carries its value."""
-
-    entries: Mapping[str, ObjectEntry]
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """A catalog as columns.
 
@@ -321,7 +305,7 @@ class Manifest:
     paths: list[str]
     tensors: Tensors
     slices: Slices
-    objects: Objects
+    objects: Mapping[str, ObjectEntry]
     info: CatalogInfo
     placements: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
 
@@ -329,35 +313,42 @@ class Manifest:
 
     @classmethod
     def of(cls, catalog: Catalog) -> Manifest:
-        """Return the columns of a catalog. Raises UnsupportedFormatError where a slice is compressed or digested
-        by anything but the digest of its own bytes."""
+        """Return the columns of a catalog; the order of its tensors is kept.
 
-        return manifest_of(catalog)
+        Raises:
+            UnsupportedFormatError: A slice is compressed, or digested by anything but the digest of its own bytes.
+        """
+        entries = list(catalog.tensors.values())
+        paths: dict[str, int] = {}
+        slices = _slices(entries, paths)
+        placements, chosen = _placements(entries, catalog.info.extra.get(PLACEMENTS, {}))
+        tensors = Tensors(
+            [e.name for e in entries],
+            [e.dtype for e in entries],
+            [tuple(e.shape) for e in entries],
+            np.cumsum([len(e.slices) for e in entries], dtype=np.int64),
+            [e.role for e in entries],
+            [e.fqn for e in entries],
+            [e.state for e in entries],
+            [tuple(e.key) for e in entries],
+            chosen,
+        )
+        for entry in catalog.objects.values():
+            if entry.path:
+                paths.setdefault(entry.path, len(paths))
+        return cls(list(paths), tensors, slices, dict(catalog.objects), catalog.info, placements)
 
     def catalog(self) -> Catalog:
         """Return the catalog; its tensors are made when asked for."""
-        extra = dict(self.info.extra)
-        if self.placements:
-            extra[PLACEMENTS] = _Placements(self)
-        info = CatalogInfo(
-            self.info.format,
-            self.info.producer,
-            self.info.step,
-            self.info.world_size,
-            self.info.mesh,
-            self.info.files,
-            self.info.side_files,
-            self.info.notes,
-            extra,
-        )
-        return Catalog(Entries(self), self.objects.entries, info)
+        placements = {PLACEMENTS: _Placements(self)} if self.placements else {}
+        info = replace(self.info, extra={**self.info.extra, **placements})
+        return Catalog(Entries(self), self.objects, info)
 
     # --- bytes
 
     def to_bytes(self) -> bytes:
         """Return the bytes of `manifest.safetensors`. Raises UsageError: something in `info.extra` is not JSON."""
-
-        arrays, header = encode(self)
+        arrays, header = _encode(self)
         return pack(arrays, {"format": VERSION, **header})
 
     @classmethod
@@ -370,9 +361,9 @@ class Manifest:
             UnsupportedFormatError: A newer ckptkit wrote it.
         """
         columns = unpack(data, file=file)
-        check_tables(columns, VERSION)
+        _check_tables(columns, VERSION)
         manifest = _decode(columns)
-        check_manifest(manifest, columns)
+        _check_manifest(manifest, columns)
         return manifest
 
 
@@ -383,16 +374,11 @@ def format_in_header(header: bytes) -> str:
     return str(info.get("format", "")) if isinstance(info, dict) else ""
 
 
-def read_manifest(data: bytes | bytearray | memoryview, *, file: str = "manifest.safetensors") -> Catalog:
-    """Return the catalog that a manifest holds. Raises as `Manifest.from_bytes` does."""
-    return Manifest.from_bytes(data, file=file).catalog()
-
-
 def _decode(columns: Columns) -> Manifest:
     names = unpack_texts(columns, "names")
     count = len(names)
     ndims = columns.get("tensor.ndim", "uint8", count).astype(np.int64)
-    shapes = split_rows(columns.get("tensor.shape", "int64", int(ndims.sum())), ndims)
+    shapes = _split_rows(columns.get("tensor.shape", "int64", int(ndims.sum())), ndims)
     stops = columns.get("tensor.stop", "int64", count)
     dtypes, states = columns.field("dtypes", list), columns.field("states", list)
     fqns = columns.get("tensor.fqn", "int32", 2 * count).tolist()
@@ -424,7 +410,7 @@ def _decode(columns: Columns) -> Manifest:
     return Manifest(paths, tensors, slices, _decode_objects(columns, paths), _decode_info(columns), placements)
 
 
-def split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
+def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
     """Return a ragged column as one tuple a row."""
     values, at, rows = flat.tolist(), 0, []
     for width in widths.tolist():
@@ -459,10 +445,10 @@ def _decode_strides(columns: Columns, ndims: Int64, stops: Int64) -> dict[int, t
     tensors = np.searchsorted(stops, rows, side="right")
     widths = ndims[np.minimum(tensors, max(0, len(ndims) - 1))] if len(ndims) else np.zeros(len(rows), np.int64)
     values = columns.get("stride.value", "int64", int(widths.sum()))
-    return dict(zip(rows.tolist(), split_rows(values, widths), strict=True))
+    return dict(zip(rows.tolist(), _split_rows(values, widths), strict=True))
 
 
-def _decode_objects(columns: Columns, paths: list[str]) -> Objects:
+def _decode_objects(columns: Columns, paths: list[str]) -> dict[str, ObjectEntry]:
     names = unpack_texts(columns, "objects")
     count = len(names)
     files = columns.get("object.file", "int32", count).tolist()
@@ -482,7 +468,7 @@ def _decode_objects(columns: Columns, paths: list[str]) -> Objects:
         entries[name] = ObjectEntry(
             name, path, starts[i], sizes[i], None, encoding, value, digest, _ROLES[roles[i]], keys[i]
         )
-    return Objects(entries)
+    return entries
 
 
 def _decode_info(columns: Columns) -> CatalogInfo:
@@ -588,29 +574,6 @@ _ROLE_CODES = {role: i for i, role in enumerate(Role)}
 _ENCODING_CODES = {"torch_save": 0, "json": 1, "value": 2}
 
 
-def manifest_of(catalog: Catalog) -> Manifest:
-    """Return the columns of a catalog; the order of its tensors is kept."""
-    entries = list(catalog.tensors.values())
-    paths: dict[str, int] = {}
-    slices = _slices(entries, paths)
-    placements, chosen = _placements(entries, catalog.info.extra.get(PLACEMENTS, {}))
-    tensors = Tensors(
-        [e.name for e in entries],
-        [e.dtype for e in entries],
-        [tuple(e.shape) for e in entries],
-        np.cumsum([len(e.slices) for e in entries], dtype=np.int64),
-        [e.role for e in entries],
-        [e.fqn for e in entries],
-        [e.state for e in entries],
-        [tuple(e.key) for e in entries],
-        chosen,
-    )
-    for entry in catalog.objects.values():
-        if entry.path:
-            paths.setdefault(entry.path, len(paths))
-    return Manifest(list(paths), tensors, slices, Objects(dict(catalog.objects)), catalog.info, placements)
-
-
 def _slices(entries: Sequence[TensorEntry], paths: dict[str, int]) -> Slices:
     parts: dict[str, list[Column]] = {
         k: [] for k in ("files", "starts", "nbytes", "offsets", "sizes", "ranks", "digests")
@@ -689,7 +652,7 @@ def _placements(
 # --- packing
 
 
-def encode(manifest: Manifest) -> tuple[dict[str, Column], dict[str, Any]]:
+def _encode(manifest: Manifest) -> tuple[dict[str, Column], dict[str, Any]]:
     """Return the columns by name, and the header."""
     tensors, slices = manifest.tensors, manifest.slices
     dtypes, dtype_rows = _distinct(tensors.dtypes)
@@ -717,7 +680,7 @@ def encode(manifest: Manifest) -> tuple[dict[str, Column], dict[str, Any]]:
     }
     if slices.digests is not None:
         arrays[_SLICE_DIGEST] = slices.digests
-    objects, values = _pack_objects(manifest.objects.entries, manifest.paths)
+    objects, values = _pack_objects(manifest.objects, manifest.paths)
     arrays.update(objects)
     header = {
         "dtypes": dtypes,

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -43,66 +43,7 @@ __all__ = [
     "record_path",
     "step_name",
     "step_of_name",
-    "Fields",
-    "parse_json",
 ]
-
-# Typed fields of a JSON object that nobody vouches for: a missing or wrong one is an error that says so.
-
-
-def parse_json(data: bytes, *, file: str) -> dict[str, Any]:
-    """Return the JSON object in `data`: UTF-8, no key twice, no NaN. Raises CorruptCheckpointError."""
-    if not data.strip(b" \t\r\n\0"):
-        raise CorruptCheckpointError(f"{file} is empty. It was cut off while it was written, or zeroed since.")
-    body = parse(data, file=file)
-    if not isinstance(body, dict):
-        raise CorruptCheckpointError(f"{file} holds a JSON {type(body).__name__}, expected an object.")
-    return body
-
-
-class Fields:
-    """The fields of one JSON object; `file` names it in errors."""
-
-    def __init__(self, body: Any, file: str) -> None:
-        if not isinstance(body, dict):
-            raise CorruptCheckpointError(f"{file} is a JSON {type(body).__name__}, expected an object.")
-        self.body: Mapping[str, Any] = body
-        self.file = file
-
-    def get(self, name: str) -> Any:
-        """Return a field of any type."""
-        if name not in self.body:
-            raise CorruptCheckpointError(f"{self.file}: the field {name!r} is missing.")
-        return self.body[name]
-
-    def _wrong(self, name: str, expected: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{self.file}: {name} is {self.body[name]!r:.120}, expected {expected}.")
-
-    def whole(self, name: str, most: int) -> int:
-        """Return a whole number from 0 to `most`."""
-        value = self.get(name)
-        if type(value) is not int or not 0 <= value <= most:
-            raise self._wrong(name, f"a whole number from 0 to {most}")
-        return value
-
-    def text(self, name: str, pattern: str | None = None) -> str:
-        """Return a string, which matches `pattern` as a whole."""
-        value = self.get(name)
-        if not isinstance(value, str) or (pattern is not None and re.fullmatch(pattern, value) is None):
-            raise self._wrong(name, "a string" if pattern is None else f"a string that matches {pattern}")
-        return value
-
-    def optional_text(self, name: str) -> str | None:
-        """Return a string or None."""
-        return None if self.get(name) is None else self.text(name)
-
-    def table(self, name: str) -> Mapping[str, Any]:
-        """Return an object."""
-        value = self.get(name)
-        if not isinstance(value, dict):
-            raise self._wrong(name, "an object")
-        return value
-
 
 FORMAT = "ckptkit/1"
 RECORD_NAME = "checkpoint.json"
@@ -302,54 +243,111 @@ class CommitRecord:
         """
         if len(data) > MAX_RECORD_BYTES:
             raise CorruptCheckpointError(f"{file} has {len(data)} bytes; no commit record is larger than 256 MiB.")
-        body = parse_json(data, file=file)
-        fields = Fields(body, file)
-        _check_format(fields)
-        stated = fields.text("self", rf"{DIGEST}:[0-9a-f]{{16}}")
+        if not data.strip(b" \t\r\n\0"):
+            raise CorruptCheckpointError(f"{file} is empty. It was cut off while it was written, or zeroed since.")
+        body = parse(data, file=file)
+        if not isinstance(body, dict):
+            raise CorruptCheckpointError(f"{file} holds a JSON {type(body).__name__}, expected an object.")
+        _check_format(body, file)
+        stated = _field(body, "self", _matching(rf"{DIGEST}:[0-9a-f]{{16}}"), file)
         found = _self_digest({name: value for name, value in body.items() if name != "self"})
         if stated != found:
             raise IntegrityError(
                 f"{file}: the record's digest is {found}, but {stated} was written. The file was changed or damaged."
             )
-        record = _record(cls, fields)
+        known = {name: _field(body, name, check, file) for name, check in _FIELDS.items()}
+        for name, check in (("metrics", _METRIC), ("versions", _TEXT)):
+            for item in known[name]:
+                _field(known[name], item, check, f"{file}: {name}")
+        record = cls(**{
+            **known,
+            "created": _time_value(known["created"]),
+            "files": _files(known["files"], file),
+            "metrics": {name: float(_NOT_FINITE.get(value, value)) for name, value in known["metrics"].items()},
+            "objective": None if known["objective"] is None else tuple(known["objective"]),
+        })  # fmt: skip
         _check_record(record, file)
         return record
 
 
-def _record(cls: type[CommitRecord], fields: Fields) -> CommitRecord:
-    mesh = fields.get("mesh")
-    return cls(
-        step=fields.whole("step", _MAX_STEP),
-        tag=fields.optional_text("tag"),
-        save_id=fields.text("save_id", _NONCE.pattern),
-        sequence=fields.whole("sequence", 2**62),
-        data=fields.text("data", f"({_NONCE.pattern})?"),
-        created=_time_value(fields),
-        state_dict_type=fields.text("state_dict_type", "[a-z][a-z0-9_]{0,31}"),
-        world_size=fields.whole("world_size", 2**31),
-        mesh=None if mesh is None else _mesh(fields.table("mesh"), fields),
-        manifest=fields.optional_text("manifest"),
-        total_bytes=fields.whole("total_bytes", 2**62),
-        metrics=_metrics(fields),
-        objective=_objective(fields),
-        client_state=fields.get("client_state"),
-        writer=fields.table("writer"),
-        versions=_versions(fields),
-        extra=fields.table("extra"),
-        files=_files(fields),
-    )
+# What the fields must be: in words, and as a test of what JSON gave.
+_Check = tuple[str, Callable[[Any], Any]]
 
 
-def _check_format(fields: Fields) -> None:
-    match = _FORMAT.fullmatch(fields.text("format"))
-    if match is None:
-        raise CorruptCheckpointError(f"{fields.file}: format is {fields.text('format')!r}, expected {FORMAT!r}.")
+def _whole(most: int) -> _Check:
+    return f"a whole number from 0 to {most}", lambda value: type(value) is int and 0 <= value <= most
+
+
+def _matching(pattern: str) -> _Check:
+    return f"a string that matches {pattern}", lambda value: isinstance(value, str) and re.fullmatch(pattern, value)
+
+
+def _is_metric(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in _NOT_FINITE
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**1023
+
+
+def _is_objective(value: Any) -> bool:
+    pair = isinstance(value, list) and len(value) == 2
+    return value is None or (pair and isinstance(value[0], str) and value[1] in ("min", "max"))
+
+
+def _is_mesh(mesh: Any) -> bool:
+    if not isinstance(mesh, dict):
+        return mesh is None
+    shape, names = mesh.get("shape"), mesh.get("names")
+    if not isinstance(shape, list) or not isinstance(names, list) or len(shape) != len(names):
+        return False
+    sizes = all(type(size) is int and 0 < size < 2**31 for size in shape)
+    return sizes and all(isinstance(name, str) for name in names)
+
+
+_TEXT: _Check = "a string", lambda value: isinstance(value, str)
+_TEXT_OR_NONE: _Check = "a string or null", lambda value: value is None or isinstance(value, str)
+_TABLE: _Check = "an object", lambda value: isinstance(value, dict)
+_METRIC: _Check = "a number", _is_metric
+_FIELDS: Mapping[str, _Check] = {
+    "step": _whole(_MAX_STEP),
+    "tag": _TEXT_OR_NONE,
+    "save_id": _matching(_NONCE.pattern),
+    "sequence": _whole(2**62),
+    "data": _matching(f"({_NONCE.pattern})?"),
+    "created": ("a time such as 2026-01-31T12:00:00.000000Z", lambda value: _time_value(value) is not None),
+    "state_dict_type": _matching("[a-z][a-z0-9_]{0,31}"),
+    "world_size": _whole(2**31),
+    "mesh": ('as many sizes as names: {"shape": [2, 4], "names": ["replicate", "shard"]}', _is_mesh),
+    "manifest": _TEXT_OR_NONE,
+    "total_bytes": _whole(2**62),
+    "metrics": _TABLE,
+    "objective": ("[metric, 'min' or 'max']", _is_objective),
+    "client_state": ("JSON", lambda value: True),
+    "writer": _TABLE,
+    "versions": _TABLE,
+    "extra": _TABLE,
+    "files": _TABLE,
+}
+
+
+def _field(body: Mapping[str, Any], name: str, check: _Check, file: str) -> Any:
+    """Return a field of a JSON object that `file` names. Raises CorruptCheckpointError."""
+    if name not in body:
+        raise CorruptCheckpointError(f"{file}: the field {name!r} is missing.")
+    expected, fits = check
+    if not fits(body[name]):
+        raise CorruptCheckpointError(f"{file}: {name} is {body[name]!r:.120}, expected {expected}.")
+    return body[name]
+
+
+def _check_format(body: Mapping[str, Any], file: str) -> None:
+    found = _field(body, "format", _TEXT, file)
+    match = _FORMAT.fullmatch(found)
+    if match is None or int(match[1]) < 1:
+        raise CorruptCheckpointError(f"{file}: format is {found!r}, expected {FORMAT!r}.")
     if int(match[1]) > 1:
         raise UnsupportedFormatError(
-            f"{fields.file} has format {match[0]!r}; this ckptkit reads {FORMAT!r}. A newer ckptkit wrote it: upgrade."
+            f"{file} has format {found!r}; this ckptkit reads {FORMAT!r}. A newer ckptkit wrote it: upgrade."
         )
-    if int(match[1]) != 1:
-        raise CorruptCheckpointError(f"{fields.file}: format is {match[0]!r}; there is no such version.")
 
 
 def _check_record(record: CommitRecord, file: str) -> None:
@@ -368,59 +366,18 @@ def _check_record(record: CommitRecord, file: str) -> None:
         raise CorruptCheckpointError(f"{file}: total_bytes is {record.total_bytes}, but the files add up to {total}.")
 
 
-def _files(fields: Fields) -> Mapping[str, FileRecord]:
+def _files(table: Mapping[str, Any], file: str) -> Mapping[str, FileRecord]:
     files = {}
-    for path, item in fields.table("files").items():
+    for path, item in table.items():
         try:
             checked_path(path)
         except UnsafePathError as error:
-            raise UnsafePathError(f"{fields.file}: {error}") from error
-        entry = Fields(item, f"{fields.file}: files[{path!r}]")
-        outlined = "outline" in entry.body and DIGEST not in entry.body
-        digest = entry.text("outline" if outlined else DIGEST, _DIGEST.pattern)
-        files[path] = FileRecord(entry.whole("nbytes", 2**62), digest, outlined)
+            raise UnsafePathError(f"{file}: {error}") from error
+        _field(table, path, _TABLE, f"{file}: files")
+        where, outlined = f"{file}: files[{path!r}]", "outline" in item and DIGEST not in item
+        digest = _field(item, "outline" if outlined else DIGEST, _matching(_DIGEST.pattern), where)
+        files[path] = FileRecord(_field(item, "nbytes", _whole(2**62), where), digest, outlined)
     return files
-
-
-def _metrics(fields: Fields) -> Mapping[str, float]:
-    metrics = {}
-    for name, value in fields.table("metrics").items():
-        if isinstance(value, str) and value in _NOT_FINITE:
-            metrics[name] = _NOT_FINITE[value]
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**1023:
-            metrics[name] = float(value)
-        else:
-            raise CorruptCheckpointError(f"{fields.file}: metric {name!r} is {value!r:.80}, expected a number.")
-    return metrics
-
-
-def _objective(fields: Fields) -> tuple[str, str] | None:
-    value = fields.get("objective")
-    if value is None:
-        return None
-    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and value[1] in ("min", "max"):
-        return value[0], value[1]
-    raise CorruptCheckpointError(f"{fields.file}: objective is {value!r:.80}, expected [metric, 'min' or 'max'].")
-
-
-def _mesh(mesh: Mapping[str, Any], fields: Fields) -> Mapping[str, Any]:
-    shape, names = mesh.get("shape"), mesh.get("names")
-    good = isinstance(shape, list) and all(type(size) is int and 0 < size < 2**31 for size in shape)
-    good = good and isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not good or len(mesh["shape"]) != len(mesh["names"]):
-        raise CorruptCheckpointError(
-            f"{fields.file}: mesh is {dict(mesh)!r:.120}, expected as many sizes as names: "
-            '{"shape": [2, 4], "names": ["replicate", "shard"]}.'
-        )
-    return mesh
-
-
-def _versions(fields: Fields) -> Mapping[str, str]:
-    versions = fields.table("versions")
-    for name, value in versions.items():
-        if not isinstance(value, str):
-            raise CorruptCheckpointError(f"{fields.file}: versions[{name!r}] is {value!r:.80}, expected a string.")
-    return versions
 
 
 def _self_digest(body: Mapping[str, Any]) -> str:
@@ -480,14 +437,11 @@ def _time_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def _time_value(fields: Fields) -> float:
-    text = fields.text("created")
+def _time_value(text: Any) -> float | None:
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
-    except ValueError as error:
-        raise CorruptCheckpointError(
-            f"{fields.file}: created is {text!r:.80}, expected a time such as 2026-01-31T12:00:00.000000Z."
-        ) from error
+    except (TypeError, ValueError):
+        return None
 
 
 # --- reading from a store

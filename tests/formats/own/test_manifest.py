@@ -28,7 +28,11 @@ from ckptkit.catalog.entry import (
 )
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsafePathError, UnsupportedFormatError, UsageError
 from ckptkit.formats.own.columns import pack, unpack
-from ckptkit.formats.own.manifest import MESHES, PLACEMENTS, Manifest, read_manifest
+from ckptkit.formats.own.manifest import MESHES, PLACEMENTS, Manifest
+
+
+def read_manifest(data: bytes) -> Catalog:
+    return Manifest.from_bytes(data).catalog()
 
 
 def part(path, start, offsets, sizes, itemsize=4, digest=7, strides=None, rank=0) -> TensorSlice:
@@ -144,8 +148,8 @@ def test_reading_needs_no_torch():
     import subprocess
 
     code = (
-        "import sys; from ckptkit.formats.own.manifest import read_manifest; "
-        "read_manifest(sys.stdin.buffer.read()); assert 'torch' not in sys.modules"
+        "import sys; from ckptkit.formats.own.manifest import Manifest; "
+        "Manifest.from_bytes(sys.stdin.buffer.read()).catalog(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], input=blob(), check=True)
 
