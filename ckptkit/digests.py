@@ -148,7 +148,7 @@ def hex_width(algorithm: str) -> int:
 
 
 def proves_equality(algorithm: str | None) -> bool:
-    """Tell whether equal digests of data that nobody chose are equal bytes. 32 bits are too few to be sure."""
+    """Return whether equal digests of data that nobody chose are equal bytes. 32 bits are too few to be sure."""
     return algorithm == DIGEST
 
 

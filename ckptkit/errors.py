@@ -48,7 +48,7 @@ _MAX_LINE = 1000
 
 class CkptkitError(Exception):
     """Base of all errors that ckptkit raises on purpose. No line of a message is longer than a thousand characters:
-    what is named in it may come from a file that holds a megabyte of name. Credentials are left out of it."""
+    what is named in it may come from a file that holds a megabyte of name. Credentials are removed."""
 
     exit_code = 1
 
@@ -81,14 +81,14 @@ class CheckpointExistsError(CkptkitError, FileExistsError):
 
 
 class UnsupportedFormatError(CkptkitError, ValueError):
-    """The file is of a known kind, but holds something that can't be read or written without loss."""
+    """The file is of a known kind, but holds something that cannot be read or written without loss."""
 
 
 class CorruptCheckpointError(CkptkitError, ValueError):
     """A file of the checkpoint is not what its format says it must be.
 
     Attributes:
-        checkpoint: The URL of the checkpoint that the file is a part of; "" where it is not known.
+        checkpoint: The URL of the checkpoint that the file is a part of; "" if it is not known.
     """
 
     checkpoint = ""

@@ -14,7 +14,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> None:
-    """Warn of what does not go away, a file that can't be deleted say: once for each `text` in a process."""
+    """Warn of what does not go away, a file that cannot be deleted say: once for each `text` in a process."""
     if (what, text) not in _warned:
         _warned.add((what, text))
         logger.warning(f"%s {text}", what, *args)

@@ -142,7 +142,7 @@ def _of_environment() -> list[str]:
 
 
 def _login(url: str) -> str:
-    """The login of a URL, "" where it has none. A password may hold "/" and "@": all up to the last "@" is one."""
+    """The login of a URL, "" if it has none. A password may hold "/" and "@": all up to the last "@" is one."""
     scheme, separator, rest = url.partition("://")
     at = rest.rfind("@")
     if not separator or at < 0:

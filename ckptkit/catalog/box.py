@@ -39,7 +39,7 @@ class Box:
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def within(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether the box lies inside a tensor of this shape."""
+        """Return whether the box lies inside a tensor of this shape."""
         return (
             len(shape) == len(self.sizes)
             and all(o >= 0 and s >= 0 for o, s in zip(self.offsets, self.sizes, strict=True))
@@ -47,7 +47,7 @@ class Box:
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part both boxes share, None where it is empty."""
+        """Return the part both boxes share, None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         spans = zip(self.offsets, self.sizes, other.offsets, other.sizes, offsets, strict=True)
         sizes = tuple([min(a + m, b + n) - o for a, m, b, n, o in spans])
@@ -58,7 +58,7 @@ class Box:
         return Box(tuple(map(operator.sub, self.offsets, outer.offsets)), self.sizes)
 
     def is_contiguous_in(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether the box is one run of elements in a row-major tensor of this shape."""
+        """Return whether the box is one run of elements in a row-major tensor of this shape."""
         if self.numel <= 1:
             return True
         partial = False  # walking from the innermost dimension: a cut one must have only size 1 outside it

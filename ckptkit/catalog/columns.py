@@ -66,7 +66,7 @@ def is_dense(sizes: Int64, strides: Int64) -> Bool:
 
 
 def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
-    """Tell whether these non-empty boxes cover a shape, each element once. Linear, whatever their pattern.
+    """Return whether these non-empty boxes cover a shape, each element once. Linear, whatever their pattern.
 
     How often elements are covered is a sum of steps, one at each corner of each box, up or down. It is 1 everywhere
     just where all steps cancel but those of the corners of the whole. The steps are summed under a hash of their place
@@ -94,7 +94,7 @@ def _steps(places: UInt64, key: UInt64) -> UInt64:
 
 
 def overlapping(offsets: Int64, sizes: Int64) -> bool:
-    """Tell whether any two of these distinct, non-empty boxes share an element.
+    """Return whether any two of these distinct, non-empty boxes share an element.
 
     A grid is told apart in O(n log n): sorted by one dimension whose intervals are all disjoint or
     equal, only boxes of equal interval are compared, recursively. Anything else is compared pair by

@@ -17,7 +17,7 @@ class DType:
         name: "bfloat16", "float8_e4m3fn", ...
         itemsize: Bytes an element.
         kind: "float", "float8" (never cast), "int", "bool" or "complex".
-        safetensors: Its name in a safetensors header; None where that format has none.
+        safetensors: Its name in a safetensors header; None if that format has none.
     """
 
     name: str

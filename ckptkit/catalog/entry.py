@@ -87,10 +87,10 @@ class TensorSlice:
         path: The file, relative to the store of the checkpoint.
         start: Byte offset of the element at `box.offsets`.
         nbytes: Bytes from the first to past the last element: numel * itemsize where contiguous.
-        strides: In elements, where the box does not lie row-major; None where it does.
-        digest: What the bytes are checked by; None where nothing was recorded.
+        strides: In elements, where the box does not lie row-major; None if it does.
+        digest: What the bytes are checked by; None if nothing was recorded.
         codec: Set where the bytes are compressed, or signs in them are to be flipped.
-        rank: The rank that wrote the slice; -1 where unknown.
+        rank: The rank that wrote the slice; -1 if unknown.
     """
 
     box: Box
@@ -112,14 +112,14 @@ class SliceArray(Sequence[TensorSlice]):
         starts, nbytes: [n] bytes.
         offsets, sizes: [n, ndim] elements.
         ranks: [n] writer rank, -1 where unknown.
-        algorithm: The digest algorithm of all rows; None where there are no digests.
-        digests: [n] digest values; None where there are none.
-        digest_starts, digest_nbytes: [n] the bytes each digest covers; None where they are the slice's own.
+        algorithm: The digest algorithm of all rows; None if there are no digests.
+        digests: [n] digest values; None if there are none.
+        digest_starts, digest_nbytes: [n] the bytes each digest covers; None if they are the slice's own.
         strides, codecs: The few rows that have one, by row.
     """
 
     opaque: str = ""
-    """Why the bytes of the tensor can't be told, as the end of a sentence about it; "" where they can."""
+    """Why the bytes of the tensor cannot be told, as the end of a sentence about it; "" if they can."""
 
     __slots__ = (
         "algorithm",
@@ -421,8 +421,8 @@ class TensorEntry:
 
 
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
-    """Tell whether two tensors hold the same bytes by what is recorded: that they are the same bytes of the same files,
-    or digests over the same boxes. None where that does not tell."""
+    """Return whether two tensors hold the same bytes by what is recorded: that they are the same bytes of the same
+    files, or digests over the same boxes. None where that does not tell."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return None
     if len(first.slices) != len(second.slices) or len(first.slices) > 4096:
@@ -445,7 +445,7 @@ def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class ObjectEntry:
-    """Something in a checkpoint that is no tensor.
+    """Something in a checkpoint that is not a tensor.
 
     Attributes:
         encoding: "torch_save" (decoded with weights_only rules), "json", or "value" (already in `value`).
@@ -512,7 +512,7 @@ class Catalog:
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
 
     def opaque(self) -> dict[str, str]:
-        """Return by name the tensors that can't be read without their classes, and why. Looks at all records."""
+        """Return by name the tensors that cannot be read without their classes, and why. Looks at all records."""
         found = dict(self.info.extra.get("opaque", {}))
         found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))
         return found
@@ -537,7 +537,7 @@ class Catalog:
 
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Tell whether these strides are those of a row-major tensor (dimensions of size 1 do not matter)."""
+    """Return whether these strides are those of a row-major tensor (dimensions of size 1 do not matter)."""
     if 0 in shape:
         return True
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major_strides(shape), strict=True))

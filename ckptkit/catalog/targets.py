@@ -1,6 +1,6 @@
 """Tensors to be made out of tensors that exist: which box of which source fills which box. Pure geometry.
 
-A `Part` means, in numpy's words and with `unfold`, `axes` left out where they are empty:
+A `Part` means, in numpy's words and with `unfold`, `axes` omitted where they are empty:
 
     target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
 
@@ -201,7 +201,7 @@ def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
 
 
 def _rope_head(head: Target, a: int, b: int) -> list[Part]:
-    """One head's rows viewed as (a, b), turned round. `head.parts` start at row 0."""
+    """One head's rows viewed as (a, b), inverted. `head.parts` start at row 0."""
     only = head.parts[0] if len(head.parts) == 1 else None
     if only is not None and only.is_plain and a * b > 1:
         order = (1, 0, *range(2, 1 + len(head.shape)))

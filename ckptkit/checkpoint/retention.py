@@ -31,7 +31,7 @@ class RetentionPolicy:
         max_mem: Keep the total below this: "1TB" is 10^12 bytes, "1TiB" 2^40. Counts every committed
             checkpoint, the exempt ones too, with the files of all ranks once. The oldest go first.
         keep_every: Keep each checkpoint whose step is a multiple of this.
-        keep_best: (metric, "min" | "max", count), the count 1 where it is left out.
+        keep_best: (metric, "min" | "max", count), the count 1 where it is omitted.
         keep_daily: Keep the newest checkpoint of each day, for the last this many days that have one. Days are UTC,
             by the time that the commit record states.
     """

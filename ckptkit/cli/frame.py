@@ -71,7 +71,7 @@ def command_frame(function: F) -> F:
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:
-    """Set what Ctrl-C says from here on: what is left, and how to go on. A function is asked when it is pressed."""
+    """Set what Ctrl-C says from here on: what is left, and how to continue. A function is asked when it is pressed."""
     click.get_current_context().meta["ckptkit.interrupted"] = words
 
 

@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Check that the checkpoint at URL is complete and undamaged. Exit code 1 where damage was found.
 
-    Records that can't be read without the class of their tensor are listed; their checksums are compared, and they are
+    Records that cannot be read without the class of their tensor are listed; their checksums are compared, and they are
     no damage.
     """
     from ckptkit.formats.options import ReadOptions
@@ -58,7 +58,7 @@ def command(
                 progress=progress,
                 options=ReadOptions(layout=layout, allow_pickle=allow_pickle),
             )
-        except CorruptCheckpointError as error:  # so bad that it can't be opened: that is an answer, not a failure
+        except CorruptCheckpointError as error:  # so bad that it cannot be opened: that is an answer, not a failure
             report = _unreadable(error.checkpoint or url, str(error), quick=quick)
     if as_json:
         print_json(report.to_json())

@@ -185,7 +185,7 @@ def format_of(place: Place, formats: Sequence[Format] = ()) -> Format | None:
 
 
 def refuse_packed(names: Sequence[str]) -> None:
-    """Raise UnsupportedFormatError for an archive of NeMo, which holds a checkpoint that can't be read in place."""
+    """Raise UnsupportedFormatError for an archive of NeMo, which holds a checkpoint that cannot be read in place."""
     packed = next((name for name in names if name.endswith(".nemo")), None)
     if packed is not None:
         raise UnsupportedFormatError(
@@ -241,7 +241,7 @@ _Found = tuple[Place, str, Format, str]
 
 
 def identify(store: Store) -> str | None:
-    """Return the name of the format at the store's root; None where it is no checkpoint. Reads names only,
+    """Return the name of the format at the store's root; None if it is not a checkpoint. Reads names only,
     and a small marker file where names do not tell."""
     place = Place(store)
     found = format_of(place) or format_of(place, UNNAMED)
@@ -290,7 +290,7 @@ def open_source(
 
 
 def _check_weights(catalog: Catalog, url: str) -> None:
-    """Raise where all that a directory has is a file of an optimizer, a scheduler or the like.
+    """Raise if all that a directory has is a file of an optimizer, a scheduler or the like.
 
     Raises:
         IncompleteCheckpointError: It names the file.

@@ -17,7 +17,7 @@ class ReadOptions:
         base: Hugging Face directory the model comes from: config, and the names one expects.
         strip_prefix: Removed from the front of model names after the wrappers that are recognised.
         allow_pickle: Accept torch.save files whose pickles ask for classes from outside the allow-list. Still nothing
-            is run: such values arrive as inert records, and are left out of what is written.
+            is run: such values arrive as inert records, and are omitted of what is written.
     """
 
     layout: str | None = None

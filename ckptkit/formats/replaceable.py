@@ -118,7 +118,7 @@ def foreign_paths(store: Store) -> Iterator[str]:
 
 
 def may_be_saved(path: str) -> bool:
-    """Tell whether a file in the directory of a save has the name of one that savers of ours write, or have begun to.
+    """Return whether a file in the directory of a save has the name of one that savers of ours write, or have begun to.
 
     A model or an adapter of several has its files in a folder of its own.
     """

@@ -51,7 +51,7 @@ _NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.(\w+)")
 
 
 def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
-    """Return the files named -0000i-of-0000n.`extension` in order; None where there are none.
+    """Return the files named -0000i-of-0000n.`extension` in order; None if there are none.
 
     Raises:
         IncompleteCheckpointError: Not all n are there; it names those that are missing.
@@ -84,7 +84,7 @@ Path = tuple[str | int, ...]
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Tell whether a file that begins with `head` (512 bytes) may be one of torch.save."""
+    """Return whether a file that begins with `head` (512 bytes) may be one of torch.save."""
     return head[:4] == b"PK\x03\x04" or is_legacy(head) or is_tar(head)
 
 

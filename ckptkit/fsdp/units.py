@@ -69,7 +69,7 @@ def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (),
     that. `exclude` (class names, FQN globs) wins over everything; `heads` adds the embeddings.
 
     Raises:
-        UsageError: The policy names a module that isn't there or can't be wrapped.
+        UsageError: The policy names a module that isn't there or cannot be wrapped.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen = dict.fromkeys(policy(model))

@@ -283,7 +283,7 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from a live transformers 5 model of this type to the hub's layout; None where they agree."""
+    """Return the map from a live transformers 5 model of this type to the hub's layout; None if they agree."""
     name = _BY_MODEL_TYPE.get(model_type or "")
     return BUILTIN_MAPS[name] if name else None
 

@@ -33,7 +33,7 @@ def parse_key_map(text: str, *, file: str) -> NameMap:
 
     Raises:
         UsageError: What is wrong, with the file, the rule's number and the key; or TOML on Python 3.10,
-            which can't parse it.
+            which cannot parse it.
     """
     data = _load(text, file)
     if not isinstance(data, Mapping):

@@ -1,4 +1,4 @@
-"""Names of tensors from one world to another: key maps, applied, checked one to one, and turned round.
+"""Names of tensors from one world to another: key maps, applied, checked one to one, and inverted.
 
     mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
 
@@ -26,7 +26,7 @@ class Mapped:
 
     Attributes:
         targets: By name, in the order of the sources.
-        dropped: Sources left out on purpose, with the reason.
+        dropped: Sources omitted on purpose, with the reason.
         unused: Rules that matched nothing, as text with their numbers.
     """
 
@@ -44,7 +44,7 @@ class NameMap:
         rules: See `ckptkit.keymaps.rules`.
         rest: What happens to tensors no rule has matched: "keep" their name, "drop", or "refuse".
         note: What it is for, in a sentence.
-        back: The rules of the way back, where they are not these rules turned round: a map that reads old
+        back: The rules of the way back, where they are not these rules inverted: a map that reads old
             names and new ones writes the new ones.
     """
 
@@ -88,7 +88,7 @@ class NameMap:
         return Mapped(work.targets, work.dropped, tuple(unused))
 
     def inverse(self) -> NameMap:
-        """Return the map that undoes this one. Raises UsageError where a rule can't be turned round."""
+        """Return the map that undoes this one. Raises UsageError if a rule cannot be inverted."""
         rules = self.back or inverse_rules(self.name, self.rules)
         return NameMap(f"inverse of {self.name}", rules, self.rest)
 

@@ -26,7 +26,7 @@ class NamePattern:
 
     Either `template`, plain text with placeholders: "layers.{i:d}.wq.weight", where {x} is one part
     without dots, {x:d} is digits, {x:*} is anything, dots and nothing at all included. Such rules can be
-    turned round. Or `regex`, a Python regular expression, whose groups are {1}, {2}... or {name} in templates.
+    inverted. Or `regex`, a Python regular expression, whose groups are {1}, {2}... or {name} in templates.
     """
 
     template: str = ""
@@ -38,7 +38,7 @@ class NamePattern:
         compiled(self)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return what the placeholders stand for in `name`; None where it does not match."""
+        """Return what the placeholders stand for in `name`; None if it does not match."""
         return self.matcher()(name)
 
     def matcher(self) -> Callable[[str], dict[str, str] | None]:
@@ -72,7 +72,7 @@ class NamePattern:
 
 
 def compile_regex(text: str) -> regex.Pattern[str]:
-    """Return a compiled regular expression that somebody else wrote. Raises UsageError where it is malformed."""
+    """Return a compiled regular expression that somebody else wrote. Raises UsageError if it is malformed."""
     if len(text) > _MAX_REGEX:
         raise UsageError(f"a regex of {len(text)} characters is refused; at most {_MAX_REGEX} are allowed.")
     try:
@@ -136,7 +136,7 @@ def _literal_ends(template: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: NamePattern) -> regex.Pattern[str]:
-    """Return the regular expression of a pattern. Raises UsageError where it is malformed."""
+    """Return the regular expression of a pattern. Raises UsageError if it is malformed."""
     if pattern.regex:
         return compile_regex(pattern.regex)
     text, end, seen = "", 0, set[str]()

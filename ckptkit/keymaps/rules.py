@@ -64,7 +64,7 @@ class Split:
 @dataclass(frozen=True, slots=True)
 class Concat:
     """Lay tensors one after the other along `dim`. `sizes` is checked; without it any sizes do, and the
-    rule can't be turned round."""
+    rule cannot be inverted."""
 
     source: tuple[NamePattern, ...]
     to: str
@@ -161,7 +161,7 @@ def run(rule: Rule, work: Work) -> int:
 
 
 def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
-    """Return the number that `size` names. Raises UsageError where a config key is missing."""
+    """Return the number that `size` names. Raises UsageError if a config key is missing."""
     if isinstance(size, int):
         return size
     product = 1
@@ -423,7 +423,7 @@ _RUNNERS: dict[type, Callable[[Any, Work], int]] = {
 }
 
 
-# Key-map rules turned round, so that the inverse map undoes them.
+# Key-map rules inverted, so that the inverse map undoes them.
 
 
 def inverse_rules(name: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:

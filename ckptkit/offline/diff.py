@@ -211,7 +211,7 @@ def diff(
     """Compare the checkpoints at `a` and `b`, of any formats and shardings, tensor by tensor and value by value.
 
     Weights are matched by FQN, moments by parameter and state, the rest by key. If one side has only weights, only
-    weights are compared, and the rest is listed as left out. Tensors with digests on both sides are compared by digest;
+    weights are compared, and the rest is listed as omitted. Tensors with digests on both sides are compared by digest;
     others are read in tiles.
 
     Args:
@@ -447,7 +447,7 @@ def _compared(
         yield name, found.result()
 
 
-# --- values: what is no tensor
+# --- values: what is not a tensor
 
 
 def _value_differences(

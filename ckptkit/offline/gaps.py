@@ -65,7 +65,7 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
     """Raise if the complete training state is needed and a part of it was never written.
 
     Raises:
-        IncompleteCheckpointError: There are no tensors, or the optimizer's file of a rank is missing.
+        IncompleteCheckpointError: There are not tensors, or the optimizer's file of a rank is missing.
     """
     if catalog.info.format.startswith("ckptkit-"):
         return

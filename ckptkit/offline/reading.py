@@ -107,7 +107,7 @@ def _stat(store: LocalStore, path: str) -> Any:
 
 def _list(store: Store, paths: list[str]) -> list[tuple[str, FileInfo | None]]:
     found: _Found = {}
-    with contextlib.suppress(FileNotFoundError, PermissionError, StorageError):  # who can't look is told nothing
+    with contextlib.suppress(FileNotFoundError, PermissionError, StorageError):  # who cannot look is told nothing
         if store.url.startswith("http"):
             found = {path: store.info(path) for path in paths}  # what a page links to says nothing of it
         else:
@@ -195,7 +195,7 @@ def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
     where = [source for source in sources if f"{source.store.url}/" in words]
     if isinstance(error, CorruptCheckpointError):
         if error.checkpoint or isinstance(error, (UnsafePathError, UnsafePickleError)):
-            return error  # it can't be opened; or it was made like that
+            return error  # it cannot be opened; or it was made like that
         told: CorruptCheckpointError = type(error)(str(error))
         where = where or [s for s in sources if str(error).partition(":")[0] in s.catalog.info.files]
     elif isinstance(error, FileNotFoundError) and not isinstance(error, CkptkitError):
@@ -228,7 +228,7 @@ def open_pinned(
             because "latest" may change.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint.
+        CheckpointNotFoundError: There is not a checkpoint.
         CkptkitError: Raised by the format's reader.
     """
     reading = _current.get()

@@ -299,7 +299,7 @@ def adoptable(
         CheckpointMismatchError: The checkpoint lacks the optimizer that `state` has.
         CorruptCheckpointError: It is damaged.
         UsageError: There are several checkpoints of other systems, and it is unclear which to load.
-        UnsupportedFormatError: The newest can't be read.
+        UnsupportedFormatError: The newest cannot be read.
     """
     inventory = list_checkpoints(root)
     if inventory.committed or not inventory.foreign:

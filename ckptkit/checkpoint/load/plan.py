@@ -741,7 +741,7 @@ def _moved(state: TrainState, catalog: Catalog) -> str:
 
 
 def _cut(mesh_shape: tuple[int, ...], placements: tuple[str, ...]) -> tuple[Any, ...] | None:
-    """Return a layout; None where it leaves the tensor whole on each rank."""
+    """Return a layout; None if it leaves the tensor whole on each rank."""
     whole = all(size == 1 or text == "R" for size, text in zip(mesh_shape, placements, strict=True))
     return None if whole else (mesh_shape, placements)
 

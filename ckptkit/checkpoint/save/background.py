@@ -40,7 +40,7 @@ def collecting_later() -> Iterator[None]:
 
 
 class SaveHandle:
-    """A save under way. `result` waits for its commit and raises what went wrong; so does the manager's next call, on
+    """A save in progress. `result` waits for its commit and raises what went wrong; so does the manager's next call, on
     ranks that have not asked. Ask on all ranks or on none: they must go on, or stop, together.
 
     Args:
@@ -97,7 +97,7 @@ class SaveHandle:
         self._patience.hurry()
 
     def done(self) -> bool:
-        """Tell whether the save has ended, well or not."""
+        """Return whether the save has ended, well or not."""
         return self._done.is_set()
 
     def result(self, timeout_s: float | None = None) -> SaveReport:
@@ -105,7 +105,7 @@ class SaveHandle:
 
         Raises:
             SaveError: The save failed; nothing was published.
-            TimeoutError: It is not done after `timeout_s`; it goes on.
+            TimeoutError: It is not done after `timeout_s`; it continues.
             UsageError: This is a fork of the process that saves.
         """
         if os.getpid() != self._pid and not self._done.is_set():
@@ -123,7 +123,7 @@ class SaveHandle:
         return self._report
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, None while the save goes on and if it went well. Does not count as asked."""
+        """Return what went wrong, None while the save continues and if it went well. Does not count as asked."""
         return self._error
 
     @property
@@ -154,7 +154,7 @@ def _is_heard() -> bool:
 
 
 def _wait_for_saves() -> None:
-    """At the end of the main thread: let the saves under way end before Python closes what they work with."""
+    """At the end of the main thread: let the saves in progress end before Python closes what they work with."""
     for handle in list(_unasked):
         handle.wait_at_end()
 

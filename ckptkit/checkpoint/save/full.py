@@ -80,7 +80,7 @@ class FullTensors:
     """What this rank contributes to whole tensors, and what it writes.
 
     Attributes:
-        group: A gloo group for the pieces; None where there is one rank.
+        group: A gloo group for the pieces; None if there is one rank.
         configs: Side files of the models: path -> bytes.
     """
 
@@ -298,7 +298,7 @@ class _Transfer:
     """Gathers and writes every tensor. All ranks walk the same list, so messages need no names.
 
     A writer holds the tensor that it gathers and the one that is being written: twice the largest, at most. A rank
-    that fails (a full disk, no memory) goes on sending and receiving to the end, then raises: the others neither hang
+    that fails (a full disk, no memory) continues sending and receiving to the end, then raises: the others neither hang
     nor wait for a time-out.
     """
 

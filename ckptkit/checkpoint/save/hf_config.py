@@ -51,7 +51,7 @@ def side_files(state: TrainState) -> dict[str, bytes]:
 
 
 def pretrained_class(module: Any) -> Any:
-    """Return the class of transformers that `from_pretrained` makes such a module with; None where it is none."""
+    """Return the class of transformers that `from_pretrained` makes such a module with; None if it is not one."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None

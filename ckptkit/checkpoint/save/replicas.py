@@ -93,7 +93,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
     Tensors of the user's `extra` state only the former: `PerRank` is what keeps those.
 
     Args:
-        keepers: This rank's keys that differ between ranks -> the rank whose copy is everybody's; None where no rank
+        keepers: This rank's keys that differ between ranks -> the rank whose copy is everybody's; None if no rank
             has such a key.
     """
     if keepers is None:

@@ -171,7 +171,7 @@ class Saver:
             try:
                 if self._coordinator.is_main:  # only rank 0's are written
                     check_given(request.metrics, request.client_state)
-                # The record is written when training goes on.
+                # The record is written when training continues.
                 request = replace(request, client_state=copy.deepcopy(request.client_state))
                 captured = capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
             except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it

@@ -82,7 +82,7 @@ def send(connection: socket.socket, message: Any, fd: int | None = None) -> None
 
 
 def receive(connection: socket.socket) -> tuple[Any, int | None]:
-    """Return the next message, and the file descriptor that came with it. Raises EOFError where there is none."""
+    """Return the next message, and the file descriptor that came with it. Raises EOFError if there is none."""
     head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
     head += _exactly(connection, _LENGTH.size - len(head))
     (length,) = _LENGTH.unpack(head)
@@ -131,7 +131,7 @@ def _mapped(fd: int, nbytes: int) -> memoryview:
 def _answer(request: Request, block: memoryview) -> Answer:
     try:
         pieces = [block[s : s + f.nbytes] for s, f in zip(request.starts, request.frames, strict=True)]
-        # Invariant: a staging directory that is gone, with its mount or by hand, is never made anew.
+        # Invariant: a staging directory that is gone, with its mount or by hand, is never recreated.
         store = open_store(request.url, storage_options=request.storage_options).existing()
         with Patience(request.patience_s).entered():
             written = write_records(

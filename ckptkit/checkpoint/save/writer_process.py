@@ -102,7 +102,7 @@ class WriterProcess:
         return written
 
     def close(self) -> None:
-        """End the process and give the memory back. Nothing may be under way."""
+        """End the process and give the memory back. Nothing may be in progress."""
         with self._lock:
             self._child.end()
             self.buffers.release()

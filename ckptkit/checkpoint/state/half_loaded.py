@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 __all__ = ["clear", "half_loaded_from", "mark"]
 
-# By id: tensors compare by their elements. Objects without weak references are left out.
+# By id: tensors compare by their elements. Objects without weak references are omitted.
 _marks: dict[int, tuple[weakref.ref[object], str]] = {}
 
 

@@ -40,7 +40,7 @@ class Part:
     """The ranks over which a group of parameters is partitioned, in order, and the experts that theirs are.
 
     Attributes:
-        number: The expert parallel rank; None where the parameters are the same on all ranks.
+        number: The expert parallel rank; None if the parameters are the same on all ranks.
         experts: Of each layer on one rank, by the beginning of its names.
     """
 
@@ -60,12 +60,12 @@ class Part:
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether a parameter is an expert's, by its name."""
+    """Return whether a parameter is an expert's, by its name."""
     return _EXPERT.fullmatch(name) is not None
 
 
 def data_first(model: Mapping[str, Any]) -> bool:
-    """Tell whether neighbouring ranks hold the same experts. `model`: what a model file says."""
+    """Return whether neighbouring ranks hold the same experts. `model`: what a model file says."""
     config = model.get("ds_config")
     return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
 
@@ -78,14 +78,14 @@ def parts_of(
     data_first: bool,
     counts: Mapping[str, int],
 ) -> list[Part]:
-    """Return the parts of a parameter group that is cut into `partitions`: one a rank of expert parallelism.
+    """Return the parts of a parameter group that is cut into `partitions`: one per rank of expert parallelism.
 
     Args:
         counts: The experts of each layer, as `counted` gives them.
 
     Raises:
         UnsupportedFormatError: It is cut into fewer than there are ranks, and is not of experts.
-        CorruptCheckpointError: The ranks can't hold as many experts.
+        CorruptCheckpointError: The ranks cannot hold as many experts.
     """
     if partitions == world_size:
         return [Part(range(world_size))]

@@ -42,7 +42,7 @@ class ModelStates:
     """What the model files say.
 
     Attributes:
-        values: The files' contents; with ZeRO-3 one a rank, else one.
+        values: The files' contents; with ZeRO-3 one per rank, else one.
         file: The name of the first.
         param_shapes: Name -> shape of each parameter group, in the order of the flat layout.
         shared: Tied name -> the name it is stored under.
@@ -162,7 +162,7 @@ def read_model_states(
 def read_optim_states(
     store: Store, files: Sequence[str], pattern: re.Pattern[str], models: ModelStates
 ) -> OptimStates | None:
-    """Return what the optimizer files at the root say; None where there are none."""
+    """Return what the optimizer files at the root say; None if there are none."""
     matches = sorted((m for name in files if (m := pattern.fullmatch(name))), key=lambda m: int(m[2]))
     if not matches:
         return None

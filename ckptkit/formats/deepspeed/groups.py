@@ -24,7 +24,7 @@ Groups: TypeAlias = Sequence[Zero12Group | Zero3Group]
 
 
 def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()) -> Sequence[Groups]:
-    """Return the flat groups of each parameter group: one, or with experts one a rank of expert parallelism.
+    """Return the flat groups of each parameter group: one, or with experts one per rank of expert parallelism.
 
     Args:
         experts: The names of the weights in experts' files.
@@ -135,7 +135,7 @@ def add_moments(
     """Add the moments and steps of a group's parameters.
 
     Args:
-        names: Other names for them; those it lacks are left out. By default they keep theirs.
+        names: Other names for them; those it lacks are omitted. By default they keep theirs.
     """
     names = {name: name for name in group.params} if names is None else names
     for state in group.vectors:

@@ -61,7 +61,7 @@ class Zero12Group:
             )
 
     def agrees(self) -> bool:
-        """Tell whether the ranks recorded the places that the shapes give (newer versions record them).
+        """Return whether the ranks recorded the places that the shapes give (newer versions record them).
 
         With round_robin_gradients DeepSpeed records wrong ones (link_hp_params gets another order than the flat
         group has), so a difference alone proves nothing.

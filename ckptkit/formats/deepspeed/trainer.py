@@ -16,7 +16,7 @@ _OBJECTS = {"trainer_state": "trainer_state.json", "scheduler": "scheduler.pt", 
 
 
 def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Tell whether these names are of one checkpoint of the Trainer, not of a run with many tags."""
+    """Return whether these names are of one checkpoint of the Trainer, not of a run with many tags."""
     return "trainer_state.json" in files and any(name.startswith("global_step") for name in directories)
 
 

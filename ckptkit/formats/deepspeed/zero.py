@@ -55,7 +55,7 @@ def read_plain_optimizer(
 ) -> tuple[OptimizerState, Masters]:
     """Return the optimizer that `model`, the content of the model file, holds, and its fp32 masters by parameter.
 
-    What is there and can't be read, such as states that a fused optimizer laid end to end, is noted.
+    What is there and cannot be read, such as states that a fused optimizer laid end to end, is noted.
 
     Args:
         weights: The model's tensors by name.

@@ -216,7 +216,7 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | None:
-    """Return all tensors by a few passes over lists; None where anything is unusual: `_tensor` says what is wrong."""
+    """Return all tensors by a few passes over lists; None if anything is unusual: `_tensor` says what is wrong."""
     entries = list(members.values())
     if not _all_of(entries, tuple) or set(map(len, entries)) - {len(_FIELDS)}:
         return None
@@ -256,7 +256,7 @@ def _all_of(values: Iterable[Any], kind: type[Any]) -> bool:
 
 
 def _numbers(lists: Sequence[list[Any]]) -> UInt64 | None:
-    """Return what these lists hold, end to end; None where something is no natural number of 63 bits."""
+    """Return what these lists hold, end to end; None if something is no natural number of 63 bits."""
     values = list(itertools.chain.from_iterable(lists))
     if not _all_of(values, int) or (values and (min(values) < 0 or max(values) > _MAX_EXTENT)):
         return None  # JSON true is another type

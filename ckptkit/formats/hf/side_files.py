@@ -120,12 +120,12 @@ def _unsafe(found: Sequence[str], safe: Sequence[str], directory: str) -> tuple[
 
 
 def is_side_file(path: str) -> bool:
-    """Tell whether a file at the root of a checkpoint, by its name, is carried along."""
+    """Return whether a file at the root of a checkpoint, by its name, is carried along."""
     return _matches(path, "", _CARRIED)
 
 
 def is_code(path: str) -> bool:
-    """Tell whether a file at the root of a checkpoint is Python code of the model's author, by its name."""
+    """Return whether a file at the root of a checkpoint is Python code of the model's author, by its name."""
     return _matches(path, "", _CODE)
 
 
@@ -137,7 +137,7 @@ def unread_optimizer(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_json(store: Store, path: str) -> Any:
-    """Return what the JSON file says; None where it is missing, too large or no JSON."""
+    """Return what the JSON file says; None if it is missing, too large or no JSON."""
     try:
         raw = store.read(path, 0, _MAX_JSON_BYTES + 1)
         check_density(raw, file=path)

@@ -38,7 +38,7 @@ def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]
 
 
 def check_density(raw: bytes, *, file: str) -> None:
-    """Raise CorruptCheckpointError where JSON text has more lists, objects or values than any real file of its size."""
+    """Raise CorruptCheckpointError if JSON text has more lists, objects or values than any real file of its size."""
     if b"\0" in raw:  # before it is decoded: a hole in a file of any size reads as such
         raise CorruptCheckpointError(f"{file} is no JSON: it holds NUL bytes. It is truncated or damaged.")
     if len(raw) < _FREE:

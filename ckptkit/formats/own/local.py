@@ -73,7 +73,7 @@ def file_metadata(
 
 
 def is_local(store: Store) -> bool:
-    """Tell whether rank files of this format lie at the store's root."""
+    """Return whether rank files of this format lie at the store's root."""
     return any(_FILE.fullmatch(item.path) for item in store.list())
 
 

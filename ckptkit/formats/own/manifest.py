@@ -1,4 +1,4 @@
-"""`manifest.safetensors`: what a checkpoint of ours holds, as columns: every slice, where it lies, its digest.
+"""`manifest.safetensors`: what a ckptkit checkpoint holds, as columns: every slice, where it lies, its digest.
 
 There is no pickle in it, and nothing a row long in Python objects: a million slices are a few arrays, and the
 entries of its catalog are made when they are asked for. The columns (T tensors, N slices in the order of their
@@ -17,7 +17,7 @@ tensors, E the sum of ndim over what precedes):
     slice.offset, .size          [E] i64
     slice.<digest>               [N] u64   of the slice's bytes; absent where nothing was digested
     stride.row, .value           the few slices that do not lie row-major
-    objects, object.*            the same for what is no tensor; small values stand in the header
+    objects, object.*            the same for what is not a tensor; small values stand in the header
 
 `info.extra["meshes"]` and `info.extra["placements"]` of the catalog (see `MESHES`, `PLACEMENTS`) carry how each
 tensor was placed: LOCAL checkpoints are resharded by it.
@@ -69,7 +69,7 @@ _BLOCK = 1 << 16
 
 
 def _check_tables(columns: Columns, version: int) -> None:
-    """Check everything that later steps index with, so that decoding can't go wrong half-way.
+    """Check everything that later steps index with, so that decoding cannot go wrong half-way.
 
     Raises:
         CorruptCheckpointError: A table or a pointer is impossible.
@@ -508,7 +508,7 @@ class Entries(Mapping[str, TensorEntry]):
         self._strided = sorted(manifest.slices.strides)
 
     def row(self, name: str) -> int | None:
-        """Return the tensor's row in the manifest, None where there is none of that name."""
+        """Return the tensor's row in the manifest, None if there is none of that name."""
         return self._index.get(name)
 
     def __len__(self) -> int:

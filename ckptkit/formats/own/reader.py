@@ -110,7 +110,7 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
 def is_of_a_save(store: Store) -> bool:
     """Tell from its header whether the manifest at the store's root is of a save, which ends with a commit record.
 
-    That of `DCPWriter`, which commits with `.metadata`, is not, nor is one that can't be read.
+    That of `DCPWriter`, which commits with `.metadata`, is not, nor is one that cannot be read.
     """
     try:
         data = store.read(MANIFEST_NAME, 0, _FIRST_HEADER)
@@ -123,7 +123,7 @@ def is_of_a_save(store: Store) -> bool:
 
 
 def open_manifest(store: Store) -> Catalog | None:
-    """Return the catalog of a DCP directory that `DCPWriter` wrote on its own; None where its manifest is not that
+    """Return the catalog of a DCP directory that `DCPWriter` wrote on its own; None if its manifest is not that
     of its `.metadata` (another writer has overwritten it since), or there is none.
 
     Raises:
@@ -142,7 +142,7 @@ def open_manifest(store: Store) -> Catalog | None:
 
 
 def _is_of(catalog: Catalog, nbytes: int, digest: Callable[[], str]) -> bool:
-    """Tell whether a manifest is that of the `.metadata` of so many bytes and this digest."""
+    """Return whether a manifest is that of the `.metadata` of so many bytes and this digest."""
     digests = catalog.info.extra.get("digests")
     expected = digests.get(_METADATA_NAME) if isinstance(digests, dict) else None
     return expected is not None and catalog.info.files.get(_METADATA_NAME) == nbytes and digest() == expected

@@ -1,4 +1,4 @@
-"""Names on disk, and the commit record: what makes a directory a checkpoint of ours."""
+"""Names on disk, and the commit record: what makes a directory a ckptkit checkpoint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def step_name(step: int) -> str:
 
 
 def step_of_name(name: str) -> int | None:
-    """Return the step that a directory name states, None where it is no step directory."""
+    """Return the step that a directory name states, None if it is not a step directory."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -150,11 +150,11 @@ class CommitRecord:
         data: Where the files lie, relative to the record: "" beside it, or `save_id` on an object store.
         created: Seconds since the epoch, by the clock of rank 0. `keep_daily` counts days by it; else it is for people.
         state_dict_type: "sharded", "full" or "local".
-        mesh: {"shape": [...], "names": [...]}, None where there was no mesh.
+        mesh: {"shape": [...], "names": [...]}, None if there was no mesh.
         files: Every file below `data` but the record, by path. All of them are needed.
-        manifest: The path of the manifest in `files`; None where the format has none.
+        manifest: The path of the manifest in `files`; None if the format has none.
         metrics: What the caller measured; `best` is found by them. May be NaN or infinite.
-        objective: (metric, "min" | "max") that the run's `best` means, None where it said nothing.
+        objective: (metric, "min" | "max") that the run's `best` means, None if it said nothing.
         client_state: The caller's own JSON.
         writer: Who saved: {"host": ..., "pid": ...}.
         versions: Library versions, by name.
@@ -239,7 +239,7 @@ class CommitRecord:
             UnsupportedFormatError: A newer ckptkit wrote it.
             IntegrityError: It was changed after it was written.
             UnsafePathError: A name points out of the checkpoint.
-            CorruptCheckpointError: Anything else that a commit record can't be.
+            CorruptCheckpointError: Anything else that a commit record cannot be.
         """
         if len(data) > MAX_RECORD_BYTES:
             raise CorruptCheckpointError(f"{file} has {len(data)} bytes; no commit record is larger than 256 MiB.")
@@ -390,7 +390,7 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
     """Check what the caller gives for a commit record, before anything is written.
 
     Raises:
-        UsageError: Names the metric that is no number, or what in `client_state` is not JSON.
+        UsageError: Names the metric that is not a number, or what in `client_state` is not JSON.
     """
     _metrics_json(metrics)
     _check_keys(client_state, "client_state")
@@ -404,7 +404,7 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
 
 
 def _check_keys(value: Any, place: str) -> None:
-    """Raise where JSON would turn a key into a string without a word: {1: ...} would come back as {"1": ...}."""
+    """Raise if JSON would turn a key into a string without a word: {1: ...} would come back as {"1": ...}."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -453,7 +453,7 @@ def record_path(name: str) -> str:
 
 
 def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
-    """Return the commit record at `path`, None where there is none. Raises CorruptCheckpointError."""
+    """Return the commit record at `path`, None if there is none. Raises CorruptCheckpointError."""
     place = f"{store.url}/{path}"
     if store.asking_costs:
         return _find_remote(store, path, place)

@@ -262,7 +262,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = {**_functions(), **_names(), **_classes
 
 
 def allowed_global(module: str, name: str) -> Any | None:
-    """Return what the global `module.name` becomes; None where it is not on the allow-list."""
+    """Return what the global `module.name` becomes; None if it is not on the allow-list."""
     found = ALLOWED.get((module, name))
     if found is None and _FAMILIES.fullmatch(module) and _CLASS_NAME.fullmatch(name):
         return record_type(f"{module}.{name}")

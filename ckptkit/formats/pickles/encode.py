@@ -73,7 +73,7 @@ class TorchFile:
     """A file laid out.
 
     Attributes:
-        literals: (start, bytes) of all that is no tensor.
+        literals: (start, bytes) of all that is not a tensor.
         starts: Byte offset of each tensor.
         crcs: For each tensor the two places of its CRC-32: local header and central directory.
         nbytes: Of the whole file.

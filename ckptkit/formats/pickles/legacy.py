@@ -33,12 +33,12 @@ _MAX_OBJECTS = 1 << 22
 
 
 def is_legacy(head: bytes) -> bool:
-    """Tell whether a file begins as the legacy format does: a pickle of its magic number."""
+    """Return whether a file begins as the legacy format does: a pickle of its magic number."""
     return head[:1] == b"\x80" and _MAGIC.to_bytes(10, "little") in head[:32]
 
 
 def is_tar(head: bytes) -> bool:
-    """Tell whether a file begins as the tar of an old torch.save does."""
+    """Return whether a file begins as the tar of an old torch.save does."""
     return head[257:262] == b"ustar" or head[:100].rstrip(b"\0") in [name.encode() for name in _TAR_MEMBERS]
 
 

@@ -54,7 +54,7 @@ class Storage:
         key: Its key in the pickle; the same for all tensors that alias it.
         dtype: The dtype its pickle gives, None where untyped.
         location: The device it was saved from, such as "cuda:1"; it never matters.
-        crc32: Of all its bytes, from the zip directory; None where the format has none.
+        crc32: Of all its bytes, from the zip directory; None if the format has none.
     """
 
     path: str
@@ -161,8 +161,8 @@ class MeshRecord:
 
     Attributes:
         ranks: Global ranks, one array dimension a mesh dimension.
-        rank: The global rank that pickled it; None where it was not recorded.
-        coordinate: Where that rank is in the mesh; None where it is not part of it.
+        rank: The global rank that pickled it; None if it was not recorded.
+        coordinate: Where that rank is in the mesh; None if it is not part of it.
     """
 
     ranks: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0,), np.int64))
@@ -322,7 +322,7 @@ def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:
 
 
 def known_dtype(name: str) -> DType:
-    """Return the dtype, or say that tensors of it can't be read."""
+    """Return the dtype, or say that tensors of it cannot be read."""
     try:
         return dtype_of(name)
     except UnsupportedFormatError:

@@ -30,7 +30,7 @@ def numpy_dtype(name: Any, order: Any = "=") -> np.dtype[Any]:
 
 
 def check_array(shape: Any, dtype: np.dtype[Any], raw: Any) -> None:
-    """Raise ValueError where `raw` is not the memory of an array of this shape."""
+    """Raise ValueError if `raw` is not the memory of an array of this shape."""
     if (
         type(shape) is not tuple
         or len(shape) > _MAX_DIMS

@@ -125,7 +125,7 @@ _unsigned4 = struct.Struct("<I").unpack_from
 _unsigned8 = struct.Struct("<Q").unpack_from
 _float8 = struct.Struct(">d").unpack_from
 
-_UNSET = object()  # an entry of the memo that was left out
+_UNSET = object()  # an entry of the memo that was omitted
 _NOT_THERE = "it fetches a memo index that is not there"
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 _LENGTHS = {1: lambda data, pos: (data[pos],), 4: _unsigned4, 8: _unsigned8}

@@ -51,7 +51,7 @@ def dump_object(value: Any, *, name: str, advice: str) -> bytes:
     """Return what torch.save makes of the value, once it was read back with weights_only=True.
 
     Raises:
-        SaveError: It can't be saved so that it loads without running code; `advice` says what to do.
+        SaveError: It cannot be saved so that it loads without running code; `advice` says what to do.
     """
     import torch
 
@@ -85,7 +85,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
         UnsafePickleError: It names a class that torch's weights_only loader refuses, and that is no plain data;
             nothing of it was run.
         CorruptCheckpointError: Its archive is damaged, compressed, or has tensors larger than what is stored.
-        LoadError: torch can't load it.
+        LoadError: torch cannot load it.
     """
     import torch
 

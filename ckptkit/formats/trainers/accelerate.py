@@ -38,7 +38,7 @@ _OBJECTS = re.compile(
 
 
 def is_accelerate(names: Sequence[str]) -> bool:
-    """Tell whether these names at a checkpoint's root are accelerate's."""
+    """Return whether these names at a checkpoint's root are accelerate's."""
     return any(_MODEL.fullmatch(name) for name in names)
 
 

@@ -62,7 +62,7 @@ LAYOUTS: tuple[DirectoryLayout, ...] = (
 
 
 def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | None:
-    """Return the layout that the directories at a checkpoint's root follow; None where it is none of them."""
+    """Return the layout that the directories at a checkpoint's root follow; None if it is not one of them."""
     for layout in LAYOUTS:
         has_optimizer = not layout.optimizers or any(name in directories for name in layout.optimizers)
         if has_optimizer and _first(store, layout.models, directories) is not None:

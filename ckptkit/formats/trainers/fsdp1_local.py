@@ -115,7 +115,7 @@ class FlatParam:
 
 
 def is_flat(values: Sequence[Any]) -> bool:
-    """Tell whether these rank files hold FSDP1 LOCAL state."""
+    """Return whether these rank files hold FSDP1 LOCAL state."""
     first = values[0] if values else None
     return isinstance(first, dict) and any(isinstance(name, str) and name.endswith(_SUFFIX) for name in first)
 

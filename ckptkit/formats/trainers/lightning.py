@@ -78,7 +78,7 @@ def _with_optimizers(catalog: Catalog) -> Catalog:
 
 
 def module_prefix(names: Iterable[str]) -> str:
-    """Return the attribute path that all names of a LightningModule share, with its dot; "" where there is none.
+    """Return the attribute path that all names of a LightningModule share, with its dot; "" if there is none.
 
     A last "model." is kept where the names would otherwise lose one that is the network's own: "model.model." in
     front of every name is one attribute. PEFT's "base_model." is never an attribute.

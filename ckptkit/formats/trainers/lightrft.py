@@ -34,7 +34,7 @@ _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"
 
 
 def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Tell whether these names at a checkpoint's root are LightRFT's."""
+    """Return whether these names at a checkpoint's root are LightRFT's."""
     return catalog.METADATA in files and (OPTIMIZER_DIRECTORY in directories or "client_state.pt" in files)
 
 
@@ -64,7 +64,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     return merged(parts, info)
 
 
-# --- one file a rank
+# --- one file per rank
 
 
 def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catalog:

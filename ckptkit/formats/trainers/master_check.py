@@ -100,6 +100,6 @@ def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def _start_in(part: TensorSlice, box: Box) -> int | None:
-    """Elements from the start of a row-major part to the first one of `box`; None where it does not hold the box."""
+    """Elements from the start of a row-major part to the first one of `box`; None if it does not hold the box."""
     inside = box.numel and part.strides is None and part.codec is None and part.box.intersect(box) == box
     return box.relative_to(part.box).flat_start(part.box.sizes) if inside else None

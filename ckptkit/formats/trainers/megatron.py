@@ -25,7 +25,7 @@ _OBJECTS = {"common": "common.pt", "modelopt_state": "modelopt_state.pt"}
 
 
 def is_megatron(store: Store, files: list[str]) -> bool:
-    """Tell whether these files at a checkpoint's root are Megatron's."""
+    """Return whether these files at a checkpoint's root are Megatron's."""
     if METADATA not in files:
         return False
     content = read_json(store, METADATA)

@@ -44,7 +44,7 @@ class OptimizerState:
         self.notes += joined.notes
 
     def add_value(self, fqn: str, state: str, value: Any) -> None:
-        """Add a state that is no tensor, such as a step that is a number."""
+        """Add a state that is not a tensor, such as a step that is a number."""
         name = state_name(fqn, state)
         key = (PREFIX, "state", fqn, state)
         self.objects[name] = ObjectEntry(name, encoding="value", value=value, role=Role.OPTIMIZER, key=key)
@@ -102,7 +102,7 @@ def group_objects(groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str])
 
 
 def plain_value(value: Any) -> bool:
-    """Tell whether a value is made of None, bool, numbers and text only."""
+    """Return whether a value is made of None, bool, numbers and text only."""
     if isinstance(value, (list, tuple)):
         return all(map(plain_value, value))
     if isinstance(value, dict):
@@ -111,7 +111,7 @@ def plain_value(value: Any) -> bool:
 
 
 def is_state_dicts(values: Sequence[Any]) -> bool:
-    """Tell whether every rank saved an `Optimizer.state_dict()`."""
+    """Return whether every rank saved an `Optimizer.state_dict()`."""
     return bool(values) and all(_is_state_dict(value) for value in values)
 
 
@@ -132,7 +132,7 @@ def _flat(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[tuple[Any, s
 
 
 def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict[Any, str] | None:
-    """Return the parameter of each key of `state`; None where that is not proven."""
+    """Return the parameter of each key of `state`; None if that is not proven."""
     groups = values[0]["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
@@ -153,7 +153,7 @@ def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict
 
 
 def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | None:
-    """The whole shape of a parameter, from a state tensor that has one; None where there is no such state."""
+    """The whole shape of a parameter, from a state tensor that has one; None if there is no such state."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if is_tensor(tensor) and len(tensor.shape) > 0:
@@ -162,7 +162,7 @@ def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | N
 
 
 def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
-    """Tell whether the states are whole tensors or parts of them: a plain 1-D piece of each rank is neither."""
+    """Return whether the states are whole tensors or parts of them: a plain 1-D piece of each rank is neither."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,), param.shape):
@@ -220,7 +220,7 @@ def _blocks(params: Sequence[Param]) -> list[_Unit]:
 
 
 def _flat_parameters(values: Sequence[Mapping[str, Any]], index: Any) -> dict[str, list[StoredTensor | None]]:
-    """The 1-D states of an index by name, in rank order; None where a rank has none of the parameter."""
+    """The 1-D states of an index by name, in rank order; None if a rank has none of the parameter."""
     found: dict[str, list[StoredTensor | None]] = {}
     for rank, value in enumerate(values):
         for name, tensor in value["state"].get(index, {}).items():

@@ -27,12 +27,12 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 
 def is_rank_directory(files: Sequence[str]) -> bool:
-    """Tell whether files that differ only in a rank lie there, from rank 0 on."""
+    """Return whether files that differ only in a rank lie there, from rank 0 on."""
     return any(0 in ranks and len(ranks) > 1 for ranks in _groups(files).values())
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
-    """Tell whether the numbers in these files' names are ranks, though they could be steps: rank 0's has parts.
+    """Return whether the numbers in these files' names are ranks, though they could be steps: rank 0's has parts.
 
     Reads the pickle of that file, where the numbers run from 0 on.
     """

@@ -68,7 +68,7 @@ class Joined:
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell whether a value of an archive is one of the tensor records."""
+    """Return whether a value of an archive is one of the tensor records."""
     return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
 
 
@@ -87,7 +87,7 @@ def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]
     """Return the tensors of all ranks by name, in the order in which rank 0 (then 1, ...) has them.
 
     Args:
-        values: What each rank saved, in rank order; values that are no tensors are passed over.
+        values: What each rank saved, in rank order; values that are not tensors are passed over.
         what: Names the files in messages, with "{rank}" where the rank goes.
     """
     names = dict.fromkeys(name for value in values for name, tensor in value.items() if is_tensor(tensor))

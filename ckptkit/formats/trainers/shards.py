@@ -107,7 +107,7 @@ def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> lis
 
 
 def mesh_coordinate(rank: int, mesh_shape: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[int, ...] | None:
-    """Return where `rank` stands in the mesh; None where it is no member.
+    """Return where `rank` stands in the mesh; None if it is no member.
 
     Args:
         ranks: The mesh's ranks in row-major order; 0, 1, 2, ... by default.

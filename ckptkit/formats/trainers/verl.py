@@ -143,7 +143,7 @@ def _optimizer(store: Store, files: Sequence[str], world_size: int, params: Sequ
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
-    """Schedulers and random states: one file a rank, carried as it is."""
+    """Schedulers and random states: one file per rank, carried as it is."""
     found = {}
     for rank in range(world_size):
         path = _EXTRA.format(size=world_size).format(rank=rank)

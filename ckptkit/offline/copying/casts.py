@@ -21,7 +21,7 @@ _QUIET_NAN = 0x7FC0
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Tell whether bytes of one dtype must be changed to be of the other.
+    """Return whether bytes of one dtype must be changed to be of the other.
 
     Raises:
         UnsupportedFormatError: No such cast exists here: only plain floats are cast.

@@ -98,7 +98,7 @@ class BoxDigest:
         self._state = new_hasher()
 
     def take(self, data: Bytes) -> bool:
-        """Take the next bytes; tell whether they were the last."""
+        """Take the next bytes; return whether they were the last."""
         self._state.update(data.data)
         self._at += len(data)
         if self._at < self._end:

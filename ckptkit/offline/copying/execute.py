@@ -65,7 +65,7 @@ class CopyReport:
 
     @classmethod
     def joined(cls, reports: Sequence[CopyReport]) -> CopyReport:
-        """Return what several ranks did, each its share; their digests of boxes are left out."""
+        """Return what several ranks did, each its share; their digests of boxes are omitted."""
         return cls(
             sum(report.nbytes for report in reports),
             sum(report.nbytes_read for report in reports),

@@ -46,7 +46,7 @@ class ComputedTensor:
         compute: Returns the tensor's bytes, row-major, of `dtype`. May be called from any thread.
         label: What it does, for the plan: "W + 2.0 * B @ A".
         scratch: Bytes that `compute` takes besides the inputs and what it returns.
-        cut: Returns the tensor of just the rows [start, stop); None where rows can't be made apart.
+        cut: Returns the tensor of just the rows [start, stop); None where rows cannot be made apart.
     """
 
     name: str
@@ -286,7 +286,7 @@ def _source_json(catalog: Catalog, key: str) -> dict[str, Any]:
 
 
 def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
-    """Raise where there is no room for the files of a plan, of which `held` bytes are there already."""
+    """Raise if there is no room for the files of a plan, of which `held` bytes are there already."""
     free, wanted = destination.free_bytes(), max(0, plan.nbytes - held)
     if free is not None and free < wanted:
         raise NoSpaceError(

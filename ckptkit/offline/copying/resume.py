@@ -1,7 +1,7 @@
 """Going on with what an interrupted run had copied: what its steps were steps of, and whether its files are there.
 
 A run may have been of one process, or of any number of ranks. What it did is told by the bytes of files that its steps
-wrote, and by the digests that they compared: so another number of ranks, which take other steps, goes on from it too.
+wrote, and by the digests that they compared: so another number of ranks, which take other steps, continues from it too.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
 
 
 def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
-    """Tell whether each range lies in one of those that are merged."""
+    """Return whether each range lies in one of those that are merged."""
     if not len(lo):
         return True
     if not len(starts):
@@ -229,7 +229,7 @@ def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
 
 
 def clear_strays(store: Store, plan: Plan) -> None:
-    """Delete what lies in a staging directory and is no file of the plan: an interrupted run may have left it."""
+    """Delete what lies in a staging directory and is not a file of the plan: an interrupted run may have left it."""
     if not is_directory(store) or leftover_of(os.path.basename(store.url)) is None:
         return
     wanted = {file.path for file in plan.files}
@@ -244,8 +244,8 @@ def clear_strays(store: Store, plan: Plan) -> None:
 
 
 def left_beside(url: str) -> tuple[str, int] | None:
-    """Return the staging directory that an interrupted process left beside its target, for the next to go on from, and
-    the bytes that it holds; None where there is none. Only on a local disk is anything left."""
+    """Return the staging directory that an interrupted process left beside its target, for the next to continue from,
+    and the bytes that it holds; None if there is none. Only on a local disk is anything left."""
     protocol, rest = split_url(url)
     if protocol != "file":
         return None

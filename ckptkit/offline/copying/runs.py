@@ -308,7 +308,7 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
 
     Args:
         check: The digests of all source bytes that are touched become records.
-        by_boxes: Only look the sources up: the executor makes one box after the other by itself.
+        by_boxes: Only look the sources up: the executor makes one box after the other on its own.
         digests: Boxes are to be digested.
     """
     builder = _Builder(plan.catalog, check=check, digests=digests)

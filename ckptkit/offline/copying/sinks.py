@@ -128,7 +128,7 @@ class LocalSink:
 
 
 def combined_crc(known: Sequence[tuple[int, int, int]], item: CrcField) -> int | None:
-    """Return the CRC-32 of a field's range from those of its pieces, sorted; None where they don't tile it."""
+    """Return the CRC-32 of a field's range from those of its pieces, sorted; None if they don't tile it."""
     at, value = item.start, 0
     stop = item.start + item.nbytes
     for i in range(bisect.bisect_left(known, (at, 0, 0)), len(known)):

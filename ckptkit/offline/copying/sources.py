@@ -98,7 +98,7 @@ class SourceReader:
         return self._origins[index]
 
     def read(self, origin: int, start: int, view: memoryview) -> None:
-        """Fill `view` from `start` of an origin. Raises IncompleteCheckpointError where the file ends early."""
+        """Fill `view` from `start` of an origin. Raises IncompleteCheckpointError if the file ends early."""
         self.read_many([Range(origin, start, view)])
 
     def read_many(self, ranges: Sequence[Range]) -> None:

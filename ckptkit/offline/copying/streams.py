@@ -1,4 +1,5 @@
-"""Writes the files of a plan from their first to their last byte, each in one stream: for stores that can't go back."""
+"""Writes the files of a plan from their first to their last byte, each in one stream: for stores that cannot go
+back."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def _placed(plan: Plan, index: int) -> list[_Event]:
 
 
 def _events(literals: list[Literal], placed: list[_Event]) -> list[_Event]:
-    """What a file consists of, in order; empty things are left out."""
+    """What a file consists of, in order; empty things are omitted."""
     events: list[_Event] = [(item.start, item) for item in literals if item.data]
     events += [event for event in placed if isinstance(event[1], tuple) and event[1][0].box(event[1][1]).numel]
     return sorted(events, key=lambda event: event[0])

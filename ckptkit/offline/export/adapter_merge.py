@@ -129,7 +129,7 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
     label = "; ".join(dict.fromkeys(step.change.label for step in steps if step.change is not None))
     if not plain:  # what is made of the same sources in another way has another label
         label += f", cut up [{crc32(repr(target.parts).encode()):08x}]"
-    # The result is there twice for a while: in the dtype of the source, or in pieces.
+    # The result occurs twice for a while: in the dtype of the source, or in pieces.
     scratch = sum(step.scratch + step.rows.numel * dtype_of(target.dtype).itemsize for step in steps)
     return ComputedTensor(
         target.name, target.dtype, target.shape, tuple(inputs), compute, label, scratch, cut if by_rows else None
@@ -217,13 +217,13 @@ def merge_adapter(split: AdapterSplit, config: Mapping[str, Any], *, model_type:
 
     It is applied after names were mapped: whatever a key map made of a base tensor is made of the merged one. The
     arithmetic is that of PEFT's `merge_and_unload` on a CPU. It takes (targets, by source of a second name that was
-    left out the one that is kept, notes to add to).
+    omitted the one that is kept, notes to add to).
 
     Args:
         model_type: Of the base's config, where it is known.
 
     Raises:
-        UnsupportedFormatError: PEFT can't merge the adapter either, or its names do not say how.
+        UnsupportedFormatError: PEFT cannot merge the adapter either, or its names do not say how.
         CheckpointMismatchError: A module has no base weight, or shapes do not fit.
     """
     changes = _Changes(split, config, model_type).made

@@ -88,7 +88,7 @@ class AdapterSplit:
 
 
 def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
-    """Tell adapter tensors from those of the base model; None where there is no adapter.
+    """Tell adapter tensors from those of the base model; None if there is no adapter.
 
     Raises:
         CheckpointMismatchError: A factor lacks the other one, or names collide.
@@ -246,7 +246,7 @@ def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str,
 
 
 def target_parameters(config: Mapping[str, Any]) -> list[str]:
-    """Return what the config says of parameters that are adapted. Raises CorruptCheckpointError if it is no list."""
+    """Return what the config says of parameters that are adapted. Raises CorruptCheckpointError if it is not a list."""
     given = config.get("target_parameters") or []
     if not isinstance(given, (list, tuple, set)) or not all(isinstance(key, str) for key in given):
         raise CorruptCheckpointError(
@@ -256,7 +256,7 @@ def target_parameters(config: Mapping[str, Any]) -> list[str]:
 
 
 def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
-    """Tell whether the config targets parameters (target_parameters) of a module."""
+    """Return whether the config targets parameters (target_parameters) of a module."""
     owners = [key.rpartition(".")[0] for key in target_parameters(config)]
     return any(not owner or module == owner or module.endswith(f".{owner}") for owner in owners)
 

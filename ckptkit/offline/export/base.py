@@ -44,12 +44,12 @@ class BaseModel:
 
     Attributes:
         where: For people: a path or a repo.
-        config: config.json; None where there is none.
+        config: config.json; None if there is none.
         files: What each small file holds, by its name in the export. config.json is not among them.
         wanted: The tensors the base model has; {} where it has no weights.
-        adapter_config: adapter_config.json or peft_config.json; None where there is none.
+        adapter_config: adapter_config.json or peft_config.json; None if there is none.
         repo: The repo id, where --base named one.
-        notes: What was left out.
+        notes: What was omitted.
     """
 
     where: str
@@ -84,8 +84,8 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
     A directory that exists comes first. Small files and safetensors headers are read, no tensor bytes.
 
     Raises:
-        CheckpointNotFoundError: It is none of these, or the hub can't be reached and has nothing cached.
-        CorruptCheckpointError: config.json is no JSON object.
+        CheckpointNotFoundError: It is none of these, or the hub cannot be reached and has nothing cached.
+        CorruptCheckpointError: config.json is not JSON object.
     """
     protocol, path = split_url(base)
     if protocol == "file" and not os.path.isdir(path):
@@ -124,7 +124,7 @@ def export_config(
     """Return config.json as it must be for these weights, and notes on what was corrected.
 
     Args:
-        dtype: Of most of the float weights; None where there are none.
+        dtype: Of most of the float weights; None if there are none.
         untied: The head has values of its own.
         quantized: The export holds quantized weights or their scales.
     """

@@ -34,7 +34,7 @@ __all__ = [
 # Buffers that old versions of transformers stored and that every version computes.
 _LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
-# Of one family: positions that are sines, which its save_pretrained leaves out (_keys_to_ignore_on_save).
+# Of one family: positions that are sines, which its save_pretrained omits (_keys_to_ignore_on_save).
 _COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positions\.weight")}
 
 

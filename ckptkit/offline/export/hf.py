@@ -45,7 +45,7 @@ class HFExport:
         tensors: By name, in the order of the source.
         files: config.json, tokenizer and the like, README.md.
         kind: "model" (model*.safetensors) or "adapter" (adapter_model.safetensors, one file).
-        config: As it is written; None where there is none.
+        config: As it is written; None if there is none.
         key_map: Name of the map that was applied.
         leftovers: Source tensors that go nowhere, with the reason.
         missing: Names the base has and no source gives.
@@ -118,7 +118,7 @@ def plan_export(
 def export_tensors(
     catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Target], dict[str, str], tuple[str, ...]]:
-    """Return the tensors that another target than `hf` gets: (by name, left out with the reason, notes).
+    """Return the tensors that another target than `hf` gets: (by name, omitted with the reason, notes).
 
     Roles, prefixes, globs, the key map that was asked for and casts apply; nothing is chosen, dropped as
     tied or compared. Without `config`, rules read what the checkpoint records of its own.

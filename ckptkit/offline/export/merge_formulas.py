@@ -33,7 +33,7 @@ def rounded(scale: float, *, transposed: bool = False, times: int = 1) -> Formul
     """Return W + scale * (B @ A), the product being rounded to W's dtype before. Inputs: A, B.
 
     So PEFT does it with embeddings, parameters and attention. `times`: for out_proj of MultiheadAttention its `merge`
-    adds the product twice (in its forward pass as well, so this is what was trained): first by itself, then through
+    adds the product twice (in its forward pass as well, so this is what was trained): first on its own, then through
     out_proj's own `merge`.
     """
 

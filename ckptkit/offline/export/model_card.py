@@ -79,7 +79,7 @@ def model_card(catalog: Catalog, facts: CardFacts) -> str:
 
 
 def source_fingerprint(catalog: Catalog) -> str | None:
-    """Return a sha256 over names, dtypes, shapes and recorded digests of the source; None where it records none.
+    """Return a sha256 over names, dtypes, shapes and recorded digests of the source; None if it records none.
 
     Two checkpoints of one save have the same; the weights themselves are not read.
     """

@@ -66,7 +66,7 @@ class TiedOutcome:
         dropped: Sources that are written under their other name, with the reason.
         untied: The config must say `tie_word_embeddings: false`.
         notes: What was decided.
-        names: By each name that was left out: the one that is kept.
+        names: By each name that was omitted: the one that is kept.
     """
 
     targets: dict[str, Target]
@@ -77,7 +77,7 @@ class TiedOutcome:
 
 
 def config_ties(config: Mapping[str, Any] | None) -> bool | None:
-    """Tell what config.json says about tied word embeddings; None where it does not say."""
+    """Tell what config.json says about tied word embeddings; None if it does not say."""
     found = (config or {}).get("tie_word_embeddings")
     if found is None:
         text = (config or {}).get("text_config")
@@ -114,7 +114,7 @@ def settle_tied(
 ) -> TiedOutcome:
     """Return the targets without the second names of tied tensors.
 
-    A head is left out only where the config says tied and its bytes are those of the embedding. A head
+    A head is omitted only where the config says tied and its bytes are those of the embedding. A head
     that the base model stores beside its embedding stays.
 
     Args:
@@ -170,7 +170,7 @@ def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) 
 
 
 def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
-    """Tell whether two tensors of a checkpoint hold the same bytes.
+    """Return whether two tensors of a checkpoint hold the same bytes.
 
     Recorded digests decide where both record the same pieces; else both are read, a few MB at a time.
     """

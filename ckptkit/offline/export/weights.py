@@ -29,7 +29,7 @@ class ExportOptions:
         dtype: "keep" or a float dtype; floats only are cast.
         weights: "model", "master" (fp32 copies), or "auto": the model's, or masters where `dtype` casts.
         key_map: None chooses one where there is no doubt.
-        strip_prefix: Removed from every name; names without it are left out.
+        strip_prefix: Removed from every name; names without it are omitted.
         include, exclude: Globs over names before the key map, or over keys of the catalog.
         untie: Keep a head that a tied config would lose.
         adapter_config: PEFT's config of an adapter, where the checkpoint and the base have none.
@@ -53,7 +53,7 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Selection:
-    """The tensors to export by name, the weights they are of, and the sources left out with the reason."""
+    """The tensors to export by name, the weights they are of, and the sources omitted with the reason."""
 
     weights: str
     targets: dict[str, Target] = field(default_factory=dict)
@@ -108,7 +108,7 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
 
 
 def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -> None:
-    """Raise where tensors that were chosen can't be read without their classes: an export would lack them."""
+    """Raise if tensors that were chosen cannot be read without their classes: an export would lack them."""
     opaque = {}
     for name, why in catalog.info.extra.get("opaque", {}).items():
         item, names = catalog.objects.get(name), (name, name.partition(".")[2])
@@ -142,7 +142,7 @@ def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selec
 
 
 def matches(patterns: tuple[str, ...], *names: str) -> bool:
-    """Tell whether one of the names matches one of the globs."""
+    """Return whether one of the names matches one of the globs."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -183,7 +183,7 @@ def choose_weights(catalog: Catalog, weights: Literal["auto", "model", "master"]
 
 
 def _rounded(catalog: Catalog, dtype: str) -> bool:
-    """Tell whether a cast to `dtype` can start from fp32 masters instead of weights that were rounded from them."""
+    """Return whether a cast to `dtype` can start from fp32 masters instead of weights that were rounded from them."""
     model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)
     pairs = [(model[name], master) for name, master in masters.items() if name in model]
     if dtype == "keep" or len(pairs) < len(masters) or any(a.shape != b.shape for a, b in pairs):

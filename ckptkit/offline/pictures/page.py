@@ -90,7 +90,7 @@ def _section(panel: Panel) -> str:
 
 
 def escaped(words: str) -> str:
-    """Return `words` as the text of an element: no tag, no quote, nothing that can't be seen."""
+    """Return `words` as the text of an element: no tag, no quote, nothing that cannot be seen."""
     return html.escape(printable(words))
 
 

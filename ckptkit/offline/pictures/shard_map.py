@@ -31,7 +31,7 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
 
 def shard_map(entries: Iterable[TensorEntry], *, heading: str = "Shard map") -> Panel:
     """Return the map of these tensors in their order. Layers that are cut alike are one row where there are many;
-    where that is still too much the smaller tensors are left out, and counted in the explanation."""
+    where that is still too much the smaller tensors are omitted, and counted in the explanation."""
     every = list(entries)
     flat = [entry for entry in every if entry.numel > 1] or every
     groups = _folded(flat) if len(flat) > FOLD_BEYOND else [[entry] for entry in flat]

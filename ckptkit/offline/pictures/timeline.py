@@ -71,7 +71,7 @@ def timeline(
             parts.append(_gap(item, x, width, height / 3))
             continue
         title = f"{item.name}\n{format_size(item.nbytes)} · {item.state}\n{item.reason}"
-        # What is no checkpoint has no size: a sliver shows where it is.
+        # What is not a checkpoint has no size: a sliver shows where it is.
         parts.append(
             rect(
                 x,

@@ -1,4 +1,4 @@
-"""Weights as a committed LOCAL checkpoint of ours: one file a rank of FSDP2, and what the record will say."""
+"""Weights as a committed LOCAL ckptkit checkpoint: one file per rank of FSDP2, and what the record will say."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def local_target(
     cut along dimension 0 where it is of floats.
 
     Raises:
-        UsageError: The name of `dst` is that of another step, or can't be the name of a checkpoint.
+        UsageError: The name of `dst` is that of another step, or cannot be the name of a checkpoint.
     """
     identity = identity_of(source, dst, storage_options)
     mesh = TargetMesh.parse(None, world_size=world_size)

@@ -33,7 +33,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is cut: along which dimension by FSDP, and by tensor parallelism; None where it is not.
+    """How a tensor is cut: along which dimension by FSDP, and by tensor parallelism; None if it is not.
 
     Attributes:
         also: "shard" or "tp": where it is no cut, but the job holds a DTensor that is replicated there. It decides
@@ -72,7 +72,7 @@ class TargetMesh:
     def parse(cls, text: str | Mapping[str, int] | None, *, world_size: int) -> TargetMesh:
         """Return the mesh that `text` names ("replicate=2,shard=4,tp=2"); all ranks shard where it is None.
 
-        A size that is left out is 1, "shard" is what the others leave. Whatever the order in `text`, replicas are
+        A size that is omitted is 1, "shard" is what the others leave. Whatever the order in `text`, replicas are
         outermost and tensor parallelism innermost, as FSDP2 wants them.
 
         Raises:
@@ -98,7 +98,7 @@ class TargetMesh:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The dimensions as the new job's DeviceMesh has them: those of size 1 are left out, unless they were named
+        """The dimensions as the new job's DeviceMesh has them: those of size 1 are omitted, unless they were named
         or there is no other."""
         named = dict(self.labels)
         return tuple(name for name in _NAMES if getattr(self, name) > 1 or name in named) or ("shard",)
@@ -116,7 +116,7 @@ class TargetMesh:
         }
 
     def boxes(self, shape: tuple[int, ...], cut: Cut, *, turn: int = 0) -> RankBoxes:
-        """Return which rank stores which box: each once, empty ones left out.
+        """Return which rank stores which box: each once, empty ones omitted.
 
         FSDP2 cuts what tensor parallelism left to a rank, both by the rule of torch.chunk. Cut by both along one
         dimension, a rank's part is the shard-th chunk of the tp-th chunk. A tensor with no elements has one empty
@@ -252,7 +252,7 @@ class TPPlan:
         """Return the plan in a JSON file, or in a mapping.
 
         Raises:
-            UsageError: It is no mapping of globs to dimensions.
+            UsageError: It is not a mapping of globs to dimensions.
         """
         origin = given if isinstance(given, str) else "tp_plan"
         rules: Any = given
@@ -286,7 +286,7 @@ class TPPlan:
         return TPPlan({**self.rules, **dict.fromkeys(names)}, self.origin)
 
     def dim(self, fqn: str, shape: tuple[int, ...]) -> int | None:
-        """Return the dimension that a parameter is cut along, None where it is whole.
+        """Return the dimension that a parameter is cut along, None if it is whole.
 
         Raises:
             UsageError: The parameter has no such dimension.
@@ -302,7 +302,7 @@ class TPPlan:
         return found
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raise UsageError where a glob of a plan that was given fits no parameter: most often a typo."""
+        """Raise UsageError if a glob of a plan that was given fits no parameter: most often a typo."""
         known = list(names)
         idle = [glob for glob in self.rules if not any(fnmatch.fnmatchcase(name, glob) for name in known)]
         if idle:

@@ -4,7 +4,7 @@ A DCP that another program saved keeps its own keys and records where the result
 the one loads the other, in torch as well, and a job of ours adopts both. Else, tensors:
 `model.<fqn>`, `optimizer.state.<fqn>.<name>`, `optimizer.master.<fqn>`. Objects become the trees of
 `objects.json`: an optimizer's parameter groups by FQN, a scheduler, and what is the user's own below `extra.`.
-What can't be carried is named, with the reason.
+What cannot be carried is named, with the reason.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Names:
         self._prefix = prefix if isinstance(prefix, str) else ""
 
     def of(self, name: str) -> str | None:
-        """Return the FQN; None where there is no such parameter."""
+        """Return the FQN; None if there is no such parameter."""
         plain = strip_infixes([name])[name]
         for candidate in (name, plain, name.removeprefix(self._prefix), plain.removeprefix(self._prefix)):
             if candidate in self._known:
@@ -262,7 +262,7 @@ def _safe(name: str) -> str:
 
 
 def _scheduler(name: str, value: Any) -> Any:
-    """The state of a torch LRScheduler in this value; None where it is none, or several."""
+    """The state of a torch LRScheduler in this value; None if it is not one, or several."""
     if _SCHEDULER.fullmatch(name):
         candidates = value if isinstance(value, (list, tuple)) else [value]
     elif isinstance(value, Mapping) and isinstance(value.get("lr_schedulers"), (list, tuple)):
@@ -350,7 +350,7 @@ class OwnState:
 
 
 def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> OwnState:
-    """Return what a checkpoint of ours holds of a source. Reads its objects, no tensors.
+    """Return what a ckptkit checkpoint holds of a source. Reads its objects, no tensors.
 
     Args:
         sharded: The result is a DCP. Tied weights, which FULL and LOCAL store once, are given under each of their

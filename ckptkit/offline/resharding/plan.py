@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Identity", "plan_reshard", "lay_out_local", "turn_of"]
 
-# LOCAL files for any mesh: one file a rank, each tensor the part that the rank is the chosen holder of.
+# LOCAL files for any mesh: one file per rank, each tensor the part that the rank is the chosen holder of.
 
 
 Placed = tuple[int, tuple[str, ...]] | None

@@ -39,7 +39,7 @@ class RankBoxes:
 
 
 def chunked(shape: tuple[int, ...], world_size: int) -> RankBoxes:
-    """Return the boxes of FSDP2: dimension 0 by the rule of `torch.chunk`; what can't be cut goes to rank 0."""
+    """Return the boxes of FSDP2: dimension 0 by the rule of `torch.chunk`; what cannot be cut goes to rank 0."""
     ndim = len(shape)
     if not shape or 0 in shape or world_size == 1:
         zeros = np.zeros((1, ndim), np.int64)
@@ -75,7 +75,8 @@ def lay_out_dcp(
 
     Args:
         keys: The path of each tensor in the nested state dict; its name in `.metadata` is the path joined by dots.
-        objects: (path, record) of what is no tensor; the records lie at the start of rank 0's file, one after another.
+        objects: (path, record) of what is not a tensor; the records lie at the start of rank 0's file, one after
+            another.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -184,7 +185,7 @@ class _Frames:
 
 @dataclass(frozen=True, slots=True)
 class _FrameLiterals:
-    """What a rank's file holds besides payloads; made anew each time it is asked for."""
+    """What a rank's file holds besides payloads; recreated each time it is asked for."""
 
     frames: _Frames
     rank: int

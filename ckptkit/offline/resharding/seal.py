@@ -1,4 +1,4 @@
-"""From files that were written to a committed checkpoint of ours: digests, manifest, objects, commit record."""
+"""From files that were written to a committed ckptkit checkpoint: digests, manifest, objects, commit record."""
 
 from __future__ import annotations
 
