@@ -63,10 +63,13 @@ def load_checkpoint(
         LoadError: With `options.atomic`, there is no memory for the second copy.
         RankFailedError: Another rank failed.
     """
+    import torch
+
     clock = PhaseClock()
     rank, world_size = coordinator.rank, coordinator.world_size
     with clock.phase("plan"):
-        with _Part() as planned, _pinned(ready, sure=not options.atomic):
+        # The local part of a DTensor costs half as much where autograd need not know of it.
+        with _Part() as planned, _pinned(ready, sure=not options.atomic), torch.no_grad():
             catalog, store = opened()
             plan = plan_load(state, catalog, store, options, rank=rank, world_size=world_size)
             plan.mismatches.check(store.url, strict=options.strict)
