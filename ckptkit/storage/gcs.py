@@ -172,11 +172,10 @@ class GcsApi(FsspecApi):
         Not gcsfs's own: it takes what is gone already for a failure, and waits between tries by itself.
         """
         kind, body = batch_of_deletions(objects)
+        url = self.fs.base.removesuffix("/storage/v1/") + "/batch/storage/v1"  # older versions have no name for it
         try:
             with _denied():
-                headers, answer = self.fs.call(
-                    "POST", self.fs.batch_url_base, headers={"Content-Type": kind}, data=io.BytesIO(body)
-                )
+                headers, answer = self.fs.call("POST", url, headers={"Content-Type": kind}, data=io.BytesIO(body))
         except FileNotFoundError:
             return False
         except Exception as error:  # the HttpError of gcsfs is none of the system's
