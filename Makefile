@@ -2,8 +2,8 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c tests/constraints.txt
 
-# Two workers, each with its own ranks and servers; what one has not begun the other takes.
-PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 10
+# Two workers, each with its own ranks and servers; what one has not begun the other takes, in the order of tests/split.py.
+PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 # A machine with a GPU may have no network: `make gpu-wheels` fetches what `make gpu WHEELS=...` installs there.
 WHEELS ?= build/wheels

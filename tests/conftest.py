@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.split import at_night, sweeps
+from tests.split import at_night, in_order, only_at_night, sweeps
 
 # No timed assertions: a busy machine must not turn a test red.
 settings.register_profile("ckptkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,6 +34,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker("night")
     for item in sweeps(items):
         item.add_marker("sweep")
+    items[:] = in_order(items)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files out that only the night needs, if the night is: some take seconds to import."""
+    if config.option.markexpr != "not night" or collection_path.suffix != ".py":
+        return None
+    return only_at_night(collection_path.relative_to(config.rootpath).as_posix()) or None
 
 
 @pytest.fixture(autouse=True)

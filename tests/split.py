@@ -5,16 +5,16 @@ cases of the night are the sweeps.
 
 `NIGHT` maps a directory, a file or a test (`file::name`) to `every`: of the cases of each test there, each `every`-th
 runs by day and the others at night. 0 leaves the whole test to the night: its rule is then listed in tests/README.md.
-The longest path that matches wins.
+The longest path that matches wins. `LONG` says which files begin first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-__all__ = ["NIGHT", "PARTS", "at_night", "sweeps"]
+__all__ = ["LONG", "NIGHT", "PARTS", "at_night", "in_order", "only_at_night", "sweeps"]
 
 PARTS = 5  # The seeds of a fuzzer are dealt out over this many tests; the first one runs by day.
 
@@ -137,10 +137,35 @@ NIGHT: dict[str, int] = {
 }
 
 
+LONG = (
+    "tests/test_examples.py",
+    "tests/integrations/test_lightning_shapes.py",
+    "tests/integrations/test_lightning_scripts.py",
+    "tests/remote/test_end_to_end.py",
+    "tests/checkpoint/test_kill.py",
+    "tests/checkpoint/test_resume.py",
+    "tests/integrations/test_hf_ranks.py",
+    "tests/fsdp/test_strategy.py",
+    "tests/integrations/test_lightning.py",
+    "tests/integrations/test_transformers.py",
+    "tests/checkpoint/test_world_sizes.py",
+    "tests/remote/test_protocol.py",
+    "tests/storage/test_remote_faults.py",
+    "tests/offline/test_reshard.py",
+    "tests/checkpoint/test_damage.py",
+    "tests/fsdp/test_cross_loads.py",
+    "tests/integrations/test_hub.py",
+)
+"""Files of few tests that take long, in the order in which they begin: the last ones of a run should be short ones."""
+
+
 class Test(Protocol):
     """What is needed of pytest's item."""
 
     nodeid: str
+
+
+T = TypeVar("T", bound=Test)
 
 
 def at_night(items: Iterable[Test]) -> list[Test]:
@@ -166,6 +191,17 @@ def sweeps(items: Iterable[Test]) -> list[Test]:
             found.append(item)
         seen[test] += 1
     return found
+
+
+def only_at_night(file: str) -> bool:
+    """Tell whether the day needs nothing of a file, and so need not import what that imports."""
+    return _every(file) == 0 and not any(place.startswith(f"{file}::") for place in NIGHT)
+
+
+def in_order(items: Iterable[T]) -> list[T]:
+    """Return `items`, the long files first."""
+    turns = {file: turn for turn, file in enumerate(LONG)}
+    return sorted(items, key=lambda item: turns.get(item.nodeid.partition("::")[0], len(LONG)))
 
 
 def _every(test: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.split import NIGHT, at_night, sweeps
+from tests.split import LONG, NIGHT, at_night, in_order, only_at_night, sweeps
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +24,23 @@ def test_each_place_of_the_table_exists(place: str) -> None:
     assert (ROOT / file).exists()
     for name in names:
         assert re.search(rf"^ *(def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("file", LONG)
+def test_each_long_file_exists(file: str) -> None:
+    assert (ROOT / file).exists()
+
+
+def test_long_files_begin_first_in_the_order_of_their_tests() -> None:
+    items = [Item(f"{file}::{test}") for file in ("a.py", LONG[1], LONG[0]) for test in "xy"]
+    assert [item.nodeid for item in in_order(items)] == [
+        f"{file}::{test}" for file in (LONG[0], LONG[1], "a.py") for test in "xy"
+    ]
+
+
+def test_a_file_without_a_test_of_the_day_is_not_imported_by_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.split.NIGHT", {"a": 0, "a/x.py": 2, "a/y.py::f": 3, "b/z.py::f": 0})
+    assert [only_at_night(file) for file in ("a/w.py", "a/x.py", "a/y.py", "b/z.py")] == [True, False, False, False]
 
 
 def test_the_rules_that_only_the_night_checks_are_listed() -> None:
