@@ -52,9 +52,11 @@ def second_half(url: str, layout: str, precision: str, optimizer: str) -> Any:
     return jobs.everything(job), jobs.alone(job), job.losses
 
 
-def check(url: Path, world_size: int, kind: str, layout: str, precision: str, optimizer: str, background: bool) -> None:
-    expected = run_ranks(straight, world_size, layout, precision, optimizer)
-    run_ranks(first_half, world_size, str(url), kind, layout, precision, optimizer, background)
+def check(
+    ranks: Any, url: Path, world_size: int, kind: str, layout: str, precision: str, optimizer: str, background: bool
+) -> None:
+    expected = ranks.run(straight, world_size, layout, precision, optimizer)
+    ranks.run(first_half, world_size, str(url), kind, layout, precision, optimizer, background)
     found = run_ranks(second_half, world_size, str(url), layout, precision, optimizer)
     for rank, (want, got) in enumerate(zip(expected, found, strict=True)):
         for part, name in zip(range(2), ("state", "own"), strict=True):
@@ -66,24 +68,24 @@ def check(url: Path, world_size: int, kind: str, layout: str, precision: str, op
 
 @pytest.mark.parametrize("precision", ["fp32", "mixed", "master"])
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_training_resumes_bit_exactly(tmp_path: Path, kind: str, precision: str) -> None:
-    check(tmp_path, 2, kind, "1d", precision, "adamw", background=False)
+def test_training_resumes_bit_exactly(ranks: Any, tmp_path: Path, kind: str, precision: str) -> None:
+    check(ranks, tmp_path, 2, kind, "1d", precision, "adamw", background=False)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_save_in_the_background_resumes_bit_exactly(tmp_path: Path, kind: str) -> None:
-    check(tmp_path, 2, kind, "1d", "master", "adamw", background=True)
+def test_a_save_in_the_background_resumes_bit_exactly(ranks: Any, tmp_path: Path, kind: str) -> None:
+    check(ranks, tmp_path, 2, kind, "1d", "master", "adamw", background=True)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "amsgrad", "muon"])
-def test_every_optimizer_resumes_bit_exactly(tmp_path: Path, optimizer: str) -> None:
-    check(tmp_path, 2, "sharded", "1d", "fp32", optimizer, background=False)
+def test_every_optimizer_resumes_bit_exactly(ranks: Any, tmp_path: Path, optimizer: str) -> None:
+    check(ranks, tmp_path, 2, "sharded", "1d", "fp32", optimizer, background=False)
 
 
 @pytest.mark.parametrize("layout", ["hsdp", "tp"])
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_every_mesh_resumes_bit_exactly(tmp_path: Path, kind: str, layout: str) -> None:
-    check(tmp_path, 4, kind, layout, "fp32", "adamw", background=False)
+def test_every_mesh_resumes_bit_exactly(ranks: Any, tmp_path: Path, kind: str, layout: str) -> None:
+    check(ranks, tmp_path, 4, kind, layout, "fp32", "adamw", background=False)
 
 
 def test_factored_moments_of_a_single_process_are_restored(tmp_path: Path) -> None:
