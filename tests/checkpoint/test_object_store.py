@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -156,10 +156,21 @@ def test_a_second_job_is_refused_and_told_who_writes(root: Store) -> None:
     assert check(root) == [7, 8]
 
 
-def test_rotation_removes_the_record_first_and_all_of_the_rest(root: Store) -> None:
+def test_rotation_removes_the_record_first_and_all_of_the_rest(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleted: list[str] = []
+    delete = type(root).delete
+
+    def noted(self: Store, paths: Iterable[str]) -> None:
+        deleted.extend(paths := list(paths))
+        delete(self, paths)
+
     for step in (1, 2, 3):
         save(root, step)
+    monkeypatch.setattr(type(root), "delete", noted)
     rotate(root, RetentionPolicy(max_num=1))
+    for step in (1, 2):
+        of_step = [path for path in deleted if path.startswith(f"step_{step:08d}/")]
+        assert of_step[0] == f"step_{step:08d}/checkpoint.json" and len(of_step) > 2
     assert check(root) == [3] and {key.split("/")[0] for key in keys(root)} == {"latest", "step_00000003"}
 
 

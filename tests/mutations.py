@@ -1,0 +1,218 @@
+"""Puts mistakes into a copy of the package, one at a time, and checks that tests of the daily half find each.
+
+    python -m tests.mutations [words of their names...]
+
+Each mistake is a small edit of commit, retention, load, copying or digests. The named tests must pass without it, as
+`make test` shows, and fail with it. Exit code 1: one was not found, or the code that it edits is no longer there: then
+the table has to follow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """`old`, which occurs once in `file`, becomes `new`; then one of `tests` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+RETENTION, COMMIT, ATTEMPT = "checkpoint/retention.py", "checkpoint/run/commit.py", "checkpoint/run/attempt.py"
+DELETE, CHOOSE, READ = "checkpoint/run/delete.py", "checkpoint/load/choose.py", "checkpoint/load/read.py"
+LOAD, CHECKS, COVERAGE = "checkpoint/load/checkpoint.py", "offline/copying/checks.py", "offline/copying/coverage.py"
+EXECUTE, DIGESTS = "offline/copying/execute.py", "digests.py"
+
+MUTATIONS = (
+    Mutation(
+        "retention keeps one more than max_num",
+        RETENTION, "newest_first[policy.max_num :]", "newest_first[policy.max_num + 1 :]",
+        "tests/checkpoint/test_retention.py",
+    ),
+    Mutation(
+        "retention may delete the newest",
+        RETENTION, "exempt[records[-1].name]", "exempt[records[0].name]",
+        "tests/checkpoint/test_retention.py",
+    ),
+    Mutation(
+        "max_mem deletes what is exempt",
+        RETENTION, "if total > limit and record.name not in exempt and", "if total > limit and",
+        "tests/checkpoint/test_retention.py",
+    ),
+    Mutation(
+        "max_mem deletes all once it deletes",
+        RETENTION, "total -= record.total_bytes", "total -= 0",
+        "tests/checkpoint/test_retention.py",
+    ),
+    Mutation(
+        "a deletion ignores pins",
+        DELETE, "        if pins:\n", "        if False:\n",
+        "tests/checkpoint/run/test_pins.py tests/checkpoint/run/test_delete.py",
+    ),
+    Mutation(
+        "a deletion takes foreign files along",
+        DELETE, "    if not unnamed:\n        trash", "    if True:\n        trash",
+        "tests/checkpoint/run/test_delete.py",
+    ),
+    Mutation(
+        "a remote deletion leaves the record for last",
+        DELETE,
+        "    root.delete([record_path(name)])\n",
+        "    root.delete(f'{name}/{path}' for path in named_paths(record))\n    root.delete([record_path(name)])\n",
+        "tests/checkpoint/test_object_store.py",
+    ),
+    Mutation(
+        "a save does not look for the files of its record",
+        COMMIT, "            self._place.check_all(files, own)\n", "",
+        "tests/checkpoint/run/test_commit.py",
+    ),
+    Mutation(
+        "a save goes on without the rank that failed",
+        COMMIT,
+        "outcome = Outcome.of_error(error)\n            slim",
+        "outcome = Outcome(({}, payload))\n            slim",
+        "tests/checkpoint/run/test_commit.py tests/checkpoint/test_faults.py",
+    ),
+    Mutation(
+        "two ranks may write one file",
+        COMMIT, "                if path in files:\n", "                if False:\n",
+        "tests/checkpoint/run/test_commit.py",
+    ),
+    Mutation(
+        "a save that has lost its lease commits",
+        COMMIT, "if lease is not None and not fresh:", "if False:",
+        "tests/checkpoint/run/test_commit.py tests/checkpoint/run/test_hold.py",
+    ),
+    Mutation(
+        "all saves have the same sequence",
+        COMMIT, "max(self._opening.inventory.next_sequence, 1 + last)", "1",
+        "tests/checkpoint/run/test_commit.py tests/checkpoint/run/test_inventory.py tests/checkpoint/test_manager.py",
+    ),
+    Mutation(
+        "files are not synced",
+        ATTEMPT, "                os.fsync(fd)\n", "                pass\n",
+        "tests/checkpoint/run/test_commit.py tests/checkpoint/test_order.py",
+    ),
+    Mutation(
+        "directories are not synced before the rename",
+        ATTEMPT,
+        "            self.store.sync_directory(folder)\n        self.root.sync_directory()\n",
+        "            pass\n",
+        "tests/checkpoint/run/test_commit.py tests/checkpoint/test_order.py",
+    ),
+    Mutation(
+        "a load takes what does not fit",
+        LOAD, "            plan.mismatches.check(store.url, strict=options.strict)\n", "",
+        "tests/checkpoint/test_strict.py",
+    ),
+    Mutation(
+        "a half-loaded state does not know",
+        LOAD, "    if not options.atomic:\n        state._half = report.url\n", "",
+        "tests/checkpoint/test_load_memory.py tests/checkpoint/test_strict.py",
+    ),
+    Mutation(
+        "slices that no rank reads whole are not checked",
+        LOAD, " + reading.filler.check(shares[rank])", "",
+        "tests/checkpoint/test_load_verify.py",
+    ),
+    Mutation(
+        "a load checks no digest",
+        READ, "Verify.READ if options.verify else Verify.OFF", "Verify.OFF",
+        "tests/checkpoint/test_load_verify.py tests/checkpoint/test_damage.py",
+    ),
+    Mutation(
+        "tensors that share memory may get different values",
+        READ, "    check_claims(store, groups)\n", "",
+        "tests/checkpoint/load/test_shared_memory.py",
+    ),
+    Mutation(
+        "a fallback forgets to say what it passed over",
+        CHOOSE, "                self.given_up.update(damaged)\n", "",
+        "tests/checkpoint/test_fresh_start.py tests/checkpoint/test_damage.py tests/checkpoint/test_manager.py",
+    ),
+    Mutation(
+        "a copy takes any digest",
+        CHECKS, "        if value != int(self._table.values[record]):\n", "        if False:\n",
+        "tests/offline/copying/test_checks.py tests/offline/copying/test_execute.py",
+    ),
+    Mutation(
+        "a copy leaves what came out of order unproved",
+        EXECUTE, "checking(work, verifier.unproved())", "checking(work, verifier.unproved()[:0])",
+        "tests/offline/copying/test_execute.py tests/offline/test_convert.py",
+    ),
+    Mutation(
+        "gaps of the source are copied",
+        COVERAGE, "    check_coverage([plan.catalog.tensors[key] for key in sources])\n", "",
+        "tests/offline/copying/test_execute.py tests/offline/copying/test_plan.py tests/offline/test_gaps.py",
+    ),
+    Mutation(
+        "a file of the plan may have gaps",
+        COVERAGE, "    if len(wrong):\n", "    if False:\n",
+        "tests/offline/copying/test_execute.py tests/offline/copying/test_plan.py",
+    ),
+    Mutation(
+        "two CRCs are joined at the wrong distance",
+        DIGESTS, "_multiply(_shift(second_nbytes), first)", "_multiply(_shift(second_nbytes + 1), first)",
+        "tests/offline/copying/test_plan.py",
+    ),
+    Mutation(
+        "a fingerprint forgets where a block lies",
+        DIGESTS, "f2 += (start + at) * total +", "f2 += start * total +",
+        "tests/offline/test_fingerprint.py",
+    ),
+)  # fmt: skip
+
+
+def found(mutation: Mutation, scratch: Path) -> bool:
+    """Tell whether the tests fail in a copy with this mistake in it. Raises RuntimeError where they could not run."""
+    path = scratch / "ckptkit" / mutation.file
+    text = path.read_text()
+    path.write_text(text.replace(mutation.old, mutation.new))
+    command = [sys.executable, "-m", "pytest", "-qxm", "not night", "-p", "no:cacheprovider", *mutation.tests.split()]
+    environment = {**os.environ, "PYTHONPATH": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        ended = subprocess.run(command, cwd=scratch, env=environment, check=False, capture_output=True, text=True)
+    finally:
+        path.write_text(text)
+    if ended.returncode not in (0, 1):
+        raise RuntimeError(f"{mutation.name}: pytest ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
+    print(next((line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "all passed"))
+    return ended.returncode == 1
+
+
+def main(words: list[str]) -> int:
+    chosen = [mutation for mutation in MUTATIONS if all(word in mutation.name for word in words)]
+    gone = [m for m in MUTATIONS if (ROOT / "ckptkit" / m.file).read_text().count(m.old) != 1]
+    missed = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        for name in ("ckptkit", "tests", "benchmarks", "docs", "examples"):
+            shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        for mutation in chosen:
+            if mutation not in gone:
+                print(f"{mutation.name}: ", end="", flush=True)
+                if not found(mutation, Path(folder)):
+                    missed.append(mutation)
+    for mutation in gone:
+        print(f"NO LONGER THERE, or more than once: {mutation.name}: ckptkit/{mutation.file} has no {mutation.old!r}")
+    for mutation in missed:
+        print(f"NOT FOUND by {mutation.tests}: {mutation.name}")
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} were found; {len(gone)} are to be brought up to date")
+    return 1 if missed or gone else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
