@@ -153,8 +153,9 @@ def archives_of_items(rng: random.Random, folder: Path) -> None:
     if len(damaged) != len(item):
         return
     from ckptkit.formats.dcp.locate import ENDS, parse_item
+    from ckptkit.formats.pickles.zip import memory_store
 
-    _, frame = parse_item(item[:ENDS], item[-ENDS:], "x", 0, len(item), "f", {})
+    _, frame = parse_item(memory_store("x", item), "x", 0, item[:ENDS], item[-ENDS:], len(item), "f")
     assert frame is not None
     front, tail = (np.frombuffer(part, np.uint8)[None] for part in (damaged[:ENDS], damaged[-ENDS:]))
     if not frame.same(front, tail)[0]:

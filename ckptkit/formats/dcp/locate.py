@@ -12,15 +12,15 @@ import math
 import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
-from ckptkit.digests import CRC, crc32
+from ckptkit.digests import CRC
 from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
@@ -33,18 +33,8 @@ from ckptkit.formats.dcp.host_bytes import flipped_crc, sign_codec
 from ckptkit.formats.hf.dcp_shards import saved_offsets
 from ckptkit.formats.hf.header import read_header
 from ckptkit.formats.pickles.objects import decode_zstd
-from ckptkit.formats.pickles.tensors import OpaqueTensorError, Storage, StoredTensor, TensorRebuilder
-from ckptkit.formats.pickles.walk import loads
-from ckptkit.formats.pickles.zip import (
-    LOCAL_HEADER,
-    Layout,
-    ShortTailError,
-    check_byteorder,
-    memory_store,
-    parse_directory,
-    read_archive,
-    storage_of,
-)
+from ckptkit.formats.pickles.tensors import OpaqueTensorError, StoredTensor
+from ckptkit.formats.pickles.zip import Archive, Layout, memory_store, read_archive
 from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["ENDS", "Frame", "Items", "LocatedSlices", "find_opaque", "item_batches", "parse_item"]
@@ -60,7 +50,7 @@ _BLOCK_ROWS = 1 << 12  # items whose ends are held at once
 _BLOCK_FILES = 128  # files that are open at once
 _HEAD = 9
 _ZIP = b"PK\x03\x04"
-_FEW = 16  # items for which numpy is worth its fixed cost
+_FEW = 2  # items that are worth a comparison
 _MAX_FRAMES = 8  # kinds of items, of one dtype, shape and length: the device is in the pickle
 _SLACK = 1 << 20  # what an item may be longer than its tensor, when it is decompressed
 
@@ -243,7 +233,6 @@ class _Locator:
         wanted[tensors] = True
         rows = np.flatnonzero(wanted[columns.owners])
         self.rows = rows[np.lexsort((columns.starts[rows], columns.files[rows]))]
-        self.pickles: dict[bytes, StoredTensor] = {}
 
     def run(self) -> None:
         columns = self.columns
@@ -366,9 +355,7 @@ class _Locator:
         path, start, length = self._path(row), int(self.columns.starts[row]), int(self.columns.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
-            found, frame = parse_item(front, tail, path, start, length, label, self.pickles)
-            if found is None:
-                found = one_tensor(read_archive(self.store, path, start, length).value, label)
+            found, frame = parse_item(self.store, path, start, front, tail, length, label)
         except (UnsafePickleError, OpaqueTensorError) as error:
             kind = error.kind if isinstance(error, OpaqueTensorError) else self._class_of(path, start, length)
             if kind:
@@ -460,11 +447,12 @@ class Frame:
     crc_at: int
 
     @classmethod
-    def of(cls, tensor: StoredTensor, begin: int, front: bytes, tail: bytes, layout: Layout) -> Frame | None:
-        """Return the frame of an item; None where its front is longer than what was read."""
-        storage = layout.members[f"data/{tensor.storage.key}"]
-        if begin > len(front) or tensor.marks:
+    def of(cls, tensor: StoredTensor, start: int, front: bytes, tail: bytes, layout: Layout) -> Frame | None:
+        """Return the frame of an item that begins at `start`; None where its ends are longer than what was read."""
+        storage, begin = layout.members[f"data/{tensor.storage.key}"], tensor.storage.start - start
+        if begin > len(front) or layout.directory_nbytes > len(tail) or tensor.marks:
             return None
+        tail = tail[-layout.directory_nbytes :]
         same_front, same_tail = np.ones(begin, bool), np.ones(len(tail), bool)
         same_front[storage.header + 14 : storage.header + 18] = False  # the CRC-32 in a local header: APPNOTE.TXT 4.3.7
         pos, crc_at = 0, {}
@@ -491,68 +479,32 @@ class Frame:
         return np.ascontiguousarray(tails[:, at : at + 4]).view("<u4").reshape(-1).astype(np.uint64)
 
 
+class _Ends:
+    """A store of one item, of which both ends are in memory. What lies between them is read."""
+
+    def __init__(self, store: Store, at: int, front: bytes, tail: bytes, length: int) -> None:
+        self.store = store
+        self.parts = ((at, front), (at + length - len(tail), tail))
+
+    def read_into(self, path: str, start: int, view: memoryview) -> None:
+        for at, data in self.parts:
+            if at <= start and start + len(view) <= at + len(data):
+                view[:] = data[start - at : start - at + len(view)]
+                return
+        self.store.read_into(path, start, view)
+
+    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
+        for read in reads:
+            self.read_into(read.path, read.start, read.view)
+
+
 def parse_item(
-    front: bytes, tail: bytes, path: str, start: int, length: int, label: str, pickles: dict[bytes, StoredTensor]
-) -> tuple[StoredTensor | None, Frame | None]:
-    """Return the tensor of an item and its frame; None where the ends do not hold all that tells.
-
-    Args:
-        pickles: Those that were parsed before: equal ones (same dtype, shape, strides) are parsed once.
-    """
-    try:
-        members, directory = parse_directory(tail, length, file=label)
-    except ShortTailError:
-        return None, None
-    layout = Layout(members, directory, label)
-    pickled = _member(layout, "data.pkl", front)
-    order = _member(layout, "byteorder", front) if "byteorder" in layout.members else b"little"
-    if pickled is None or order is None:
-        return None, None
-    check_byteorder(order, file=label)
-    template = pickles.get(pickled)
-    if template is None:
-        value = loads(
-            pickled,
-            file=label,
-            functions=TensorRebuilder(lazy=True).functions,
-            persistent_load=lambda identity: storage_of(identity, None, ""),
-        )
-        template = pickles[pickled] = one_tensor(value, label)
-    key = template.storage.key
-    member = layout.members.get(f"data/{key}")
-    if member is None or template.storage.nbytes > member.nbytes:
-        raise CorruptCheckpointError(
-            f"{label}: its storage holds {0 if member is None else member.nbytes} bytes, its tensor needs "
-            f"{template.storage.nbytes}."
-        )
-    header = _local_header(layout, f"data/{key}", front)
-    if header is None:
-        return None, None
-    begin = layout.start(member, header)
-    storage = Storage(path, key, member.nbytes, template.storage.dtype, "", start + begin, member.crc32)
-    tensor = replace(template, storage=storage)
-    return tensor, Frame.of(tensor, begin, front, tail[directory - length :], layout)
-
-
-def _local_header(layout: Layout, name: str, front: bytes) -> bytes | None:
-    member = layout.members[name]
-    size = LOCAL_HEADER.size + len(member.name.encode())
-    header = front[member.header : member.header + size]
-    return header if len(header) == size else None
-
-
-def _member(layout: Layout, name: str, front: bytes) -> bytes | None:
-    """The bytes of a small member, None where they are not among the first of the item."""
-    member, header = layout.members[name], _local_header(layout, name, front)
-    if header is None:
-        return None
-    begin = layout.start(member, header)
-    data = front[begin : begin + member.nbytes]
-    if len(data) < member.nbytes:
-        return None
-    if crc32(data) != member.crc32:
-        raise CorruptCheckpointError(f"{layout.file}: member {member.name!r:.80} does not match its CRC-32.")
-    return data
+    store: Store, path: str, start: int, front: bytes, tail: bytes, length: int, label: str
+) -> tuple[StoredTensor, Frame | None]:
+    """Return the tensor of an item, given its two ends, and the frame that others may share."""
+    archive = Archive(cast(Store, _Ends(store, start, front, tail, length)), path, start, length, file=label, tail=ENDS)
+    tensor = one_tensor(archive.value(lazy=True), label)
+    return tensor, Frame.of(tensor, start, front, tail, archive.layout)
 
 
 def one_tensor(value: Any, label: str) -> StoredTensor:

@@ -86,18 +86,7 @@ def read_archive(
         UnsafePickleError: Its pickle asks for a global that is not allowed.
         UnsupportedFormatError: Big-endian, or holds tensors that are not dense.
     """
-    archive = Archive(store, path, start, nbytes)
-    rebuilder = TensorRebuilder()
-    value = loads(
-        archive.pickled(),
-        file=archive.file,
-        functions=rebuilder.functions,
-        persistent_load=archive.storage,
-        unknown=unknown,
-    )
-    archive.locate_storages()
-    rebuilder.finish(lambda tensor: archive.read(tensor.start, tensor.nbytes))
-    return TorchArchive(value, path)
+    return TorchArchive(Archive(store, path, start, nbytes).value(unknown=unknown), path)
 
 
 def file_size(store: Store, path: str) -> int:
@@ -275,9 +264,9 @@ class Layout:
     `starts` has the first data byte of every member that `locate` was asked for.
     """
 
-    def __init__(self, members: dict[str, Member], directory: int, file: str) -> None:
+    def __init__(self, members: dict[str, Member], directory: int, nbytes: int, file: str) -> None:
         self.file = file
-        self.directory = directory
+        self.directory_nbytes = nbytes - directory  # with the end records
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpointError(f"{file}: a zip without the data.pkl of torch.save. Is it a model archive?")
@@ -329,19 +318,43 @@ class Archive:
     Its directory is read and checked when the archive is opened. Raises as `read_archive` does.
     """
 
-    def __init__(self, store: Store, path: str, start: int = 0, nbytes: int | None = None, *, file: str = "") -> None:
+    def __init__(
+        self,
+        store: Store,
+        path: str,
+        start: int = 0,
+        nbytes: int | None = None,
+        *,
+        file: str = "",
+        tail: int = 64 << 10,
+    ) -> None:
+        """`tail`: bytes that are read first, from the end, for the directory."""
         self.store = store
         self.path = path
         self.start = start
         self.nbytes = file_size(store, path) - start if nbytes is None else nbytes
         self.file = file or (path if start == 0 else f"{path} (item at byte {start})")
         self.storages: dict[str, Storage] = {}
-        self.layout = self._layout()
+        self.layout = self._layout(tail)
 
     def members(self) -> list[tuple[int, int, int]]:
         """Return (start in the file, nbytes, CRC-32) of all members. The pickle is not looked at."""
         members = self.layout.members.values()
         return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
+
+    def value(self, *, unknown: Unknown = "refuse", lazy: bool = False) -> Any:
+        """Return what was saved, its tensors as records. `lazy`: also those still to be conjugated or negated."""
+        rebuilder = TensorRebuilder(lazy=lazy)
+        value = loads(
+            self.pickled(),
+            file=self.file,
+            functions=rebuilder.functions,
+            persistent_load=self.storage,
+            unknown=unknown,
+        )
+        self.locate_storages()
+        rebuilder.finish(lambda tensor: self.read(tensor.start, tensor.nbytes))
+        return value
 
     def pickled(self) -> bytes:
         """Return the pickle of what was saved, once the archive is known to be little-endian."""
@@ -366,8 +379,7 @@ class Archive:
     def _start(self, member: Member, header: bytes) -> int:
         return self.start + self.layout.start(member, header)
 
-    def _layout(self) -> Layout:
-        want = 64 << 10
+    def _layout(self, want: int) -> Layout:
         while True:
             length = min(want, self.nbytes)
             tail = self.read(self.start + self.nbytes - length, length)
@@ -376,7 +388,7 @@ class Archive:
             except ShortTailError as short:
                 want = short.nbytes
                 continue
-            return Layout(members, directory, self.file)
+            return Layout(members, directory, self.nbytes, self.file)
 
     def _header(self, member: Member) -> bytes:
         return self.read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
