@@ -6,7 +6,8 @@ The house, from the ground up (imports go downhill only):
 - `catalog`: what tensors exist and where their parts lie. `storage`: bytes at a URL.
 - `formats`: one module a format; each ends in a `Catalog`.
 - `checkpoint`: saving, keeping and loading the checkpoints of one run (`CheckpointManager`).
-- `fsdp`: the FSDP2 runtime of a training job. `offline`: convert, reshard, verify, diff, inspect, prune.
+- `fsdp`: the FSDP2 runtime of a training job. `offline`: convert, reshard, copy, verify, diff,
+  inspect, prune.
 - `integrations`, `cli`: the same for other frameworks, and for the shell.
 
 Public names are imported when they are first used, so `import ckptkit` does not import torch.
@@ -36,6 +37,7 @@ _WHERE = {
     "DCPLoadPlanner": "ckptkit.formats.dcp.planners",
     "convert": "ckptkit.offline.convert",
     "reshard": "ckptkit.offline.reshard",
+    "copy": "ckptkit.offline.copy",
     "verify": "ckptkit.offline.verify",
     "diff": "ckptkit.offline.diff",
     "inspect": "ckptkit.offline.inspect",
@@ -56,6 +58,7 @@ __all__ = [
     "DCPLoadPlanner",
     "convert",
     "reshard",
+    "copy",
     "verify",
     "diff",
     "inspect",
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
     from ckptkit.formats.dcp.planners import DCPLoadPlanner, DCPSavePlanner
     from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
     from ckptkit.offline.convert import convert
+    from ckptkit.offline.copy import copy
     from ckptkit.offline.diff import diff
     from ckptkit.offline.inspect import inspect
     from ckptkit.offline.listing import list_run

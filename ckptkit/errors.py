@@ -29,7 +29,6 @@ __all__ = [
     "LeaseHeldError",
     "StorageError",
     "MissingExtraError",
-    "command_line",
 ]
 
 

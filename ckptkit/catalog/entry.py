@@ -114,7 +114,8 @@ class SliceArray(Sequence[TensorSlice]):
         ranks: [n] writer rank, -1 where unknown.
         algorithm: The digest algorithm of all rows; None if there are no digests.
         digests: [n] digest values; None if there are none.
-        digest_starts, digest_nbytes: [n] the bytes each digest covers; None if they are the slice's own.
+        digest_starts, digest_nbytes: [n] the bytes each digest covers, 0 for a row without one; None if
+            they are the slice's own.
         strides, codecs: The few rows that have one, by row.
     """
 

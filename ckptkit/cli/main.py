@@ -19,6 +19,7 @@ __all__ = ["cli", "main"]
 _COMMANDS = {
     "convert": "Convert any checkpoint to Hugging Face, DCP, torch or LOCAL files.",
     "reshard": "Rewrite a checkpoint for another cluster size.",
+    "copy": "Copy a checkpoint or a whole run to another place, verified.",
     "inspect": "Show the contents of a checkpoint and which rank holds which slice.",
     "ls": "List the checkpoints of a run, and why each is kept.",
     "verify": "Check that a checkpoint is complete and undamaged.",
@@ -40,6 +41,7 @@ _EXAMPLES = {
         "reshard RUN NEW --world-size 8 --mesh replicate=2,shard=4",
         "how-to-resume.md",
     ),
+    "copy": ("copy RUN s3://bucket/run", "copy s3://bucket/run/best BEST", "remote.md"),
     "inspect": ("inspect RUN/latest --depth 2", "inspect RUN/latest --html map.html", "getting-started.md"),
     "ls": ("ls RUN", "ls RUN --max-num 3  # what this policy would delete", "getting-started.md"),
     "verify": ("verify RUN", "verify s3://bucket/run/latest --quick", "how-to-recover.md"),

@@ -16,7 +16,7 @@ from ckptkit.units import format_size
 if TYPE_CHECKING:
     from ckptkit.offline.conversion import ConvertReport
 
-__all__ = ["explain_interrupts", "outcome_options", "show_outcome"]
+__all__ = ["explain_interrupts", "interrupted_words", "outcome_options", "show_outcome"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,10 +47,11 @@ def outcome_options(function: F) -> F:
 
 def explain_interrupts(dst: str, *, overwrite: bool) -> None:
     """On Ctrl-C, print the state of DST, what is staged next to it, and how to continue."""
-    if_interrupted(lambda: _interrupted(dst, overwrite=overwrite))
+    if_interrupted(lambda: interrupted_words(dst, overwrite=overwrite))
 
 
-def _interrupted(dst: str, *, overwrite: bool) -> str:
+def interrupted_words(dst: str, *, overwrite: bool) -> str:
+    """Return the state of DST, what is staged next to it, and how to continue."""
     from ckptkit.offline.copying.resume import left_beside
     from ckptkit.storage.store import split_url
 

@@ -41,6 +41,7 @@ __all__ = [
     "look_at",
     "earlier_checkpoint",
     "records_of",
+    "watch",
 ]
 
 # Detects changes to source files during a command: checkpoints of other formats cannot be pinned.
@@ -297,6 +298,12 @@ def _opened(
             error = found
         before = str(error)
     raise error
+
+
+def watch(source: Source) -> Source:
+    """Note what the files of a source are by now, for `check_read_as_seen`, and return it."""
+    _current.get().seen.append((source, look_at(source)))
+    return source
 
 
 def check_still_there(source: Source) -> None:

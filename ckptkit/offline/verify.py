@@ -30,7 +30,17 @@ from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size, parse_size
 
-__all__ = ["Problem", "VerifyReport", "check_committed", "verify"]
+__all__ = [
+    "Check",
+    "Problem",
+    "Recorded",
+    "VerifyReport",
+    "check_committed",
+    "compare_digests",
+    "file_problems",
+    "recorded",
+    "verify",
+]
 
 SCHEMA = "ckptkit.verify/1"
 _CHUNK = 4 << 20
@@ -120,7 +130,7 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Check:
+class Check:
     """A digest to compare, over a byte range of a file (of the decoded record, if there is a codec).
 
     Attributes:
@@ -167,23 +177,22 @@ def verify(
     source = open_pinned(url, storage_options=storage_options, options=options)
     store, catalog = source.store, source.catalog
     uninterpreted = dict(catalog.info.extra.get("opaque", {})) if quick else catalog.opaque()
-    sums, wrong = _sums(store, catalog)
     lacking = [Problem(path, "", message) for path, message in find_gaps(store, catalog, quick=quick)]
-    problems = [*_file_problems(store, catalog), *_coverage_problems(catalog), *lacking, *wrong]
-    checks: list[_Check] = []
-    unproved: dict[str, int] = {}
-    gone = {p.path for p in problems if not p.tensor}
+    problems = [*file_problems(store, catalog), *_coverage_problems(catalog), *lacking]
+    checks: list[Check] = []
+    unproved: Mapping[str, int] = {}
     if quick:
-        few = [check for check in _beside_tensors(catalog) if check.path not in gone]
-        problems += _compare(store, few, workers, parse_size(max_memory), progress)
-    else:
-        checks, unproved = _plan(catalog, sums)
-        members, broken = _members(store, catalog, uninterpreted)
-        checks, problems = [*checks, *members], [*problems, *broken]
+        problems += _sums(store, catalog)[1]
         gone = {p.path for p in problems if not p.tensor}
-        checks = [check for check in checks if check.path not in gone]
-        for found in _folded(_compare(store, checks, workers, parse_size(max_memory), progress), catalog):
-            names = _tensors_of(catalog, found.path) if found.path in sums and not found.tensor else ""
+        few = [check for check in _beside_tensors(catalog) if check.path not in gone]
+        problems += compare_digests(store, few, workers, parse_size(max_memory), progress)
+    else:
+        known = recorded(store, catalog, uninterpreted)
+        unproved, problems = known.unproved, [*problems, *known.problems]
+        gone = {p.path for p in problems if not p.tensor}
+        checks = [check for check in known.checks if check.path not in gone]
+        for found in _folded(compare_digests(store, checks, workers, parse_size(max_memory), progress), catalog):
+            names = _tensors_of(catalog, found.path) if found.path in known.sums and not found.tensor else ""
             problems.append(replace(found, message=f"{found.message} It holds {names}.") if names else found)
     if problems:
         check_still_there(source)
@@ -217,7 +226,7 @@ def check_committed(source: Source) -> None:
     store, catalog = source.store, source.catalog
     if "digests" not in catalog.info.extra:
         return
-    for problem in _file_problems(store, catalog):
+    for problem in file_problems(store, catalog):
         raise IncompleteCheckpointError(f"{problem.message} {_ANYWAY}")
     for check in _beside_tensors(catalog):
         found = _check(store, store, check)
@@ -228,7 +237,7 @@ def check_committed(source: Source) -> None:
 _ANYWAY = "To use the readable part anyway: --no-check."
 
 
-def _beside_tensors(catalog: Catalog) -> list[_Check]:
+def _beside_tensors(catalog: Catalog) -> list[Check]:
     """The digests in a commit record of files without tensors: `.metadata`, a tokenizer."""
     digests = catalog.info.extra.get("digests", {})
     if not digests:
@@ -236,13 +245,13 @@ def _beside_tensors(catalog: Catalog) -> list[_Check]:
     tables = {id(entry.slices.paths): entry.slices.paths for entry in catalog.tensors.values()}  # most share one
     holding = {path for paths in tables.values() for path in paths}
     return [
-        _Check(path, Digest(DIGEST, int(digest, 16), 0, catalog.info.files[path]), None, ("",))
+        Check(path, Digest(DIGEST, int(digest, 16), 0, catalog.info.files[path]), None, ("",))
         for path, digest in sorted(digests.items())
         if path not in holding and not digest.startswith(PREFIX)
     ]
 
 
-def _file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
+def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
     ours = all(store.info(path) is not None for path in (MANIFEST_NAME, OBJECTS_NAME))
     if ours and store.info(RECORD_NAME) is None:
         yield Problem(
@@ -310,7 +319,36 @@ def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Probl
     return sums, problems
 
 
-def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], dict[str, int]]:
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The recorded digests of a checkpoint.
+
+    Attributes:
+        checks: The digests to compare, each once, in disk order.
+        unproved: The bytes of tensors without a digest, by file.
+        sums: The digests in SHA256SUMS, by file.
+        problems: Faults of the records themselves.
+    """
+
+    checks: Sequence[Check]
+    unproved: Mapping[str, int]
+    sums: Mapping[str, Digest]
+    problems: Sequence[Problem]
+
+
+def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Recorded:
+    """Return the digests of a checkpoint; no tensor bytes are read.
+
+    Args:
+        uninterpreted: Tensors whose records need a class (`Catalog.opaque`); the CRC-32 of their records are used.
+    """
+    sums, wrong = _sums(store, catalog)
+    checks, unproved = _plan(catalog, sums)
+    members, broken = _members(store, catalog, uninterpreted)
+    return Recorded([*checks, *members], unproved, sums, [*wrong, *broken])
+
+
+def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], dict[str, int]]:
     """The digests to compare, each once, in disk order; and the bytes without a digest, by file."""
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
@@ -334,12 +372,12 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[_Check], d
             add(name, path, digest, codec)
         elif path not in whole_files and path not in sums:
             unproved[path] = unproved.get(path, 0) + nbytes
-    checks = [_Check(key[0], *codecs[key], tuple(dict.fromkeys(found[key]))) for key in sorted(found)]
+    checks = [Check(key[0], *codecs[key], tuple(dict.fromkeys(found[key]))) for key in sorted(found)]
     parts = _parts(catalog, {path for path, value in whole_files.items() if value.startswith(PREFIX)})
     return [replace(c, parts=parts_of(parts.get(c.path, ()))) if _is_whole(c) else c for c in checks], unproved
 
 
-def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list[_Check], list[Problem]]:
+def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list[Check], list[Problem]]:
     """The CRC-32 of the records of tensors that cannot be interpreted."""
     checks, problems = [], []
     for name in names:
@@ -349,7 +387,7 @@ def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list
             except (CkptkitError, OSError) as error:
                 problems.append(Problem(path, name, f"{path}: tensor {name!r} can't be read: {error}"))
                 continue
-            checks += [_Check(path, Digest(CRC, crc, at, size), None, (name,)) for at, size, crc in found]
+            checks += [Check(path, Digest(CRC, crc, at, size), None, (name,)) for at, size, crc in found]
     return checks, problems
 
 
@@ -367,7 +405,7 @@ def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
     return parts
 
 
-def _is_whole(check: _Check) -> bool:
+def _is_whole(check: Check) -> bool:
     """Whether it is of the file, not of what lies in it: no data file starts with a payload."""
     return check.digest.start == 0 and check.codec is None and check.names == ("",)
 
@@ -388,9 +426,10 @@ def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, 
             yield item.name, item.path, item.nbytes, item.digest, item.codec
 
 
-def _compare(
-    store: Store, checks: list[_Check], workers: int, max_memory: int, progress: Progress | None
+def compare_digests(
+    store: Store, checks: Sequence[Check], workers: int, max_memory: int, progress: Progress | None
 ) -> Iterable[Problem]:
+    """Read what the checks are of, and return those that fail."""
     total = sum(check.nbytes for check in checks)
     done = 0
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
@@ -425,7 +464,7 @@ def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
             yield problem
 
 
-def _check(store: Store, reader: Store | BlockReader, check: _Check) -> Problem | None:
+def _check(store: Store, reader: Store | BlockReader, check: Check) -> Problem | None:
     tensor = ", ".join(name for name in check.names if name)
     what = f"tensor {tensor!r}" if tensor else "the whole file" if _is_whole(check) else "a copy that no tensor uses"
     what = "the bytes between the tensors" if check.parts else what
@@ -449,7 +488,7 @@ def _check(store: Store, reader: Store | BlockReader, check: _Check) -> Problem 
     )
 
 
-def _chunks(store: Store, reader: Store | BlockReader, check: _Check) -> Iterator[memoryview | bytes]:
+def _chunks(store: Store, reader: Store | BlockReader, check: Check) -> Iterator[memoryview | bytes]:
     start, stop = check.digest.start, check.digest.start + check.digest.nbytes
     if check.codec is not None:
         from ckptkit.formats.pickles.objects import decode_record

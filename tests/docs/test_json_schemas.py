@@ -48,6 +48,7 @@ def run_root(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diff", ["diff", "{run}", "{hf}"]),
         ("convert", ["convert", "{run}", "{out}/a"]),
         ("convert", ["reshard", "{run}", "{out}/b", "--world-size", "3"]),
+        ("copy", ["copy", "{run}", "{out}/c"]),
         ("prune", ["prune", "{run}", "--max-num", "1", "--dry-run"]),
         ("pin", ["pin", "{run}/latest", "--why", "test"]),
     ],
@@ -66,9 +67,16 @@ def test_a_document_has_the_fields_that_are_documented(
     assert stated, document["schema"]
 
 
-@pytest.mark.parametrize(("name", "field"), [("ls", "checkpoints"), ("inspect", "tensors"), ("prune", "checkpoints")])
-def test_rows_have_the_fields_that_are_documented(run_root: Path, name: str, field: str) -> None:
-    arguments = {"inspect": ["--tensors", "*norm*"], "prune": ["--max-num", "1", "--dry-run"]}.get(name, [])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("ls", "checkpoints"), ("inspect", "tensors"), ("prune", "checkpoints"), ("copy", "checkpoints")],
+)
+def test_rows_have_the_fields_that_are_documented(run_root: Path, tmp_path: Path, name: str, field: str) -> None:
+    arguments = {
+        "copy": [str(tmp_path / "out")],
+        "inspect": ["--tensors", "*norm*"],
+        "prune": ["--max-num", "1", "--dry-run"],
+    }.get(name, [])
     row = json.loads(CliRunner().invoke(cli, [name, str(run_root), *arguments, "--json"]).stdout)[field][0]
     section = (DOCS / "json.md").read_text(encoding="utf-8").split(f"## ckptkit {name}\n")[1].split("\n## ")[0]
     text = re.search(rf"^\| `{field}` \|.*$", section, re.MULTILINE)

@@ -19,7 +19,8 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ENDPOINT = "http://127.0.0.1:9000"
 
 
-def test_the_page_runs(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_runs(s3: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for name, value in {**servers.CREDENTIALS, "AWS_ENDPOINT_URL": s3["endpoint_url"]}.items():
         monkeypatch.setenv(name, value)
     open_store("s3://bucket").fs.makedirs("bucket", exist_ok=True)  # type: ignore[attr-defined]

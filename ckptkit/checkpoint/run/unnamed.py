@@ -56,7 +56,7 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
         record: Of the checkpoint there. On an object store other attempts to save it have folders beside its own.
     """
     named = {RECORD_NAME, *named_paths(record)}
-    found = [item.path[len(path) + 1 :] for item in root.list(path, recursive=True)]
+    found = [item.path[len(path) + 1 if path else 0 :] for item in root.list(path, recursive=True)]
     return [inner for inner in found if inner not in named and not _MARK.fullmatch(inner)]
 
 

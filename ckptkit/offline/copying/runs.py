@@ -506,10 +506,11 @@ class _Builder:
             empty = np.zeros(0, np.int64)
             return RecordTable(empty, empty, empty, empty.astype(np.uint64), empty, empty)
         columns = [np.concatenate(column) for column in zip(*self._records, strict=True)]
-        sources, starts, nbytes, algorithms, owners, values = columns
+        some = np.flatnonzero(columns[2])  # the digest of no bytes says nothing
+        sources, starts, nbytes, algorithms, owners, values = (column[some] for column in columns)
         order = np.lexsort((nbytes, starts, sources))
         key = np.stack([sources[order], starts[order], nbytes[order]], axis=1)
-        first = order[np.concatenate([[True], (key[1:] != key[:-1]).any(axis=1)])]
+        first = order[np.concatenate([[True], (key[1:] != key[:-1]).any(axis=1)])] if len(order) else order
         return RecordTable(
             sources[first],
             starts[first],

@@ -1,0 +1,58 @@
+"""`ckptkit copy`: a checkpoint or a whole run, byte for byte, from any store to any store."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from ckptkit.cli.frame import (
+    command_frame,
+    if_interrupted,
+    print_json,
+    progress_bar,
+    storage_options_of_both,
+    with_storage_options,
+)
+from ckptkit.cli.options import GroupedCommand, allow_pickle, grouped
+from ckptkit.cli.outcome import interrupted_words, outcome_options
+
+
+@click.command("copy", cls=GroupedCommand)
+@click.argument("src")
+@click.argument("dst")
+@grouped("What")("--all-files", is_flag=True, help="Also files that a commit record does not name.")
+@allow_pickle("What")
+@outcome_options
+@storage_options_of_both
+@command_frame
+def command(src: str, dst: str, *, as_json: bool, storage_options: tuple[str, ...], **options: Any) -> None:
+    """Copy the checkpoint at SRC to DST, or all committed checkpoints of a run, with their optimizer and records.
+
+    The digests of SRC are checked while it is read. A checkpoint appears whole or not at all; those of a run
+    appear oldest first, and the same command again goes on with what is not there yet.
+    """
+    from ckptkit.offline.copy import copy, run_at
+    from ckptkit.offline.publish import is_one_of_many
+
+    given = with_storage_options(storage_options)
+
+    def words() -> str:
+        if run_at(src, storage_options={**(given or {}), **(options["src_storage_options"] or {})}) is None:
+            return interrupted_words(dst, overwrite=options["overwrite"])
+        return f"The checkpoints that {dst} shows are whole. Run the same command again to go on."
+
+    if_interrupted(words)
+    with progress_bar("copy") as progress:
+        report = copy(src, dst, storage_options=given, progress=progress, **options)
+    if int(os.environ.get("RANK", "0") or 0) > 0 and is_one_of_many():
+        pass  # the report of rank 0 is everybody's
+    elif as_json:
+        print_json(report.to_json())
+    elif click.get_current_context().meta["ckptkit.quiet"] and not report.dry_run:
+        click.echo(report.proof())
+    else:
+        click.echo("\n".join(report.lines()))
+    if report.faults or any(item.faults for item in report.checkpoints):
+        raise SystemExit(1)

@@ -1,0 +1,584 @@
+"""Copies a checkpoint of any format, or a whole run of ours, byte for byte, from any store to any store."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Digest, Role, SliceArray, TensorEntry
+from ckptkit.catalog.targets import Target
+from ckptkit.checkpoint.run.address import resolve_url
+from ckptkit.checkpoint.run.attempt import write_hint
+from ckptkit.checkpoint.run.inventory import Committed, Inventory, list_checkpoints
+from ckptkit.checkpoint.run.pins import list_pins, pin_forever, pin_url
+from ckptkit.checkpoint.run.unnamed import named_paths, unnamed_files
+from ckptkit.digests import SHA256
+from ckptkit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CkptkitError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    NoSpaceError,
+    UsageError,
+    command_line,
+)
+from ckptkit.formats.detect import Source
+from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, step_of_name
+from ckptkit.formats.pickles.zip import file_size
+from ckptkit.formats.trainers.steps import parse_step
+from ckptkit.offline.conversion import How, carry_out, peak_memory
+from ckptkit.offline.copying.copier import Progress
+from ckptkit.offline.copying.plan import OutputFile, Placement, Plan
+from ckptkit.offline.copying.resume import left_beside
+from ckptkit.offline.dry_run import refusals
+from ckptkit.offline.gaps import find_gaps
+from ckptkit.offline.publish import OutputPlace, is_one_of_many, open_target, options_of_both
+from ckptkit.offline.reading import open_pinned, reads_checkpoints, watch
+from ckptkit.offline.verify import Check, compare_digests, file_problems, recorded
+from ckptkit.storage.lock import acquire_lease
+from ckptkit.storage.open import open_store
+from ckptkit.storage.retry import patient
+from ckptkit.storage.store import Store, split_url
+from ckptkit.units import format_duration, format_size, parse_size
+
+__all__ = ["Copied", "CopiedCheckpoint", "copy", "run_at"]
+
+SCHEMA = "ckptkit.copy/1"
+_PINNED = 64  # of a run, from the start: each pin is a thread that renews it
+_MOST_HELD = 64 << 20  # bytes of a file that is held back to come last
+_MARKS = (".metadata", "config.json", "adapter_config.json", "metadata.json", "meta.pt", "latest", ".index.json")
+"""How names end that a reader takes a directory for a checkpoint by: they come last on an object store."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedCheckpoint:
+    """What became of one checkpoint.
+
+    Attributes:
+        src, dst: The URLs, of what was really opened and of the copy.
+        files, nbytes: Of the copy.
+        nbytes_read: Of the source.
+        digests: Of the source, compared while it was read.
+        unproved: Bytes that no digest covers, or that were not compared.
+        verified: Whether the copy was read again and is equal; None if not asked.
+        there: It was there already, from an earlier run of the command.
+        left_out: What lies in the directory and was not copied, and why.
+        notes: What a person should know.
+        faults: Of a dry run: why the real one would fail.
+    """
+
+    src: str
+    dst: str
+    format: str
+    files: int
+    nbytes: int
+    nbytes_read: int = 0
+    digests: int = 0
+    unproved: int = 0
+    verified: bool | None = None
+    there: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The result of `copy`.
+
+    Attributes:
+        src, dst: As they were given.
+        run: Whether it is a whole run.
+        checkpoints: Of a run in its order, the newest last.
+        left_out: Of a run, what is no committed checkpoint and was not copied, and why.
+        pins: The names of checkpoints that are pinned in the copy, as they are in the source.
+        seconds: Wall time; 0.0 for a dry run.
+        peak_memory: Of this process, resident, in bytes; 0 for a dry run.
+        faults: Of a dry run: why the real one would fail.
+    """
+
+    src: str
+    dst: str
+    run: bool
+    checkpoints: tuple[CopiedCheckpoint, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    pins: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    peak_memory: int = 0
+    dry_run: bool = False
+    faults: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were written, or for a dry run would be."""
+        return sum(item.nbytes for item in self.checkpoints if not item.there)
+
+    def lines(self) -> list[str]:
+        """Return what a terminal shows: notes, what was left out, what was done, and last what was proved."""
+        lines = [f"note: {note}" for note in self.notes]
+        lines += [f"left out: {name}: {why}" for name, why in self.left_out.items()]
+        for item in self.checkpoints:
+            lines += [f"note: {note}" for note in item.notes]
+            if item.left_out:
+                names = ", ".join(list(item.left_out)[:5]) + ", ..." * (len(item.left_out) > 5)
+                why = next(iter(item.left_out.values()))
+                lines.append(f"left out of {item.src}: {names} ({why})")
+            if self.run:
+                state = "there already" if item.there else "would be copied" if self.dry_run else "copied"
+                lines.append(f"{state:<15}  {item.dst}  {item.files} files, {format_size(item.nbytes)}")
+        if self.dry_run:
+            lines += [f"does not fit: {fault}" for item in self.checkpoints for fault in item.faults]
+            lines += [f"does not fit: {fault}" for fault in self.faults]
+            return [*lines, f"{self._counted()}; nothing was written"]
+        rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
+        facts = [self._counted(), format_duration(self.seconds), f"{rate}/s"]
+        facts.append(f"peak memory {format_size(self.peak_memory)}")
+        return [*lines, f"{self.src} -> {self.dst} · " + " · ".join(facts), self.proof()]
+
+    def _counted(self) -> str:
+        new = [item for item in self.checkpoints if not item.there]
+        counts = f"{sum(item.files for item in new)} files, {format_size(self.nbytes)}"
+        return f"{len(new)} checkpoint{'s' * (len(new) != 1)}, {counts}" if self.run else counts
+
+    def proof(self) -> str:
+        """Return the line of what was proved."""
+        new = [item for item in self.checkpoints if not item.there]
+        digests, unproved = sum(item.digests for item in new), sum(item.unproved for item in new)
+        facts = [f"{sum(item.files for item in new)} files, {format_size(self.nbytes)}, each byte written once"]
+        if digests:
+            facts.append(f"{digests} source digest{'s' * (digests != 1)} checked")
+        if new and all(item.verified for item in new):
+            facts.append("the copy is equal to the source")
+        if unproved:
+            facts.append(f"not proved: {format_size(unproved)} of which no digest was compared")
+        return "proved: " + "; ".join(facts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON values (schema "ckptkit.copy/1")."""
+        rows = [{name: getattr(item, name) for name in CopiedCheckpoint.__slots__} for item in self.checkpoints]
+        plain = {name: getattr(self, name) for name in self.__slots__ if name != "checkpoints"}
+        return {"schema": SCHEMA, "nbytes": self.nbytes, **plain, "checkpoints": rows}
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the caller of `copy` wants, the same for each checkpoint of a run."""
+
+    how: How
+    reading: ReadOptions
+    all_files: bool
+    overwrite: bool
+    dry_run: bool
+    there: Mapping[str, Any] | None
+    here: Mapping[str, Any] | None
+
+
+@patient()
+def copy(
+    src: str,
+    dst: str,
+    *,
+    all_files: bool = False,
+    allow_pickle: bool = False,
+    workers: int = 0,
+    max_memory: str | int = "512MB",
+    check: bool = True,
+    verify: bool = False,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    src_storage_options: Mapping[str, Any] | None = None,
+    dst_storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Copied:
+    """Copy the checkpoint at `src` to `dst`, or, where `src` is the root of a run, all its committed checkpoints.
+
+    The bytes are those of the source: optimizer, commit record and all. Each checkpoint appears whole or not at all;
+    a run appears oldest first, so that what an interrupted copy leaves is a run that ends earlier, and the same call
+    again goes on. Checkpoints of a run that are there already, from the same save, stay as they are. The source is
+    pinned while it is read, the destination's lease is held; pins of people are copied.
+
+    Args:
+        dst: The checkpoint's own directory, as for `convert`; for a file, the file or the directory it goes to; for a
+            run, its root. A directory called step_<N> takes only that step.
+        all_files: Also files in a checkpoint's directory that its commit record does not name.
+        allow_pickle: As for `convert`.
+        check: Compare the digests that the source recorded, while it is read.
+        verify: Read the copy again and compare it with the source.
+        overwrite: Replace a checkpoint at `dst`, by the rule of `convert`. Of a run, those from other saves.
+        dry_run: Only say what would be copied, and what would be refused.
+        src_storage_options, dst_storage_options: Of one of the two file systems, over the common `storage_options`.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing to copy.
+        CheckpointExistsError: Something is there already.
+        CorruptCheckpointError: The source is damaged or incomplete. Of a run, the other checkpoints were copied.
+        UsageError: `dst` can't be the name of a copy, or `src` is a run of another system.
+    """
+    started = time.perf_counter()
+    there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
+    how = How(workers, parse_size(max_memory), check, verify, progress)
+    wanted = _Wanted(how, ReadOptions(allow_pickle=allow_pickle), all_files, overwrite, dry_run, there, here)
+    found = run_at(src, storage_options=there)
+    if found is None:
+        report = Copied(src, dst, False, (copy_checkpoint(src, dst, wanted),), dry_run=dry_run)
+    else:
+        report = _copy_run(src, dst, found, wanted)
+    if dry_run:
+        return report
+    return replace(report, seconds=time.perf_counter() - started, peak_memory=peak_memory())
+
+
+def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inventory | None:
+    """Return what lies below `url` where that is the root of a run of ours, else None.
+
+    Raises:
+        CheckpointNotFoundError: Nothing of it is committed.
+    """
+    if resolve_url(url, storage_options=storage_options) != url:
+        return None
+    root = open_store(url, storage_options=storage_options)
+    try:
+        if root.info(RECORD_NAME) is not None:
+            return None
+        inventory = list_checkpoints(root)
+    except NotADirectoryError:
+        return None
+    if not inventory.committed and (inventory.in_progress or inventory.abandoned):
+        raise CheckpointNotFoundError(
+            f"{url} has no committed checkpoint: {'; '.join(_left_out(inventory).values())}. Nothing was copied."
+        )
+    return inventory if inventory.committed else None
+
+
+# --- one checkpoint
+
+
+@reads_checkpoints
+def copy_checkpoint(src: str, dst: str, wanted: _Wanted) -> CopiedCheckpoint:
+    """Copy one checkpoint; it is pinned meanwhile. What `copy` raises."""
+    source = open_pinned(src, storage_options=wanted.there, options=wanted.reading, together=not wanted.dry_run)
+    what = _contents(source, src, dst, wanted)
+    _check_complete(source, check=wanted.how.check)
+    place = _place(what, source.url, dst, wanted)
+    known = recorded(source.store, source.catalog, source.catalog.opaque()) if wanted.how.check else None
+    if known is not None and known.problems:
+        raise IntegrityError(known.problems[0].message)
+    inline, apart = _split(known.checks if known is not None else ())
+    plan = _plan(what, inline, place.file_name)
+    copied = CopiedCheckpoint(
+        source.url, dst, source.catalog.info.format, len(plan.files), plan.nbytes, left_out=what.left_out,
+        notes=tuple(filter(None, [source.note])),
+    )  # fmt: skip
+    raw = Source(what.store, plan.catalog, source.url)
+    if not what.record:  # what ckptkit committed has digests, and is never changed
+        watch(raw)
+    if wanted.dry_run:
+        return replace(copied, faults=tuple(refusals(plan, raw, place, check=wanted.how.check)))
+    how = wanted.how
+    for problem in compare_digests(source.store, apart, how.workers, how.max_memory, None):
+        raise IntegrityError(problem.message)
+    try:
+        outcome = carry_out(plan, raw, place, how)
+    except IntegrityError as error:
+        # It names the file: which tensor it is, the checks know.
+        of_file = [item for item in inline if str(error).startswith(f"{what.prefix}{item.path}:")]
+        for problem in compare_digests(source.store, of_file, how.workers, how.max_memory, None):
+            raise IntegrityError(problem.message) from error
+        raise
+    whole = [item for item in apart if item.parts or item.digest.algorithm == SHA256]
+    covered = sum(item.nbytes for item in (*inline, *whole))
+    return replace(
+        copied,
+        nbytes_read=outcome.copied.nbytes_read,
+        digests=outcome.copied.records + len(apart),
+        unproved=max(0, plan.nbytes - covered - len(what.record)),
+        verified=None if outcome.verified is None else True,
+        notes=(*outcome.copied.notes(), *copied.notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """The files that are copied.
+
+    Attributes:
+        store: Their paths count from here.
+        prefix: Before the paths of the catalog, where it was read from a directory below.
+        sizes: By path.
+        record: The commit record, as it was read; b"" where there is none.
+        single: Whether it is one file, not a directory.
+    """
+
+    store: Store
+    prefix: str
+    sizes: Mapping[str, int]
+    left_out: Mapping[str, str]
+    record: bytes = b""
+    name: str = ""
+    single: bool = False
+
+
+def _contents(source: Source, src: str, dst: str, wanted: _Wanted) -> _Contents:
+    store, catalog = source.store, source.catalog
+    if "digests" in catalog.info.extra:  # ours: its record says what belongs to it
+        record = store.read(RECORD_NAME)
+        stated = CommitRecord.from_json(record, file=f"{source.url}/{RECORD_NAME}")
+        others = unnamed_files(store, "", stated)
+        sizes = {path: catalog.info.files[path] for path in named_paths(stated)}
+        if wanted.all_files:
+            sizes |= {path: file_size(store, path) for path in others}
+            others = []
+        left = dict.fromkeys(others, "its commit record does not name them; --all-files copies them")
+        return _Contents(store, "", {**sizes, RECORD_NAME: len(record)}, left, record, stated.name)
+    name = source.url.rpartition("/")[2]
+    if list(catalog.info.files) == [name] and source.url != store.url:
+        return _Contents(store, "", {name: file_size(store, name)}, {}, single=True)
+    prefix = _below(source, resolve_url(src, storage_options=wanted.there), dst, wanted)
+    base = open_store(source.url[: -len(prefix)], storage_options=wanted.there) if prefix else store
+    sizes, left = {}, {}
+    for item in base.list(recursive=True):
+        try:
+            sizes[item.path] = item.size if item.kind == "file" else file_size(base, item.path)
+        except (CkptkitError, OSError):
+            left[item.path] = f"it is a {item.kind} that can't be read as a file"
+    return _Contents(base, prefix, sizes, left)
+
+
+def _below(source: Source, src: str, dst: str, wanted: _Wanted) -> str:
+    """Return where the catalog was read, below the directory that is copied: "actor/" of a step of verl.
+
+    Raises:
+        UsageError: `src` is a directory of several steps.
+    """
+    local = split_url(src)[0] in ("file", "local")
+    base, opened = (os.path.realpath(split_url(url)[1]) if local else url.rstrip("/") for url in (src, source.url))
+    if not source.note or not opened.startswith(f"{base}/"):
+        return ""
+    parts = opened[len(base) + 1 :].split("/")
+    for at, part in enumerate(parts, 1):
+        above = "/".join([base, *parts[: at - 1]])
+        siblings = open_store(above, storage_options=wanted.there).list() if parse_step(part) is not None else []
+        if sum(parse_step(item.path) is not None for item in siblings) > 1:
+            raise UsageError(
+                f"{src} is a directory of checkpoints of another system: one of them is copied at a time, as in\n"
+                f"  {command_line('copy', f'{above}/{part}', f'{dst}/{part}')}"
+            )
+    return "/".join(parts) + "/"
+
+
+def _check_complete(source: Source, *, check: bool) -> None:
+    """Raise where a file is missing, truncated, or was never written: half a checkpoint is not copied."""
+    for problem in file_problems(source.store, source.catalog):
+        raise IncompleteCheckpointError(f"{problem.message} Nothing was copied.")
+    for _, message in find_gaps(source.store, source.catalog, quick=True) if check else ():
+        raise IncompleteCheckpointError(f"{message} Nothing was copied. To copy what is there: --no-check.")
+
+
+def _place(what: _Contents, url: str, dst: str, wanted: _Wanted) -> OutputPlace:
+    name = dst.rstrip("/").rpartition("/")[2]
+    if what.name and step_of_name(name) is not None and name != what.name:
+        raise UsageError(f"{dst}: its name says another step than the checkpoint's, {what.name}. Call it otherwise.")
+    place = open_target(dst, source=url, single_file=False, overwrite=wanted.overwrite, storage_options=wanted.here)
+    if not what.single:
+        return place
+    file = next(iter(what.sizes))
+    folder, _, last = dst.rpartition("/")
+    if last.rpartition(".")[2] != file.rpartition(".")[2]:
+        folder, last = dst.rstrip("/"), file
+    return replace(place, url=folder or ("/" if dst.startswith("/") else "."), file_name=last, is_file=True)
+
+
+def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
+    """Tell the checks of bytes as they lie in a file, none of which overlap, from those that are made by themselves."""
+    inline: list[Check] = []
+    apart: list[Check] = []
+    by_path: dict[str, list[Check]] = {}
+    for item in checks:
+        by_path.setdefault(item.path, []).append(item)
+    for found in by_path.values():
+        plain = [c for c in found if c.codec is None and not c.parts and c.digest.algorithm != SHA256]
+        apart += [c for c in found if c.codec is not None or c.parts or c.digest.algorithm == SHA256]
+        most = max(Counter(c.digest.algorithm for c in plain).items(), key=lambda pair: pair[1], default=("", 0))[0]
+        at = 0
+        for item in sorted(plain, key=lambda c: (c.digest.start, -c.digest.nbytes)):
+            if item.digest.start < at or item.digest.algorithm != most:
+                if item.digest.start + item.digest.nbytes > at:  # what it covers is not covered yet
+                    apart.append(item)
+            elif item.digest.nbytes:
+                inline.append(item)
+                at = item.digest.start + item.digest.nbytes
+    return inline, apart
+
+
+def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
+    """Return the plan in which each file is a tensor of bytes, cut where its digests begin and end."""
+    digests: dict[str, list[Digest]] = {}
+    for item in inline:
+        digests.setdefault(what.prefix + item.path, []).append(item.digest)
+    tensors: dict[str, TensorEntry] = {}
+    files, placements = [], []
+    for index, (path, size) in enumerate(what.sizes.items()):
+        target = file_name or path
+        if path == RECORD_NAME and what.record:
+            files.append(OutputFile.of_bytes(target, what.record))
+            continue
+        files.append(OutputFile(target, size))
+        if size:
+            slices = _slices(path, size, digests.get(path, ()))
+            entry = tensors[path] = TensorEntry(path, "uint8", (size,), slices, Role.OTHER)
+            placements.append(Placement.whole(Target.of(entry, target), index, 0))
+    late = [f.path for f in files if f.path == RECORD_NAME or (f.path.endswith(_MARKS) and f.nbytes <= _MOST_HELD)]
+    info = CatalogInfo("files", files=dict(what.sizes))
+    return Plan(Catalog(tensors, info=info), tuple(files), tuple(placements), tuple(late))
+
+
+def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
+    """Return a file as slices: the ranges of its digests, and what lies between them, with digests of nothing."""
+    rows: list[tuple[int, int, int, int]] = []  # start, bytes, digest, bytes that it covers
+    at = 0
+    for digest in digests:
+        if digest.start > at:
+            rows.append((at, digest.start - at, 0, 0))
+        rows.append((digest.start, digest.nbytes, digest.value, digest.nbytes))
+        at = digest.start + digest.nbytes
+    if at < size:
+        rows.append((at, size - at, 0, 0))
+    starts, nbytes = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
+    return SliceArray(
+        [path], np.zeros(len(rows), np.int32), starts, nbytes, starts[:, None], nbytes[:, None],
+        algorithm=digests[0].algorithm if digests else None,
+        digests=np.array([row[2] for row in rows], np.uint64) if digests else None,
+        digest_starts=starts if digests else None,
+        digest_nbytes=np.array([row[3] for row in rows], np.int64) if digests else None,
+    )  # fmt: skip
+
+
+# --- a run
+
+
+def _copy_run(src: str, dst: str, inventory: Inventory, wanted: _Wanted) -> Copied:
+    """Copy the checkpoints of a run, the newest last. Those that are damaged are named once the others are whole."""
+    if is_one_of_many():
+        raise UsageError(f"{src} is a run; several processes copy one checkpoint together, not a run. Start one.")
+    open_target(dst, source=src, single_file=False, overwrite=False, storage_options=wanted.here)
+    root, here = open_store(src, storage_options=wanted.there), open_store(dst, storage_options=wanted.here)
+    known = {item.name: item for item in list_checkpoints(here).committed}
+    same = {i.name for i in inventory.committed if i.name in known and known[i.name].record.save_id == i.record.save_id}
+    todo = [item for item in inventory.committed if item.name not in same]
+    faults: list[CkptkitError] = [
+        *_taken(here, dst, [item for item in todo if item.name in known], overwrite=wanted.overwrite)
+    ]
+    faults += _too_small(here, dst, todo)
+    report = Copied(src, dst, True, (), notes=_others(inventory, known), dry_run=wanted.dry_run)
+    if faults and not wanted.dry_run:
+        raise faults[0]
+    copies: list[CopiedCheckpoint] = []
+    left = _left_out(inventory)
+    damaged: dict[str, CorruptCheckpointError] = {}
+    pins = {pin.name: pin.why for pin in list_pins(root) if pin.owner is None}
+    with ExitStack() as held:
+        pinned = {item.name: held.enter_context(ExitStack()) for item in todo}
+        if not wanted.dry_run:
+            held.callback(acquire_lease(here).release)
+            for item in todo[:_PINNED]:
+                pin = pin_url(f"{src.rstrip('/')}/{item.path}", why="copy", storage_options=wanted.there)
+                with suppress(CheckpointNotFoundError):  # deleted since it was listed: said below
+                    pinned[item.name].enter_context(pin)
+        total, done = sum(item.record.total_bytes for item in todo), 0
+        for item in inventory.committed:
+            at, to = (f"{url.rstrip('/')}/{name}" for url, name in ((src, item.path), (dst, item.name)))
+            if item.name in same:
+                copies.append(_found(item, at, to))
+            else:
+                how = replace(wanted.how, progress=_part(wanted.how.progress, done, total))
+                try:
+                    copies.append(copy_checkpoint(at, to, replace(wanted, how=how)))
+                except CheckpointNotFoundError:
+                    left[item.name] = "it was deleted while the others were copied"
+                    continue
+                except CorruptCheckpointError as error:
+                    damaged[item.name] = error
+                    continue
+                finally:
+                    pinned[item.name].close()
+                done += item.record.total_bytes
+            if item.name in pins and not wanted.dry_run:
+                pin_forever(to, pins[item.name], storage_options=wanted.here)
+        if copies and not wanted.dry_run:
+            newest = list_checkpoints(here).latest
+            write_hint(here, newest.name if newest is not None else "")
+    if damaged and not wanted.dry_run:
+        name, first = next(iter(damaged.items()))
+        more = f" Nor were {', '.join(list(damaged)[1:4])}." if len(damaged) > 1 else ""
+        raise type(first)(f"{name} was not copied; {len(copies)} others are whole in {dst}.{more} {first}") from first
+    return replace(
+        report,
+        checkpoints=tuple(copies),
+        left_out=left,
+        pins=tuple(item.name for item in inventory.committed if item.name in pins),
+        faults=(*map(str, faults), *map(str, damaged.values())),
+    )
+
+
+def _part(progress: Progress | None, before: int, total: int) -> Progress | None:
+    """The progress of one checkpoint as that of the run."""
+    if progress is None:
+        return None
+    return lambda done, _, what: progress(min(before + done, total), total, what)
+
+
+def _found(item: Committed, at: str, to: str) -> CopiedCheckpoint:
+    form = f"ckptkit-{item.record.state_dict_type}"
+    return CopiedCheckpoint(at, to, form, len(item.record.files) + 1, item.record.total_bytes, there=True)
+
+
+def _left_out(inventory: Inventory) -> dict[str, str]:
+    """What of a run is no committed checkpoint, and why."""
+    found = {item.path: f"{item.name} is being saved by {item.owner}" for item in inventory.in_progress}
+    found |= {item.path: f"{item.name} was not committed by its save, which is dead" for item in inventory.abandoned}
+    found |= {item.path: item.reason for item in inventory.skipped}
+    return found | dict.fromkeys(inventory.foreign, "it is no checkpoint of ckptkit")
+
+
+def _others(inventory: Inventory, known: Mapping[str, Committed]) -> tuple[str, ...]:
+    names = [name for name in known if inventory.find(name) is None]
+    if not names:
+        return ()
+    return (f"DST also holds {', '.join(names[:5])}{', ...' * (len(names) > 5)}, which SRC does not; they stay",)
+
+
+def _taken(here: Store, dst: str, clashes: Sequence[Committed], *, overwrite: bool) -> Iterator[CheckpointExistsError]:
+    names = ", ".join(item.name for item in clashes[:5])
+    if clashes and not overwrite:
+        yield CheckpointExistsError(
+            f"{dst} holds {names} of another save; nothing was written. Choose another place, or replace them with "
+            "overwrite=True (--overwrite)."
+        )
+    held = {pin.name: pin for pin in list_pins(here)} if clashes else {}
+    for item in clashes:
+        if item.name in held:
+            yield CheckpointExistsError(f"{dst}/{item.name} is not overwritten: it is {held[item.name].reason}.")
+
+
+def _too_small(here: Store, dst: str, todo: Sequence[Committed]) -> Iterator[NoSpaceError]:
+    free, need = here.free_bytes(), sum(item.record.total_bytes for item in todo)
+    if free is None or not todo:
+        return
+    left = left_beside(f"{here.url}/{todo[0].name}")
+    if free < need - (left[1] if left is not None else 0):
+        yield NoSpaceError(
+            f"{dst} has {format_size(free)} free, and {format_size(need)} are to be copied. Free some space or copy "
+            "elsewhere."
+        )

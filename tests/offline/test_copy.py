@@ -1,0 +1,400 @@
+"""copy: byte for byte, whole or not at all, whatever the format; a run in its order, with what keeps it as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ckptkit import copy
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.delete import rotate
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.checkpoint.run.pins import list_pins, pin_forever
+from ckptkit.cli.main import cli
+from ckptkit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CkptkitError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    LeaseHeldError,
+    UsageError,
+)
+from ckptkit.offline import copy as copy_module
+from ckptkit.offline.verify import verify
+from ckptkit.storage import staging
+from ckptkit.storage.lock import acquire_lease
+from ckptkit.storage.open import open_store
+from tests.checkpoint.crash import kill_at
+from tests.checkpoint.killed import same_as_saved, state
+from tests.checkpoint.saving import fork, leftovers
+
+FOREIGN = [
+    "dcp_fsdp2_uneven_w4/ckpt",
+    "dcp_zstd_w2/ckpt",
+    "hf_ref_llama_tied",
+    "deepspeed_zero2_bf16_w2",
+    "verl_fsdp2_w2",
+    "lightning_real_mp_w2",
+    "accelerate_fsdp2_sharded_llama_tied_w2",
+    "torchsave_pytorch_model_bin",
+    "megatron_torch_dist_emulated",
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints, the first of which is pinned."""
+    run = tmp_path_factory.mktemp("copy") / "RUN"
+    with CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step), metrics={"loss": 1.0 / step})
+    pin_forever(f"{run}/step_00000001", "table 2")
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "RUN")
+    return tmp_path / "RUN"
+
+
+def tree(place: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(place)): p.read_bytes() for p in sorted(place.rglob("*")) if p.is_file()}
+
+
+def steps(root: Path) -> list[int]:
+    return [item.step for item in list_checkpoints(open_store(str(root))).committed]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# --- one checkpoint
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("check", [True, False])
+def test_a_checkpoint_of_any_format_is_copied_byte_for_byte(zoo: Path, tmp_path: Path, name: str, check: bool) -> None:
+    source = zoo / name  # of verl, DeepSpeed and Megatron: with what lies around the one step
+    done = copy(str(source), str(tmp_path / "out"), check=check, verify=True)
+    assert tree(tmp_path / "out") == tree(source)
+    (item,) = done.checkpoints
+    assert (item.files, item.nbytes) == (len(tree(source)), sum(map(len, tree(source).values())))
+    assert item.verified and (item.digests > 0 or not check or "hf" in name)
+    assert item.unproved <= item.nbytes and (check or item.unproved == item.nbytes)
+
+
+@pytest.mark.parametrize("name", ["latest", "step_00000002", "1"])
+def test_a_checkpoint_of_a_run_is_copied_with_its_record_and_every_byte_is_proved(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    done = copy(f"{run}/{name}", str(tmp_path / "out"))
+    (item,) = done.checkpoints
+    assert tree(tmp_path / "out") == tree(Path(item.src))
+    assert item.unproved == 0 and done.nbytes == item.nbytes
+    assert "not proved" not in done.proof() and f"{item.digests} source digests checked" in done.proof()
+    assert verify(str(tmp_path / "out")).ok
+    assert list_pins(open_store(str(run))) == list_pins(open_store(str(run)))  # nothing of ours is left there
+    assert [pin.owner for pin in list_pins(open_store(str(run)))] == [None]
+
+
+def test_large_slices_are_checked_one_by_one_and_what_lies_around_them_too(tmp_path: Path) -> None:
+    import torch
+
+    from ckptkit import TrainState
+
+    with CheckpointManager(tmp_path / "RUN") as manager:
+        manager.save(1, TrainState(model=torch.nn.Linear(300, 300)))
+    source = tmp_path / "RUN" / "step_00000001"
+    (item,) = copy(str(source), str(tmp_path / "out")).checkpoints
+    assert item.unproved == 0 and tree(tmp_path / "out") == tree(source)
+    data = max(source.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    good = data.read_bytes()
+    for at in (len(good) // 2, 3):  # in a slice; in what lies around
+        data.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(IntegrityError, match=r"\.distcp"):
+            copy(str(source), str(tmp_path / "bad"))
+        assert not (tmp_path / "bad").exists()
+
+
+def test_damage_names_file_and_tensor_and_nothing_is_published(run: Path, tmp_path: Path) -> None:
+    data = max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip(data)
+    with pytest.raises(IntegrityError, match=rf"{data.name}.*") as caught:
+        copy(f"{run}/2", str(tmp_path / "out"))
+    assert "weight" in str(caught.value) or "the whole file" in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == ["RUN"]
+    copy(f"{run}/2", str(tmp_path / "out"), check=False)
+    assert tree(tmp_path / "out") == tree(run / "step_00000002")
+
+
+def test_a_checkpoint_that_lacks_a_file_is_not_copied_checked_or_not(run: Path, tmp_path: Path) -> None:
+    next((run / "step_00000002").glob("*.distcp")).unlink()
+    for check in (True, False):
+        with pytest.raises(IncompleteCheckpointError, match="missing"):
+            copy(f"{run}/2", str(tmp_path / "out"), check=check)
+    assert sorted(os.listdir(tmp_path)) == ["RUN"]
+
+
+def test_files_that_the_record_does_not_name_are_named_and_left_out(run: Path, tmp_path: Path) -> None:
+    (run / "step_00000002" / "eval").mkdir()
+    (run / "step_00000002" / "eval" / "results.json").write_text("{}")
+    done = copy(f"{run}/2", str(tmp_path / "out"))
+    assert list(done.checkpoints[0].left_out) == ["eval/results.json"]
+    assert any("eval/results.json" in line and "--all-files" in line for line in done.lines())
+    assert not (tmp_path / "out" / "eval").exists()
+    copy(f"{run}/2", str(tmp_path / "all"), all_files=True)
+    assert tree(tmp_path / "all") == tree(run / "step_00000002")
+
+
+def test_a_directory_of_another_step_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="another step"):
+        copy(f"{run}/2", str(tmp_path / "step_00000007"))
+    copy(f"{run}/2", str(tmp_path / "step_00000002"))
+    copy(f"{run}/2", str(tmp_path / "best so far"))
+    assert verify(str(tmp_path / "best so far")).ok
+
+
+@pytest.mark.parametrize("target", ["model.bin", "folder", "folder/other.bin"])
+def test_a_single_file_goes_to_the_file_or_the_directory_that_is_named(zoo: Path, tmp_path: Path, target: str) -> None:
+    source = zoo / "torchsave_pytorch_model_bin" / "pytorch_model.bin"
+    (tmp_path / "folder").mkdir()
+    copy(str(source), str(tmp_path / target))
+    copied = tmp_path / target if target.endswith(".bin") else tmp_path / target / source.name
+    assert copied.read_bytes() == source.read_bytes()
+    with pytest.raises(CheckpointExistsError):
+        copy(str(source), str(tmp_path / target))
+
+
+def test_links_of_a_hub_cache_are_copied_as_files(zoo: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snap" / "snapshots" / "x", tmp_path / "snap" / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(zoo / "hf_ref_llama_tied", blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    copy(str(snapshot), str(tmp_path / "out"))
+    assert tree(tmp_path / "out") == tree(blobs) and not any(p.is_symlink() for p in (tmp_path / "out").iterdir())
+
+
+def test_a_run_of_another_system_is_answered_with_the_command_for_one_checkpoint(zoo: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="directory of checkpoints of another system") as caught:
+        copy(str(zoo / "steps_dir_lightrft"), str(tmp_path / "out"))
+    line = str(caught.value).splitlines()[-1].split()
+    assert CliRunner().invoke(cli, line[1:]).exit_code == 0
+    assert (tmp_path / "out").exists()
+
+
+def test_what_lies_at_dst_is_replaced_by_the_rule_of_convert_alone(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    copy(f"{run}/1", str(out))
+    with pytest.raises(CheckpointExistsError, match="--overwrite"):
+        copy(f"{run}/2", str(out))
+    copy(f"{run}/2", str(out), overwrite=True)
+    assert tree(out) == tree(run / "step_00000002")
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match=r"notes\.txt"):
+        copy(f"{run}/1", str(out), overwrite=True)
+    with pytest.raises(UsageError, match="that is read"):
+        copy(f"{run}/1", str(run / "step_00000001"), overwrite=True)
+
+
+# --- a run
+
+
+def test_a_run_is_copied_with_its_pins_and_its_hint_and_loads(run: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    done = copy(str(run), str(tmp_path / "new"), progress=lambda at, total, what: told.append((at, total)))
+    for name in ("step_00000001", "step_00000002", "step_00000003"):
+        assert tree(tmp_path / "new" / name) == tree(run / name)
+    pins = list_pins(open_store(str(tmp_path / "new")))
+    assert [(pin.name, pin.why) for pin in pins] == [("step_00000001", "table 2")] and done.pins == ("step_00000001",)
+    assert (tmp_path / "new" / "latest").read_text() == "step_00000003\n"
+    assert leftovers(tmp_path / "new") == [] and told == sorted(told) and len({total for _, total in told}) == 1
+    loaded = state(0)
+    with CheckpointManager(tmp_path / "new") as manager:
+        manager.load(loaded)
+        same_as_saved(loaded, 3)
+        manager.save(4, state(4))  # and goes on
+    assert steps(tmp_path / "new") == [1, 2, 3, 4]
+
+
+def test_the_same_command_again_copies_only_what_is_not_there_yet(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    copy(str(run), str(new))
+    before = {p: p.stat().st_mtime_ns for p in new.rglob("*.distcp")}
+    with CheckpointManager(run) as manager:
+        manager.save(4, state(4))
+    done = copy(str(run), str(new))
+    assert [item.there for item in done.checkpoints] == [True, True, True, False]
+    assert steps(new) == [1, 2, 3, 4] and all(p.stat().st_mtime_ns == at for p, at in before.items())
+    assert done.nbytes == done.checkpoints[-1].nbytes
+
+
+def test_what_is_no_committed_checkpoint_is_named_and_left_out(run: Path, tmp_path: Path) -> None:
+    left = ".tmp-step_00000010-0123456789abcdef"
+    (run / left).mkdir()
+    (run / "step_00000009").mkdir()
+    (run / "notes").mkdir()
+    (run / "step_00000008").symlink_to(run / "step_00000001")
+    done = copy(str(run), str(tmp_path / "new"))
+    assert set(done.left_out) == {left, "step_00000009", "notes", "step_00000008"}
+    assert all(any(name in line for line in done.lines()) for name in done.left_out)
+    assert steps(tmp_path / "new") == [1, 2, 3] and not (tmp_path / "new" / "notes").exists()
+    for name in ("step_00000001", "step_00000002", "step_00000003"):
+        shutil.rmtree(run / name)
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        copy(str(run), str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_linked_run_is_copied_through_its_link(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run)
+    copy(str(tmp_path / "link"), str(tmp_path / "new"))
+    assert steps(tmp_path / "new") == [1, 2, 3]
+    (tmp_path / "to").symlink_to(tmp_path / "new")
+    assert all(item.there for item in copy(str(run), str(tmp_path / "to")).checkpoints)
+
+
+def test_damage_in_one_checkpoint_leaves_the_others_copied_and_is_an_error(run: Path, tmp_path: Path) -> None:
+    flip(max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    with pytest.raises(IntegrityError, match="step_00000002 was not copied; 2 others are whole"):
+        copy(str(run), str(tmp_path / "new"))
+    assert steps(tmp_path / "new") == [1, 3] and leftovers(tmp_path / "new") == []
+
+
+def test_a_checkpoint_of_another_save_is_replaced_only_where_asked_and_not_pinned(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    with CheckpointManager(new) as manager:
+        manager.save(2, state(2, 1))
+        manager.save(9, state(9))
+    other = tree(new / "step_00000002")
+    with pytest.raises(CheckpointExistsError, match="step_00000002 of another save"):
+        copy(str(run), str(new))
+    assert steps(new) == [2, 9] and tree(new / "step_00000002") == other
+    pin_forever(f"{new}/step_00000002", "mine")
+    with pytest.raises(CheckpointExistsError, match="pinned: mine"):
+        copy(str(run), str(new), overwrite=True)
+    (new / ".ckptkit" / "pins" / "keep-step_00000002.json").unlink()
+    done = copy(str(run), str(new), overwrite=True)
+    assert sorted(steps(new)) == [1, 2, 3, 9] and tree(new / "step_00000002") == tree(run / "step_00000002")
+    assert any("step_00000009" in note for note in done.notes)
+
+
+def test_a_run_that_a_job_saves_to_is_no_destination(run: Path, tmp_path: Path) -> None:
+    lease = acquire_lease(open_store(str(tmp_path / "new")))
+    try:
+        code, said = fork(_copied, str(run), str(tmp_path / "new"))
+        assert code == 1 and b"LeaseHeldError" in said
+    finally:
+        lease.release()
+    copy(str(run), str(tmp_path / "new"))
+
+
+def _copied(say: Callable[[bytes], None], src: str, dst: str) -> None:
+    try:
+        copy(src, dst)
+    except LeaseHeldError:
+        say(b"LeaseHeldError")
+        os._exit(1)
+
+
+def test_rotation_of_the_source_waits_for_what_is_being_copied(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[list[int]] = []
+    carry_out = copy_module.carry_out
+
+    def rotating(*args: Any, **kwargs: Any) -> Any:
+        rotate(open_store(str(run)), RetentionPolicy(max_num=1))
+        kept.append(steps(run))
+        return carry_out(*args, **kwargs)
+
+    monkeypatch.setattr(copy_module, "carry_out", rotating)
+    copy(str(run), str(tmp_path / "new"))
+    assert kept == [[1, 2, 3], [1, 2, 3], [1, 3]]  # the first is pinned for good; the second goes once it is copied
+    assert steps(tmp_path / "new") == [1, 2, 3]
+
+
+def test_a_checkpoint_that_was_deleted_before_its_turn_is_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_module, "_PINNED", 0)
+    carry_out = copy_module.carry_out
+
+    def rotating(*args: Any, **kwargs: Any) -> Any:
+        rotate(open_store(str(run)), RetentionPolicy(max_num=1))
+        return carry_out(*args, **kwargs)
+
+    monkeypatch.setattr(copy_module, "carry_out", rotating)
+    done = copy(str(run), str(tmp_path / "new"))
+    assert steps(tmp_path / "new") == [1, 3] and "deleted" in done.left_out["step_00000002"]
+
+
+def test_a_copy_killed_at_any_file_operation_is_a_shorter_run_and_goes_on(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "STARTING_S", -1.0)
+    before, kills = tree(run), 0
+    for nth in range(7, 100_000, 61):
+        new = tmp_path / f"at {nth}"
+        code, _ = fork(_killed, str(run), str(new), nth)
+        assert code in (0, -signal.SIGKILL)
+        done = steps(new) if new.exists() else []
+        assert done == [1, 2, 3][: len(done)], f"operation {nth}: {done}"
+        for step in done:
+            assert verify(f"{new}/{step}").ok
+        copy(str(run), str(new))
+        assert steps(new) == [1, 2, 3] and leftovers(new) == [], f"operation {nth}: {os.listdir(new)}"
+        assert [pin.name for pin in list_pins(open_store(str(new)))] == ["step_00000001"]
+        assert {k: v for k, v in tree(run).items() if not k.startswith(".ckptkit")} == {
+            k: v for k, v in before.items() if not k.startswith(".ckptkit")
+        }
+        kills += code != 0
+        if code == 0:
+            break
+        shutil.rmtree(new)
+    assert kills >= 3
+
+
+def _killed(say: Any, src: str, dst: str, nth: int) -> None:
+    kill_at(nth)
+    copy(src, dst)
+
+
+# --- the command
+
+
+def test_a_dry_run_writes_nothing_and_refuses_what_the_real_one_would(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    result = CliRunner().invoke(cli, ["copy", str(run), str(new), "--dry-run"])
+    assert result.exit_code == 0 and "nothing was written" in result.output and result.output.count("would be") == 3
+    assert not new.exists()
+    flip_at = max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip_at.write_bytes(flip_at.read_bytes()[:-5])
+    result = CliRunner().invoke(cli, ["copy", str(run), str(new), "--dry-run"])
+    assert result.exit_code == 1 and flip_at.name in result.output
+    assert CliRunner().invoke(cli, ["copy", f"{run}/1", str(run / "step_00000003"), "--dry-run"]).exit_code == 2
+
+
+def test_the_command_prints_what_was_proved_or_one_document(run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["copy", str(run), str(tmp_path / "a"), "--verify"])
+    assert result.exit_code == 0 and "the copy is equal to the source" in result.output.splitlines()[-1]
+    result = CliRunner().invoke(cli, ["copy", str(run), str(tmp_path / "b"), "--json"])
+    found = json.loads(result.output)
+    assert found["schema"] == "ckptkit.copy/1" and len(found["checkpoints"]) == 3 and found["run"] is True
+    result = CliRunner().invoke(cli, ["copy", f"{run}/9", str(tmp_path / "c")])
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert issubclass(LeaseHeldError, CkptkitError)
