@@ -1,4 +1,4 @@
-"""Saves that go on in the background: one at a time, their errors never lost."""
+"""Background saves: one at a time; their errors are never lost."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
-    """Let no garbage be collected inside of the block: to look through all that torch and a model consist of takes
-    longer than to capture thousands of tensors, and would happen just then, for that makes thousands of objects."""
+    """Disable garbage collection in the block: capturing thousands of tensors creates enough objects to trigger a
+    collection, which takes longer than the capture."""
     if not gc.isenabled():
         yield
         return
@@ -40,11 +40,11 @@ def collecting_later() -> Iterator[None]:
 
 
 class SaveHandle:
-    """A save in progress. `result` waits for its commit and raises what went wrong; so does the manager's next call, on
-    ranks that have not asked. Ask on all ranks or on none: they must go on, or stop, together.
+    """A save in progress. `result` waits for its commit and raises its error. On ranks that do not call it, the
+    manager's next call raises the error. Call it on all ranks or on none, so that they continue or stop together.
 
     Args:
-        patience: How long storage calls of the save are retried. Ctrl-C while somebody waits for it ends that.
+        patience: Retry time of the save's storage calls. Ctrl-C while waiting for the save ends the retries.
     """
 
     def __init__(self, step: int, work: Callable[[], SaveReport], patience: Patience | None = None) -> None:
@@ -57,7 +57,7 @@ class SaveHandle:
         self._pid = os.getpid()
         self._done = threading.Event()
         self._training_goes_on = threading.Event()
-        # Not a daemon: a process that ends waits for its checkpoint.
+        # Not a daemon: the process waits for its checkpoint at exit.
         self._thread = threading.Thread(target=self._run, name=f"ckptkit-save-{step}", daemon=False)
 
     def start(self) -> SaveHandle:
@@ -68,7 +68,7 @@ class SaveHandle:
         return self
 
     def _run(self) -> None:
-        # Else this thread would keep the interpreter to itself for a while, just when the training gets it back.
+        # Otherwise this thread would hold the interpreter lock just when training resumes.
         self._training_goes_on.wait(_HEAD_START_S)
         work, self._work = self._work, None
         try:
@@ -81,8 +81,8 @@ class SaveHandle:
             self._done.set()
 
     def wait_at_end(self) -> None:
-        """Return once the thread of the save, if it is one of this process, has ended."""
-        while self._thread.is_alive() and not self._waited(_LOOK_S):  # after a fork it is not alive
+        """Wait for the save's thread, if it belongs to this process."""
+        while self._thread.is_alive() and not self._waited(_LOOK_S):  # not alive after a fork
             pass
 
     def _waited(self, timeout_s: float | None) -> bool:
@@ -93,11 +93,11 @@ class SaveHandle:
             raise
 
     def hurry(self) -> None:
-        """Let the save go on only while the storage answers."""
+        """Stop retrying: the save continues only while the storage responds."""
         self._patience.hurry()
 
     def done(self) -> bool:
-        """Return whether the save has ended, well or not."""
+        """Return whether the save has ended, successfully or not."""
         return self._done.is_set()
 
     def result(self, timeout_s: float | None = None) -> SaveReport:
@@ -123,17 +123,17 @@ class SaveHandle:
         return self._report
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, None while the save continues and if it went well. Does not count as asked."""
+        """Return the error, None while the save is running or if it succeeded. Does not mark the outcome as seen."""
         return self._error
 
     @property
     def asked(self) -> bool:
-        """Whether somebody has seen the outcome."""
+        """Whether the outcome was seen."""
         return self._asked
 
 
 def _report_unasked() -> None:
-    """At exit: say loudly what nobody has asked for."""
+    """At exit: log errors that nobody has seen."""
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:
@@ -144,7 +144,7 @@ def _report_unasked() -> None:
 
 
 def _is_heard() -> bool:
-    """Whether what is logged here reaches anybody: a program without logging must learn of a lost save, too."""
+    """Whether logging is configured; without it, a lost save must be printed."""
     logger: logging.Logger | None = _log
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
@@ -154,7 +154,7 @@ def _is_heard() -> bool:
 
 
 def _wait_for_saves() -> None:
-    """At the end of the main thread: let the saves in progress end before Python closes what they work with."""
+    """At the end of the main thread: wait for running saves before Python shuts down the modules they use."""
     for handle in list(_unasked):
         handle.wait_at_end()
 

@@ -1,7 +1,7 @@
-"""FULL: whole tensors, gathered one at a time to the rank that writes them; nobody else holds more than its part.
+"""FULL: gathers full tensors one at a time on the rank that writes them; other ranks hold only their part.
 
-Every rank knows the whole plan: which file holds which tensor, who writes it, who sends which box. Files are dealt
-out over the ranks and filled side by side, so that a rank gathers one tensor while it writes the one before.
+Every rank knows the whole plan: files, tensors, writers, and senders of boxes. Files are distributed over the ranks and
+    written in parallel; a rank gathers one tensor while it writes the previous one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHUNK_BYTES = 16 << 20  # of one message
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a tensor and the rank that gives it; `number` counts that rank's parts of the tensor."""
+    """A box of a tensor and the rank that sends it; `number` counts that rank's parts of the tensor."""
 
     rank: int
     box: Box
@@ -52,7 +52,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One tensor of the checkpoint: where it goes, and who gives it."""
+    """One tensor of the checkpoint: its destination and its senders."""
 
     key: str
     name: str
@@ -77,7 +77,7 @@ class _File:
 
 @dataclass(slots=True)
 class FullTensors:
-    """What this rank contributes to whole tensors, and what it writes.
+    """This rank's contributions to full tensors, and the files it writes.
 
     Attributes:
         group: A gloo group for the pieces; None if there is one rank.
@@ -186,7 +186,7 @@ class FullTensors:
 
 
 def _describe(views: Any, captured: Captured) -> bytes:
-    """What the other ranks must know of this rank's tensors: as JSON, layouts by index."""
+    """A JSON description of this rank's tensors for the other ranks, with layouts by index."""
     layouts: list[Any] = []
     rows = []
     index: dict[Layout, int] = {}
@@ -203,7 +203,7 @@ def _describe(views: Any, captured: Captured) -> bytes:
 
 
 def _is_strided(view: PartView) -> bool:
-    """Whether only the rank itself surely knows its local shape."""
+    """Whether only the rank itself knows its local shape."""
     return view.layout is not None and any(p.kind == "strided_shard" for p in view.layout.placements)
 
 
@@ -251,7 +251,7 @@ def _pieces(key: str, held: Sequence[tuple[int, list[Any], Layout | None]]) -> t
 
 
 def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_File]:
-    """Cut a group into files of at most `max_shard_bytes`, in the order of its tensors, as transformers does."""
+    """Split a group into files of at most `max_shard_bytes`, in tensor order, like transformers."""
     files: list[_File] = []
     for item in items:
         if not files or (files[-1].nbytes and files[-1].nbytes + item.nbytes > max_shard_bytes):
@@ -295,11 +295,11 @@ def _hf_indexes(files: Sequence[_File]) -> dict[str, bytes]:
 
 
 class _Transfer:
-    """Gathers and writes every tensor. All ranks walk the same list, so messages need no names.
+    """Gathers and writes every tensor. All ranks iterate over the same list, so messages need no names.
 
-    A writer holds the tensor that it gathers and the one that is being written: twice the largest, at most. A rank
-    that fails (a full disk, no memory) continues sending and receiving to the end, then raises: the others neither hang
-    nor wait for a time-out.
+    A writer holds the tensor being gathered and the one being written: at most twice the largest. A rank
+    that fails (a full disk, no memory) continues sending and receiving to the end, then raises, so that the others do
+    not wait for a timeout.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class _Transfer:
         self._writing: Future[None] | None = None
 
     def run(self) -> None:
-        """Do all of it. Raises what went wrong first on this rank."""
+        """Gather and write everything. Raises this rank's first error."""
         for file, item in _order(self._plan.files):
             if file.writer == self._plan.rank:
                 whole = self._try(lambda item=item: _target(self._plan, item, self._memory.get(item.key)))  # type: ignore[misc]
@@ -335,7 +335,7 @@ class _Transfer:
             raise self._failure
 
     def _try(self, step: Callable[[], Any]) -> Any:
-        """Do a step that talks to nobody; after a failure, nothing."""
+        """Run a step without communication; does nothing after a failure."""
         if self._failure is None:
             try:
                 return step()
@@ -374,7 +374,7 @@ class _Transfer:
 
 
 def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
-    """Take one tensor of each writer in turn: while one writes, the next one gathers."""
+    """Interleave the writers' tensors: while one writes, the next one gathers."""
     writers: dict[int, list[tuple[_File, _Item]]] = {}
     for file in files:
         writers.setdefault(file.writer, []).extend((file, item) for item in file.items)
@@ -383,7 +383,7 @@ def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
 
 
 def _target(plan: FullTensors, item: _Item, own: torch.Tensor | None) -> torch.Tensor:
-    """Return memory for a whole tensor; the live one if it lies here whole."""
+    """Return memory for a full tensor; the live tensor if it is complete on this rank."""
     import torch
 
     if own is not None and len(item.pieces) == 1 and item.pieces[0].rank == plan.rank:
@@ -405,7 +405,7 @@ def _tiles(box: Box, item: _Item) -> Iterator[Box]:
 
 
 def _receive(plan: FullTensors, item: _Item, piece: _Piece, whole: torch.Tensor | None) -> None:
-    """Receive another rank's box into its place; without a place, into nowhere."""
+    """Receive another rank's box into its destination, or discard it if there is none."""
     import torch
     import torch.distributed as dist
 

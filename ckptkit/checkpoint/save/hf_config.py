@@ -1,4 +1,4 @@
-"""The files beside a model's weights that transformers needs to load them."""
+"""The files that transformers needs in addition to a model's weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_side_files(url: str) -> dict[str, bytes]:
 
 def side_files(state: TrainState) -> dict[str, bytes]:
     """Return `config.json`, `generation_config.json` and `adapter_config.json` of each model that has them, by path.
-    transformers and peft are not imported: a model that has them brings them."""
+    Does not import transformers or peft; models that use them have already done so."""
     files: dict[str, bytes] = {}
     for name, module in state.parts("model").items():
         folder = f"{name}/" if name else ""
@@ -51,17 +51,17 @@ def side_files(state: TrainState) -> dict[str, bytes]:
 
 
 def pretrained_class(module: Any) -> Any:
-    """Return the class of transformers that `from_pretrained` makes such a module with; None if it is not one."""
+    """Return the transformers class for `from_pretrained`; None if the module is not from transformers."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None
-    # fully_shard puts the class below one of its own, called FSDP<class>.
+    # fully_shard replaces the class by a subclass called FSDP<class>.
     kinds = type(module).__mro__
     return kinds[1] if kinds[0].__name__ == f"FSDP{kinds[1].__name__}" else kinds[0]
 
 
 def adapters_of(module: Any) -> dict[str, Any]:
-    """Return the configs of a PEFT model's adapters, or of those that a model of transformers took, by name."""
+    """Return adapter configs by name, of a PEFT model or of a transformers model with adapters."""
     peft = sys.modules.get("peft")
     if peft is None:
         return {}
@@ -96,7 +96,7 @@ def adapter_folder(name: str, adapters: Collection[str]) -> str:
 
 
 def _config(module: Any, config: Any) -> bytes:
-    """Return config.json as `save_pretrained` writes it: with the class of the model and the dtype of its weights."""
+    """Return config.json as `save_pretrained` writes it, with the model's class and weight dtype."""
     config = copy.deepcopy(config)
     base = module.get_base_model() if adapters_of(module) and hasattr(module, "get_base_model") else module
     config.architectures = [(pretrained_class(base) or type(base)).__name__]

@@ -1,4 +1,4 @@
-"""LOCAL: each rank writes what it holds into one file. Nothing is communicated; replicas are written by one holder."""
+"""LOCAL: each rank writes its local tensors to one file, without communication; one holder writes each replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["LocalTensors"]
 
 @dataclass(frozen=True, slots=True)
 class LocalTensors:
-    """What this rank writes: one view for each tensor that it is the chosen holder of."""
+    """The tensors that this rank writes: those of which it is the chosen holder."""
 
     rank: int
     world_size: int
@@ -61,7 +61,8 @@ class LocalTensors:
         return "|".join(re.escape(file_name(rank)) for rank in range(self.world_size))
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
-        """Where ranks hold different plain tensors, each writes all of its own: one may be alone in having it."""
+        """If ranks have different plain tensors, each writes all of its own, since it may be the only one to have
+        them."""
         if len(set(signatures)) <= 1:
             return self
         mine = {view.key for view in self.mine}
@@ -98,7 +99,7 @@ class LocalTensors:
 
 
 def _is_writer(view: PartView, rank: int, world_size: int) -> bool:
-    """Whether this rank writes the part: replicas are spread over their holders by the name's checksum."""
+    """Whether this rank writes the part: a checksum of the name distributes replicas over their holders."""
     turn = crc32(view.key.encode("utf-8", "surrogatepass"))
     if view.layout is None:
         return turn % world_size == rank

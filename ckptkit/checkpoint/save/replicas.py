@@ -1,8 +1,7 @@
-"""Plain tensors, of which every rank has one: found where the ranks' differ, and then each rank's kept.
+"""Finds plain (not sharded) tensors that differ between ranks, and saves each rank's own.
 
-Sharded tensors say how their parts make a whole; of plain ones a checkpoint holds one copy, for they are taken to be
-equal. Where they are not (running statistics that see each rank's own data, parameters that nobody synchronises), one
-copy would lose the others without a word.
+A checkpoint stores one copy of a plain tensor, because ranks normally have equal copies. If they differ (running
+statistics of each rank's data, unsynchronised parameters), a single copy would silently lose the others.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ __all__ = ["PER_RANK", "Fingerprints", "holding", "own_copies", "part_ways", "wa
 _log = logging.getLogger(__name__)
 
 PER_RANK = "per_rank"
-"""`per_rank.<rank>.<key>` is the copy of `<key>` that a rank had; `<key>` itself is the one of the lowest rank."""
+"""`per_rank.<rank>.<key>` is a rank's copy of `<key>`; `<key>` itself is the lowest rank's."""
 
 _SAMPLE = 4096  # bytes from the start, the middle and the end of a tensor that is not on the host
 _SHOWN = 5
 
 
 class Fingerprints:
-    """What this rank's plain tensors are, in 16 bytes each.
+    """Fingerprints of this rank's plain tensors, 16 bytes each.
 
-    On the host every byte counts (tens of GB/s); on a device a reduction over all words and three samples of bytes
-    do, which wait for one copy of a few KB a tensor.
+    On the host all bytes are hashed (tens of GB/s). On a device, a reduction over all words and three byte samples are
+    used, which need one copy of a few KB per tensor.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -56,7 +55,7 @@ class Fingerprints:
 
     @property
     def digests(self) -> tuple[bytes, bytes]:
-        """Of which plain tensors this rank has, and of what is in them."""
+        """Digests of this rank's plain-tensor keys and contents."""
         return holding(self.to_bytes()), signature_of(self._table.tobytes())
 
     def to_bytes(self) -> bytes:
@@ -64,8 +63,8 @@ class Fingerprints:
         return self._table.tobytes()
 
     def differing(self, tables: Sequence[bytes]) -> tuple[dict[str, int], bool]:
-        """Return this rank's keys that others have too, with other contents, each with the lowest rank that has it;
-        and whether any rank has such a key. `tables`: of all ranks."""
+        """Return this rank's keys with different contents on other ranks, each with the lowest rank that has it, and
+        whether any rank has such a key. `tables`: of all ranks."""
         keepers: dict[int, int] = {}
         contents: dict[int, set[int]] = {}
         for rank, table in enumerate(tables):
@@ -88,17 +87,17 @@ def holding(table: bytes) -> bytes:
 
 
 def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) -> None:
-    """Leave the copy of each key to the rank that keeps it, and let this rank have its own under a key of its own.
+    """Keep the shared copy of each key only on its keeper, and add this rank's own copy under a per-rank key.
 
-    Tensors of the user's `extra` state only the former: `PerRank` is what keeps those.
+    Tensors of `extra` get no per-rank copy: use `PerRank` for those.
 
     Args:
-        keepers: This rank's keys that differ between ranks -> the rank whose copy is everybody's; None if no rank
-            has such a key.
+        keepers: This rank's keys that differ between ranks -> the rank with the shared copy; None if no rank has such a
+            key.
     """
     if keepers is None:
         return
-    # Every rank has one, be it empty: how many there are is how many ranks saved.
+    # Every rank has one, possibly empty, so their number is the number of ranks that saved.
     own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
     for key, same, holder, name in list(_places(captured)):
         if keepers.get(same, rank) != rank:
@@ -111,7 +110,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
 
 
 def warn_of(keys: Collection[str], captured: Captured) -> None:
-    """Say which tensors differ between ranks, and what is done about it."""
+    """Log which tensors differ between ranks, and how they are saved."""
     extra = sorted(key for key in keys if key in captured.loose)
     other = sorted(set(keys) - set(extra))
     if extra:
@@ -130,8 +129,7 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
 
 
 def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> tuple[Catalog, str]:
-    """Return the checkpoint as this rank shall see it, its own copies in the place of everybody's; and a note where
-    there are copies but another number of ranks."""
+    """Return the checkpoint from this rank's view, with its own copies; and a note if the number of ranks differs."""
     saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
     for name, tree in saved.items():
         if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):
@@ -147,7 +145,7 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
     tensors = dict(catalog.tensors)
     for key, tree in saved[str(rank)].items():
         here = catalog.tensors.get(key)
-        if here is not None:  # of tied names, some formats hold one
+        if here is not None:  # some formats store only one of several tied names
             for own in references(tree):
                 tensors[key] = replace(catalog.tensors[own], name=key, role=here.role, fqn=here.fqn, state=here.state)
     return Catalog(tensors, catalog.objects, catalog.info), ""
@@ -157,7 +155,7 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
 
 
 def _has_plain(captured: Captured) -> bool:
-    """Whether there is a tensor beside DTensors that is not this rank's own: one look at all, not one at each."""
+    """Whether there are plain tensors that are shared between ranks; checks all at once."""
     from torch.distributed.tensor import DTensor
 
     own, cut = captured.own, {DTensor}
@@ -183,8 +181,7 @@ def _is_replica(key: str, tensor: torch.Tensor, captured: Captured) -> bool:
 
 
 def _places(captured: Captured) -> Iterator[tuple[str, str, dict[Any, Any], Any]]:
-    """Yield each tensor's key, the key of the name it is tied to (or its own again), the dict that holds it and its
-    name there."""
+    """Yield each tensor's key, the key of the name it is tied to (or its own), its dict, and its name in that dict."""
     for section, tensors in captured.models.items():
         aliases = captured.aliases.get(section, {})
         for fqn in tensors:
@@ -208,7 +205,7 @@ def _listed(keys: Sequence[str]) -> str:
 
 
 def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
-    """Yield 64 bits of each tensor's contents."""
+    """Yield a 64-bit fingerprint of each tensor's contents."""
     import torch
 
     away: dict[int, torch.Tensor] = {}
@@ -218,7 +215,7 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
             if tensor.device.type != "cpu":
                 away[index] = _summary(_bytes_of(tensor))
         sizes = [summary.numel() for summary in away.values()]
-        # One copy for all of a device, so that the device is waited for once.
+        # A single copy per device, so that there is one synchronization.
         fetched = dict(zip(away, _fetched(list(away.values()), sizes), strict=True))
         for index, tensor in enumerate(tensors):
             if index in known:
@@ -230,8 +227,8 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
 
 
 def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Return what `_contents` would of the small tensors that lie on the host as one row: those of one shape and dtype,
-    such as the step counts of an optimizer, are looked at by a few calls for all."""
+    """Like `_contents`, for small contiguous host tensors: those with equal shape and dtype, such as step counts, are
+    processed together."""
     import torch
 
     joined_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -250,7 +247,7 @@ def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor as one row, in the order of its memory; no copy where it is dense."""
+    """Return the bytes of a tensor as one row, in memory order; without a copy if it is dense."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg()

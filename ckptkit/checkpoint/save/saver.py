@@ -1,4 +1,4 @@
-"""One save, step by step: capture, plan, agree, write, index, commit. The same for FULL, SHARDED and LOCAL."""
+"""The steps of a save: capture, plan, agree, write, index, commit. The same for FULL, SHARDED and LOCAL."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _log = logging.getLogger(__name__)
 
 
 class TensorPlan(Protocol):
-    """What this rank contributes to a save: one plan a state-dict type, all with the same verbs.
+    """This rank's plan of a save; one class per state-dict type, with the same methods.
 
     Attributes:
-        tensors: The memory it contributes; a stager copies these, nothing else.
-        nbytes: About how much it will write.
-        file_names: A pattern of the paths of all files that the ranks write, once it is settled.
-        signature: Equal on all ranks that agree on what they hold in common.
+        tensors: The tensors to save; staging copies exactly these.
+        nbytes: Approximate bytes to write.
+        file_names: A pattern of the paths of all files written by the ranks, after `settle`.
+        signature: Equal on ranks that agree about their shared tensors.
     """
 
     @property
@@ -62,27 +62,27 @@ class TensorPlan(Protocol):
     def signature(self) -> bytes: ...
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
-        """Return the plan that fits what the other ranks hold. Collective where signatures are new."""
+        """Return the plan adjusted to the other ranks' tensors. Collective if signatures are new."""
 
     def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
-        """Write this rank's files; `tensors` are copies of its own, in its order, None for the live ones."""
+        """Write this rank's files. `tensors`: staged copies in the plan's order; None uses the live ones."""
 
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        """Write what describes all parts, on rank 0; return the files that this takes."""
+        """Write the index of all parts, on rank 0; return its files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What the caller asked for.
+    """The caller's request.
 
     Attributes:
-        metrics: Measured values; `best` is found by them.
-        client_state: The caller's own JSON, kept in the commit record.
+        metrics: Measured values; they determine `best`.
+        client_state: JSON of the caller, stored in the commit record.
         overwrite: Replace a committed checkpoint of the same name, once the new one is complete.
-        set_aside: What is in the way and no checkpoint gets another name: a load has passed over it, and said so.
-        resumed_from: The checkpoint that the run went on from, for the record.
+        set_aside: Rename an existing entry that is not a checkpoint: a load has skipped and reported it.
+        resumed_from: The checkpoint that the run was resumed from, for the record.
     """
 
     step: int
@@ -97,13 +97,13 @@ class SaveRequest:
 
 @dataclass(slots=True)
 class Prepared:
-    """What this rank saves, with the objects as they were when it was captured.
+    """This rank's captured save, with objects encoded at capture time.
 
     Attributes:
-        side_files: On rank 0, what `index` writes beside the tensors.
-        prints: Of the plain tensors, where there are other ranks.
-        failure: What went wrong on this rank since: `publish` tells all ranks.
-        staged: Copies of `plan.tensors`; None where nobody asked for them.
+        side_files: On rank 0, additional files that `index` writes.
+        prints: Fingerprints of the plain tensors, if there are other ranks.
+        failure: An error on this rank since the capture; `publish` reports it to all ranks.
+        staged: Copies of `plan.tensors`; None if not staged.
     """
 
     request: SaveRequest
@@ -147,18 +147,18 @@ class Saver:
         self._sync = sync
         self._max_shard_bytes = max_shard_bytes
         self.seen: Inventory | None = None
-        """What is known to be there after the last save, on rank 0, where looking again costs requests."""
+        """The known inventory after the last save, on rank 0, if listing again would cost requests."""
         self._plans: dict[StateDictType, TensorPlan] = {}
         self._seen = Seen()
         import ckptkit.formats.dcp.plan  # noqa: F401  now: the training does not stand still for it at the first save
 
         self._transfers: Any = None
-        # Plain tensors that ranks differ in -> the rank whose copy is everybody's; None: not seen on any rank.
+        # Plain tensors that differ between ranks -> the rank with the shared copy; None: no rank has any.
         self._keepers: dict[str, int] | None = None
         self._holdings: list[bytes] = []  # which plain tensors each rank had when they were compared one by one
 
     def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
-        """Capture and plan; all ranks agree. Nothing is written. All ranks must call it, in the training's thread.
+        """Capture, plan and agree, without writing. All ranks must call it, in the training thread.
 
         Raises:
             RankFailedError: Some rank could not capture its state; the same on every rank.
@@ -180,7 +180,7 @@ class Saver:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
             signatures, alike = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
-            assert made is not None  # else `settle` has raised
+            assert made is not None  # otherwise `settle` has raised
             if not alike and self._found_differences(captured, made.prints):
                 made, outcome = self._plan(captured, state, request, clock)
                 signatures, _ = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
@@ -191,8 +191,8 @@ class Saver:
 
     @patient()
     def publish(self, prepared: Prepared) -> CommitRecord:
-        """Write what was staged, or else the live tensors, and commit once every rank has written. All ranks must call
-        it; another thread than the training's may.
+        """Write the staged or live tensors, and commit once every rank has written. All ranks must call it, from any
+        thread.
 
         Raises:
             RankFailedError: Some rank failed; nothing was published. The same on every rank.
@@ -235,7 +235,7 @@ class Saver:
                 complete = partial(self._index, prepared, attempt)
                 record = attempt.commit(written.files, fields, payload=payload, complete=complete)
         except BaseException:
-            # All ranks raise together. Messages may be left in the group: the next FULL save makes another.
+            # All ranks raise together. The group may contain stale messages: the next FULL save creates a new one.
             self._drop_transfers()
             self._plans.clear()
             raise
@@ -243,7 +243,7 @@ class Saver:
         return record
 
     def close(self) -> None:
-        """Give back the group that whole tensors are gathered over. Collective."""
+        """Release the group for gathering full tensors. Collective."""
         if self._transfers is not None:
             import torch.distributed as dist
 
@@ -255,7 +255,7 @@ class Saver:
     def _plan(
         self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock
     ) -> tuple[Prepared | None, Outcome]:
-        """Return what this rank would save, and what the others must know of it, or why there is nothing."""
+        """Return this rank's plan and what the other ranks must know about it, or the error."""
         from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
@@ -280,7 +280,7 @@ class Saver:
                     configs=small,
                     max_shard_bytes=self._max_shard_bytes,
                 )
-                small = {}  # they lie among the model's own files, and its plan writes them
+                small = {}  # they belong to the model's files, which its plan writes
             prints = Fingerprints(captured) if world_size > 1 else None
             mesh = _mesh(captured)
             made = Prepared(request, plan, captured.objects, captured.rank_objects, mesh, clock, small, prints)
@@ -316,8 +316,8 @@ class Saver:
     # --- talking
 
     def _agreed(self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None]]) -> tuple[list[bytes], bool]:
-        """Return all ranks' signatures, and whether their plain tensors are the same, as far as digests tell: ranks
-        that have the same ones also have the same in them, and who has which was looked into before. Rank 0."""
+        """Return all ranks' signatures, and whether their plain tensors are known to be equal: ranks with the same keys
+        have the same contents, and the set of holders has not changed. On rank 0."""
         for rank, (_, wanted, _) in enumerate(answers):
             if wanted != answers[0][1]:
                 raise UsageError(
@@ -330,7 +330,8 @@ class Saver:
         return [signature for signature, _, _ in answers], one_each and (len(set(held)) <= 1 or held == self._holdings)
 
     def _found_differences(self, captured: Captured, prints: Fingerprints | None) -> bool:
-        """Compare plain tensors one by one; all ranks call it and get the same answer. What differs is remembered."""
+        """Compare plain tensors one by one, and remember those that differ. All ranks must call it and get the same
+        answer."""
         assert prints is not None  # there are several ranks
         tables = self._all_gather(prints.to_bytes())
         self._holdings = [holding(table) for table in tables]
@@ -345,20 +346,21 @@ class Saver:
         return self._coordinator.broadcast(self._coordinator.gather(value))
 
     def _open_transfers(self, request: SaveRequest) -> None:
-        """Make the group that whole tensors are gathered over, at the first FULL save. Collective."""
+        """Create the group for gathering full tensors at the first FULL save. Collective."""
         if request.state_dict_type is not StateDictType.FULL or self._coordinator.group is None:
             return
         if self._transfers is None:
             import torch.distributed as dist
 
             ranks = dist.get_process_group_ranks(self._coordinator.group)
-            # Made by its members alone, a group is named by its ranks: a second one would meet what the first left.
+            # A group created by its members only is named by its ranks: a second one would find the first one's
+            # leftovers.
             alone = len(ranks) != dist.get_world_size()
             timeout = timedelta(seconds=self._coordinator.timeout_s)
             self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
 
     def _drop_transfers(self) -> None:
-        """Forget the group. It is not destroyed: that could wait for messages, and would free its name."""
+        """Drop the group without destroying it, which could wait for messages and would free its name."""
         self._transfers = None
 
 
@@ -366,7 +368,7 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
     """Return a captured state as a state dict for DCP, and the keys that only this rank has.
 
     Nested as torch's own `get_state_dict` nests it, so that plain DCP restores a model and an optimizer from it.
-    Tied weights stand under each of their names, as in `Module.state_dict`.
+    Tied weights appear under each of their names, as in `Module.state_dict`.
     """
     nested: dict[str, Any] = {name: dict(tensors) for name, tensors in captured.models.items()}
     for name, taken in captured.optimizers.items():
@@ -376,7 +378,7 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
         for fqn, values in taken.tree["values"].items():
             states.setdefault(fqn, {}).update({k: v for k, v in values.items() if not isinstance(v, (dict, list))})
         groups = [
-            # torch asks for names where the optimizer that it loads into was given named parameters.
+            # torch requires names if the optimizer was created with named parameters.
             {key: decode(value, captured.loose.__getitem__) for key, value in group.items()}
             | {"param_names": group["params"]}
             for group in taken.tree["param_groups"]

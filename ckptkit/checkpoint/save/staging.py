@@ -1,4 +1,4 @@
-"""Host memory for snapshots: allocated once, touched once, used again, and owned by one save at a time."""
+"""Host memory for snapshots: allocated once, reused, and owned by one save at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 class StagingBuffers:
     """Copies of tensors in one block of host memory, pinned where the tensors are on a GPU.
 
-    The block grows when more is asked for and never shrinks, so from the second save of a state on nothing is
-    allocated. A snapshot stays as it is until the next `copy`: who calls it makes sure the last one is no longer read.
+    The block grows on demand and never shrinks, so only the first save of a state allocates. A snapshot is valid until
+    the next `copy`; the caller must ensure that the last one is no longer read.
 
     Attributes:
-        fd: With `shared`: the memory, for another process to map; -1 while there is none.
-        generation: Counts the blocks there have been.
-        starts: Where in the block each copy lies.
+        fd: With `shared`: a file descriptor of the memory for another process; -1 while there is none.
+        generation: Number of blocks allocated so far.
+        starts: Offset of each copy in the block.
         staged: The bytes of the last snapshot.
     """
 
@@ -45,7 +45,7 @@ class StagingBuffers:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are held."""
+        """The allocated bytes."""
         return 0 if self._block is None else self._block.numel()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -55,7 +55,7 @@ class StagingBuffers:
         looks = [(tensor.shape, tensor.dtype) for tensor in tensors]
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if (looks, on_gpu) != (self._looks, self._on_gpu):
-            self._looks = []  # until there is memory for the new ones
+            self._looks = []  # until the new memory is allocated
             self._lay_out(looks, on_gpu)
             self._looks, self._on_gpu = looks, on_gpu
         with torch.no_grad():
@@ -68,7 +68,7 @@ class StagingBuffers:
         return self._views
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._drop()
         self._views, self._looks, self.starts = [], [], []
 
@@ -84,18 +84,18 @@ class StagingBuffers:
         self._block = None
 
     def __del__(self) -> None:
-        if self.fd >= 0 and self._owner == os.getpid():  # a forked process has no part in it
+        if self.fd >= 0 and self._owner == os.getpid():  # not in a forked process
             self._drop()
 
     def _lay_out(self, looks: Sequence[tuple[torch.Size, torch.dtype]], on_gpu: bool) -> None:
-        """Cut the block into one place a tensor."""
+        """Assign each tensor a part of the block."""
         self.starts, total = [], 0
         for shape, dtype in looks:
             self.starts.append(total)
             total += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if self._block is None or self._block.numel() < total or on_gpu != self._on_gpu:
             self._views = []
-            self._drop()  # the old block goes before the new one comes
+            self._drop()  # free the old block before allocating the new one
             if self._shared and total:
                 self.fd, self._block = _allocate_shared(total)
                 self._registered = _register(self._block) if on_gpu else 0
@@ -110,22 +110,23 @@ class StagingBuffers:
 
 
 def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the same shapes that take no memory: what a rank that could not stage gives ranks that wait
-    for its part of a save, before it tells them that the save has failed."""
+    """Return tensors of the same shapes without memory: a rank that could not stage sends these to waiting ranks before
+    it reports the failure."""
     import torch
 
     return [torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return memory whose pages are there already: faulting them one by one during the copy takes as long again."""
+    """Return memory with its pages already mapped: faulting them during the copy would double its time."""
     import torch
 
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    # Not huge pages: where memory is fragmented or new to a virtual machine, the first touch took five times longer.
+    # Not huge pages: with fragmented memory, or memory new to a virtual machine, the first touch took five times
+    # longer.
     populate = getattr(mmap, "MAP_POPULATE", 0)
     return torch.frombuffer(
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate), dtype=torch.uint8
@@ -133,7 +134,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def _allocate_shared(nbytes: int) -> tuple[int, torch.Tensor]:
-    """Return memory without a name: no kill leaves it behind."""
+    """Return anonymous memory, which a kill does not leave behind."""
     import torch
 
     fd = os.memfd_create("ckptkit-snapshot")
@@ -147,7 +148,7 @@ def _allocate_shared(nbytes: int) -> tuple[int, torch.Tensor]:
 
 
 def _register(block: torch.Tensor) -> int:
-    """Pin memory that was not allocated pinned; return its address, 0 where the driver refuses."""
+    """Pin existing memory; return its address, 0 if the driver refuses."""
     import torch
 
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A safetensors file written tensor by tensor, its digests computed in the same pass."""
+"""Writes a safetensors file tensor by tensor, and computes its digests in the same pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream", "pha
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One tensor of a file to be written: its name there, dtype, and shape of what is stored."""
+    """One tensor of a file to write: name, dtype and stored shape."""
 
     name: str
     dtype: str
@@ -35,10 +35,10 @@ class FileTensor:
 
 @dataclass(slots=True)
 class WrittenFile:
-    """What a finished file holds: its size and its outline's digest, and for each tensor (start, nbytes, digest).
+    """A finished file: size, outline digest, and (start, nbytes, digest) of each tensor.
 
     Attributes:
-        seconds: Spent on it so far in the phases "digest" and "sync" (until it was durable and had its name).
+        seconds: Time spent in the phases "digest" and "sync" (until durable and renamed).
     """
 
     path: str
@@ -49,14 +49,14 @@ class WrittenFile:
 
     @property
     def record(self) -> FileRecord:
-        """What the commit record says of the file."""
+        """The file's entry in the commit record."""
         return FileRecord(self.nbytes, self.checksum, outlined=True)
 
 
 def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the head of a safetensors file, and where each tensor starts in the file.
+    """Return the header of a safetensors file, and the offset of each tensor in the file.
 
-    The head is padded with spaces so that the data starts at a multiple of 8, as the reference writer does.
+    The header is padded with spaces so that the data starts at a multiple of 8, as in the reference writer.
 
     Raises:
         UnsupportedFormatError: The format has no name for a dtype.
@@ -83,7 +83,7 @@ def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) ->
 
 
 class SafetensorsStream:
-    """Takes the bytes of the file's tensors in the order of its header."""
+    """Writes the bytes of the file's tensors in header order."""
 
     def __init__(
         self, writer: BlobWriter, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str]
@@ -124,7 +124,7 @@ class SafetensorsStream:
 
 
 def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Cut pieces so that the digest and the write find the bytes in the cache."""
+    """Split pieces so that digest and write find the bytes in the cache."""
     for piece in pieces:
         for start in range(0, len(piece), PIECE):
             yield piece[start : start + PIECE]
@@ -134,7 +134,7 @@ def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 def open_stream(
     store: Store, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str], *, sync: bool = True
 ) -> Iterator[SafetensorsStream]:
-    """Open a new safetensors file that appears whole, once every tensor was written, or not at all."""
+    """Open a new safetensors file that appears once every tensor is written, or not at all."""
     with store.writer(path, sync=sync) as writer:
         stream = SafetensorsStream(writer, path, tensors, metadata)
         yield stream
@@ -144,7 +144,7 @@ def open_stream(
 
 
 def phases_of(files: Sequence[WrittenFile], seconds: float) -> list[tuple[str, float, int]]:
-    """Return what writing these files took, `seconds` in all: digests, making them durable, and the rest."""
+    """Split the total time `seconds` of writing these files into digests, syncing, and the rest."""
     nbytes = sum(item.nbytes for item in files)
     spent = {phase: sum(item.seconds[phase] for item in files) for phase in ("digest", "sync")}
     spent["write"] = max(0.0, seconds - sum(spent.values()))

@@ -1,7 +1,7 @@
-"""The process that writes snapshots: it maps the memory they lie in, and imports neither torch nor the training.
+"""The writer process: maps the snapshot memory, and imports neither torch nor the training script.
 
 Started by `writer_process`, with which it shares one socket. Each request is answered once, after every worker of it
-has stopped. It ends when it is told to, when the socket closes, and when the process that started it is gone.
+has stopped. It exits on request, when the socket closes, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ __all__ = ["READY", "Answer", "Block", "Request", "main", "receive", "send"]
 _LENGTH = struct.Struct("<Q")
 _WATCH_MS = 1000
 READY = "ready"
-"""Said once, by a process that has imported all it needs."""
+"""Sent once, after all imports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Memory that follows as a file descriptor, and takes the place of the block before."""
+    """New memory, sent as a file descriptor, that replaces the previous block."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `write_records` is called with.
+    """The arguments of `write_records`.
 
     Attributes:
-        starts: Of each tensor, where in the block its bytes lie.
+        starts: Offset of each tensor's bytes in the block.
         patience_s: How long storage calls are retried.
     """
 
@@ -64,14 +64,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a request: `written`, or the error."""
+    """The result of a request: `written`, or the error."""
 
     written: Written | None
     error: BaseException | None
 
 
 def send(connection: socket.socket, message: Any, fd: int | None = None) -> None:
-    """Send one message, and a file descriptor with it."""
+    """Send one message, optionally with a file descriptor."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     head = _LENGTH.pack(len(data))
     if fd is None:
@@ -82,7 +82,7 @@ def send(connection: socket.socket, message: Any, fd: int | None = None) -> None
 
 
 def receive(connection: socket.socket) -> tuple[Any, int | None]:
-    """Return the next message, and the file descriptor that came with it. Raises EOFError if there is none."""
+    """Return the next message and its file descriptor, if any. Raises EOFError if there is none."""
     head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
     head += _exactly(connection, _LENGTH.size - len(head))
     (length,) = _LENGTH.unpack(head)
@@ -101,7 +101,7 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def main(fd: int, parent: int) -> None:
-    """Answer requests until the other side has enough."""
+    """Answer requests until the other side closes."""
     connection = socket.socket(fileno=fd)
     threading.Thread(target=_watch, args=(fd, parent), daemon=True, name="ckptkit-watch").start()
     block = memoryview(b"")
@@ -117,7 +117,7 @@ def main(fd: int, parent: int) -> None:
             else:
                 send(connection, _answer(message, block))
     except (EOFError, OSError):
-        return  # the training is gone, and its attempt with it
+        return  # the training process is gone, and its attempt with it
 
 
 def _mapped(fd: int, nbytes: int) -> memoryview:
@@ -149,7 +149,7 @@ def _answer(request: Request, block: memoryview) -> Answer:
 
 
 def _portable(error: Exception) -> BaseException:
-    """Return the error as it is if it is one of ours and survives the way, else its text."""
+    """Return the error unchanged if it is a ckptkit error that can be pickled, otherwise its text."""
     if isinstance(error, (CkptkitError, OSError)):
         try:
             copy = pickle.loads(pickle.dumps(error))
@@ -161,7 +161,7 @@ def _portable(error: Exception) -> BaseException:
 
 
 def _watch(fd: int, parent: int) -> None:
-    """End at once where nobody waits for the answer: what is written then would belong to no save."""
+    """Exit at once if nobody waits for the result: the data would belong to no save."""
     poller = select.poll()
     poller.register(fd, 0)  # hang-ups only
     while os.getppid() == parent and not poller.poll(_WATCH_MS):

@@ -1,4 +1,4 @@
-"""Snapshots in shared memory, written by a process of their own: the training keeps its interpreter to itself."""
+"""Writes snapshots in shared memory from a separate process, so that training does not share its interpreter lock."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedSnapshot", "WriterProcess"]
 
-_LOOK_S = 0.5  # how often a process that does not answer is looked at
+_LOOK_S = 0.5  # polling interval for a process that does not answer
 _GRACE_S = 5.0
 _READY_S = 10.0
-# The child imports what this process could import, whatever lies in the working directory.
+# The child uses this process's import path, independent of the working directory.
 _CODE = (
     "import sys; sys.path[:] = {path!r}; from ckptkit.checkpoint.save.writer_child import main; main({fd}, {parent})"
 )
 
 
 class WriterProcess:
-    """A process that writes what was staged. Made before the first save, it is ready when that comes; one that has
-    died is replaced at the next write, after the save it died in has failed.
+    """The writer process. It is started before the first save, to be ready in time. If it dies, the current save fails,
+    and the next write starts a new one.
 
     One write at a time, like one snapshot at a time.
 
@@ -56,12 +56,12 @@ class WriterProcess:
         self._child = _Child()
 
     def stage(self, tensors: Sequence[torch.Tensor]) -> SharedSnapshot:
-        """Copy the tensors; the copies stay as they are until the next call."""
+        """Copy the tensors; the copies are valid until the next call."""
         return SharedSnapshot(self, self.buffers.copy(tensors))
 
     def wait_ready(self) -> None:
-        """Return once the process can write: what starts does not share the cores with the first save then. One that
-        does not come is dealt with by the first write."""
+        """Wait until the process is ready, so that its startup does not compete with the first save. If it does not
+        start, the first write reports it."""
         with contextlib.suppress(EOFError, OSError):
             self._child.hear_ready(_READY_S)
 
@@ -80,7 +80,7 @@ class WriterProcess:
         workers: int = 0,
         sync: bool = True,
     ) -> Written:
-        """Do what `dcp.files.write_records` does with the tensors of the last snapshot, in the other process.
+        """Run `dcp.files.write_records` on the last snapshot, in the writer process.
 
         Raises:
             SaveError: The process died.
@@ -102,14 +102,14 @@ class WriterProcess:
         return written
 
     def close(self) -> None:
-        """End the process and give the memory back. Nothing may be in progress."""
+        """Stop the process and release the memory. No write may be in progress."""
         with self._lock:
             self._child.end()
             self.buffers.release()
 
 
 class SharedSnapshot(Sequence["torch.Tensor"]):
-    """Staged tensors that the process of `writer` sees as well, and writes."""
+    """Staged tensors in memory shared with the writer process."""
 
     def __init__(self, writer: WriterProcess, views: Sequence[torch.Tensor]) -> None:
         self.write_records = writer.write_records
@@ -127,7 +127,7 @@ class SharedSnapshot(Sequence["torch.Tensor"]):
 
 
 class _Child:
-    """One process, and the socket to it."""
+    """The child process and its socket."""
 
     def __init__(self) -> None:
         self.connection, theirs = socket.socketpair()
@@ -138,7 +138,7 @@ class _Child:
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # a signal to the training's group must not end the save it asks for
+            start_new_session=True,  # a signal to the training's process group must not kill the save that it requests
         )
         theirs.close()
         self._block = -1
@@ -146,7 +146,7 @@ class _Child:
         self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid())
 
     def hear_ready(self, seconds: float) -> None:
-        """Wait until the process is ready, at most so long."""
+        """Wait until the process is ready, with a time limit."""
         if not self._ready and select.select([self.connection], [], [], seconds)[0]:
             self._ready = receive(self.connection)[0] == READY
 
@@ -167,7 +167,7 @@ class _Child:
         return answer
 
     def _look(self) -> None:
-        # The socket may be held open by processes that the training has forked.
+        # Processes forked by the training may keep the socket open.
         if self.process.poll() is not None:
             raise EOFError
 
@@ -190,7 +190,7 @@ class _Child:
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of the training: the process is not its own
+        return  # in a fork of the training: the process belongs to the parent
     with contextlib.suppress(OSError):
         send(connection, None)
     connection.close()
