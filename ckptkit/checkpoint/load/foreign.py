@@ -200,7 +200,9 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     for owner, key in sections.items():
         if numbers[owner]:
             notes.append(f"{key}: the checkpoint numbers its parameters; they were matched by order.")
-        _put_groups(objects, key, groups[owner], replace(names, numbers=numbers[owner]))
+        named = replace(names, numbers=numbers[owner])
+        numeric = _states(catalog, owner, named, read, _live(state, key))
+        _put_groups(objects, refs, key, groups[owner], named, numeric)
     loose = {
         name: entry
         for name, entry in catalog.objects.items()
@@ -405,8 +407,38 @@ def _are_groups(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(group, Mapping) for group in value)
 
 
+def _live(state: TrainState, key: str) -> Any:
+    return next(item for name, item in state.parts("optimizer").items() if section("optimizer", name) == key)
+
+
+def _states(
+    catalog: Catalog, owner: str, name_of: Callable[[Any], str], read: Callable[[ObjectEntry], Any], live: Any
+) -> dict[str, dict[str, Any]]:
+    """Return the state of each parameter that is not a tensor, by live FQN: a step count, say.
+
+    torch's optimizers keep step counts in tensors, and make them of numbers when they load; others keep numbers.
+    """
+    import torch
+
+    homes = {kind.__module__ for kind in type(getattr(live, "optimizer", live)).__mro__} - {"torch.optim.optimizer"}
+    in_tensors = any(home.startswith("torch.optim.") for home in homes)
+    found: dict[str, dict[str, Any]] = {}
+    for entry in catalog.objects.values():
+        if entry.role is Role.OPTIMIZER and entry.key[-3:-2] == ("state",) and _owner(entry.name) == owner:
+            value = read(entry)
+            if entry.key[-1] == "step" and type(value) in (int, float) and in_tensors:
+                value = torch.tensor(float(value))
+            found.setdefault(name_of(entry.key[-2]), {})[str(entry.key[-1])] = value
+    return found
+
+
 def _put_groups(
-    objects: dict[str, JSON], key: str, groups: Sequence[Mapping[str, Any]], name_of: Callable[[Any], str]
+    objects: dict[str, JSON],
+    refs: dict[str, torch.Tensor],
+    key: str,
+    groups: Sequence[Mapping[str, Any]],
+    name_of: Callable[[Any], str],
+    states: Mapping[str, Mapping[str, Any]],
 ) -> None:
     if not groups:
         return
@@ -415,7 +447,8 @@ def _put_groups(
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         params = [name_of(name) for name in group.get("params", ())]
         trees.append({**encode(settings, f"{key}.param_groups.{index}", {}), "params": params})
-    objects[key] = {"param_groups": trees, "values": {}, "shared": {}}
+    values = {fqn: encode(dict(state), f"{key}.values.{fqn}", refs) for fqn, state in states.items()}
+    objects[key] = {"param_groups": trees, "values": values, "shared": {}}
 
 
 def _by_position(
@@ -435,7 +468,7 @@ def _by_position(
     if not numbers or any(isinstance(number, str) for number in numbers):
         return {}
     names = parameter_names(state)
-    live = next(opt for name, opt in state.parts("optimizer").items() if section("optimizer", name) == key)
+    live = _live(state, key)
     shapes = _state_shapes(catalog, owner)
     listed = [[p for p in group["params"] if id(p) in names] for group in live.param_groups]
     flat = [p for group in listed for p in group]

@@ -86,11 +86,11 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
         UnsafePickleError: It names a class that is not on the allow-list.
         CorruptCheckpointError: It is damaged, or does not match its digest.
     """
+    label = f"{entry.path} ({entry.name})" if entry.path and entry.name else entry.path or entry.name
     if entry.encoding == "value":
-        return entry.value
+        return plain(entry.value, file=label, read=lambda tensor: read_tensor(store, tensor))
     if entry.encoding == "json":
         return _read_json(store, entry)
-    label = f"{entry.path} ({entry.name})" if entry.name else entry.path
     if entry.codec is not None:
         data = _decoded(store, entry, entry.codec)
         store = memory_store(entry.path, data)

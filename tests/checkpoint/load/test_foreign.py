@@ -235,3 +235,40 @@ def test_settings_are_matched_by_order_where_parameters_have_numbers(tmp_path):
         assert torch.equal(mine, theirs)
         assert torch.equal(state.optimizer.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
     assert report.extra["epoch"] == 3
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a number for each parameter, as Adafactor of transformers and the optimizers of bitsandbytes do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("moment", torch.ones_like(parameter))
+                state["step"], state["RMS"] = state.get("step", 0) + 1, 0.25
+
+
+@pytest.mark.parametrize("kind", [Counting, torch.optim.AdamW])
+def test_states_that_are_numbers_are_restored(kind: Any, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    for _ in range(5):
+        optimizer.step()
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])  # as torch kept it before 1.12
+    (tmp_path / "theirs").mkdir()
+    torch.save(model.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
+    torch.save(saved, tmp_path / "theirs" / "optimizer.bin")
+    new = nn.Linear(3, 2)
+    resumed = kind(new.parameters())
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.load(TrainState(model=new, optimizer=resumed), str(tmp_path / "theirs"))
+    for parameter in new.parameters():
+        state = resumed.state[parameter]
+        assert state["step"] == 5 and isinstance(state["step"], int if kind is Counting else torch.Tensor)
+        assert kind is not Counting or state["RMS"] == 0.25

@@ -16,6 +16,7 @@ import pytest
 from ckptkit.catalog.entry import ObjectEntry
 from ckptkit.errors import CorruptCheckpointError, UnsafePickleError
 from ckptkit.formats.pickles.objects import Inert, TensorValue, load_object_torch, read_object
+from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.local import LocalStore
 
 
@@ -130,3 +131,12 @@ def test_records_do_not_take_each_others_fields(tmp_path: Path) -> None:
     values = [argparse.Namespace(a=i, b=str(i)) for i in range(500)]
     found = read_object(*entry_of(tmp_path, values))
     assert found == [vars(value) for value in values]
+
+
+def test_tensors_in_a_part_of_a_file_are_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"rng": {"cpu": torch.arange(5), "seed": 3}}, tmp_path / "x.pt")
+    store = LocalStore(str(tmp_path))
+    part = read_archive(store, "x.pt").value["rng"]
+    value = read_object(store, ObjectEntry("rng", "x.pt", encoding="value", value=part))
+    assert value["seed"] == 3 and value["cpu"].tolist() == [0, 1, 2, 3, 4]
