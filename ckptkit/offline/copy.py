@@ -44,7 +44,7 @@ from ckptkit.offline.dry_run import refusals
 from ckptkit.offline.gaps import find_gaps
 from ckptkit.offline.publish import OutputPlace, is_one_of_many, open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, watch
-from ckptkit.offline.verify import Check, compare_digests, file_problems, recorded
+from ckptkit.offline.verify import Check, check_committed, compare_digests, file_problems, recorded
 from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
 from ckptkit.storage.retry import patient
@@ -136,7 +136,7 @@ class Copied:
                 lines.append(f"left out of {item.src}: {names} ({why})")
             if self.run:
                 state = "there already" if item.there else "would be copied" if self.dry_run else "copied"
-                lines.append(f"{state:<15}  {item.dst}  {item.files} files, {format_size(item.nbytes)}")
+                lines.append(f"{state:<15}  {item.dst}  {_files(item.files)}, {format_size(item.nbytes)}")
         if self.dry_run:
             lines += [f"does not fit: {fault}" for item in self.checkpoints for fault in item.faults]
             lines += [f"does not fit: {fault}" for fault in self.faults]
@@ -148,14 +148,14 @@ class Copied:
 
     def _counted(self) -> str:
         new = [item for item in self.checkpoints if not item.there]
-        counts = f"{sum(item.files for item in new)} files, {format_size(self.nbytes)}"
+        counts = f"{_files(sum(item.files for item in new))}, {format_size(self.nbytes)}"
         return f"{len(new)} checkpoint{'s' * (len(new) != 1)}, {counts}" if self.run else counts
 
     def proof(self) -> str:
         """Return the line of what was proved."""
         new = [item for item in self.checkpoints if not item.there]
         digests, unproved = sum(item.digests for item in new), sum(item.unproved for item in new)
-        facts = [f"{sum(item.files for item in new)} files, {format_size(self.nbytes)}, each byte written once"]
+        facts = [f"{_files(sum(item.files for item in new))}, {format_size(self.nbytes)}, each byte written once"]
         if digests:
             facts.append(f"{digests} source digest{'s' * (digests != 1)} checked")
         if new and all(item.verified for item in new):
@@ -169,6 +169,10 @@ class Copied:
         rows = [{name: getattr(item, name) for name in CopiedCheckpoint.__slots__} for item in self.checkpoints]
         plain = {name: getattr(self, name) for name in self.__slots__ if name != "checkpoints"}
         return {"schema": SCHEMA, "nbytes": self.nbytes, **plain, "checkpoints": rows}
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +336,7 @@ class _Contents:
 
 def _contents(source: Source, src: str, dst: str, wanted: _Wanted) -> _Contents:
     store, catalog = source.store, source.catalog
-    if "digests" in catalog.info.extra:  # ours: its record says what belongs to it
+    if store.info(RECORD_NAME) is not None:  # ours: its record says what belongs to it
         record = store.read(RECORD_NAME)
         stated = CommitRecord.from_json(record, file=f"{source.url}/{RECORD_NAME}")
         others = unnamed_files(store, "", stated)
@@ -382,7 +386,10 @@ def _check_complete(source: Source, *, check: bool) -> None:
     """Raise where a file is missing, truncated, or was never written: half a checkpoint is not copied."""
     for problem in file_problems(source.store, source.catalog):
         raise IncompleteCheckpointError(f"{problem.message} Nothing was copied.")
-    for _, message in find_gaps(source.store, source.catalog, quick=True) if check else ():
+    if not check:
+        return
+    check_committed(source)
+    for _, message in find_gaps(source.store, source.catalog, quick=True):
         raise IncompleteCheckpointError(f"{message} Nothing was copied. To copy what is there: --no-check.")
 
 

@@ -110,6 +110,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, zoo: Path) -> Path:
     (place / "run" / "step_00000009").mkdir()
     shutil.copytree(place / "run" / "step_00000001", place / "run" / "a copy")
     shutil.copytree(zoo / "hf_ref_llama_untied", place / "hf model")
+    shutil.copytree(zoo / "steps_dir_lightrft", place / "steps")
     (place / "empty").mkdir()
     return place
 
@@ -129,6 +130,8 @@ RUNS: dict[str, tuple[str, ...]] = {  # what is typed below the directory
     "pin of none": ("pin", "run/step_00000007"),
     "pin of another system's": ("pin", "hf model"),
     "prune of one checkpoint": ("prune", "run/step_00000001", "--max-num", "1"),
+    "copy of a damaged one": ("copy", "damaged/latest", "out"),
+    "copy of another system's run": ("copy", "steps", "out"),
     "push of no export": ("push", "run", "me/model"),
     "a name in a run without one": ("verify", "empty/latest"),
 }

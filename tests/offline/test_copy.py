@@ -130,6 +130,17 @@ def test_large_slices_are_checked_one_by_one_and_what_lies_around_them_too(tmp_p
         assert not (tmp_path / "bad").exists()
 
 
+def test_a_dcp_of_our_writer_without_a_commit_record_is_copied(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from ckptkit import DCPWriter
+
+    dcp.save({"a": torch.arange(9.0)}, storage_writer=DCPWriter(str(tmp_path / "in")))
+    (item,) = copy(str(tmp_path / "in"), str(tmp_path / "out")).checkpoints
+    assert tree(tmp_path / "out") == tree(tmp_path / "in") and item.digests
+
+
 def test_damage_names_file_and_tensor_and_nothing_is_published(run: Path, tmp_path: Path) -> None:
     data = max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip(data)
@@ -382,6 +393,11 @@ def test_a_dry_run_writes_nothing_and_refuses_what_the_real_one_would(run: Path,
     result = CliRunner().invoke(cli, ["copy", str(run), str(new), "--dry-run"])
     assert result.exit_code == 0 and "nothing was written" in result.output and result.output.count("would be") == 3
     assert not new.exists()
+    good = (run / "step_00000002" / ".metadata").read_bytes()
+    flip(run / "step_00000002" / ".metadata")
+    result = CliRunner().invoke(cli, ["copy", str(run), str(new), "--dry-run"])
+    assert result.exit_code == 1 and ".metadata" in result.output
+    (run / "step_00000002" / ".metadata").write_bytes(good)
     flip_at = max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip_at.write_bytes(flip_at.read_bytes()[:-5])
     result = CliRunner().invoke(cli, ["copy", str(run), str(new), "--dry-run"])
