@@ -1,4 +1,4 @@
-"""Digests: the one module that names an algorithm. Everything that ckptkit writes is digested by `DIGEST`.
+"""Digests: the only module that names an algorithm. ckptkit writes all its digests with `DIGEST`.
 
 Another algorithm is a row in `_HASHERS` and a change of `DIGEST`, `digest_of` and `hex_digest_of`; the names of columns
 and fields on disk follow from `DIGEST` (a new version of the format: docs/format.md).

@@ -1,4 +1,4 @@
-"""The exceptions ckptkit raises: one tree, and each class is also the built-in one would catch.
+"""The exceptions of ckptkit: one tree, in which each class is also the matching built-in exception.
 
 A message says what went wrong, in which file, tensor or rank, what was expected and found, and what to
 try next. The command line prints it as one paragraph and exits with `exit_code`.

@@ -1,4 +1,4 @@
-"""Python's cycle collector put off while many objects are made and no garbage: a catalog, a plan, a client."""
+"""Pauses Python's garbage collector while many objects are created: a catalog, a plan, a client."""
 
 from __future__ import annotations
 

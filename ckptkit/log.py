@@ -1,4 +1,4 @@
-"""What the library logger does by itself: nothing, but each record gets its rank and loses credentials."""
+"""The library's logger: no handlers; adds the rank to each record and removes credentials."""
 
 from __future__ import annotations
 

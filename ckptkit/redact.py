@@ -1,4 +1,4 @@
-"""What people are shown: no credentials, and no characters that would command a terminal or turn a text round."""
+"""Removes credentials, and characters that would control a terminal or reverse text, from all output."""
 
 from __future__ import annotations
 

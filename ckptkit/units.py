@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, and back. The only place that parses them."""
+"""Parses and formats sizes and durations. The only place that parses them."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The version, where every layer may read it."""
+"""The version, importable from every layer."""
 
 __version__ = "0.1.0"

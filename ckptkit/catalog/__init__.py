@@ -1,1 +1,1 @@
-"""What tensors exist and where their parts lie. No I/O, no torch, no fsspec."""
+"""Describes which tensors exist and where their parts are. No I/O, no torch, no fsspec."""

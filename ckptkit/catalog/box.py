@@ -1,4 +1,4 @@
-"""Rectangular parts of a tensor, and flat element ranges as such parts. Counts elements, never bytes."""
+"""Boxes (rectangular parts of a tensor), and flat element ranges as boxes. Counts elements, never bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes as rows of numbers, [n, ndim]: distinct ones, overlaps, strides. Vectorised: a million rows take a second."""
+"""Boxes as rows of numbers, [n, ndim]: duplicates, overlaps, strides. Vectorised: a million rows take a second."""
 
 from __future__ import annotations
 

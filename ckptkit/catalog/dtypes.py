@@ -1,4 +1,4 @@
-"""Names, sizes and kinds of tensor dtypes, and which casts an export may do. Needs no torch."""
+"""Names, sizes and kinds of tensor dtypes, and the casts that an export may do. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors as slices at byte ranges, objects, and where they came from.
+"""The contents of a checkpoint: tensors as slices at byte ranges, objects, and their origin.
 
 A reader of any format ends in a `Catalog`; everything offline starts from one. Slices are columns of
 numbers (a million of them are a few arrays), `TensorSlice` is a view of one row.

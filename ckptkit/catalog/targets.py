@@ -1,4 +1,4 @@
-"""Tensors to be made out of tensors that exist: which box of which source fills which box. Pure geometry.
+"""Target tensors assembled from source tensors: which box of which source fills which box. Pure geometry.
 
 A `Part` means, in numpy's words and with `unfold`, `axes` omitted where they are empty:
 

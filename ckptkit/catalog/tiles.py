@@ -1,4 +1,4 @@
-"""Which slices hold which boxes of a tensor, and how the parts lie in the file: columns, never an object a slice.
+"""Finds the slices that contain boxes of a tensor, and the positions of the parts in the files, as columns.
 
 Two steps: `pieces` finds the parts (geometry in elements), `source_layout` says where they lie (bytes).
 """

@@ -1,1 +1,1 @@
-"""Saving and keeping the checkpoints of one run."""
+"""Saves, rotates and loads the checkpoints of one run."""

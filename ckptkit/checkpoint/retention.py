@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: a pure function from the committed ones to decisions, each with its reasons."""
+"""Decides which checkpoints to keep: a pure function of the committed ones, with a reason for each decision."""
 
 from __future__ import annotations
 

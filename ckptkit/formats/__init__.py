@@ -1,1 +1,1 @@
-"""One module a format: each reads it into a Catalog, and where ckptkit writes it, the writer is beside the reader."""
+"""One module per format: its reader produces a Catalog, and its writer, if any, is next to it."""

@@ -1,4 +1,4 @@
-"""Which format is at a URL: an ordered list of marks, and the newest step where the URL is a run's directory."""
+"""Detects the format at a URL by an ordered list of marks, and the newest step if the URL is a run's directory."""
 
 from __future__ import annotations
 

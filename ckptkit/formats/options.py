@@ -1,4 +1,4 @@
-"""What a person may tell a reader that the files themselves do not say."""
+"""Options that tell a reader what the files themselves do not contain."""
 
 from __future__ import annotations
 

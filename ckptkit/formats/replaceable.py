@@ -1,4 +1,4 @@
-"""Says which files of a directory belong to no checkpoint and no export: `--overwrite` must not delete those."""
+"""Finds files of a directory that belong to no checkpoint or export: `--overwrite` must not delete those."""
 
 from __future__ import annotations
 

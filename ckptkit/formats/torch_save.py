@@ -1,4 +1,4 @@
-"""Reads what torch.save wrote: one .pt, .bin or .ckpt file, or shards with an index, as a catalog.
+"""Reads torch.save files (one .pt, .bin or .ckpt file, or shards with an index) as a catalog.
 
 The nesting of the saved value tells weights from optimizer state and the rest, by the rules that `dcp_roles` has
 for the paths of DCP. Tensor bytes are not read.

@@ -1,4 +1,4 @@
-"""The key maps ckptkit knows by name, and which of them a checkpoint needs.
+"""The built-in key maps, and the choice of the one that a checkpoint needs.
 
 Each leads from what a training run stores to what lies on the hub; "inverse:NAME" leads back. The expert
 layouts are those that transformers 5 saves (its conversion_mapping), told apart by `model_type`.

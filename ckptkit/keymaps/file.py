@@ -1,4 +1,4 @@
-"""Key maps written as a file: TOML or JSON text to a `NameMap`, every fault named by rule and key.
+"""Parses key maps in TOML or JSON files to a `NameMap`; errors name rule and key.
 
 name = "mine"          # optional
 rest = "keep"          # or "refuse", "drop": tensors that no rule matches

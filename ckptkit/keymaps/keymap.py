@@ -1,4 +1,4 @@
-"""Names of tensors from one world to another: key maps, applied, checked one to one, and inverted.
+"""Key maps between the tensor names of two systems: applied, checked to be one to one, and inverted.
 
     mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
 

@@ -1,4 +1,4 @@
-"""Patterns over tensor names, and the templates that write new names from what they matched."""
+"""Patterns over tensor names, and templates that build new names from their matches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The closed set of rules a key map is made of. Each turns the tensors it matches into others, once each."""
+"""The rules of a key map. Each transforms the tensors that it matches, once each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What frameworks put around the names of tensors, and taking it off. No key map needs to be known for it."""
+"""Removes the name prefixes that frameworks add; needs no key map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Azure Blob Storage over the client of adlfs: nothing that is there is replaced, and parts go up side by side."""
+"""Azure Blob Storage through adlfs's client: create-only puts and parallel blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one request carries up: pieces of memory in a row, which nobody joins or copies."""
+"""The body of one upload request: a sequence of memory blocks that is never joined or copied."""
 
 from __future__ import annotations
 

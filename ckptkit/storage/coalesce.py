@@ -1,4 +1,4 @@
-"""Many small ranges of a file become few reads, and what comes is dealt out again. Pure: it reads nothing."""
+"""Combines many small ranges of a file into few reads, and splits the results again. Pure: reads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One fsspec file system, its threads and its memory per process: nothing of it survives a fork."""
+"""One fsspec file system per process, with its threads and memory; nothing survives a fork."""
 
 from __future__ import annotations
 

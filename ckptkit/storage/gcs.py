@@ -1,4 +1,4 @@
-"""Google Cloud Storage over the session of gcsfs: puts that must not replace, uploads that can be resumed."""
+"""Google Cloud Storage through gcsfs's session: create-only puts and resumable uploads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the writers of a staging directory came, beside it, so that the same command run again goes on from there.
+"""The journal next to a staging directory: finished steps, so that the same command can continue.
 
 The file that states a writer is one line of JSON. A journal is what follows: a line that says what is being written,
 as which share of how many, and a line for each step of it that is done. Where several ranks write, each has such a

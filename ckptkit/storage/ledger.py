@@ -1,4 +1,4 @@
-"""Which objects the writers of a directory on an object store have finished: beside them, for whoever goes on.
+"""Records finished objects of a directory on an object store, so that an interrupted command can continue.
 
 An object appears whole or not at all. What is said of it once it is there is what it should hold, its size, and the tag
 that the store gave it: while the tag is the same, it is that very object. A store that gives no tags tells nothing.

@@ -1,4 +1,4 @@
-"""What one listing of an object store showed, to look at many times without asking again."""
+"""A snapshot of one listing of an object store, for many lookups without further requests."""
 
 from __future__ import annotations
 

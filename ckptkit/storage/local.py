@@ -1,4 +1,4 @@
-"""The POSIX fast path: positional reads, exclusive creation, fsync, rename that never replaces."""
+"""Local files: positional reads, exclusive creation, fsync, rename that never replaces."""
 
 from __future__ import annotations
 

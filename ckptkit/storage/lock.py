@@ -1,4 +1,4 @@
-"""One writer at a time: a lock of the system on a directory, or a lease that needs no clock and outlives no owner."""
+"""One writer at a time: a system lock on a directory, or a lease that needs no clock and ends with its owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who writes, and where: a process and a directory named so that another process can tell whether it still does."""
+"""Identifies a writer by process and directory, so that another process can check whether it is still alive."""
 
 from __future__ import annotations
 

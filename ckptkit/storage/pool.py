@@ -1,4 +1,4 @@
-"""Threads for work that goes on when its process ends: where none can be started any more, it is done on the spot."""
+"""Threads for work that continues while the process exits; runs the work inline if no thread can be started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that one writer alone knows: nothing is asked before a write, and small files go side by side."""
+"""Writes under keys that only one writer knows: no checks before a write, small files in parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole directories, published at once or not at all: staging and trash siblings, one rename, leftovers."""
+"""Publishes a directory atomically: staging and trash siblings, one rename, cleanup of leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole directory on an object store: final keys, those that readers look for last.
+"""Publishes a directory on an object store under final keys; those that readers look for come last.
 
 There is no rename, and what readers look for has plain names: so a writer of a directory owns all of it, until it is
 done. Whoever comes after a dead one takes the place of its statement by a put that must not replace, ends its uploads,

@@ -1,4 +1,4 @@
-"""The few requests that a store is made of: get, put, put if absent, list, delete, upload in parts."""
+"""The basic requests of a store: get, put, create-only put, list, delete, multipart upload."""
 
 from __future__ import annotations
 

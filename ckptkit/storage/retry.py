@@ -1,4 +1,4 @@
-"""Which failures of a remote store are worth another try, how often, and after how long."""
+"""Decides which failures of a remote store are retried, how often, and with which waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S3 in as few requests as it takes, over the client of s3fs."""
+"""S3 with as few requests as possible, through s3fs's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staging and trash siblings: how they are named, who states to be writing one, and whether that writer is dead."""
+"""Staging and trash siblings: their names, their writers, and whether a writer is dead."""
 
 from __future__ import annotations
 

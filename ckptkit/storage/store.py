@@ -1,4 +1,4 @@
-"""What every place of bytes can do: read ranges, write whole files or nothing, list, delete."""
+"""The interface of every store: read ranges, write files atomically, list, delete."""
 
 from __future__ import annotations
 

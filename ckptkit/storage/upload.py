@@ -1,4 +1,4 @@
-"""One object from a stream of writes: small ones in one request, large ones in parts that go while the caller works."""
+"""Uploads one object from a stream of writes: small ones in one request, large ones in parallel parts."""
 
 from __future__ import annotations
 

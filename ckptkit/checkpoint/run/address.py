@@ -1,4 +1,4 @@
-"""Names for checkpoints in the place of a URL: RUN/latest, RUN/latest~1, RUN/best, RUN/1200."""
+"""Resolves names of checkpoints: RUN/latest, RUN/latest~1, RUN/best, RUN/1200."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an attempt to save lies until it is published, and the one step that publishes it.
+"""An attempt to save: its location until it is published, and the single step that publishes it.
 
 Two places keep the same promise: a checkpoint exists if, and only if, its record does, and the record comes
 last, after everything that it names is durable.

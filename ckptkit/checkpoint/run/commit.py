@@ -1,4 +1,4 @@
-"""The commit protocol: all ranks write, one record makes it a checkpoint, or nothing is left.
+"""The commit protocol: all ranks write, then one record makes it a checkpoint, or nothing is left.
 
 The steps, and what holds after each, are beside the code; `publish` has the last ones.
 """

@@ -1,4 +1,4 @@
-"""What ranks agree on: one verdict for all of them, in bounded time, whoever fails."""
+"""Agreement between ranks: one verdict for all of them in bounded time, whoever fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carrying out what retention decided: the record first, then the data; repeatable, and never a foreign file."""
+"""Executes rotation: deletes the record first, then the data; repeatable, and never a foreign file."""
 
 from __future__ import annotations
 

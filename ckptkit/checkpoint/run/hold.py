@@ -1,4 +1,4 @@
-"""What a run holds for its life: the lease to write, and the checkpoint that it was resumed from."""
+"""Holds the write lease of a run, and the pin of the checkpoint that it was resumed from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies below the root of a run: committed checkpoints, and everything else with the reason why it is none."""
+"""Lists the root of a run: committed checkpoints, and all other entries with the reason why they are skipped."""
 
 from __future__ import annotations
 

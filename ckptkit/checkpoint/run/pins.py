@@ -1,4 +1,4 @@
-"""What must not be deleted now: pins of readers, which expire, and pins of people, which do not."""
+"""Protects checkpoints from deletion: pins of readers, which expire, and pins of users, which do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in the directory of a checkpoint that its commit record does not name: they are somebody's, and outlive it."""
+"""Finds files in a checkpoint's directory that its commit record does not name; deletion spares them."""
 
 from __future__ import annotations
 

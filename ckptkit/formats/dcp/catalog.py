@@ -1,4 +1,4 @@
-"""Reads a checkpoint of torch.distributed.checkpoint: `.metadata`, or one `__R.metadata` a rank, and its data files.
+"""Reads checkpoints of torch.distributed.checkpoint: `.metadata`, or one `__R.metadata` per rank, and data files.
 
 Opening reads metadata only. Where the bytes of a tensor lie inside its item is looked up when somebody asks
 for them (`locate`), since it costs a read an item.

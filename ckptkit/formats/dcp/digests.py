@@ -1,4 +1,4 @@
-"""Digests of slices: in the making while a slice is read, and of slices that are read for nothing else."""
+"""Digests of slices: computed while a slice is read, or by reading a slice only for its digest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing DCP data files: records laid out over a few files, digests and CRC in the same pass as the write."""
+"""Writes DCP data files: distributes records over a few files; digests and CRC are computed while writing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Filling tensors from slices of a checkpoint: only the bytes needed, into their own memory, digests on the way."""
+"""Fills tensors from a checkpoint's slices: reads only the bytes needed, into the tensors' memory, and checks
+digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a sharded state: the parts of all ranks merged, checked, and turned into `.metadata` and manifest."""
+"""The index of a sharded save: merges and checks the parts of all ranks, and writes `.metadata` and manifest."""
 
 from __future__ import annotations
 

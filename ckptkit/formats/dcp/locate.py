@@ -1,4 +1,4 @@
-"""Where the bytes of each tensor lie inside its item of a `.distcp` file: found on demand, many items at once.
+"""Locates the bytes of tensors inside items of `.distcp` files: on demand, many items at once.
 
 An item is a torch.save zip of its own, about 1.5 KB longer than the tensor in it; a file may instead be one
 safetensors blob. Of a zip, the first kilobyte (pickle, header of the storage) and the last (the directory, with the

@@ -1,4 +1,4 @@
-"""How `.metadata` of a DCP checkpoint is written: torch's pickle, opcode by opcode, without torch.
+"""Writes the `.metadata` of a DCP checkpoint: torch's pickle, opcode by opcode, without torch.
 
 `pickle.load` with torch gives the objects of `torch.distributed.checkpoint.metadata`. The parts that grow with
 the number of slices have a fixed width, so a million of them are filled in as columns.

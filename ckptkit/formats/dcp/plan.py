@@ -1,4 +1,4 @@
-"""Who writes which part of a training state. Each rank works it out alone, and writes its part.
+"""Plans which rank writes which part of a training state. Each rank plans its own writes locally.
 
 A replica (plain tensors, HSDP) is written once: small ones by one of their holders, chosen by the name,
 large ones cut into as many pieces as there are holders, so that the bytes are spread evenly by construction.

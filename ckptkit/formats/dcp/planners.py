@@ -1,4 +1,4 @@
-"""Planners for `dcp.save` and `dcp.load` that make no object a tensor, and send none: with our writer and reader.
+"""Planners for `dcp.save` and `dcp.load` that create and send no per-tensor objects, for our writer and reader.
 
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url), planner=ckptkit.DCPSavePlanner())
     dcp.load(state, storage_reader=ckptkit.DCPReader(url), planner=ckptkit.DCPLoadPlanner())

@@ -1,4 +1,4 @@
-"""Loading a sharded state without torch's planners: each rank reads what its own tensors need. No communication."""
+"""Loads a sharded state without torch's planners: each rank reads what its own tensors need. No communication."""
 
 from __future__ import annotations
 

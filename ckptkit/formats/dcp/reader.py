@@ -1,4 +1,4 @@
-"""A plain DCP directory as a source: by our manifest where `DCPWriter` left one, else by `.metadata`."""
+"""Opens a plain DCP directory: by our manifest if `DCPWriter` left one, otherwise by `.metadata`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one item of a DCP data file is framed: a torch.save zip around bytes that need no torch to write.
+"""Frames one item of a DCP data file: a torch.save zip around tensor bytes, written without torch.
 
 A record is the smallest zip that `torch.load` takes: `data.pkl`, `version` and the storage `data/0`, all
 stored, no timestamps, so the same dtype and sizes always give the same bytes. Records are laid end to end.

@@ -1,4 +1,4 @@
-"""What an entry of a DCP checkpoint is to the run, told from the path that the planner recorded for it.
+"""Derives the role of a DCP entry (weight, moment, ...) from the path that the planner recorded.
 
 The flattened key alone does not say where a wrapper ends and the model's own name begins: accelerate's
 ("model", "model.embed_tokens.weight") and LightRFT's ("model.embed_tokens.weight",) differ only in the path.

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint holds the same for all names of live tensors that share memory (tied weights, views)."""
+"""Checks that a checkpoint has equal values for all names of live tensors that share memory (tied weights, views)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DCPWriter` and `DCPReader`: torch's StorageWriter and StorageReader, for `dcp.save` and `dcp.load` as they are.
+"""`DCPWriter` and `DCPReader`: storage writer and reader for torch's `dcp.save` and `dcp.load`.
 
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url))
     dcp.load(state, storage_reader=ckptkit.DCPReader(url))

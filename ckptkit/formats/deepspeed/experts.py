@@ -1,4 +1,4 @@
-"""Experts of DeepSpeed's MoE layers: a file for each, and optimizer partitions over the ranks that hold it.
+"""Reads experts of DeepSpeed's MoE layers: one file per expert, and optimizer partitions over its ranks.
 
 Names in the optimizer files and in `param_shapes` count the experts of one rank from 0; the names in the experts' own
 files, and those given here, count all of a layer's (deepspeed/runtime/engine.py: _save_moe_checkpoint). With E expert

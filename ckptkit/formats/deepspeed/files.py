@@ -1,4 +1,4 @@
-"""The two kinds of file of a DeepSpeed checkpoint, read into typed values: model states and optimizer states."""
+"""Reads the two kinds of DeepSpeed files into typed values: model states and optimizer states."""
 
 from __future__ import annotations
 

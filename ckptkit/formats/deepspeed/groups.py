@@ -1,4 +1,4 @@
-"""The flat groups of DeepSpeed's optimizer files: the parameters they hold, proved, with their moments and settings."""
+"""Reads the flat groups of DeepSpeed's optimizer files: their parameters (verified), moments and settings."""
 
 from __future__ import annotations
 

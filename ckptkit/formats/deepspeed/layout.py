@@ -1,4 +1,4 @@
-"""How ZeRO lays parameters into the flat groups of the ranks, and back.
+"""Maps parameters to ZeRO's flat groups over the ranks, and back.
 
 ZeRO-1/2 lay a group's parameters end to end and cut the whole over the ranks (the last part may be shorter,
 without its padding). ZeRO-3 cuts each parameter into ceil(numel / ranks) elements a rank and lays each

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipelines: a file for each layer, and for each stage a model file and the optimizer's partitions.
+"""Reads DeepSpeed pipelines: one file per layer, and per stage a model file and the optimizer's partitions.
 
 Names are those of PipelineModule: the layer's number, then the name in the layer. A module that several layers share is
 one parameter of each stage's optimizer, `tied_modules.<key>.<name>`, and lies in the file of each of its layers

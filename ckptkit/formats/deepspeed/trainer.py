@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer's DeepSpeed checkpoints: config and tokenizer at the root, the rest in `global_step<N>/`."""
+"""Reads the Hugging Face Trainer's DeepSpeed checkpoints: config at the root, the rest in `global_step<N>/`."""
 
 from __future__ import annotations
 

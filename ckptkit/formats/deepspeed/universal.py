@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, each tensor whole.
+"""Reads DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, full tensors.
 
 The model states of the job that was converted lie beside (deepspeed/checkpoint/ds_to_universal.py).
 """

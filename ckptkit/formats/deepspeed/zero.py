@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-1, 2 and 3: flat fp32 partitions a rank, cut back into parameters. Nothing of DeepSpeed is needed.
+"""Reads DeepSpeed ZeRO-1, 2 and 3: splits each rank's flat fp32 partition into parameters. Needs no DeepSpeed.
 
 The weights of the catalog are the fp32 masters, which is what DeepSpeed's own exporter gives; they appear as
 MODEL and as MASTER. The low-precision copies in the model file are their cast and are not listed.

@@ -1,1 +1,1 @@
-"""Hugging Face files: safetensors, and the config and tokenizer beside them."""
+"""Reads Hugging Face files: safetensors, config and tokenizer."""

@@ -1,4 +1,4 @@
-"""The safetensors shards of torch's DCP: `shard-R-model-i-of-n`, one set of files a rank, no `.metadata`.
+"""Reads safetensors shards of torch's DCP: `shard-R-model-i-of-n`, one set of files per rank, no `.metadata`.
 
 Each header says in `DCP_SHARDING_INFO` where its tensors start; the whole shape is nowhere, so it is the
 largest end that any shard reaches (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).

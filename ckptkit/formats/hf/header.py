@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked by the rules of the format before anything trusts it.
+"""Parses and strictly validates the header of a safetensors file.
 
 Layout: 8 bytes little-endian header length n, n bytes of JSON, then the data. The rules are those of the
 reference implementation (huggingface/safetensors, tensor.rs): n is at most 100 MB and ends inside the

@@ -1,4 +1,4 @@
-"""Safetensors on disk: one file, a Hugging Face directory, or the shards that torch's DCP writes into it.
+"""Reads safetensors: one file, a Hugging Face directory, or the shards that torch's DCP writes.
 
 Only headers, the index and config.json are read here, never tensor bytes.
 """

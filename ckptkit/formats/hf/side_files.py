@@ -1,4 +1,4 @@
-"""The files beside the weights that an export carries along: config, tokenizer, chat template, licence."""
+"""Selects the additional files of an export: config, tokenizer, chat template, licence."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Our own files: the commit record, the manifest, LOCAL shards."""
+"""ckptkit's own files: the commit record, the manifest, LOCAL shards."""

@@ -1,4 +1,4 @@
-"""Numpy columns and a JSON header as one block of bytes that any safetensors reader opens, and back, strictly.
+"""Reads and writes numpy columns and a JSON header as one safetensors block, strictly validated.
 
 Eight bytes of header length, a JSON header, the columns end to end: the safetensors format, limited to
 one-dimensional integer columns, so that neither a pickle nor a parser of anything else is involved.

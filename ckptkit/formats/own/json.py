@@ -1,4 +1,4 @@
-"""JSON that nobody vouches for: bounded before it is parsed, and refused where two readers would read two things."""
+"""Parses untrusted JSON: limits its size first, and refuses ambiguous documents such as duplicate keys."""
 
 from __future__ import annotations
 

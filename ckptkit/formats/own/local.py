@@ -1,4 +1,4 @@
-"""LOCAL: one safetensors file a rank, each tensor the part that the rank holds; where it lies in the whole is recorded.
+"""LOCAL: one safetensors file per rank with its local tensors; their positions in the full tensors are recorded.
 
     local_<rank, five digits>.safetensors
 

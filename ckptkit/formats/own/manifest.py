@@ -1,4 +1,4 @@
-"""`manifest.safetensors`: what a ckptkit checkpoint holds, as columns: every slice, where it lies, its digest.
+"""`manifest.safetensors`: the contents of a ckptkit checkpoint as columns: every slice, its location, its digest.
 
 There is no pickle in it, and nothing a row long in Python objects: a million slices are a few arrays, and the
 entries of its catalog are made when they are asked for. The columns (T tensors, N slices in the order of their

@@ -1,4 +1,4 @@
-"""The outline of a file: its bytes, with 8 bytes of digest in the place of each large slice.
+"""The outline of a file: its bytes, with each large slice replaced by the 8 bytes of its digest.
 
 A file's own digest is that of its outline, so that whoever writes reads each byte once: the slices' digests are needed
 anyway. Together with them it covers every byte of the file.

@@ -1,4 +1,4 @@
-"""Reads our own checkpoints: the commit record, the manifest, and the objects beside it, into a catalog."""
+"""Reads ckptkit checkpoints: commit record, manifest and objects, into a catalog."""
 
 from __future__ import annotations
 

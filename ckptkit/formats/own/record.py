@@ -1,4 +1,4 @@
-"""Names on disk, and the commit record: what makes a directory a ckptkit checkpoint."""
+"""File names, and the commit record, which makes a directory a ckptkit checkpoint."""
 
 from __future__ import annotations
 

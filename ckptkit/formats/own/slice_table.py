@@ -1,4 +1,4 @@
-"""What ranks tell rank 0 about the tensors they wrote into plain files, and the manifest made of it (FULL, LOCAL)."""
+"""The tensors that ranks wrote, as reported to rank 0, and the manifest built from them (FULL, LOCAL)."""
 
 from __future__ import annotations
 

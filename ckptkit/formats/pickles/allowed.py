@@ -1,4 +1,4 @@
-"""The allow-list: which globals a pickle may name, and the inert thing each of them becomes."""
+"""The allow-list of pickles: permitted globals, and the inert value that replaces each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One `torch.save` file of a state dict, framed without torch: a zip of stored records, tensors last.
+"""Writes a state dict as one `torch.save` file without torch: a zip of stored records, tensors last.
 
 `torch.load(weights_only=True)` reads it, memory-mapped too. Source of the format: torch/serialization.py
 (`_save`, `_load`) and the zip specification (APPNOTE 6.3.10); ZIP64 wherever an offset or a size needs it.

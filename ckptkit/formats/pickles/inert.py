@@ -1,4 +1,4 @@
-"""The inert values a pickle may build: records that hold what they were given and do nothing."""
+"""The inert values that a pickle may build: records that store their arguments and do nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what torch.save wrote before its zip archives: a row of pickles and storages, or a tar of them.
+"""Reads torch.save files from before zip archives: a sequence of pickles and storages, or a tar of them.
 
 Both give the same records as `_torch_zip`: tensors as byte ranges of the file. Neither has checksums.
 Sources of the layouts: `_legacy_save` and `legacy_load` in torch/serialization.py.

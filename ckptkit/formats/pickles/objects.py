@@ -1,4 +1,4 @@
-"""The values of entries that are not tensors: decoded offline into plain Python, or by torch in a job."""
+"""Decodes non-tensor entries: offline into plain Python, or by torch in a job."""
 
 from __future__ import annotations
 

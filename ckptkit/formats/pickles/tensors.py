@@ -1,4 +1,5 @@
-"""Tensors as a torch pickle describes them: where their bytes lie, how DTensors and ShardedTensors are placed."""
+"""Tensors described by a torch pickle: the location of their bytes, and the placement of DTensors and
+ShardedTensors."""
 
 from __future__ import annotations
 

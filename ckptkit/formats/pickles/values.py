@@ -1,4 +1,4 @@
-"""Dates and arrays of numpy, made from what a pickle says of them, every argument checked first."""
+"""Builds dates and numpy arrays from their pickled descriptions, after checking every argument."""
 
 from __future__ import annotations
 

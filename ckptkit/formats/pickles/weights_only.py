@@ -1,4 +1,4 @@
-"""Objects as torch.save bytes, in a job: the one place where torch unpickles, with weights_only=True and never without.
+"""Objects as torch.save bytes, in a job: the only place where torch unpickles, always with weights_only=True.
 
 Dates, paths, collections and numpy arrays, which torch refuses, are read by `walk` with makers that check every
 argument, dense tensors beside them too. Before torch sees a file, our zip reader refuses what torch would unfold in

@@ -1,4 +1,4 @@
-"""The zip archives of torch.save: what the pickle inside says, where each storage lies in the file, how one is framed.
+"""Reads and writes the zip archives of torch.save: the pickle inside, and the position of each storage.
 
 Nothing of the archive is decompressed or copied: torch stores its members uncompressed, so a tensor is a byte
 range of the file. Anything else that a zip can be is refused.

@@ -1,1 +1,1 @@
-"""What other training systems leave on disk."""
+"""Reads checkpoints of other training systems."""

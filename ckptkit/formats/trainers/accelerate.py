@@ -1,4 +1,4 @@
-"""What accelerate and the Hugging Face Trainer save under FSDP, in all their state dict types.
+"""Reads FSDP checkpoints of accelerate and the Hugging Face Trainer, in all their state-dict types.
 
 SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP. Without DCP: `pytorch_model_fsdp_<i>_rank<r>.bin`
 and `optimizer_<i>_rank<r>.bin`. FULL: `pytorch_model_fsdp[_<i>].bin` and `optimizer[_<i>].bin`. LOCAL:

@@ -1,4 +1,4 @@
-"""Checkpoints whose model and optimizer lie in directories of their own: Oumi, NeMo Automodel, NeMo, torchtitan's kind.
+"""Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, torchtitan's kind.
 
 Each is a table of places; what lies there is read by the reader of its own format.
 """

@@ -1,4 +1,4 @@
-"""FSDP1 LOCAL_STATE_DICT: each unit's flat parameter as a 1-D ShardedTensor, without the shapes of what is in it.
+"""Reads FSDP1 LOCAL_STATE_DICT: each unit's flat parameter as a 1-D ShardedTensor, without the original shapes.
 
 With use_orig_params=True every parameter also has its rank's 1-D piece under its own name, so only shapes are
 missing. With use_orig_params=False names and order are missing too. They come, in this order, from a layout

@@ -1,4 +1,4 @@
-"""Lightning's sharded checkpoints: a DCP with `meta.pt` beside it (FSDPStrategy, ModelParallelStrategy, Fabric).
+"""Reads Lightning's sharded checkpoints: a DCP with `meta.pt` (FSDPStrategy, ModelParallelStrategy, Fabric).
 
 The planner's path says where the wrapper ends ("model" or "state_dict"); below it lie the names of the user's
 LightningModule, in which the network is an attribute: one more prefix, which is stripped where all names share it.

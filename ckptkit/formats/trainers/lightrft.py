@@ -1,4 +1,4 @@
-"""LightRFT's FSDP2 checkpoints: a DCP of bare model names at the top, the optimizer below `optim_states/`.
+"""Reads LightRFT's FSDP2 checkpoints: a DCP with bare model names at the top, the optimizer in `optim_states/`.
 
 With a plain optimizer `optim_states/` is a second DCP. With FSDPadaptOptimizer it has one `_rank<R>` file a
 rank: fp32 masters and moments as DTensors, in the order of the model's parameters, without names.

@@ -1,4 +1,4 @@
-"""Whether fp32 masters are those of the weights they are said to belong to: a weight is its master, cast."""
+"""Checks that fp32 masters belong to their weights: a weight equals its cast master."""
 
 from __future__ import annotations
 

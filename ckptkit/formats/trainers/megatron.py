@@ -1,4 +1,4 @@
-"""Megatron's torch_dist checkpoints: a DCP with `metadata.json`, layers stacked on dimension 0.
+"""Reads Megatron's torch_dist checkpoints: a DCP with `metadata.json`, layers stacked on dimension 0.
 
 Names stay Megatron's own; a key map turns them into another model's.
 """

@@ -1,4 +1,4 @@
-"""Several parts of one checkpoint, each in a directory of its own, as one catalog with paths from the common root."""
+"""Merges several parts of one checkpoint, each in its own directory, into one catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer state as `Optimizer.state_dict()` lays it out, saved whole by each rank: keyed by index or by name."""
+"""Reads optimizer state in the layout of `Optimizer.state_dict()`, saved by each rank: keyed by index or by name."""
 
 from __future__ import annotations
 

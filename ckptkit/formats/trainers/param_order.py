@@ -1,4 +1,4 @@
-"""Which parameter an optimizer's integer index means, where the names were not saved.
+"""Maps an optimizer's integer indices to parameters if the names were not saved.
 
 An optimizer numbers the parameters of its groups in order. The model's state dict has them in module order,
 as `model.parameters()` does; so each group is a subsequence of it. The assignment is used only where the

@@ -1,4 +1,4 @@
-"""Any directory with one torch.save file a rank, named after no system that we know: `*rank_<R>.pt` and the like."""
+"""Reads any directory with one torch.save file per rank (`*rank_<R>.pt` and similar) of an unknown system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with one torch.save file a rank: the parts of each tensor, joined over the ranks.
+"""Reads checkpoints with one torch.save file per rank, and joins the parts of each tensor.
 
 What a rank saved under a name is a DTensor, a ShardedTensor, or a plain tensor that every rank holds whole.
 """

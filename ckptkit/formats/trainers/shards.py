@@ -1,4 +1,4 @@
-"""Where the local part of a distributed tensor lies in the whole: DTensor placements as boxes. No torch.
+"""Converts DTensor placements to boxes: the position of a local part in the full tensor. No torch.
 
 A placement list is replayed mesh dimension by mesh dimension. Each tensor dimension is a list of runs of
 rows; `Shard` takes one chunk of them (ceil(n / parts) rows, the last ones shorter or empty),

@@ -1,4 +1,4 @@
-"""Which step of a run is the newest: numbers in directory names, compared as numbers."""
+"""Finds the newest step of a run: numbers in directory names, compared as numbers."""
 
 from __future__ import annotations
 

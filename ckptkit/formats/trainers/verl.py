@@ -1,4 +1,4 @@
-"""verl's FSDP checkpoints: `model_world_size_<N>_rank_<R>.pt`, with the optimizer and extra state beside.
+"""Reads verl's FSDP checkpoints: `model_world_size_<N>_rank_<R>.pt`, with optimizer and extra state files.
 
 SkyRL and others use the same names. Tensors are DTensors (FSDP2, FSDP1 with a mesh), ShardedTensors (FSDP1)
 or plain replicas; no process group is needed to read them.

@@ -1,1 +1,1 @@
-"""The copying engine: plans, runs of bytes and boxes, checks."""
+"""The copying engine: plans, runs of bytes, boxes, checks."""

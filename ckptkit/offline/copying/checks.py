@@ -1,4 +1,4 @@
-"""The digests of a source, checked while it is read: any order of reads, each record proved once."""
+"""Checks a source's digests while it is read, in any order of reads; each record once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the steps of a plan, in the buffers of the worker that calls: runs of bytes, and boxes that are no runs."""
+"""Executes the steps of a plan in the calling worker's buffers: runs of bytes, and boxes that are not contiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof, before anything is written, that every byte of the result is written exactly once."""
+"""Proves, before anything is written, that every byte of the result is written exactly once."""
 
 from __future__ import annotations
 

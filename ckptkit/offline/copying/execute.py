@@ -1,4 +1,4 @@
-"""Carrying out a plan: bytes from one store to another, checked, in bounded memory. Knows nothing of formats."""
+"""Executes a plan: copies bytes from one store to another, checked, in bounded memory. Independent of formats."""
 
 from __future__ import annotations
 

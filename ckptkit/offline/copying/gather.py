@@ -1,4 +1,4 @@
-"""Any box of a source tensor, or of one to be made, assembled in memory from the slices that hold it."""
+"""Assembles any box of a source or computed tensor in memory from the slices that contain it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion will write: files made of literal bytes and of boxes of tensors. A value, printed by --dry-run.
+"""The plan of a conversion: files made of literal bytes and of boxes of tensors. A value, printed by --dry-run.
 
 Nothing here reads or writes. Boxes are columns of numbers: a checkpoint for 1,024 ranks has a million.
 """

@@ -1,4 +1,4 @@
-"""Threads that do one thing to many items, in order; the first failure stops them all."""
+"""Worker threads that process items in order; the first failure stops them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on with what an interrupted run had copied: what its steps were steps of, and whether its files are there.
+"""Resumes an interrupted run: which steps are done, and whether their files still exist.
 
 A run may have been of one process, or of any number of ranks. What it did is told by the bytes of files that its steps
 wrote, and by the digests that they compared: so another number of ranks, which take other steps, continues from it too.

@@ -1,4 +1,4 @@
-"""A plan taken apart into steps that a worker does as a whole: runs of bytes, and boxes that are no runs.
+"""Splits a plan into steps for workers: runs of bytes, and boxes that are not contiguous.
 
 A run is contiguous on both sides. Runs come tensor by tensor in the order of the elements, so each digest of a source,
 and of a box that is written, is taken from bytes that pass by once and in order. What is no run (column shards,

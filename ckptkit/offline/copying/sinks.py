@@ -1,4 +1,4 @@
-"""Writing the files of a plan in any order, on a local file system; CRC fields are filled from what went by."""
+"""Writes the files of a plan in any order on a local file system, and fills in their CRC fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading byte ranges of a checkpoint: local files, remote ones in batches, compressed records decoded."""
+"""Reads byte ranges of a checkpoint: local files, remote ones in batches, compressed records decoded."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Hugging Face exports: which tensors, under which names, with which files."""
+"""Hugging Face exports: tensors, names and files."""

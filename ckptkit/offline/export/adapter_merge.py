@@ -1,4 +1,4 @@
-"""Merging a LoRA adapter: which base tensors it changes, by which formula, and the tensors that come out of it."""
+"""Merges a LoRA adapter into its base: the affected tensors, the formula for each, and the results."""
 
 from __future__ import annotations
 

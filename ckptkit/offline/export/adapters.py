@@ -1,4 +1,4 @@
-"""LoRA adapters in a checkpoint: told apart from the base weights, and exported as PEFT stores them."""
+"""Separates LoRA adapters from base weights, and exports them in PEFT's format."""
 
 from __future__ import annotations
 

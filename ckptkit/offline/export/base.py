@@ -1,4 +1,4 @@
-"""The model an export belongs to: config, tokenizer and other small files, and the names, shapes and dtypes it has."""
+"""The base model of an export: config, tokenizer, other small files, and its names, shapes and dtypes."""
 
 from __future__ import annotations
 

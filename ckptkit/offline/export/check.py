@@ -1,4 +1,4 @@
-"""A written export checked from its own files: the index, and names and shapes against a model."""
+"""Checks a written export by its own files: the index, and names and shapes against a model."""
 
 from __future__ import annotations
 

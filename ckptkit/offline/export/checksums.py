@@ -1,4 +1,4 @@
-"""SHA256SUMS of an export: a sha256 a file, in the lines that `sha256sum --check` reads."""
+"""Writes and reads SHA256SUMS of an export, one line per file, for `sha256sum --check`."""
 
 from __future__ import annotations
 

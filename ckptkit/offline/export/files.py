@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model: safetensors shards, and the index where there are several."""
+"""Lays out the files of a Hugging Face model: safetensors shards, and an index if there are several."""
 
 from __future__ import annotations
 

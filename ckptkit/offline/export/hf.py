@@ -1,4 +1,4 @@
-"""What a Hugging Face export consists of: tensors under the hub's names, config, tokenizer, card. Writes nothing.
+"""Plans a Hugging Face export: tensors under the Hub's names, config, tokenizer, model card. Writes nothing.
 
     export = plan_export(store, catalog, base=open_base(...), options=ExportOptions(...))
 

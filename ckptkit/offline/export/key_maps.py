@@ -1,4 +1,4 @@
-"""Which key map the user means: a built-in name, a file, an installed package's entry point, or a map itself."""
+"""Resolves the user's key map: a built-in name, a file, a package's entry point, or a map object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of merging LoRA adapters: what PEFT's `merge_and_unload` does on a CPU, operation for operation.
+"""The arithmetic of merging LoRA adapters: PEFT's `merge_and_unload` on a CPU, operation by operation.
 
 Each formula is a function (weight, inputs, first row) -> new weight. The weight may be just some rows of the whole,
 from `first` on, where the formula says that rows don't depend on each other; inputs are always whole. The sources are

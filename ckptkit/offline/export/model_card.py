@@ -1,4 +1,4 @@
-"""README.md of an export: where its weights come from. Nothing secret, nothing that markdown or HTML would obey."""
+"""Writes README.md of an export: the origin of its weights, without secrets and with all markup escaped."""
 
 from __future__ import annotations
 

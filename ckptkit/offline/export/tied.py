@@ -1,4 +1,4 @@
-"""Tied weights: which tensors are one, by their bytes, and what an export does with the second name."""
+"""Finds tied weights by their bytes, and decides how an export stores the second name."""
 
 from __future__ import annotations
 

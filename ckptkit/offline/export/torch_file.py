@@ -1,4 +1,4 @@
-"""A whole state dict as one file of `torch.save`."""
+"""Exports a whole state dict as one `torch.save` file."""
 
 from __future__ import annotations
 

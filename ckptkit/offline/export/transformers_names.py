@@ -1,4 +1,4 @@
-"""The hub's names by transformers' own table (its conversion_mapping), where it is installed and ours do not suffice.
+"""Finds the Hub's names through transformers' conversion_mapping, if installed and ours are not sufficient.
 
 transformers 5 keeps models in memory under other names, and in other pieces, than they lie on the hub, and turns them
 back when it saves. The model is built of config.json on the meta device: it knows which entries of the table apply

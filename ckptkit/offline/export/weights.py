@@ -1,4 +1,4 @@
-"""Which tensors an export takes, model weights or fp32 masters, and their names without wrappers."""
+"""Selects the tensors of an export, model weights or fp32 masters, and their names without wrappers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much two checkpoints differ, layer by layer and module by module."""
+"""Draws how much two checkpoints differ, by layer and module."""
 
 from __future__ import annotations
 

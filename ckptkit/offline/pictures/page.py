@@ -1,4 +1,4 @@
-"""The page around the pictures, and the few SVG elements they are made of."""
+"""The HTML page around the pictures, and basic SVG elements."""
 
 from __future__ import annotations
 

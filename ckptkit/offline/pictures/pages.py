@@ -1,4 +1,4 @@
-"""The pages that the commands write: of a checkpoint, of a run, of a reshard, of a difference."""
+"""The pages of the commands: a checkpoint, a run, a reshard, a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before and after a reshard: the bytes of every rank on both sides, and ribbons for what moves where."""
+"""Draws a reshard: the bytes of every rank before and after, and ribbons for the bytes that move."""
 
 from __future__ import annotations
 

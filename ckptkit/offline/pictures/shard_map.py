@@ -1,4 +1,4 @@
-"""Who holds which slice of which tensor: one bar a tensor, cut by rank, and the bytes of each rank."""
+"""Draws which rank holds which slice: one bar per tensor, split by rank, and the bytes of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run over its steps: sizes, what is kept and why, what rotation would delete."""
+"""Draws the checkpoints of a run over its steps: sizes, what is kept and why, what rotation would delete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes by module as a treemap (squarified: Bruls, Huizing, van Wijk 2000)."""
+"""Draws sizes by module as a treemap (squarified: Bruls, Huizing, van Wijk 2000)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Reshards: the same tensors, cut for other ranks."""
+"""Reshards checkpoints: the same tensors, sharded for other ranks."""

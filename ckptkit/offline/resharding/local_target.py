@@ -1,4 +1,4 @@
-"""Weights as a committed LOCAL ckptkit checkpoint: one file per rank of FSDP2, and what the record will say."""
+"""Converts weights to a committed LOCAL ckptkit checkpoint: one file per FSDP2 rank."""
 
 from __future__ import annotations
 

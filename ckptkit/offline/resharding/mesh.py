@@ -1,4 +1,4 @@
-"""Which box of a tensor each rank of another mesh will hold: FSDP2's rule, over tensor parallelism, with replicas."""
+"""Computes which box of a tensor each rank of another mesh holds: FSDP2 sharding, tensor parallelism, replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source's tensors and objects under the keys that our own checkpoints have, so that a training job takes them.
+"""Converts a source's tensors and objects to the keys of ckptkit checkpoints, so that a training job can load them.
 
 A DCP that another program saved keeps its own keys and records where the result is a DCP again: the state that loads
 the one loads the other, in torch as well, and a job of ours adopts both. Else, tensors:

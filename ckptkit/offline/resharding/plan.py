@@ -1,4 +1,4 @@
-"""What a reshard will write: each tensor cut for its ranks, the objects beside them, and what the record will say."""
+"""Plans a reshard: each tensor sharded for its ranks, the objects, and the commit record."""
 
 from __future__ import annotations
 

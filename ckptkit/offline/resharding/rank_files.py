@@ -1,4 +1,4 @@
-"""Checkpoints cut by rank: DCP data files with their `.metadata`. Columns, a row a slice."""
+"""Plans DCP data files per rank and their `.metadata`, as columns with one row per slice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From files that were written to a committed ckptkit checkpoint: digests, manifest, objects, commit record."""
+"""Turns written files into a committed ckptkit checkpoint: digests, manifest, objects, commit record."""
 
 from __future__ import annotations
 
