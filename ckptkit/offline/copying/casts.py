@@ -16,15 +16,15 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
-_BLOCK = 1 << 16  # elements at a time: the temporaries stay in the cache
+_BLOCK = 1 << 16  # elements per block, so that temporaries stay in the cache
 _QUIET_NAN = 0x7FC0
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Return whether bytes of one dtype must be changed to be of the other.
+    """Return whether bytes must be changed to convert one dtype to the other.
 
     Raises:
-        UnsupportedFormatError: No such cast exists here: only plain floats are cast.
+        UnsupportedFormatError: The cast is not supported: only plain floats are cast.
     """
     if source == target:
         return False
@@ -35,9 +35,9 @@ def is_cast(source: str, target: str) -> bool:
 
 
 def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str) -> None:
-    """Fill `target` with the elements of `source`, cast. Both hold whole elements, contiguous.
+    """Cast the elements of `source` into `target`. Both contain complete elements, contiguously.
 
-    float64 goes to 16 bits by way of float32, as torch does it.
+    float64 is cast to 16 bits through float32, like torch.
     """
     if source_dtype == target_dtype:
         target[:] = source
@@ -71,7 +71,7 @@ def _to_float32(source: Array, source_dtype: str) -> Array:
 
 @functools.cache
 def _float16_values() -> Array:
-    """Every float16 as float32: looking up is four times as fast as numpy's conversion."""
+    """All float16 values as float32: a lookup is four times as fast as numpy's conversion."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     values.view(np.uint32)[np.isnan(values)] |= 0x00400000  # quiet, as hardware makes them
     return values

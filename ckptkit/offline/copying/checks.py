@@ -18,14 +18,14 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class RecordTable:
-    """The byte ranges that digests cover, as columns; equal ranges of one source are one record.
+    """The byte ranges covered by digests, as columns; equal ranges of one source form one record.
 
     Attributes:
         sources: [n] index of the source (file or decoded record).
         starts, nbytes: [n] bytes.
         values: [n] digests.
         algorithms: [n] index into `NAMES`.
-        owners: [n] a tensor whose bytes lie in it, for messages: an index that the caller understands.
+        owners: [n] index of a tensor with bytes in the record, for messages; defined by the caller.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RecordTable:
         return len(self.starts)
 
     def find(self, sources: Int64, starts: Int64, nbytes: Int64) -> Int64:
-        """Return the record of each range, -1 where no record is just that. Records lie sorted by source, start."""
+        """Return the record of each range, -1 if no record matches exactly. Records are sorted by source and start."""
         if not len(self) or not len(starts):
             return np.full(len(starts), -1, np.int64)
         span = int(max(self.starts.max(), starts.max())) + 1
@@ -55,7 +55,7 @@ class RecordTable:
 
 
 class Crcs:
-    """The CRC-32 of parts of a file that pass by, in any order and from any thread. Parts that touch are joined."""
+    """Computes CRC-32 of parts of a file, in any order and from any thread. Adjacent parts are joined."""
 
     def __init__(self) -> None:
         self._by_stop: dict[int, tuple[int, int]] = {}  # stop -> start, CRC
@@ -63,48 +63,48 @@ class Crcs:
         self._lock = threading.Lock()
 
     def feed(self, start: int, data: memoryview) -> tuple[int, int]:
-        """Take bytes from `start`; return the part [start, stop) that they are of now."""
+        """Add bytes at `start`; return the joined part [start, stop) that contains them."""
         with self._lock:
             first, value = self._by_stop.pop(start, (start, 0))
             self._by_start.pop(first, None)
         value, stop = crc32(data, value), start + len(data)  # without the lock: threads hash side by side
         with self._lock:
-            if first in self._by_stop:  # another thread has brought what lies before
+            if first in self._by_stop:  # another thread has added the part before
                 before, crc = self._by_stop.pop(first)
                 self._by_start.pop(before, None)
                 value, first = crc32_combine(crc, value, stop - first), before
             end = self._by_start.pop(stop, -1)
-            if self._by_stop.get(end, (-1, 0))[0] == stop:  # parts may overlap: then it is of another one
+            if self._by_stop.get(end, (-1, 0))[0] == stop:  # parts may overlap: then it belongs to another one
                 value, stop = crc32_combine(value, self._by_stop.pop(end)[1], end - stop), end
             self._by_stop[stop], self._by_start[first] = (first, value), stop
         return first, stop
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """Return what is known, in order: (start, bytes, CRC-32)."""
+        """Return the known parts in order: (start, bytes, CRC-32)."""
         with self._lock:
             return sorted((start, stop - start, crc) for stop, (start, crc) in self._by_stop.items())
 
 
 class Verifier:
-    """Proves records against their digests from bytes that pass by. Safe for several threads.
+    """Checks records against their digests from the bytes that are copied. Thread-safe.
 
-    A record of CRC-32 is proved when all its bytes came, in whatever order; another one when they came in order.
-    What is left is `unproved`, and is to be read again for its own sake.
+    A CRC-32 record is proved once all its bytes were added, in any order; other records only if they came in order.
+    Remaining records are `unproved` and must be read again.
     """
 
     def __init__(self, table: RecordTable, describe: Callable[[int], str]) -> None:
         self._table = table
         self._describe = describe
         self._crcs: dict[int, Crcs] = {}
-        self._begun: dict[tuple[int, int], Hasher] = {}  # (record, where its next bytes lie)
+        self._begun: dict[tuple[int, int], Hasher] = {}  # (record, position of its next bytes)
         self._lock = threading.Lock()
         self.proved = table.nbytes == 0
 
     def feed(self, record: int, start: int, data: memoryview) -> None:
-        """Take the bytes from `start` of a record's source; they must lie in the record.
+        """Add bytes at `start` of a record's source; they must be inside the record.
 
         Raises:
-            IntegrityError: The record is complete and its digest is another one.
+            IntegrityError: The record is complete and its digest does not match.
         """
         table = self._table
         algorithm = NAMES[int(table.algorithms[record])]
@@ -149,7 +149,7 @@ class Verifier:
         )
 
     def unproved(self) -> Int64:
-        """Return the records that are not proved, and forget what was seen of them."""
+        """Return the records that are not proved, and drop their partial state."""
         with self._lock:
             self._crcs.clear()
             self._begun.clear()

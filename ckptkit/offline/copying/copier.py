@@ -30,18 +30,18 @@ Progress = Callable[[int, int, str], None]
 Int64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
-_SHORT = 32 << 10  # runs of a local file below this cost more for their calls than for their bytes
-_ROWS = 256  # short runs that are read together, at most
-_GAP = 2 << 10  # what lies between the tensors of a torch.save archive, and of DCP's items, is read over
+_SHORT = 32 << 10  # for local runs below this, system calls cost more than the bytes
+_ROWS = 256  # maximum bytes of short runs read together
+_GAP = 2 << 10  # gaps between tensors of a torch.save archive, and DCP items, are read too
 _ROW = struct.Struct("<qqqQ")
 _COLUMNS = np.dtype([("file", "<i8"), ("start", "<i8"), ("nbytes", "<i8"), ("digest", "<u8")])
 
 
 class Tally:
-    """Counts the bytes that are done, tells them to whoever shows progress, and stops workers whose fellow failed.
+    """Counts bytes, reports progress, and stops workers after another one has failed.
 
     Attributes:
-        nbytes: Read up to now.
+        nbytes: Bytes read so far.
     """
 
     def __init__(self, total: int, progress: Progress | None, stopped: threading.Event) -> None:
@@ -63,12 +63,12 @@ class Tally:
 
 @dataclass(slots=True)
 class Digested:
-    """The digests of boxes that were written. Safe for several threads: a row is added in one piece."""
+    """The digests of written boxes. Thread-safe: rows are added atomically."""
 
     rows: bytearray = field(default_factory=bytearray)
 
     def add(self, file: int, start: int, nbytes: int, digest: int) -> None:
-        """State the digest of `nbytes` from `start` of a file."""
+        """Record the digest of `nbytes` at `start` of a file."""
         self.rows += _ROW.pack(file, start, nbytes, digest)
 
     def table(self) -> npt.NDArray[np.void]:
@@ -77,19 +77,19 @@ class Digested:
         return table
 
     def renumbered(self, files: Sequence[int]) -> Digested:
-        """Return the same of files that are numbered otherwise: `files[i]` for i."""
+        """Return the digests with renumbered files: `files[i]` for i."""
         table = self.table()
         table["file"] = np.array(files, np.int64)[table["file"]]
         return Digested(bytearray(table.tobytes()))
 
     @classmethod
     def joined(cls, parts: Iterable[Digested | None]) -> Digested:
-        """Return what several processes have written."""
+        """Return the combined digests of several processes."""
         return cls(bytearray(b"").join(part.rows for part in parts if part is not None))
 
 
 class BoxDigest:
-    """The digest of a box, bytes [start, end) of a file, whose bytes come in order."""
+    """The digest of a box, bytes [start, end) of a file, computed from consecutive bytes."""
 
     def __init__(self, digested: Digested, file: int, start: int, end: int) -> None:
         self._digested = digested
@@ -98,7 +98,7 @@ class BoxDigest:
         self._state = new_hasher()
 
     def take(self, data: Bytes) -> bool:
-        """Take the next bytes; return whether they were the last."""
+        """Add the next bytes; return whether they were the last."""
         self._state.update(data.data)
         self._at += len(data)
         if self._at < self._end:
@@ -108,10 +108,10 @@ class BoxDigest:
 
 
 class Copier:
-    """Does the steps of some work. Safe for several threads.
+    """Executes the steps of a work plan. Thread-safe.
 
     Attributes:
-        digested: The digests of boxes that were written, where the work was prepared for them.
+        digested: The digests of written boxes, if the work was prepared for them.
     """
 
     def __init__(
@@ -127,8 +127,7 @@ class Copier:
         digests: bool = False,
         journal: Journal | None = None,
     ) -> None:
-        """`chunk`: bytes that are read at once. `sink`: None where digests are all that is wanted. `journal`: where
-        steps that are done are stated."""
+        """`chunk`: bytes per read. `sink`: None if only digests are needed. `journal`: records finished steps."""
         self._work = work
         self._reader = reader
         self._verifier = verifier
@@ -142,7 +141,7 @@ class Copier:
         self.digested = Digested()
 
     def do(self, index: int, worker: Worker) -> None:
-        """Do one step."""
+        """Execute one step."""
         step = self._work.steps[index]
         if isinstance(step, BoxStep):
             self._copy_boxes(step, worker)
@@ -151,15 +150,14 @@ class Copier:
             self._copy_runs(cut_runs(runs, self._chunk, self._ratios), worker)
             for origin in distinct(runs.origins).tolist():
                 self._reader.forget(origin)
-        # A piece may have come out of order: then its record is not proved yet, and whoever takes over must not believe
-        # that it is.
+        # A piece may have come out of order; its record is then not proved yet, and a resumed run must not assume so.
         if self._journal is not None and (self._verifier is None or self._verifier.proved[step.records].all()):
             self._journal.done(index)
 
     # --- runs
 
     def _copy_runs(self, runs: Runs, worker: Worker) -> None:
-        """Read, check, cast, digest and write runs, each at most a chunk; short ones together."""
+        """Read, check, cast, digest and write runs of at most a chunk each; short ones together."""
         digest: BoxDigest | None = None
         for first, stop in pairwise(self._batches(runs.nbytes)):
             some = runs.take(slice(first, stop))
@@ -168,7 +166,7 @@ class Copier:
             )
             views = self._read(some, origins, starts, nbytes, worker)
             made, room = 0, worker.room(self._cast_nbytes(some))
-            pending: list[memoryview] = []  # what lies side by side in the target goes out in one call
+            pending: list[memoryview] = []  # adjacent target ranges are written in one call
             begin = end = 0
             for i, view in enumerate(views):
                 if records[i] >= 0 and self._verifier is not None:
@@ -196,13 +194,13 @@ class Copier:
             self._tally.add(sum(nbytes), self._work.origins[origins[0]].path)
 
     def _cast_nbytes(self, runs: Runs) -> int:
-        """Bytes that the runs take which are cast."""
+        """Bytes of the runs after casting."""
         rows = np.flatnonzero(runs.casts)
         into, out = self._ratios[runs.casts[rows]].T
         return int((runs.nbytes[rows] // into * out).sum())
 
     def _batches(self, nbytes: Int64) -> list[int]:
-        """Where the runs begin that are read together: each long one alone, of short ones about half a chunk."""
+        """Batches of runs that are read together: long ones alone, short ones up to about half a chunk."""
         short = nbytes < (_SHORT if self._reader.is_local else self._chunk)
         turns = (np.cumsum(nbytes) - nbytes) // max(1, self._chunk // 2)
         new = np.append(True, ~short[1:] | ~short[:-1] | (turns[1:] != turns[:-1]))
@@ -213,7 +211,7 @@ class Copier:
     def _read(
         self, runs: Runs, origins: list[int], starts: list[int], nbytes: list[int], worker: Worker
     ) -> list[Bytes]:
-        """Return the bytes of each run, in the worker's buffer; what lies close together is one read."""
+        """Return the bytes of each run in the worker's buffer; nearby runs are read together."""
         if len(runs) == 1:
             buffer = worker.buffer(nbytes[0])
             self._reader.read_many([Range(origins[0], starts[0], buffer.data)])
@@ -238,9 +236,8 @@ class Copier:
     # --- boxes
 
     def _copy_boxes(self, step: BoxStep, worker: Worker) -> None:
-        """Make a tensor tile by tile; each tile goes to all the boxes that want a part of it.
-
-        Tiles are cut row-major, so what a box takes of one is a run of it, and its bytes come in order.
+        """Assemble a tensor tile by tile, and write each tile's parts to all boxes that need them. Tiles are row-major,
+        so a box's bytes come in order.
         """
         assert self._sink is not None
         tensor, itemsize = step.tensor, dtype_of(step.tensor.dtype).itemsize
@@ -270,7 +267,7 @@ class Copier:
 
 
 def _cut(data: Bytes, tile: Box, shared: Box, itemsize: int) -> Bytes:
-    """Return a box that lies in a tile, row-major."""
+    """Return the row-major bytes of a box inside a tile."""
     inside = shared.relative_to(tile)
     first = inside.flat_start(tile.sizes) * itemsize
     if inside.is_contiguous_in(tile.sizes):

@@ -28,7 +28,7 @@ def used_sources(plan: Plan) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """What a proof counted: the tensors of a result, their elements, and the bytes of its files, each written once."""
+    """The counts of a proof: tensors, elements and file bytes, each written exactly once."""
 
     tensors: int
     elements: int
@@ -41,11 +41,11 @@ class Covered:
 
 @collector_paused()
 def check_plan(plan: Plan) -> Covered:
-    """Check that sources are complete, targets covered once, and files filled exactly; return what was counted.
+    """Check that sources are complete, targets covered exactly once, and files filled exactly; return the counts.
 
     Raises:
         CorruptCheckpointError, IncompleteCheckpointError: A source tensor has gaps or overlaps.
-        CheckpointMismatchError: The plan itself does not add up; nothing was written.
+        CheckpointMismatchError: The plan itself is inconsistent; nothing was written.
     """
     sources = used_sources(plan)
     for key in sources:

@@ -41,17 +41,17 @@ _TILE = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """What an execution did.
+    """The result of an execution.
 
     Attributes:
         nbytes: Bytes written.
-        nbytes_read: Bytes of the source that were read, those that were only checked included.
-        records: Digests of the source that were checked, and found right.
-        covered: What was proved of the whole plan before anything was written.
+        nbytes_read: Source bytes read, including those read only for checks.
+        records: Number of source digests checked.
+        covered: The coverage proof of the whole plan.
         seconds: Wall time.
-        steps: In how many steps it was done.
-        taken_over: How many of them an interrupted run had done.
-        digested: The digests of boxes that were taken on the way, by the files of the plan.
+        steps: Number of steps.
+        taken_over: How many of them an interrupted run had already done.
+        digested: Digests of boxes computed during the copy, by the plan's files.
     """
 
     nbytes: int
@@ -65,7 +65,7 @@ class CopyReport:
 
     @classmethod
     def joined(cls, reports: Sequence[CopyReport]) -> CopyReport:
-        """Return what several ranks did, each its share; their digests of boxes are omitted."""
+        """Combine the results of several ranks, without their box digests."""
         return cls(
             sum(report.nbytes for report in reports),
             sum(report.nbytes_read for report in reports),
@@ -77,7 +77,7 @@ class CopyReport:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return what a person should know."""
+        """Return notes for the user."""
         if not self.taken_over:
             return ()
         return (f"continued an interrupted run: {self.taken_over} of {self.steps} steps were already done",)
@@ -97,26 +97,25 @@ def execute(
     ledger: Ledger | None = None,
     digests: bool = False,
 ) -> CopyReport:
-    """Write the files of a plan below `destination`, which has none of them.
+    """Write the files of a plan to `destination`, which must not contain any of them.
 
-    Nothing is written before coverage is proved. Whoever publishes the destination makes it durable.
+    Coverage is proved before anything is written. The publisher of the destination makes it durable.
 
     Args:
-        workers: Copies in flight; 0 chooses by the machine.
-        max_memory: Bytes of tensor data held at once, by all workers together.
-        check: Check the digests that the source recorded, of all bytes that are read.
-        progress: Called with (bytes done, bytes in all, what), from any thread, one call at a time.
-        only: Which files, by index, this process writes; None for all.
-        journal: Of the destination, a local one: steps that it says are done are not done again. Whatever else lies
-            in the destination is deleted.
-        ledger: Of the destination, a remote one: objects that it has from an interrupted run, and that hold what they
-            should, are not written again.
-        digests: Take the digests of the boxes that are written, of as many as pass by from their start to their end.
+        workers: Parallel copies; 0 chooses for this machine.
+        max_memory: Maximum bytes of tensor data in memory, over all workers.
+        check: Check the source's recorded digests of all bytes read.
+        progress: Called with (bytes done, total bytes, file), from any thread, one call at a time.
+        only: Indices of the files that this process writes; None for all.
+        journal: The journal of a local destination: finished steps are skipped, and other files in the destination are
+            deleted.
+        ledger: The ledger of a remote destination: matching objects of an interrupted run are not written again.
+        digests: Compute digests of written boxes, where their bytes are written in order.
 
     Raises:
-        IntegrityError: A digest differs; it names the file and the tensor.
-        IncompleteCheckpointError: The source has gaps, or a file of it is too short.
-        NoSpaceError: The destination is, or would become, full.
+        IntegrityError: A digest differs; names file and tensor.
+        IncompleteCheckpointError: The source has gaps, or a file is truncated.
+        NoSpaceError: There is not enough space at the destination.
     """
     started = time.perf_counter()
     covered = check_plan(plan)
@@ -153,7 +152,7 @@ def execute(
                 )
                 pool.run(copier.do, [index for index in range(steps) if index not in taken.steps])
                 pool.run(lambda index, _: sink.finish(index), files)
-            if verifier is not None:  # those who had copied the bytes had compared them
+            if verifier is not None:  # the processes that copied the bytes had checked them
                 verifier.proved[list(taken.records)] = True
             taken_over = len(taken.steps)
         else:
@@ -164,7 +163,7 @@ def execute(
             for wanted in (False, True):  # those of `Plan.last` after the others
                 pool.run(streams.write, [i for i in files if i not in there and (own.files[i].path in late) is wanted])
             steps, taken_over = len(files), len(there)
-        if verifier is not None:  # what was not proved on the way is read for its digests alone
+        if verifier is not None:  # records not proved during the copy are read only for their digests
             rest = checking(work, verifier.unproved())
             pool.run(Copier(rest, reader, verifier, gatherer, tally, chunk=chunk).do, range(len(rest.steps)))
     finally:

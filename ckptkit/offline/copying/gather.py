@@ -43,10 +43,10 @@ def strided(buffer: Bytes, first: int, sizes: tuple[int, ...], strides: tuple[in
 
 
 class Gatherer:
-    """Assembles boxes of tensors. Safe for several threads.
+    """Assembles boxes of tensors. Thread-safe.
 
     Attributes:
-        max_bytes: The most that one computed tensor and its inputs may take.
+        max_bytes: Maximum memory for one computed tensor and its inputs.
         small, big: Bytes that are made at once: few, and as many as that where small tiles would read the source many
             times over.
     """
@@ -119,7 +119,8 @@ class Gatherer:
             self._read_strided(origin, start + i * strides[outer] * itemsize, moved[i], rest, itemsize)
 
     def tile_numel(self, tensor: OutputTensor) -> int:
-        """Return how many elements of a target to make at once: few, unless each tile reads all over the source."""
+        """Return how many elements of a target to assemble at once: few, unless each tile reads from many places of the
+        source."""
         if isinstance(tensor, ComputedTensor):
             rows = self.rows_at_once(tensor, 2 * self._big)
             return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
@@ -132,7 +133,7 @@ class Gatherer:
         return max(1, nbytes // widest)
 
     def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> None:
-        """Fill `out` with a box of a tensor to be made, row-major, in its dtype."""
+        """Fill `out` with a box of a target tensor, row-major, in its dtype."""
         if isinstance(tensor, ComputedTensor):
             out[:] = self._computed(tensor, box)
             return
@@ -182,7 +183,7 @@ class Gatherer:
                 f"tensor {tensor.name!r} ({tensor.label}) needs {format_size(_taken(tensor))} at once, but "
                 f"the memory limit is {format_size(self._max_bytes)}. Pass a larger --max-memory."
             )
-        with self._computing:  # one at a time: together they could take more than the limit
+        with self._computing:  # one at a time: together they could exceed the limit
             made = tensor.compute([self._input(target) for target in tensor.inputs])
         itemsize = dtype_of(tensor.dtype).itemsize
         whole: Array = np.frombuffer(made, np.uint8).view(_UNITS[itemsize]).reshape(tensor.shape)
@@ -212,7 +213,7 @@ def _nbytes(tensor: OutputTensor) -> int:
 
 
 def _taken(tensor: ComputedTensor) -> int:
-    """Bytes that computing a tensor takes, inputs and result included."""
+    """Memory needed to compute a tensor, including inputs and result."""
     return _nbytes(tensor) + sum(_nbytes(item) for item in tensor.inputs) + tensor.scratch
 
 

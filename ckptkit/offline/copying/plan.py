@@ -1,6 +1,6 @@
 """The plan of a conversion: files made of literal bytes and of boxes of tensors. A value, printed by --dry-run.
 
-Nothing here reads or writes. Boxes are columns of numbers: a checkpoint for 1,024 ranks has a million.
+No I/O. Boxes are columns of numbers: a checkpoint for 1,024 ranks has a million.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _NAMED = 8  # more that are left over for one reason are counted
 
 @dataclass(frozen=True, slots=True)
 class ComputedTensor:
-    """A tensor that arithmetic makes out of others, held in memory whole, or by its rows: a merged adapter.
+    """A tensor computed from others, in full or by rows: a merged adapter, for example.
 
     Attributes:
-        inputs: What `compute` gets, in this order: each whole, row-major, as bytes of the input's dtype.
+        inputs: The arguments of `compute`, in this order: full tensors as row-major bytes of their dtype.
         compute: Returns the tensor's bytes, row-major, of `dtype`. May be called from any thread.
-        label: What it does, for the plan: "W + 2.0 * B @ A".
-        scratch: Bytes that `compute` takes besides the inputs and what it returns.
-        cut: Returns the tensor of just the rows [start, stop); None where rows cannot be made apart.
+        label: The formula, shown in the plan: "W + 2.0 * B @ A".
+        scratch: Additional bytes that `compute` needs, beyond inputs and result.
+        cut: Returns the tensor for only the rows [start, stop); None if rows cannot be computed separately.
     """
 
     name: str
@@ -64,7 +64,7 @@ class ComputedTensor:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The catalog keys it is made from, each once."""
+        """The catalog keys of its inputs, each once."""
         return tuple(dict.fromkeys(key for target in self.inputs for key in target.sources))
 
 
@@ -84,8 +84,8 @@ class CrcField:
     """Four bytes that are written last: the CRC-32, little endian, of the file's bytes [start, start + nbytes).
 
     Attributes:
-        at: Where they go; one place or several (local header, data descriptor, central directory). Whatever
-            literal lies there is overwritten. `at` must not lie in a range that a CRC covers.
+        at: Their positions (local header, data descriptor, central directory). They overwrite literals. `at` must not
+            be in a range that a CRC covers.
     """
 
     at: tuple[int, ...]
@@ -98,7 +98,7 @@ class OutputFile:
     """A file of the result. Its literals and the boxes placed in it must cover it exactly, once.
 
     Attributes:
-        literals, crcs: May be lazy; they are iterated as often as they are needed.
+        literals, crcs: May be lazy; they may be iterated several times.
     """
 
     path: str
@@ -108,7 +108,7 @@ class OutputFile:
 
     @classmethod
     def of_bytes(cls, path: str, data: bytes) -> OutputFile:
-        """Return the file that holds just `data`: a config, an index."""
+        """Return a file with the content `data`: a config or an index."""
         return cls(path, len(data), (Literal(0, data),))
 
 
@@ -153,14 +153,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that will be written and what it is made of.
+    """Everything that will be written, and its sources.
 
     Attributes:
         catalog: The source; the parts of the tensors name its entries.
-        last: Paths that are published last: what makes a reader believe the rest is there.
-        leftovers: Source tensors that go nowhere, with the reason: [("optimizer.state...", "not the model's"), ...].
-        missing: Names that the target should have and that no source gives.
-        notes: What a person should know about the choices made.
+        last: Paths that are published last, because they make the directory readable.
+        leftovers: Unused source tensors, with the reason: [("optimizer.state...", "not the model's"), ...].
+        missing: Names that the target needs and no source provides.
+        notes: Notes for the user about the choices made.
     """
 
     catalog: Catalog
@@ -177,7 +177,7 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
     def lines(self) -> Iterator[str]:
-        """Yield one line a tensor: source -> target with dtype, shape, bytes and files; then what is left over."""
+        """Yield one line per tensor: source -> target with dtype, shape, bytes and files; then the leftovers."""
         for placement in self.placements:
             tensor = placement.tensor
             yield (
@@ -192,7 +192,7 @@ class Plan:
         yield from (f"note: {note}" for note in self.notes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON-able values. Made row by row: for plans that a person can read."""
+        """Return the plan as JSON values, row by row; for small plans."""
         return {
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in self.files],
             "tensors": [_placement_json(self, placement) for placement in self.placements],
@@ -215,7 +215,7 @@ def _left_over(leftovers: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def _renamed(tensor: OutputTensor) -> str:
-    """What it is made of and its name; just that where it keeps its name."""
+    """Its source and its name; only the name if unchanged."""
     sources = _sources(tensor)
     return sources if sources == tensor.name else f"{sources} -> {tensor.name}"
 
@@ -286,7 +286,7 @@ def _source_json(catalog: Catalog, key: str) -> dict[str, Any]:
 
 
 def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
-    """Raise if there is no room for the files of a plan, of which `held` bytes are there already."""
+    """Raise if there is not enough space for the files of a plan, of which `held` bytes already exist."""
     free, wanted = destination.free_bytes(), max(0, plan.nbytes - held)
     if free is not None and free < wanted:
         raise NoSpaceError(
@@ -295,13 +295,12 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
         )
 
 
-# Which rank writes which files of a plan, and what of the plan is left for it.
+# Distributes the files of a plan over ranks.
 
 
 def share_out(plan: Plan, world_size: int) -> list[int]:
-    """Return the rank that writes each file: the largest files first, each to who has least.
-
-    What is published last goes to rank 0, which publishes.
+    """Assign each file to a rank: the largest first, each to the least loaded rank. Files published last go to rank 0,
+    which publishes.
     """
     late = set(plan.last)
     owners = [0] * len(plan.files)
@@ -316,7 +315,7 @@ def share_out(plan: Plan, world_size: int) -> list[int]:
 
 
 def restricted(plan: Plan, kept: Sequence[int]) -> Plan:
-    """Return the same plan with some of its files, and what lies in them. Files keep their order."""
+    """Return the plan restricted to some of its files, in the same order."""
     if len(kept) == len(plan.files):
         return plan
     renumbered = np.full(len(plan.files), -1, np.int32)

@@ -19,30 +19,30 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Another worker failed or the user interrupted: whatever is being done is given up."""
+    """Another worker failed or the user interrupted: the current work is abandoned."""
 
 
 class Worker:
-    """What one thread keeps between jobs: two buffers, the same memory each time."""
+    """The two buffers of one thread, reused between jobs."""
 
     def __init__(self) -> None:
         self._buffer = self._room = np.empty(0, np.uint8)
 
     def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return room for what is read."""
+        """Return a buffer for reading."""
         if len(self._buffer) < nbytes:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer[:nbytes]
 
     def room(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return room for what is made of it."""
+        """Return a buffer for the result."""
         if len(self._room) < nbytes:
             self._room = np.empty(nbytes, np.uint8)
         return self._room[:nbytes]
 
 
 class Pool:
-    """Threads that take items in order; the first failure stops all and is raised."""
+    """Threads that process items in order; the first failure stops all and is raised."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -57,8 +57,8 @@ class Pool:
         for item in items:
             waiting.put(item)
         failures: list[BaseException] = []
-        # Not Thread.join: up to Python 3.12, one that a signal interrupts takes the thread for ended ever after; what
-        # cleans up would then delete files, or end the process, under threads that still write.
+        # Not Thread.join: up to Python 3.12, a join interrupted by a signal marks the thread as ended, and cleanup
+        # would then delete files, or exit, while threads still write.
         try:
             for i in range(min(self._workers, len(items))):
                 name = f"ckptkit-copy-{i}"
@@ -67,9 +67,9 @@ class Pool:
             with self._change:
                 self._change.wait_for(lambda: not self._running and (waiting.empty() or self.stopped.is_set()))
         except BaseException:
-            hurry()  # a worker must not wait for a storage that is out of reach
+            hurry()  # a worker must not wait for unreachable storage
             with self._change:
-                self.stopped.set()  # who has not begun yet never will
+                self.stopped.set()  # workers that have not started yet never will
                 self._change.wait_for(lambda: not self._running)
             raise
         if failures:

@@ -1,7 +1,7 @@
 """Resumes an interrupted run: which steps are done, and whether their files still exist.
 
-A run may have been of one process, or of any number of ranks. What it did is told by the bytes of files that its steps
-wrote, and by the digests that they compared: so another number of ranks, which take other steps, continues from it too.
+The interrupted run may have had one process or any number of ranks. Its progress is recorded as written byte ranges and
+checked digests, so that another number of ranks, with other steps, can continue.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What need not be done again.
+    """The finished part of a share.
 
     Attributes:
-        steps, records: Of the share, by index.
+        steps, records: Finished ones of the share, by index.
         files: Those of the share, by index, that are there; the rest is begun anew.
-        held: Bytes of the disk that they hold.
+        held: Disk space that they use, in bytes.
     """
 
     steps: frozenset[int] = frozenset()
@@ -76,10 +76,10 @@ class Taken:
 
 
 def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
-    """Return 32 hex digits that differ where another source would be read, or other bytes written elsewhere.
+    """Return a fingerprint (32 hex digits) of the source and of all bytes to write.
 
-    Steps are counted in the order in which this version of ckptkit makes them, so its number is in it. A file of the
-    source counts as the same while its size, and the time of its last change, are (locally also its inode).
+    It includes ckptkit's version, because steps are numbered in that version's order. A source file is identified by
+    size and modification time (locally also by inode).
     """
     state = new_signer()
     for value in (__version__, source.url, check, *_plan_values(plan), *_source_values(work, source)):
@@ -146,13 +146,13 @@ def take_over(
 
 
 class _Past:
-    """The bytes of files that earlier runs have written for good, and the digests that they have compared."""
+    """The byte ranges that earlier runs have written durably, and the digests that they have checked."""
 
     def __init__(self, whole: Plan) -> None:
         self._paths = [file.path for file in whole.files]
         sizes = np.array([file.nbytes for file in whole.files], np.int64)
         self._sizes = sizes
-        # An address for each byte of each file; between two files is one that nobody writes.
+        # An address for each byte of each file, with an unused one between two files.
         self._bases = np.concatenate([[0], np.cumsum(sizes + 1)[:-1]]) if len(sizes) else sizes
         self._ranges: list[tuple[Int64, Int64, Int64]] = []  # file, from, to
         self._records: set[_Record] = set()
@@ -174,7 +174,7 @@ class _Past:
         return files[nbytes > 0], lo[nbytes > 0], (lo + nbytes)[nbytes > 0]
 
     def of(self, share: Share, store: LocalStore) -> Taken:
-        """Return what of a share is done, of which the files are there."""
+        """Return the finished part of a share whose files exist."""
         if not self._ranges:
             return Taken()
         files, lo, hi = (np.concatenate(column) for column in zip(*self._ranges, strict=True))
@@ -197,7 +197,7 @@ class _Past:
 
 
 def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
-    """What names a digest whoever reads it: the place of the bytes."""
+    """A digest's identity, independent of the reading process: the location of its bytes."""
     table = work.records
     columns = (table.sources, table.starts, table.nbytes)
     taken = columns if rows is None else tuple(column[rows] for column in columns)
@@ -216,7 +216,7 @@ def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
 
 
 def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
-    """Return whether each range lies in one of those that are merged."""
+    """Return whether each range is contained in one of the merged ranges."""
     if not len(lo):
         return True
     if not len(starts):
@@ -229,7 +229,7 @@ def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
 
 
 def clear_strays(store: Store, plan: Plan) -> None:
-    """Delete what lies in a staging directory and is not a file of the plan: an interrupted run may have left it."""
+    """Delete files in a staging directory that are not in the plan: leftovers of an interrupted run."""
     if not is_directory(store) or leftover_of(os.path.basename(store.url)) is None:
         return
     wanted = {file.path for file in plan.files}
@@ -264,7 +264,7 @@ def left_beside(url: str) -> tuple[str, int] | None:
 
 
 class Spoken:
-    """What is said of the objects of a run, and of those that it takes over."""
+    """The ledger entries of a run's objects, and of those it takes over."""
 
     def __init__(self, plan: Plan, work: Work, source: Store, verifier: Verifier | None, ledger: Ledger) -> None:
         self._plan = plan
@@ -276,7 +276,7 @@ class Spoken:
         self._contents = {index: contents.of(index) for index in worth}
 
     def take_over(self) -> frozenset[int]:
-        """Return the files that are there. Others that an interrupted run has written are deleted."""
+        """Return the existing matching files; delete other files of an interrupted run."""
         earlier = self._ledger.earlier
         paths = {file.path: index for index, file in enumerate(self._plan.files) if file.path in earlier}
         taken = {index for path, index in paths.items() if earlier[path].content == self._contents.get(index)}
@@ -289,7 +289,7 @@ class Spoken:
         return frozenset(taken)
 
     def finished(self, index: int) -> None:
-        """Say that a file is there whole."""
+        """Record that a file is complete."""
         content, file, checked = self._contents.get(index), self._plan.files[index], False
         if content is None:
             return
@@ -300,7 +300,7 @@ class Spoken:
 
 
 class _Contents:
-    """Names of what the files of a plan hold. They do not depend on which rank writes them."""
+    """Fingerprints of the contents of a plan's files, independent of the writing rank."""
 
     def __init__(self, plan: Plan, source: Store, *, check: bool) -> None:
         self._plan = plan
@@ -311,7 +311,7 @@ class _Contents:
         self._folders: set[str] = set()
 
     def of(self, index: int) -> str:
-        """Return 32 hex digits that differ where a file would hold other bytes, or those of another source."""
+        """Return a fingerprint (32 hex digits) of a file's contents and their source."""
         file, state = self._plan.files[index], new_signer()
         state.update(_words((*self._begin, file.path, file.nbytes)))
         for literal in file.literals:
@@ -341,7 +341,7 @@ class _Contents:
         return self._entries[key]
 
     def _stat(self, path: str) -> Any:
-        """A file of the source is the same while this is."""
+        """The identity of a source file."""
         folder = path.rpartition("/")[0]
         if is_directory(self._source):
             if path not in self._files:

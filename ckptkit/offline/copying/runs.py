@@ -193,7 +193,7 @@ def _in_target(part: Part, offsets: Int64, origin: Int64, strides: Int64) -> tup
 
 # Steps.
 
-_STEP = 32 << 20  # bytes that one worker takes at a time
+_STEP = 32 << 20  # bytes that one worker processes at a time
 _ROW = 1 << 10  # a run counts as so many more: what a step lists is bounded, too
 _LONG = 128 << 20  # of one step: as long as several others take together
 LEAST = 64 << 10  # bytes of a box that is digested while it is written
@@ -251,7 +251,7 @@ Step: TypeAlias = RunStep | BoxStep
 
 @dataclass(frozen=True, slots=True)
 class EntryMap:
-    """Where the slices of one tensor lie: by row the origin, and the record its bytes prove (-1: none alone)."""
+    """The location of one tensor's slices: per row, the origin, and the record that its bytes prove (-1: none)."""
 
     entry: TensorEntry
     origins: Int64
@@ -260,7 +260,7 @@ class EntryMap:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """All that is to be done for a plan. `maps` are of the tensors that boxes are made from."""
+    """The steps of a plan. `maps`: of the tensors from which boxes are assembled."""
 
     origins: Sequence[Origin]
     runs: Runs
@@ -292,7 +292,7 @@ class Work:
 
 
 def checking(work: Work, records: Int64) -> Work:
-    """Return the work of reading records for their digests alone."""
+    """Return work that reads records only for their digests."""
     table, nothing = work.records, np.zeros(len(records), np.int64)
     runs = Runs(
         table.sources[records], table.starts[records], table.nbytes[records], nothing - 1, nothing, nothing,
@@ -304,11 +304,11 @@ def checking(work: Work, records: Int64) -> Work:
 
 @collector_paused()
 def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = False) -> Work:
-    """Take a plan apart.
+    """Split a plan into steps.
 
     Args:
         check: The digests of all source bytes that are touched become records.
-        by_boxes: Only look the sources up: the executor makes one box after the other on its own.
+        by_boxes: Only prepare the sources: the executor assembles box by box itself.
         digests: Boxes are to be digested.
     """
     builder = _Builder(plan.catalog, check=check, digests=digests)
@@ -553,7 +553,7 @@ def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tu
 
 
 def _split(runs: Runs, origins: Sequence[Origin], records: RecordTable, ratios: Int64) -> Runs:
-    """Cut long runs between elements, where nothing asks for their bytes in order, so that workers can share them."""
+    """Split long runs between elements if their bytes need not be in order, so that workers can share them."""
     decoded, forwards = _in_order(runs, origins, records)
     counts = np.where(decoded | forwards | (runs.ends > 0), 1, np.maximum(1, -(-runs.nbytes // _STEP)))
     return _cut(runs, counts, np.zeros(len(runs), np.int64), _STEP, ratios)
@@ -585,7 +585,7 @@ def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> 
 
 
 def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> list[RunStep]:
-    """Group runs into steps of some size: the long ones first, which would keep one worker when the others are done.
+    """Group runs into steps: long ones first, so that no worker is left with one at the end.
 
     A step begins where a box does that is digested, and where no digest of the source is half taken.
     """

@@ -19,20 +19,20 @@ from ckptkit.storage.local import LocalStore, start_writing
 
 __all__ = ["LocalSink", "combined_crc"]
 
-_MAX_VECTOR = 512  # buffers of one pwritev; Linux takes 1024
+_MAX_VECTOR = 512  # buffers per pwritev; Linux allows 1024
 _READ_BACK = 1 << 20
-_DIRTY = 32 << 20  # after this many bytes into one file, the kernel starts to write them back
+_DIRTY = 32 << 20  # writeback is started after this many bytes per file
 
 
 class LocalSink:
-    """The files of a plan below a local store, created at their full size. Safe for several threads."""
+    """The files of a plan in a local store, created at full size. Thread-safe."""
 
     def __init__(self, store: LocalStore, files: Sequence[OutputFile]) -> None:
         self._store = store
         self._files = files
         self._descriptors = Descriptors(self._reopen)
         self._crcs = {i: Crcs() for i, file in enumerate(files) if _any(file.crcs)}  # of files with CRC fields
-        # The kernel lets one thread at a time write to a file: a second one would spin at its lock, and waste a core.
+        # The kernel allows one writing thread per file: a second one would spin on its lock and waste a core.
         self._turns = [threading.Lock() for _ in files]
         self._dirty = [0] * len(files)  # bytes written to each file since writeback was started; approximate
 
@@ -55,7 +55,7 @@ class LocalSink:
                 self._write(descriptor, file.path, literal.start, [memoryview(literal.data)])
 
     def write(self, index: int, start: int, views: Sequence[Any]) -> None:
-        """Write views one after the other from `start` of a file."""
+        """Write views consecutively at `start` of a file."""
         path, crcs, end = self._files[index].path, self._crcs.get(index), start
         if crcs is not None:
             for view in views:
@@ -75,7 +75,7 @@ class LocalSink:
         total = sum(len(view) for view in views)
         try:
             done = os.pwritev(descriptor, views, start)
-            if done < total:  # a signal, or the disk is nearly full: the rest says which
+            if done < total:  # a signal, or a nearly full disk: writing the rest shows which
                 rest = memoryview(b"".join(views))[done:]
                 while len(rest):
                     count = os.pwrite(descriptor, rest, start + total - len(rest))
@@ -91,7 +91,7 @@ class LocalSink:
         return StorageError(error.errno, f"{full}: {error.strerror}")
 
     def finish(self, index: int) -> None:
-        """Fill the CRC fields of a file. Everything else of it must have been written."""
+        """Fill in the CRC fields of a file after everything else was written."""
         crcs = self._crcs.pop(index, None)
         if crcs is None:
             return

@@ -23,7 +23,7 @@ _PIECE = 1 << 20  # compressed bytes read at a time
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where offsets of a source count: a file, or the decoded bytes of a compressed record in it."""
+    """The origin of a source's offsets: a file, or the decoded bytes of a compressed record in it."""
 
     path: str
     codec: Codec | None = None
@@ -31,7 +31,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """len(view) bytes from `start` of an origin, to be read into `view`; they lie in `record`, where it is known."""
+    """A read of len(view) bytes at `start` of an origin into `view`; they belong to `record`, if known."""
 
     origin: int
     start: int
@@ -40,7 +40,7 @@ class Range:
 
 
 class Descriptors:
-    """Open descriptors by path; of those that nobody uses at the moment, few stay open."""
+    """Open file descriptors by path; only a few unused ones stay open."""
 
     def __init__(self, opener: Callable[[str], int], limit: int = 256) -> None:
         self._opener = opener
@@ -50,7 +50,7 @@ class Descriptors:
 
     @contextmanager
     def using(self, path: str) -> Iterator[int]:
-        """Give a descriptor of the file at `path`."""
+        """Return a descriptor of the file at `path`."""
         with self._lock:
             held = self._open.pop(path, None) or [self._opener(path), 0]
             held[1] += 1
