@@ -12,7 +12,7 @@ __all__ = ["Box", "chunk_box", "flat_range_boxes", "row_major_strides"]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The part of a tensor that starts at `offsets` and is `sizes` long in each dimension.
+    """The part of a tensor that starts at `offsets` and has `sizes`, one number per dimension.
 
     A 0-dim tensor is `Box((), ())`, one element. A size of 0 in any dimension makes an empty box.
     """
@@ -35,7 +35,7 @@ class Box:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The first index past the box in each dimension."""
+        """The first index after the box in each dimension."""
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def within(self, shape: tuple[int, ...]) -> bool:
@@ -61,7 +61,7 @@ class Box:
         """Return whether the box is one run of elements in a row-major tensor of this shape."""
         if self.numel <= 1:
             return True
-        partial = False  # walking from the innermost dimension: a cut one must have only size 1 outside it
+        partial = False  # from the innermost dimension: outside of a partial one, sizes must be 1
         for size, extent in zip(reversed(self.sizes), reversed(shape), strict=True):
             if partial and size != 1:
                 return False
@@ -73,10 +73,10 @@ class Box:
         return sum(o * s for o, s in zip(self.offsets, row_major_strides(shape), strict=True))
 
     def tiles(self, max_numel: int) -> Iterator[Box]:
-        """Cut the box into boxes of at most `max_numel` elements, in row-major order.
+        """Split the box into tiles of at most `max_numel` elements, in row-major order.
 
-        Each tile is contiguous in a row-major tensor of the box's own shape, so tiles of a target are
-        written one after the other.
+        Each tile is contiguous in a row-major tensor of the box's own shape, so tiles of a target are written
+        sequentially.
         """
         if self.numel == 0:
             return

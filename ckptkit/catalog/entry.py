@@ -44,7 +44,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class Role(str, enum.Enum):
-    """What an entry is to a training run."""
+    """The role of an entry in a training run."""
 
     MODEL = "model"  # parameters and persistent buffers
     MASTER = "master"  # fp32 copies of low-precision parameters
@@ -68,7 +68,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The slice lies in a record that is to be decoded by `name`: bytes [start, start + nbytes) of the file.
+    """The slice is in a record to decode with `name`: bytes [start, start + nbytes) of the file.
 
     `TensorSlice.start` then counts from the first byte of the decoded record.
     """
@@ -80,16 +80,16 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """These bytes hold that box.
+    """A box of a tensor, and the bytes that contain it.
 
     Attributes:
         box: The part of the tensor.
         path: The file, relative to the store of the checkpoint.
         start: Byte offset of the element at `box.offsets`.
-        nbytes: Bytes from the first to past the last element: numel * itemsize where contiguous.
+        nbytes: Bytes from the first to the end of the last element: numel * itemsize if contiguous.
         strides: In elements, where the box does not lie row-major; None if it does.
         digest: What the bytes are checked by; None if nothing was recorded.
-        codec: Set where the bytes are compressed, or signs in them are to be flipped.
+        codec: Set if the bytes are compressed, or signs must be flipped.
         rank: The rank that wrote the slice; -1 if unknown.
     """
 
@@ -116,7 +116,7 @@ class SliceArray(Sequence[TensorSlice]):
         digests: [n] digest values; None if there are none.
         digest_starts, digest_nbytes: [n] the bytes each digest covers, 0 for a row without one; None if
             they are the slice's own.
-        strides, codecs: The few rows that have one, by row.
+        strides, codecs: By row, for the few rows that have one.
     """
 
     opaque: str = ""
@@ -221,7 +221,7 @@ class SliceArray(Sequence[TensorSlice]):
         return self.paths[int(self.files[row])], int(self.starts[row]), int(self.nbytes[row])
 
     def records(self) -> list[tuple[str, int, int]]:
-        """Return (path, start, nbytes) of what was stored for each slice, whether it can be read or not."""
+        """Return (path, start, nbytes) of each stored slice, readable or not."""
         files = [self.paths[file] for file in self.files.tolist()]
         return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
 
@@ -252,7 +252,7 @@ class SliceArray(Sequence[TensorSlice]):
         return (self[i] for i in range(len(self)))
 
     def distinct(self) -> Int64:
-        """Return the rows of the distinct non-empty boxes, ascending; of replicas the first."""
+        """Return the rows of distinct non-empty boxes, ascending; for replicas the first."""
         rows = np.flatnonzero((self.sizes != 0).all(axis=1))
         if self.sizes.shape[1] == 0 or len(rows) < 2:
             return rows[:1]
@@ -262,7 +262,7 @@ class SliceArray(Sequence[TensorSlice]):
 
     @staticmethod
     def whole(path: str, start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
-        """Return the slice of a tensor that lies in one piece, without columns: most files have nothing else."""
+        """Return the slice of a contiguous tensor, without columns: most files contain only such tensors."""
         return _WholeSlice(path, start, nbytes, shape)
 
     def _digest(self, row: int, start: int, nbytes: int) -> Digest | None:
@@ -274,7 +274,7 @@ class SliceArray(Sequence[TensorSlice]):
 
 
 class _WholeSlice(SliceArray):
-    """A tensor in one piece: the columns are made when somebody asks, which costs more than to read a header entry."""
+    """A contiguous tensor: columns are created on demand, because they cost more than reading a header entry."""
 
     __slots__ = ("_nbytes", "_path", "_shape", "_start")
 
@@ -348,7 +348,7 @@ class TensorEntry:
         dtype: torch's name without the prefix.
         shape: Of the whole tensor.
         slices: Its parts. Replicas may appear more than once; together they must cover the shape.
-        role: What it is to the run.
+        role: Its role in the run.
         fqn: For MODEL, MASTER: the parameter's name in the model, wrappers removed. For OPTIMIZER: the
             parameter it belongs to, or "" . For OTHER: "".
         state: For OPTIMIZER: the state's name, such as "exp_avg"; else "".
@@ -370,7 +370,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor, once."""
+        """Bytes of the full tensor, without replicas."""
         return self.numel * dtype_of(self.dtype).itemsize
 
     def check_coverage(self) -> None:
@@ -398,7 +398,8 @@ class TensorEntry:
             )
 
     def _cut_in_rows(self) -> bool:
-        """Whether few slices are the tensor's rows, in order: most are, and numpy's fixed cost is ten times this."""
+        """Whether a few slices are the tensor's rows in order: the common case, ten times faster than numpy's fixed
+        cost."""
         if isinstance(self.slices, _WholeSlice) and self.slices.is_all_of(self.shape):
             return True
         if not self.shape or len(self.slices) > _ROWS_BY_HAND:
@@ -411,7 +412,7 @@ class TensorEntry:
         return bool(row == self.shape[0])
 
     def _tiled(self, offsets: Int64, sizes: Int64) -> bool:
-        """Whether slices that hold as many elements as the tensor has hold each of them."""
+        """Whether slices with as many elements as the tensor cover each element."""
         if len(sizes) <= _FEW_SLICES or self.numel == 0:
             return not overlapping(offsets, sizes)
         if len(sizes) << len(self.shape) > _MOST_CORNERS:
@@ -479,14 +480,14 @@ class CatalogInfo:
 
     Attributes:
         format: The reader's name: "dcp", "safetensors", "ckptkit-sharded", "verl", ...
-        producer: What wrote it, as far as the files tell: "ckptkit 0.1.0", "accelerate", ...
+        producer: The program that wrote it, if known: "ckptkit 0.1.0", "accelerate", ...
         step: Training step, where recorded.
         world_size: Ranks that wrote it, where recorded.
         mesh: The mesh, where recorded.
-        files: Every file that the checkpoint consists of, with its size in bytes where known (else -1).
-        side_files: Files to carry along to an export (config.json, tokenizer...), relative to the store.
-        notes: What a person should know: "2 optimizer files were skipped: ...". Never empty words.
-        extra: Anything else the format records, JSON-able.
+        files: Every file of the checkpoint, with its size in bytes (-1 if unknown).
+        side_files: Files to include in an export (config.json, tokenizer...), relative to the store.
+        notes: Notes for the user, for example "2 optimizer files were skipped: ...".
+        extra: Anything else that the format records, as JSON values.
     """
 
     format: str
@@ -506,14 +507,14 @@ class WholeTensors(Mapping[str, TensorEntry]):
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Everything a checkpoint holds: tensors and objects by name, and where it came from."""
+    """The contents of a checkpoint: tensors and objects by name, and their origin."""
 
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, ObjectEntry] = field(default_factory=dict)
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
 
     def opaque(self) -> dict[str, str]:
-        """Return by name the tensors that cannot be read without their classes, and why. Looks at all records."""
+        """Return the tensors that cannot be read without their classes, by name, with the reason. Reads all records."""
         found = dict(self.info.extra.get("opaque", {}))
         found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))
         return found

@@ -1,6 +1,6 @@
 """Target tensors assembled from source tensors: which box of which source fills which box. Pure geometry.
 
-A `Part` means, in numpy's words and with `unfold`, `axes` omitted where they are empty:
+A `Part` means, in numpy notation (empty `unfold` and `axes` are omitted):
 
     target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
 
@@ -22,7 +22,7 @@ __all__ = ["Part", "Target", "concatenated"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a target, filled from a box of one source with as many elements.
+    """A box of a target, filled from an equally large box of one source.
 
     Attributes:
         target_box: Where the elements go, in the target tensor.
@@ -76,7 +76,7 @@ class Part:
         axes += [d for d in range(self.source_box.ndim) if d not in axes]
         wide = [d for d in axes if self.source_box.sizes[d] != 1]
         box = Box(tuple(self.target_box.offsets[d] for d in dims), tuple(self.target_box.sizes[d] for d in dims))
-        # An order that only moves dimensions of size 1 is none.
+        # A permutation that only moves dimensions of size 1 changes nothing.
         return [Part(box, self.source, self.source_box, (), () if wide == sorted(wide) else tuple(axes))]
 
     def source_dims(self) -> list[int | None]:
@@ -105,13 +105,13 @@ _source_of = attrgetter("source")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to be made. Its parts cover it once.
+    """A tensor to write. Its parts cover it exactly once.
 
     Attributes:
-        name: What it is called where it is written.
-        dtype: What it is stored as: the sources are cast where theirs differs.
+        name: Its name in the result.
+        dtype: Its dtype in the result; sources with another dtype are cast.
         shape: Of the whole tensor.
-        parts: In no order.
+        parts: In any order.
         source_dtype: The dtype that all sources share.
     """
 
@@ -143,7 +143,7 @@ class Target:
         return self if name == self.name else Target(name, self.dtype, self.shape, self.parts, self.source_dtype)
 
     def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
-        """Return the targets that this one falls into along `dim`; they carry its name. Sizes must add up."""
+        """Split the target along `dim`; the parts keep its name. Sizes must add up."""
         pieces: list[Target] = []
         start = 0
         for size in sizes:
@@ -163,7 +163,7 @@ class Target:
         return Target(self.name, self.dtype, _without(self.shape, dim), parts, self.source_dtype)
 
     def unsqueezed(self, dim: int) -> Target:
-        """Return the target with a dimension of size 1 put in at `dim`."""
+        """Return the target with a dimension of size 1 inserted at `dim`."""
         parts = tuple(
             p.moved(Box(_with(p.target_box.offsets, dim, 0), _with(p.target_box.sizes, dim, 1))) for p in self.parts
         )
@@ -190,7 +190,7 @@ class Target:
 
 
 def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
-    """Return the targets laid one after the other along `dim`. Their other sizes and dtypes must agree."""
+    """Concatenate the targets along `dim`. Their other sizes and dtypes must agree."""
     parts: list[Part] = []
     start = 0
     for target in targets:

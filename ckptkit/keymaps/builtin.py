@@ -35,7 +35,7 @@ def _p(template: str) -> NamePattern:
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Stacked experts [E, 2I, H] and [E, H, I] to one tensor an expert."""
+    """Stacked experts [E, 2I, H] and [E, H, I] to one tensor per expert."""
     at = f"{{p:*}}.{block}.experts"
     to = f"{{p}}.{block}.experts.{{i}}"
     return (
@@ -91,7 +91,7 @@ _ARIA = _rename(
 
 
 def _attention(at: str, to: str) -> tuple[tuple[str, str], ...]:
-    """The four layers of attention in vision models; with their names on the hub."""
+    """The four attention layers of vision models, with their Hub names."""
     hub = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "output.dense"}
     return tuple((f"{at}.attention.{x}_proj.{{leaf}}", f"{to}.attention.{name}.{{leaf}}") for x, name in hub.items())
 
@@ -111,7 +111,7 @@ _DINOV2: tuple[Rule, ...] = (
     ),
     *_rename(("{p:*}.mlp.down_proj.{leaf}", "{p}.mlp.weights_out.{leaf}")),
 )
-# Towers that the hub keeps one module deeper than transformers 5 has them (CLIP, SigLIP).
+# Towers that are one module deeper on the Hub than in transformers 5 (CLIP, SigLIP).
 _VISION_MODEL = _rename(("{p:*}vision_tower.{rest:*}", "{p}vision_tower.vision_model.{rest}"))
 _QWEN2_VL = _rename(
     ("model.visual.{rest:*}", "visual.{rest}"),
@@ -183,7 +183,7 @@ _TITAN_DROPS = (
 
 
 def _torchtitan_map(name: str, note: str, lasting: tuple[Rule, ...], old: tuple[Rule, ...]) -> NameMap:
-    """The old names come first, so that what the lasting rules do to HF's names reaches them too."""
+    """Old names come first, so that later rules also apply to them."""
     return NameMap(name, (*old, *lasting, *_TITAN_DROPS), "refuse", note, inverse_rules(name, lasting))
 
 
@@ -290,10 +290,10 @@ def map_for_model_type(model_type: str | None) -> NameMap | None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A map that was chosen without being asked for: its result, and why it is the right one.
+    """An automatically chosen map: its result, and the reason.
 
     Attributes:
-        doubt: What a person should decide, where names were kept though they look like another layout's.
+        doubt: A question for the user, if names were kept although they look like another layout's.
     """
 
     key_map: NameMap
@@ -305,14 +305,13 @@ class Choice:
 def choose_map(
     targets: Mapping[str, Target], *, wanted: Collection[str] = (), config: Mapping[str, Any] | None = None
 ) -> Choice:
-    """Return the map these names need. It is chosen only where there is no doubt; else names stay.
+    """Choose the map for these names if it is unambiguous; otherwise names are kept.
 
-    With `wanted`, the names a base model has: the map after which the fewest are missing, names as they are
-    first. Without: by the model type, where there are stacked experts, a language model beside others, or
-    torchtitan's own names.
+    With `wanted` (the names of a base model): the map that leaves the fewest names missing, unchanged names first.
+    Without: by the model type (stacked experts, multimodal models) or torchtitan's own names.
 
     Raises:
-        CheckpointMismatchError: The names are those of a layout, but its map does not fit them.
+        CheckpointMismatchError: The names belong to a layout, but its map does not match them.
     """
     settings = dict(config or {})
     as_is = Choice(BUILTIN_MAPS["hf"], Mapped(dict(targets)), "names are kept")
@@ -330,7 +329,7 @@ def choose_map(
 
 
 def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
-    """The map that the model type asks for where the names are those of a live model: experts, then prefixes."""
+    """The map for the model type if the names are those of a live model: experts, then prefixes."""
     experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
     if config.get("model_type") == "gpt_neox" and "lm_head.weight" in targets:
         return BUILTIN_MAPS["hf5-gpt-neox"]
@@ -375,7 +374,7 @@ def _better(targets: Mapping[str, Target], wanted: frozenset[str], config: Mappi
 
 
 def _may_give(key_map: NameMap, lost: list[str]) -> bool:
-    """Whether some rule of the map writes names like some of those that are missing."""
+    """Whether a rule of the map writes names like some of the missing ones."""
     written = {re.sub(r"\{(\w+)\}", r"{\1:*}", to) for rule in key_map.rules for to in written_templates(rule)}
     looks = [NamePattern(template).matcher() for template in written]
     return any(match(name) is not None for name in lost for match in looks)

@@ -26,14 +26,14 @@ _TOP = {"name", "rest", "note", "rules"}
 
 
 def parse_key_map(text: str, *, file: str) -> NameMap:
-    """Return the key map that a file holds: JSON where its name ends in .json, else TOML.
+    """Parse a key-map file: JSON if its name ends in .json, otherwise TOML.
 
     Args:
         file: Its name, for messages and as the map's name.
 
     Raises:
-        UsageError: What is wrong, with the file, the rule's number and the key; or TOML on Python 3.10,
-            which cannot parse it.
+        UsageError: The file is invalid (names file, rule number and key), or is TOML on Python 3.10, which cannot parse
+            it.
     """
     data = _load(text, file)
     if not isinstance(data, Mapping):
@@ -202,7 +202,7 @@ def _kind(value: Any) -> str:
 
 
 def _rule_lines(text: str, file: str) -> list[int]:
-    """The lines at which rules begin, where the text shows them: TOML's [[rules]]."""
+    """The line numbers of rules in TOML ([[rules]])."""
     if file.endswith(".json"):
         return []
     return [n for n, line in enumerate(text.splitlines(), start=1) if line.strip().startswith("[[rules]]")]

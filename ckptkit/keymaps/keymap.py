@@ -26,7 +26,7 @@ class Mapped:
 
     Attributes:
         targets: By name, in the order of the sources.
-        dropped: Sources omitted on purpose, with the reason.
+        dropped: Sources omitted intentionally, with the reason.
         unused: Rules that matched nothing, as text with their numbers.
     """
 
@@ -37,13 +37,13 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Rules, applied in order, each to all that the rules before it left.
+    """Rules, applied in order; each to the tensors that earlier rules did not match.
 
     Attributes:
-        name: As --key-map takes it.
+        name: Its name for --key-map.
         rules: See `ckptkit.keymaps.rules`.
-        rest: What happens to tensors no rule has matched: "keep" their name, "drop", or "refuse".
-        note: What it is for, in a sentence.
+        rest: For tensors that no rule matches: "keep" the name, "drop" them, or "refuse".
+        note: A one-sentence description.
         back: The rules of the way back, where they are not these rules inverted: a map that reads old
             names and new ones writes the new ones.
     """
@@ -62,15 +62,15 @@ class NameMap:
                 raise UsageError(f"key map {self.name!r}, rule {number} ({_kind(rule)}): {error}") from error
 
     def apply(self, targets: Mapping[str, Target], *, config: Mapping[str, Any] | None = None) -> Mapped:
-        """Return what the rules make of these tensors.
+        """Apply the rules to these tensors.
 
         Args:
-            config: config.json of the model, where rules name its keys.
+            config: The model's config.json, if rules use its keys.
 
         Raises:
-            CheckpointMismatchError: Names collide, parts are missing, shapes do not fit, or tensors are
-                left over that the map refuses: all of them are listed.
-            UsageError: A rule needs a config key that is not there.
+            CheckpointMismatchError: Names collide, parts are missing, shapes do not match, or the map refuses leftover
+                tensors. Lists all of them.
+            UsageError: A rule needs a missing config key.
         """
         work = Work(dict(targets), config or {})
         unused: list[str] = []
@@ -93,7 +93,7 @@ class NameMap:
         return NameMap(f"inverse of {self.name}", rules, self.rest)
 
     def then(self, other: NameMap) -> NameMap:
-        """Return the map that does this one and then `other`, whose `rest` counts for what remains."""
+        """Return the composition of this map and then `other`, whose `rest` applies to the remaining tensors."""
         return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
 
     def _settle_rest(self, work: Work) -> None:
@@ -110,10 +110,10 @@ class NameMap:
 def check_one_to_one(
     before: Mapping[str, Target], after: Mapping[str, Target], dropped: Mapping[str, str] | None = None
 ) -> None:
-    """Check that every source element goes to one target, or is dropped whole, and every target is filled.
+    """Check that every source tensor is dropped or used exactly once, and every target is filled.
 
     Raises:
-        CheckpointMismatchError: Lists the sources and targets that are not.
+        CheckpointMismatchError: Lists the violating sources and targets.
     """
     wanted: dict[str, int] = {}
     found: dict[str, int] = {}

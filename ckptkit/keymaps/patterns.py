@@ -22,7 +22,7 @@ _KINDS = {"": r"[^.]+", "d": r"[0-9]+", "*": r".*"}
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """Which names a rule applies to; it must match the whole name.
+    """The pattern of a rule; it must match the whole name.
 
     Either `template`, plain text with placeholders: "layers.{i:d}.wq.weight", where {x} is one part
     without dots, {x:d} is digits, {x:*} is anything, dots and nothing at all included. Such rules can be
@@ -42,7 +42,7 @@ class NamePattern:
         return self.matcher()(name)
 
     def matcher(self) -> Callable[[str], dict[str, str] | None]:
-        """Return `match` as a function that is quick for many names."""
+        """Return `match` as a function optimized for many names."""
         pattern = compiled(self)
         head, tail = _literal_ends(self.template) if self.template else ("", "")
         numbered = bool(self.regex)
@@ -72,7 +72,7 @@ class NamePattern:
 
 
 def compile_regex(text: str) -> regex.Pattern[str]:
-    """Return a compiled regular expression that somebody else wrote. Raises UsageError if it is malformed."""
+    """Compile a regular expression from a file. Raises UsageError if it is malformed."""
     if len(text) > _MAX_REGEX:
         raise UsageError(f"a regex of {len(text)} characters is refused; at most {_MAX_REGEX} are allowed.")
     try:
@@ -82,9 +82,9 @@ def compile_regex(text: str) -> regex.Pattern[str]:
 
 
 def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None:
-    """Match the whole name, and give up on an expression that backtracks without end.
+    """Match the whole name, with a timeout against catastrophic backtracking.
 
-    `regex` and not `re`: only it can stop a match. Raises UsageError after a second.
+    Uses `regex` instead of `re`, which has no timeout. Raises UsageError after a second.
     """
     try:
         return pattern.fullmatch(name, timeout=_TIMEOUT_S)
@@ -100,7 +100,7 @@ def placeholders(template: str) -> dict[str, str]:
     return {match[1]: match[2] or "" for match in _PLACEHOLDER.finditer(template)}
 
 
-_MAX_NAME = 1 << 16  # rules that double what they match reach any length in a few steps
+_MAX_NAME = 1 << 16  # rules that duplicate their match can reach any length in a few steps
 
 
 def render(template: str, bound: Mapping[str, str]) -> str:
@@ -129,7 +129,7 @@ def _parts(template: str) -> tuple[tuple[str, str], ...]:
 
 
 def _literal_ends(template: str) -> tuple[str, str]:
-    """The text before the first and after the last placeholder; the whole text twice where there is none."""
+    """The text before the first and after the last placeholder; the whole text twice if there is none."""
     found = list(_PLACEHOLDER.finditer(template))
     return (template[: found[0].start()], template[found[-1].end() :]) if found else (template, template)
 

@@ -37,7 +37,7 @@ Sizes = tuple[Size, ...] | Literal["equal"] | None
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Give another name."""
+    """Rename a tensor."""
 
     source: NamePattern
     to: str
@@ -45,7 +45,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Leave out. `why` goes to the report."""
+    """Drop a tensor. The report contains `why`."""
 
     source: NamePattern
     why: str = "dropped by the key map"
@@ -53,7 +53,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Cut along `dim` into one tensor for each of `to`: equal parts, or parts of these sizes."""
+    """Split along `dim` into one tensor for each name in `to`: equal parts, or parts of these sizes."""
 
     source: NamePattern
     to: tuple[str, ...]
@@ -74,7 +74,7 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Put the tensors ...0..., ...1... on a new dimension `dim`. `index` is the placeholder that counts."""
+    """Stack the tensors ...0..., ...1... along a new dimension `dim`. `index` is the counting placeholder."""
 
     source: NamePattern
     to: str
@@ -84,7 +84,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """Give one tensor for each index of `dim`, named by `to` with {index} filled in."""
+    """Split into one tensor for each index of `dim`, named by `to` with {index} filled in."""
 
     source: NamePattern
     to: str
@@ -94,7 +94,7 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Reorder the dimensions; without `dims` the last two change places."""
+    """Permute the dimensions; without `dims`, swap the last two."""
 
     source: NamePattern
     dims: tuple[int, ...] = ()
@@ -102,8 +102,7 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class RopePermute:
-    """Reorder the rows of each head between pairs side by side ("interleaved") and two halves ("halves",
-    transformers)."""
+    """Reorder the rows of each head between adjacent pairs ("interleaved") and two halves ("halves", transformers)."""
 
     source: NamePattern
     heads: Size
@@ -112,7 +111,7 @@ class RopePermute:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Store as another float dtype. Integers, bools and 8-bit floats are refused."""
+    """Cast to another float dtype. Integers, bools and 8-bit floats are refused."""
 
     source: NamePattern
     dtype: str
@@ -125,9 +124,9 @@ Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermut
 
 @dataclass(slots=True)
 class Work:
-    """What one rule finds and leaves: the tensors still there, those dropped, and what went wrong.
+    """The state of applying rules: remaining tensors, dropped ones, and errors.
 
-    `touched`: the names that some rule has made, or left as they were on purpose.
+    `touched`: names that a rule has produced or intentionally kept.
     """
 
     targets: dict[str, Target]
@@ -137,7 +136,7 @@ class Work:
     faults: list[str] = field(default_factory=list)
 
     def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
-        """Put new tensors in the place of those taken; a name that is there already is a fault."""
+        """Replace matched tensors by new ones; a duplicate name is an error."""
         gone = set(taken)
         if not gone:
             return
@@ -156,12 +155,12 @@ class Work:
 
 
 def run(rule: Rule, work: Work) -> int:
-    """Apply one rule to all tensors it matches; returns how many there were. Faults are added to `work`."""
+    """Apply one rule to all matching tensors; return their number. Errors are added to `work`."""
     return _RUNNERS[type(rule)](rule, work)
 
 
 def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
-    """Return the number that `size` names. Raises UsageError if a config key is missing."""
+    """Evaluate `size`. Raises UsageError if a config key is missing."""
     if isinstance(size, int):
         return size
     product = 1
@@ -194,7 +193,7 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
 def _one_by_one(
     pattern: NamePattern, work: Work, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
 ) -> int:
-    """Replace each match by what `make` gives for it; a mismatch it raises becomes a fault."""
+    """Replace each match by the result of `make`; a mismatch that it raises is recorded as an error."""
     taken: list[str] = []
     made: list[tuple[str, Target]] = []
     match = pattern.matcher()
@@ -387,14 +386,14 @@ def _origin(target: Target) -> str:
 
 
 def written_templates(rule: Rule) -> tuple[str, ...]:
-    """Return the templates of the names that a rule writes; none for rules that keep names."""
+    """Return the name templates that a rule writes; none for rules that keep names."""
     if isinstance(rule, Split):
         return rule.to
     return (rule.to,) if isinstance(rule, (Rename, Concat, Stack, Unstack)) else ()
 
 
 def check_rule(rule: Rule) -> None:
-    """Check that templates use only what the patterns bind. Raises UsageError."""
+    """Check that templates use only placeholders of the patterns. Raises UsageError."""
     patterns = rule.source if isinstance(rule, Concat) else (rule.source,)
     templates = written_templates(rule)
     extra = {rule.index} if isinstance(rule, Unstack) else set[str]()
@@ -423,14 +422,14 @@ _RUNNERS: dict[type, Callable[[Any, Work], int]] = {
 }
 
 
-# Key-map rules inverted, so that the inverse map undoes them.
+# Inverts key-map rules.
 
 
 def inverse_rules(name: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Return the rules that undo `rules`: the inverse of each, last first.
 
     Raises:
-        UsageError: A rule loses something: a drop, a cast, a regex, a concat of unknown sizes.
+        UsageError: A rule is not invertible: a drop, a cast, a regex, or a concat without sizes.
     """
     inverted: list[Rule] = []
     for number, rule in enumerate(rules, start=1):
@@ -468,9 +467,9 @@ def _inverse(rule: Rule) -> Rule:
 
 
 def _turned(source: NamePattern, to: str, *, lost: str = "", gained: str = "") -> NamePattern:
-    """The pattern that matches what `to` wrote: the same placeholders, of the kinds that `source` gave them.
+    """The pattern that matches the names written by `to`, with the placeholder kinds of `source`.
 
-    `lost` and `gained` name the counter that a stack takes away and an unstack puts in.
+    `lost` and `gained`: the counter that a stack removes and an unstack adds.
     """
     known = placeholders(_template(source))
     gone = set(known) - set(placeholders(to)) - {lost}

@@ -9,14 +9,14 @@ from ckptkit.errors import CheckpointMismatchError
 
 __all__ = ["strip_infixes", "strip_prefix"]
 
-# What torch.compile, activation checkpointing and FSDP1 put into names, anywhere in them.
+# Components that torch.compile, activation checkpointing and FSDP1 add anywhere in names.
 _INFIXES = re.compile(r"(?:^|(?<=\.))(?:(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.)+")
-# DistributedDataParallel and DeepSpeed, and Lightning around them: in front of every name or of none.
+# Prefixes of DistributedDataParallel, DeepSpeed and Lightning: on every name or on none.
 _FRONTS = ("module.", "_forward_module.")
 
 
 def strip_infixes(names: Iterable[str]) -> dict[str, str]:
-    """Return each name without what wrappers put into it: `_orig_mod.`, `_checkpoint_wrapped_module.` and
+    """Return each name without wrapper components: `_orig_mod.`, `_checkpoint_wrapped_module.` and
     `_fsdp_wrapped_module.` anywhere, `module.` and `_forward_module.` in front where every name has it.
 
     Raises:
@@ -35,10 +35,10 @@ def _common_front(names: Collection[str]) -> str | None:
 
 
 def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return the names that carry `prefix`, each without it; a "." after it goes too.
+    """Return the names that start with `prefix`, without it and a following ".".
 
     Raises:
-        CheckpointMismatchError: No name carries it, or two names would become one.
+        CheckpointMismatchError: No name has the prefix, or two names would become one.
     """
     listed = list(names)
     if not prefix:
