@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _ROOT = "base_model.model."
-_WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # a trainer's own attribute may come before it
+_WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # may be preceded by a trainer's attribute
 # base_model.model.<module>.lora_A.<adapter>.weight; in an adapter file without <adapter>.
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -34,7 +34,7 @@ _LORA = re.compile(
 _BASE_LAYER = re.compile(r"(?:\.token_adapter)?(?:\.base_layer)+\.")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
-# Rows of an embedding that were trained (trainable_token_indices), and what KaSA, MonteCLoRA and VeLoRA have besides.
+# Trained rows of an embedding (trainable_token_indices), and additional tensors of KaSA, MonteCLoRA and VeLoRA.
 _OTHER = re.compile(
     r"(?P<module>.+)\.(?P<kind>trainable_tokens_delta|lora_diag|lora_velora_embed|lora_monteclora_sampler)"
     r"(?:\.(?P<adapter>(?!std_prior$|expert_weights(?:_prior)?$|gaussian_var_prior$)[^.]+))?(?:\.(?P<rest>[^.]+))?"
@@ -47,7 +47,7 @@ class LoraPair:
     """The two factors of one module.
 
     Attributes:
-        key: Its name below PEFT's root, as it is stored; with `base_layer` where adapters wrap each other.
+        key: Its stored name below PEFT's root; with `base_layer` if adapters are nested.
         module: Its name in the base model.
     """
 
@@ -59,7 +59,7 @@ class LoraPair:
 
     @property
     def patterned(self) -> str:
-        """The name that patterns of ranks and alphas are matched with: out_proj of attention has its parent's."""
+        """The name matched against rank and alpha patterns: out_proj of attention uses its parent's."""
         return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
 
 
@@ -68,14 +68,14 @@ class AdapterSplit:
     """The tensors of a checkpoint that PEFT trained.
 
     Attributes:
-        base: The base model's, under its own names.
+        base: Tensors of the base model, under its own names.
         pairs: By module.
-        others: Adapter tensors that are no pair: magnitudes of DoRA, biases of LoRA, trained tokens; by name in an
-            adapter file.
-        saved: Modules trained whole (modules_to_save), by name in an adapter file.
-        biases: Of the base model, by name in an adapter file: some adapters were trained with them.
-        names: The adapters that are there: "default".
-        dropped: Sources that go nowhere, with the reason.
+        others: Adapter tensors that are not pairs (DoRA magnitudes, LoRA biases, trained tokens), by name in an adapter
+            file.
+        saved: Fully trained modules (modules_to_save), by name in an adapter file.
+        biases: Trained biases of the base model, by name in an adapter file.
+        names: Names of the adapters: "default".
+        dropped: Unused sources, with the reason.
     """
 
     base: dict[str, Target]
@@ -88,7 +88,7 @@ class AdapterSplit:
 
 
 def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
-    """Tell adapter tensors from those of the base model; None if there is no adapter.
+    """Split a checkpoint into adapter and base tensors; return None if there is no adapter.
 
     Raises:
         CheckpointMismatchError: A factor lacks the other one, or names collide.
@@ -131,10 +131,10 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
 
 
 def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
-    """Refuse a PEFT model that has an adapter, and none of LoRA: as a model it would load nowhere.
+    """Raise for PEFT models with an adapter other than LoRA, which no loader would accept as a model.
 
     Raises:
-        UnsupportedFormatError: Names the module that has it.
+        UnsupportedFormatError: Names the module with the adapter.
     """
     wrapped = [name for name in targets if _WRAPPED.match(name)]
     for name in wrapped:
@@ -150,11 +150,11 @@ def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
 
 
 def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base: str | None) -> dict[str, Any]:
-    """Return adapter_config.json: what was given, checked against the tensors, never completed by guesses.
+    """Return the given adapter_config.json, checked against the tensors and never completed by guessing.
 
     Raises:
-        UsageError: There is none, or it does not say lora_alpha.
-        CheckpointMismatchError: Its rank is not that of the tensors.
+        UsageError: There is none, or it has no lora_alpha.
+        CheckpointMismatchError: Its rank differs from the tensors'.
     """
     ranks = sorted({_rank(pair) for pair in split.pairs.values()})
     modules = sorted({pair.module.rpartition(".")[2] for pair in split.pairs.values()})
@@ -177,7 +177,7 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
         raise UnsupportedFormatError(f"the adapter is of type {given['peft_type']!r}; only LORA is supported.")
     made = {"peft_type": "LORA", **given}
     if len(ranks) == 1 and "r" not in made:
-        made["r"] = ranks[0]  # read off the tensors, not guessed
+        made["r"] = ranks[0]  # derived from the tensors
     for pair in split.pairs.values():
         said = _by_pattern(made.get("rank_pattern"), pair.patterned, made.get("r"))
         if said != _rank(pair) and not _is_stacked(made, pair):
@@ -218,7 +218,7 @@ def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
-    """Whether rows of a head are those of the embedding, which a list of indices means: PEFT stores them once."""
+    """Whether a head's rows are the embedding's (implied by a list of indices): PEFT stores them once."""
     indices = config.get("trainable_token_indices")
     head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
     return (
@@ -229,10 +229,10 @@ def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, 
 
 
 def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str, Target]:
-    """The base model's biases that belong to the adapter: all, or those of the modules that have one.
+    """The base model's biases that belong to the adapter: all, or those of adapted modules.
 
     Raises:
-        UnsupportedFormatError: The config's `bias` is none that PEFT knows.
+        UnsupportedFormatError: The config's `bias` is unknown to PEFT.
     """
     kind = config.get("bias", "none")
     if kind not in ("none", "all", "lora_only"):
@@ -262,7 +262,7 @@ def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
 
 
 def scaling(config: Mapping[str, Any], module: str) -> float:
-    """Return what B @ A is multiplied by: alpha / r, or alpha / sqrt(r) with rslora; patterns by module included."""
+    """Return the scale of B @ A: alpha / r, or alpha / sqrt(r) with rslora; considers patterns by module."""
     rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
     alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in (rank, alpha)) or rank <= 0:
@@ -288,8 +288,8 @@ def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> No
 
 
 def _name_modules(split: AdapterSplit) -> None:
-    """Give pairs the names of their modules in the base model. Adapters of several parameters of one module
-    (target_parameters) wrap each other: those keep the names that tell them apart."""
+    """Set the base-model module names of pairs. Adapters of several parameters of one module (target_parameters) are
+    nested and keep distinguishing names."""
     plain = [module.replace(".base_layer", "") for module in split.pairs]
     for module, name in zip(list(split.pairs), plain, strict=True):
         pair = split.pairs.pop(module)
@@ -318,7 +318,7 @@ def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
 
 
 def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """PEFT's rule: the first key that matches the module's name, or an end of it after a dot."""
+    """PEFT's rule: the first key that matches the module's name, or a suffix of it after a dot."""
     if isinstance(patterns, Mapping):
         for key, value in patterns.items():
             compile_regex(str(key))  # alone first: what is unbalanced must not close our own group

@@ -21,7 +21,7 @@ from ckptkit.storage.store import Store, split_url
 __all__ = ["BaseModel", "WantedTensor", "beside_source", "export_config", "open_base"]
 
 _MAX_FILE = 256 << 20
-# What may never come along, whatever it is called: weights in any format, and what runs when it is loaded.
+# Files that are never copied: weights in any format, and files that run code when loaded.
 _WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|onnx|h5|msgpack|pkl|pickle|npz|distcp|metadata)$|\.index\.json$", re.I
 )
@@ -32,7 +32,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """What the base model has under a name; dtype and shape are None where only its index could be read."""
+    """A tensor of the base model; dtype and shape are None if only its index could be read."""
 
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
@@ -40,15 +40,15 @@ class WantedTensor:
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What surrounds the weights of an export.
+    """The base of an export: everything except the weights.
 
     Attributes:
-        where: For people: a path or a repo.
+        where: A path or repo, for messages.
         config: config.json; None if there is none.
-        files: What each small file holds, by its name in the export. config.json is not among them.
-        wanted: The tensors the base model has; {} where it has no weights.
+        files: Contents of small files by name in the export, without config.json.
+        wanted: The base model's tensors; {} if it has no weights.
         adapter_config: adapter_config.json or peft_config.json; None if there is none.
-        repo: The repo id, where --base named one.
+        repo: The repo id, if --base is one.
         notes: What was omitted.
     """
 
@@ -61,7 +61,7 @@ class BaseModel:
     notes: tuple[str, ...] = ()
 
     def over(self, other: BaseModel) -> BaseModel:
-        """Return this base, completed by what only `other` has: a checkpoint's own config and tokenizer."""
+        """Return this base, completed with items that only `other` has: a checkpoint's own config and tokenizer."""
         return BaseModel(
             self.where if self.config is not None or not other.config else other.where,
             self.config if self.config is not None else other.config,
@@ -73,7 +73,7 @@ class BaseModel:
         )
 
     def contents(self) -> dict[str, bytes]:
-        """Return the small files by name, config.json among them."""
+        """Return the small files by name, including config.json."""
         config = {} if self.config is None else {"config.json": f"{json.dumps(dict(self.config), indent=2)}\n".encode()}
         return {**self.files, **config}
 
@@ -81,11 +81,11 @@ class BaseModel:
 def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) -> BaseModel:
     """Read `--base`: a directory, a URL of one, or a repo of the Hugging Face hub, "org/name[@revision]".
 
-    A directory that exists comes first. Small files and safetensors headers are read, no tensor bytes.
+    An existing directory takes precedence. Reads small files and safetensors headers, no tensor bytes.
 
     Raises:
-        CheckpointNotFoundError: It is none of these, or the hub cannot be reached and has nothing cached.
-        CorruptCheckpointError: config.json is not JSON object.
+        CheckpointNotFoundError: It is none of these, or the Hub is unreachable and nothing is cached.
+        CorruptCheckpointError: config.json is not a JSON object.
     """
     protocol, path = split_url(base)
     if protocol == "file" and not os.path.isdir(path):
@@ -96,9 +96,9 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def beside_source(store: Store, catalog: Catalog) -> BaseModel:
-    """Return what a checkpoint carries along itself, as its reader lists it: verl's `huggingface/`, and ours.
+    """Return a checkpoint's own side files, as listed by its reader: verl's `huggingface/`, and ours.
 
-    In a plain DCP directory it is what somebody put beside `.metadata`.
+    In a plain DCP directory these are files next to `.metadata`.
     """
     notes: list[str] = []
     contents: dict[str, bytes] = {}
@@ -121,12 +121,12 @@ def beside_source(store: Store, catalog: Catalog) -> BaseModel:
 def export_config(
     config: Mapping[str, Any], *, dtype: str | None, untied: bool, quantized: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return config.json as it must be for these weights, and notes on what was corrected.
+    """Return config.json corrected for these weights, and notes about the corrections.
 
     Args:
-        dtype: Of most of the float weights; None if there are none.
-        untied: The head has values of its own.
-        quantized: The export holds quantized weights or their scales.
+        dtype: The dtype of most float weights; None if there are none.
+        untied: The head differs from the embedding.
+        quantized: The export contains quantized weights or their scales.
     """
     made = dict(config)
     notes: list[str] = []
@@ -188,7 +188,7 @@ def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseMo
 
 
 def _wanted(store: Store, notes: list[str]) -> dict[str, WantedTensor]:
-    """Names, shapes and dtypes of the base's tensors, from headers; from the index alone where that is all."""
+    """Names, shapes and dtypes of the base's tensors, from headers, or only names from the index."""
     try:
         catalog = safetensors.open_catalog(store)
     except (CheckpointNotFoundError, UnsupportedFormatError):
@@ -247,7 +247,7 @@ def _from_hub(base: str) -> BaseModel:
 
 
 def _read_small(store: Store, path: str, notes: list[str]) -> bytes | None:
-    """The file's bytes; None, with a note, for what is not to be carried along."""
+    """The file's bytes; None, with a note, for files that are not copied."""
     if _WEIGHTS.search(path):
         notes.append(f"{path} was not copied: it looks like weights")
         return None
@@ -270,7 +270,7 @@ def _read_regular(store: Store, path: str, notes: list[str]) -> bytes | None:
 
 
 def _in_hub_cache(store: Store, path: str) -> bool:
-    """Whether a link is one of the hub's cache: .../models--x/snapshots/<revision>/file -> ../../blobs/<hash>."""
+    """Whether a link belongs to the Hub's cache: .../models--x/snapshots/<revision>/file -> ../../blobs/<hash>."""
     root = store.url
     if not is_directory(store):
         return False
@@ -287,8 +287,8 @@ def _read_link(store: Store, path: str) -> bytes | None:
 
 
 def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
-    """PEFT's config that lies in the checkpoint, in verl's lora_adapter/, or in the folder above it; else what
-    verl records of it (rank, alpha, task)."""
+    """PEFT's config in the checkpoint, in verl's lora_adapter/, or in the folder above it; otherwise verl's record
+    (rank, alpha, task)."""
     places = [(store, ""), (store, "lora_adapter/")]
     if is_directory(store):
         places.append((open_store(os.path.dirname(store.url)), ""))
@@ -302,7 +302,7 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _export_name(path: str) -> str:
-    """The name in the export: the last part, but folders of extra chat templates are kept."""
+    """The name in the export: the last component, but folders of extra chat templates are kept."""
     marker = "additional_chat_templates/"
     return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]
 

@@ -28,10 +28,10 @@ __all__ = [
     "unexpected_buffers",
 ]
 
-# An export held against the model it should be: names, shapes, dtypes.
+# Compares an export with its model: names, shapes, dtypes.
 
 
-# Buffers that old versions of transformers stored and that every version computes.
+# Buffers that old versions of transformers stored and all versions compute.
 _LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
 # Of one family: positions that are sines, which its save_pretrained omits (_keys_to_ignore_on_save).
@@ -40,7 +40,7 @@ _COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positio
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs; dtypes that differ are notes, for an export keeps the checkpoint's."""
+    """Mismatches; differing dtypes are only notes, because an export keeps the checkpoint's."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -49,9 +49,9 @@ class Comparison:
 
 
 def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied: bool) -> Comparison:
-    """Return all names and shapes in which the targets differ from the base model.
+    """Return all names and shapes that differ from the base model.
 
-    A head that is tied may be in one and not in the other. `untied`: a head of its own was found.
+    A tied head may be in only one of them. `untied`: a separate head was found.
     """
     wanted = base.wanted
     shapes = {name: target.shape for name, target in targets.items()}
@@ -76,7 +76,7 @@ def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied:
 def unexpected_buffers(
     targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor], model_type: str | None
 ) -> dict[str, str]:
-    """Return the buffers that every transformers computes itself and that the base does not store."""
+    """Return buffers that transformers computes and the base does not store."""
     if not wanted:
         return {}
     kinds = [_COMPUTED, *([_COMPUTED_BY[model_type]] if model_type in _COMPUTED_BY else [])]
@@ -88,9 +88,9 @@ def unexpected_buffers(
 
 
 def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what is missing where all that there is to compare with is a config: the layers that it counts.
+    """With only a config to compare with, return missing layers by its layer count.
 
-    transformers would fill them with random numbers. Names that don't number layers tell nothing.
+    transformers would initialize them randomly. Only numbered layers can be checked.
     """
     inner = config.get("text_config")
     count = config.get("num_hidden_layers", inner.get("num_hidden_layers") if isinstance(inner, Mapping) else None)
@@ -126,12 +126,12 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ExportProof:
-    """What was proved of a written export.
+    """What was checked of a written export.
 
     Attributes:
-        tensors: How many there are.
-        matches: What names and shapes are equal to: "the config", a base model; "" for not compared.
-        indexed: There is an index, and it says exactly what the files hold.
+        tensors: Number of tensors.
+        matches: What names and shapes were compared with: "the config", a base model, or "" for nothing.
+        indexed: Whether there is an index that matches the files exactly.
     """
 
     tensors: int
@@ -139,7 +139,7 @@ class ExportProof:
     indexed: bool
 
     def phrases(self) -> tuple[str, ...]:
-        """Return the parts of the closing line."""
+        """Return the parts of the summary line."""
         said = [f"names and shapes match {self.matches}"] if self.matches else ["names were compared with no model"]
         return (*said, "index exact" if self.indexed else "single file, no index needed")
 
@@ -148,13 +148,13 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
     """Check the export at the store's root. Reads headers, the index and config.json.
 
     Args:
-        base: Compare names and shapes with what it wants.
-        use_config: Compare with the model that transformers builds of config.json, on the meta device
-            (imports torch and transformers). Without transformers, `base` is what is left.
+        base: Compare names and shapes with this base.
+        use_config: Compare with the model that transformers builds from config.json on the meta device (imports torch
+            and transformers). Without transformers, only `base` is used.
 
     Raises:
-        CorruptCheckpointError: The index and the files differ, or a file lies there that no index names.
-        CheckpointMismatchError: Names or shapes differ, all listed.
+        CorruptCheckpointError: Index and files differ, or a file is not in the index.
+        CheckpointMismatchError: Names or shapes differ; lists all.
         MissingExtraError: `use_config` without transformers and without a base.
     """
     catalog = safetensors.open_catalog(store)
@@ -177,10 +177,9 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
 
 
 def names_of_config(store: Store) -> tuple[dict[str, WantedTensor], dict[str, Any]]:
-    """Return the names and shapes that transformers' model of config.json stores on the hub, and the config.
+    """Return the Hub names and shapes of transformers' model for config.json, and the config.
 
-    Nothing of the export is executed: classes come from transformers alone. ({}, config) for a model that
-    this transformers does not know.
+    No code of the export is executed: classes come only from transformers. Returns ({}, config) for an unknown model.
     """
     import torch
     import transformers
@@ -188,7 +187,7 @@ def names_of_config(store: Store) -> tuple[dict[str, WantedTensor], dict[str, An
     config = json.loads(store.read("config.json"))
     names = config.get("architectures") or []
     kind = getattr(transformers, str(names[0]), None) if names else None
-    # Names in a config are anybody's: only classes of models are called.
+    # Config values are untrusted: only model classes are called.
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)) or "model_type" not in config:
         return {}, config
     settings = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -215,7 +214,7 @@ def _check_names(catalog: Catalog, base: BaseModel) -> None:
 
 
 def _check_index(store: Store, catalog: Catalog) -> bool:
-    """Check that the index says what the headers say, and that no other file would be loaded beside it."""
+    """Check that the index matches the headers, and that no other file would be loaded too."""
     on_disk = {item.path for item in store.list() if item.path.endswith(".safetensors")}
     stray = sorted(on_disk - set(catalog.info.files))
     if stray:

@@ -20,7 +20,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def write_checksums(store: Store, paths: Iterable[str], *, workers: int = 0) -> None:
-    """Read the files again and write their sha256 beside them. The Hub's LFS ids are the same numbers."""
+    """Read the files back and write SHA256SUMS. The values equal the Hub's LFS ids."""
     names = sorted(paths)
     with WorkerPool(workers or 4, thread_name_prefix="ckptkit-sha256") as pool:
         lines = [
@@ -30,10 +30,10 @@ def write_checksums(store: Store, paths: Iterable[str], *, workers: int = 0) -> 
 
 
 def read_checksums(store: Store) -> dict[str, str]:
-    """Return the sha256 of each file that the directory's SHA256SUMS names, in hex; nothing where it has none.
+    """Return the sha256 (hex) of each file in the directory's SHA256SUMS; nothing if there is none.
 
     Raises:
-        CorruptCheckpointError: It is no such file.
+        CorruptCheckpointError: It is not a valid SHA256SUMS file.
         UnsafePathError: It names a file outside of the directory.
     """
     info = store.info(SUMS_NAME)

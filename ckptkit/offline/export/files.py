@@ -32,7 +32,7 @@ ADAPTER = "adapter_model.safetensors"
 def hf_files(
     catalog: Catalog, tensors: Sequence[OutputTensor], *, max_shard_size: int
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
-    """Lay tensors out as `model*.safetensors`; returns (files, placements, what is published last)."""
+    """Lay out tensors as `model*.safetensors`; return (files, placements, paths to publish last)."""
     ordered = in_disk_order(catalog, tensors)
     headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]
     shards = split_into_shards([header.nbytes for header in headers], max_shard_size)
@@ -55,7 +55,7 @@ def hf_files(
 
 
 def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
-    """Return tensors by where their first source lies on the disk, so that writing them reads forwards."""
+    """Return tensors ordered by the disk position of their first source, for sequential reads."""
 
     def place(tensor: OutputTensor) -> tuple[str, int]:
         for key in tensor.sources:
@@ -70,7 +70,7 @@ def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[Out
 def adapter_files(
     catalog: Catalog, tensors: Sequence[OutputTensor]
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
-    """Lay tensors out as `adapter_model.safetensors`, the one file PEFT reads."""
+    """Lay out tensors as `adapter_model.safetensors`, the file that PEFT reads."""
     ordered = in_disk_order(catalog, tensors)
     layout = lay_out([TensorToWrite(t.name, t.dtype, t.shape) for t in ordered], METADATA)
     file = OutputFile(ADAPTER, layout.nbytes, (Literal(0, layout.header),))
@@ -79,13 +79,13 @@ def adapter_files(
 
 
 def check_headers(plan: Plan, store: Store) -> int:
-    """Read the headers and the index of a result again, and compare them with the plan, name by name.
+    """Read headers and index of a result back, and compare them with the plan by name.
 
     Returns:
-        How many entries were compared, those of the index included.
+        The number of entries compared, including those of the index.
 
     Raises:
-        IntegrityError: A reader would see another tensor, or another place of it, than was planned.
+        IntegrityError: A header or the index differs from the plan.
     """
     planned: dict[str, dict[str, Placed]] = {file.path: {} for file in plan.files if file.path.endswith(".safetensors")}
     for item in plan.placements:

@@ -39,18 +39,18 @@ _MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.", "gpt_n
 
 @dataclass(frozen=True, slots=True)
 class HFExport:
-    """An export, ready to be laid out in files.
+    """A planned export, before it is laid out in files.
 
     Attributes:
         tensors: By name, in the order of the source.
         files: config.json, tokenizer and the like, README.md.
         kind: "model" (model*.safetensors) or "adapter" (adapter_model.safetensors, one file).
-        config: As it is written; None if there is none.
+        config: The config to write; None if there is none.
         key_map: Name of the map that was applied.
-        leftovers: Source tensors that go nowhere, with the reason.
-        missing: Names the base has and no source gives.
-        faults: Everything that does not fit the base; empty unless `strict` was off.
-        notes: Decisions a person should know.
+        leftovers: Unused source tensors, with the reason.
+        missing: Names that the base has and no source provides.
+        faults: Mismatches with the base; empty unless `strict` is off.
+        notes: Notes for the user about decisions.
         checked: What names and shapes were compared with: a path or repo, or "" for nothing.
     """
 
@@ -89,14 +89,14 @@ class _Draft:
 def plan_export(
     store: Store, catalog: Catalog, *, base: BaseModel | None = None, options: ExportOptions | None = None
 ) -> HFExport:
-    """Return the export of a checkpoint. Reads side files, and tied tensors where their bytes must be compared.
+    """Plan the export of a checkpoint. Reads side files, and tied tensors if their bytes must be compared.
 
     Args:
-        base: What --base gave; what the checkpoint itself carries completes it.
+        base: The model of --base, completed with the checkpoint's own side files.
 
     Raises:
         CheckpointMismatchError: Names collide; names or shapes differ from the base; a tied head differs.
-        UnsupportedFormatError: A dtype has no name in safetensors, or an adapter is of an unknown kind.
+        UnsupportedFormatError: safetensors does not support a dtype, or an adapter has an unknown type.
         UsageError: Options contradict the checkpoint.
     """
     own = beside_source(store, catalog)
@@ -118,10 +118,10 @@ def plan_export(
 def export_tensors(
     catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Target], dict[str, str], tuple[str, ...]]:
-    """Return the tensors that another target than `hf` gets: (by name, omitted with the reason, notes).
+    """Return the tensors for targets other than `hf`: (by name, omitted with the reason, notes).
 
-    Roles, prefixes, globs, the key map that was asked for and casts apply; nothing is chosen, dropped as
-    tied or compared. Without `config`, rules read what the checkpoint records of its own.
+    Applies roles, prefixes, globs, the given key map and casts; does not choose a key map, drop tied tensors, or
+    compare. Without `config`, rules use the checkpoint's own.
     """
     own = catalog.info.extra.get("config")
     draft = _draft(catalog, BaseModel("", config or (own if isinstance(own, Mapping) else None)), options)

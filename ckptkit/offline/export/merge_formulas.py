@@ -1,8 +1,8 @@
 """The arithmetic of merging LoRA adapters: PEFT's `merge_and_unload` on a CPU, operation by operation.
 
-Each formula is a function (weight, inputs, first row) -> new weight. The weight may be just some rows of the whole,
-from `first` on, where the formula says that rows don't depend on each other; inputs are always whole. The sources are
-`get_delta_weight`, `merge` and `merge_unsafe` of peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
+Each formula is a function (weight, inputs, first row) -> new weight. If rows are independent in the formula, the weight
+may be only some rows, starting at `first`; inputs are always complete. The sources are `get_delta_weight`, `merge` and
+`merge_unsafe` of peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def linear(scale: float, *, transposed: bool = False) -> Formula:
 
 
 def rounded(scale: float, *, transposed: bool = False, times: int = 1) -> Formula:
-    """Return W + scale * (B @ A), the product being rounded to W's dtype before. Inputs: A, B.
+    """Return W + scale * (B @ A), with the product first rounded to W's dtype. Inputs: A, B.
 
-    So PEFT does it with embeddings, parameters and attention. `times`: for out_proj of MultiheadAttention its `merge`
+    PEFT does so for embeddings, parameters and attention. `times`: for out_proj of MultiheadAttention its `merge`
     adds the product twice (in its forward pass as well, so this is what was trained): first on its own, then through
     out_proj's own `merge`.
     """
@@ -67,7 +67,7 @@ def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
     """Return W + scale * (B @ A), where A or B is stored as its diagonal blocks. Inputs: A, B.
 
     Args:
-        blocks: How many A and B have; 1 for a whole matrix.
+        blocks: Numbers of blocks of A and B; 1 for a full matrix.
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -86,9 +86,9 @@ def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
 
 
 def dora(scale: float, *, transposed: bool = False) -> Formula:
-    """Return magnitude / |W + delta| * (W + delta), the norm being that of each output. Inputs: A, B, magnitude.
+    """Return magnitude / |W + delta| * (W + delta), with the norm per output. Inputs: A, B, magnitude.
 
-    By rows only where it is not `transposed`: there each norm is that of a column.
+    Can be computed by rows only if not `transposed`, because norms are then per column.
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ def dora(scale: float, *, transposed: bool = False) -> Formula:
         a, b, magnitude = inputs
         rows = _rows(w, first)
         delta = _delta(a, b, scale, transposed, rows)
-        # The same views as PEFT's: the order in which a norm is summed up depends on the strides.
+        # The same views as in PEFT: the summation order of a norm depends on the strides.
         changed = (w.T if transposed else w) + 1 * (delta.T if transposed else delta)
         norm = torch.linalg.norm(changed, dim=1).to(changed.dtype)
         factor = (magnitude.reshape(-1) if transposed else magnitude.reshape(-1)[rows]) / norm
@@ -109,7 +109,7 @@ def dora(scale: float, *, transposed: bool = False) -> Formula:
 
 
 def conv(scale: float, *, is_dora: bool = False) -> Formula:
-    """Return what `linear` and `dora` do, for convolutions of one to three dimensions. Inputs: A, B[, magnitude]."""
+    """Like `linear` and `dora`, for 1-D to 3-D convolutions. Inputs: A, B[, magnitude]."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         delta = _conv_delta(w, inputs[0], inputs[1], scale)
@@ -126,7 +126,7 @@ def conv(scale: float, *, is_dora: bool = False) -> Formula:
 
 
 def experts(scale: float, count: int, *, in_first: bool) -> Formula:
-    """Return the weights of `count` experts in one parameter, each plus scale * (B @ A) of its own. Inputs: A, B.
+    """Return the weights of `count` experts in one parameter, each plus its own scale * (B @ A). Inputs: A, B.
 
     Rows are experts. `in_first`: the parameter is [experts, in, out], else [experts, out, in].
     """
@@ -135,7 +135,7 @@ def experts(scale: float, count: int, *, in_first: bool) -> Formula:
         import torch
 
         a, b = inputs
-        if count == 1:  # then PEFT takes it for a matrix
+        if count == 1:  # then PEFT treats it as a matrix
             w += _delta(a, b, scale, False, slice(None)).to(w.dtype)
             return w
         rows = _rows(w, first)
@@ -159,7 +159,7 @@ def bias(scale: float) -> Formula:
 
 
 def tokens(indices: Sequence[int]) -> Formula:
-    """Return an embedding with the rows that were trained put in. Inputs: those rows, in the order of `indices`."""
+    """Return an embedding with the trained rows inserted. Inputs: those rows, in the order of `indices`."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         import torch
@@ -180,7 +180,7 @@ def _is_half(tensor: torch.Tensor) -> bool:
 
 
 def _delta(a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool, rows: slice) -> torch.Tensor:
-    """scale * (B @ A), as PEFT computes it on a CPU: 16-bit factors by way of float32."""
+    """scale * (B @ A), computed like PEFT on a CPU: 16-bit factors are multiplied in float32."""
     dtype, half = b.dtype, _is_half(b)
     if transposed:
         a = a[:, rows]

@@ -22,10 +22,10 @@ _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What a card tells.
+    """The contents of a model card.
 
     Attributes:
-        source: URL of the checkpoint; only its last part is shown, for a URL may hold names of buckets and keys.
+        source: URL of the checkpoint; only its last component is shown, because a URL may contain private bucket names.
         kind: "model" or "adapter".
         dtypes: Elements by dtype.
         notes: Decisions: maps, casts, tied weights.
@@ -81,7 +81,7 @@ def model_card(catalog: Catalog, facts: CardFacts) -> str:
 def source_fingerprint(catalog: Catalog) -> str | None:
     """Return a sha256 over names, dtypes, shapes and recorded digests of the source; None if it records none.
 
-    Two checkpoints of one save have the same; the weights themselves are not read.
+    Equal for copies of one checkpoint. Does not read the weights.
     """
     total = sum(len(entry.slices) for entry in catalog.tensors.values())
     digest = new_hasher(SHA256)
@@ -102,6 +102,6 @@ def _last_part(url: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """Text that shows as it is: one line, no markdown, no HTML."""
+    """Escape text so that it is shown literally: one line, no markdown, no HTML."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return _SPECIAL.sub(r"\\\1", html.escape(line, quote=False))[:2000]

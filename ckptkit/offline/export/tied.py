@@ -19,7 +19,7 @@ from ckptkit.storage.store import Store
 
 __all__ = ["TiedOutcome", "config_ties", "same_values", "settle_tied", "tied_pairs"]
 
-# The heads and embeddings of `_tied_weights_keys` in transformers' models.
+# Heads and embeddings in `_tied_weights_keys` of transformers' models.
 _HEADS = (
     "lm_head.weight",
     "embed_out.weight",
@@ -48,25 +48,25 @@ _EMBEDDINGS = (
     "shared.weight",
     "tokens_embed.weight",
 )
-# Of an encoder-decoder: the embeddings of its halves, beside the shared one.
+# For encoder-decoders: the embeddings of encoder and decoder, in addition to the shared one.
 _HALVES = tuple(f"{half}.embed_tokens.weight" for half in ("encoder", "decoder", "text_encoder", "text_decoder"))
 # A head with a bias has it twice: that of its decoder is the head's.
 _BIASES = ("predictions.decoder.bias", "lm_head.decoder.bias")
-# Models whose head is one of its own, whatever their config says of tied embeddings.
+# Models whose head is never tied, whatever their config says.
 _OWN_HEADS = frozenset({"pop2piano"})
-_TILE = 4 << 20  # bytes of each tensor that are compared at a time
+_TILE = 4 << 20  # bytes of each tensor compared at a time
 
 
 @dataclass(frozen=True, slots=True)
 class TiedOutcome:
-    """What became of tied tensors.
+    """The result of untangling tied tensors.
 
     Attributes:
-        targets: What is left to write.
-        dropped: Sources that are written under their other name, with the reason.
-        untied: The config must say `tie_word_embeddings: false`.
-        notes: What was decided.
-        names: By each name that was omitted: the one that is kept.
+        targets: Tensors to write.
+        dropped: Sources written under their other name, with the reason.
+        untied: The config must have `tie_word_embeddings: false`.
+        notes: The decisions.
+        names: Omitted name -> the kept one.
     """
 
     targets: dict[str, Target]
@@ -77,7 +77,7 @@ class TiedOutcome:
 
 
 def config_ties(config: Mapping[str, Any] | None) -> bool | None:
-    """Tell what config.json says about tied word embeddings; None if it does not say."""
+    """Return config.json's setting for tied word embeddings; None if absent."""
     found = (config or {}).get("tie_word_embeddings")
     if found is None:
         text = (config or {}).get("text_config")
@@ -114,16 +114,16 @@ def settle_tied(
 ) -> TiedOutcome:
     """Return the targets without the second names of tied tensors.
 
-    A head is omitted only where the config says tied and its bytes are those of the embedding. A head
-    that the base model stores beside its embedding stays.
+    A head is omitted only if the config says tied and its bytes equal the embedding's. A head that the base model also
+    stores is kept.
 
     Args:
-        same: Tells whether two targets hold the same bytes; asked only where it matters.
-        wanted: The names the base model stores, where they are known.
-        untie: Keep a head that differs, and have the config say so.
+        same: Returns whether two targets have equal bytes; called only if needed.
+        wanted: The names that the base model stores, if known.
+        untie: Keep a head that differs, and correct the config.
 
     Raises:
-        CheckpointMismatchError: The config says tied, but the head has values of its own.
+        CheckpointMismatchError: The config says tied, but the head differs.
     """
     if not config or config_ties(config) is False:
         return TiedOutcome(dict(targets), {})
@@ -136,7 +136,7 @@ def settle_tied(
     for head, embedding in tied_pairs({name: target.shape for name, target in targets.items()}):
         if own and _is(head, _HEADS):
             continue
-        # Where the config is silent, only a base model that stores no head of its own proves that it is tied.
+        # If the config does not say, only a base model without a head proves that it is tied.
         tied = config_ties(config) or (wanted is not None and embedding in wanted and head not in wanted)
         equal = same(targets[head], targets[embedding])
         if equal and tied and not untie:
@@ -170,9 +170,9 @@ def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) 
 
 
 def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
-    """Return whether two tensors of a checkpoint hold the same bytes.
+    """Return whether two tensors of a checkpoint have equal bytes.
 
-    Recorded digests decide where both record the same pieces; else both are read, a few MB at a time.
+    Compares recorded digests if both have the same slices; otherwise reads both, a few MB at a time.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False

@@ -16,7 +16,7 @@ __all__ = ["torch_file"]
 def torch_file(
     catalog: Catalog, tensors: Sequence[OutputTensor], *, path: str
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
-    """Lay tensors out in one file at `path`; returns (files, placements, what is published last)."""
+    """Lay out tensors in one file at `path`; return (files, placements, paths to publish last)."""
     ordered = in_disk_order(catalog, tensors)
     headers = [TensorToWrite(t.name, t.dtype, t.shape) for t in ordered]
     laid = encode_torch_file(headers)

@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets", "ExportOptions"]
 
-# What the user asked of an export.
+# The options of an export.
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What the user asked for.
+    """The user's options.
 
     Attributes:
         dtype: "keep" or a float dtype; floats only are cast.
-        weights: "model", "master" (fp32 copies), or "auto": the model's, or masters where `dtype` casts.
-        key_map: None chooses one where there is no doubt.
+        weights: "model", "master" (fp32 copies), or "auto": masters if `dtype` casts, otherwise the model's.
+        key_map: None chooses one if it is unambiguous.
         strip_prefix: Removed from every name; names without it are omitted.
-        include, exclude: Globs over names before the key map, or over keys of the catalog.
+        include, exclude: Globs of names before the key map, or of catalog keys.
         untie: Keep a head that a tied config would lose.
-        adapter_config: PEFT's config of an adapter, where the checkpoint and the base have none.
+        adapter_config: PEFT's adapter config, if neither checkpoint nor base has one.
         merge_adapter: Merge the adapter into the base weights.
         card: Write README.md.
-        strict: Raise on all that does not fit the base. Without, it is listed in `HFExport.faults`.
+        strict: Raise for mismatches with the base; otherwise list them in `HFExport.faults`.
     """
 
     dtype: str = "keep"
@@ -53,7 +53,7 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Selection:
-    """The tensors to export by name, the weights they are of, and the sources omitted with the reason."""
+    """The tensors to export by name, their kind of weights, and omitted sources with the reason."""
 
     weights: str
     targets: dict[str, Target] = field(default_factory=dict)
@@ -71,10 +71,10 @@ class Weights:
 
 
 def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = ()) -> Selection:
-    """Return the tensors of the role that was asked for, names without wrappers and prefix, chosen by globs.
+    """Return the tensors of the requested role, selected by globs, with names without wrappers and prefix.
 
     Args:
-        wanted: The base model's names, by which a wrapper's prefix is told from one of the model's own.
+        wanted: The base model's names, to distinguish a wrapper's prefix from the model's own.
 
     Raises:
         UsageError: Nothing is left.
@@ -108,7 +108,7 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
 
 
 def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -> None:
-    """Raise if tensors that were chosen cannot be read without their classes: an export would lack them."""
+    """Raise if selected tensors cannot be read without their classes."""
     opaque = {}
     for name, why in catalog.info.extra.get("opaque", {}).items():
         item, names = catalog.objects.get(name), (name, name.partition(".")[2])
@@ -129,7 +129,7 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
 
 
 def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selection) -> dict[str, str]:
-    """Strip a prefix that the base model's names prove to be none of the model's own."""
+    """Strip a prefix that, by the base model's names, does not belong to the model."""
     probe = max(wanted, key=len)
     before = len(wanted - set(names.values()))
     for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
@@ -147,10 +147,10 @@ def matches(patterns: tuple[str, ...], *names: str) -> bool:
 
 
 def choose_weights(catalog: Catalog, weights: Literal["auto", "model", "master"], *, dtype: str = "keep") -> Weights:
-    """Return the weights that were asked for. "auto" takes the model's, and masters where there is nothing else or
-    where `dtype` would cast a weight that was rounded from its master: the master is cast, once.
+    """Return the requested weights. "auto" uses the model's, but masters if there is nothing else, or if `dtype` would
+    cast a weight that was already rounded from its master.
 
-    Masters are taken for every parameter that has one; buffers and frozen parameters come from the model.
+    Masters are used for every parameter that has one; buffers and frozen parameters come from the model.
     """
     model = catalog.by_role(Role.MODEL)
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):
@@ -183,7 +183,7 @@ def choose_weights(catalog: Catalog, weights: Literal["auto", "model", "master"]
 
 
 def _rounded(catalog: Catalog, dtype: str) -> bool:
-    """Return whether a cast to `dtype` can start from fp32 masters instead of weights that were rounded from them."""
+    """Return whether a cast to `dtype` can use fp32 masters instead of rounded weights."""
     model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)
     pairs = [(model[name], master) for name, master in masters.items() if name in model]
     if dtype == "keep" or len(pairs) < len(masters) or any(a.shape != b.shape for a, b in pairs):
@@ -192,9 +192,9 @@ def _rounded(catalog: Catalog, dtype: str) -> bool:
 
 
 def _tied_masters(model: dict[str, TensorEntry], masters: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """An optimizer knows a tied parameter under one name: the other name gets the same master.
+    """Copy a tied parameter's master to its other name: optimizers know only one of them.
 
-    Tied are names whose model weights lie at the same bytes of the same files.
+    Names are tied if their model weights are the same bytes of the same files.
     """
     owners = {_place(model[name]): name for name in masters if len(model[name].slices)}
     found: dict[str, TensorEntry] = {}
