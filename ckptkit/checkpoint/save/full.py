@@ -163,7 +163,7 @@ class FullTensors:
             if file.writer == self.rank:
                 written = streams[file.path].written.tensors
                 part.rows += [
-                    SliceRow(i.key, i.dtype, i.shape, Box.whole(i.shape), file.path, *written[i.name])
+                    SliceRow(i.key, i.dtype, i.shape, (0,) * len(i.shape), i.shape, file.path, *written[i.name])
                     for i in file.items
                 ]
         phases = phases_of([stream.written for stream in streams.values()], time.perf_counter() - started)

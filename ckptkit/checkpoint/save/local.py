@@ -84,7 +84,7 @@ class LocalTensors:
         phases = phases_of([written], time.perf_counter() - started)
         files = {path: written.record}
         rows = [
-            SliceRow(t.key, t.dtype, t.shape, t.box, path, *written.tensors[t.name], placement=t.placement)
+            SliceRow(t.key, t.dtype, t.shape, t.box.offsets, t.box.sizes, path, *written.tensors[t.name], t.placement)
             for t in flat
         ]
         return WrittenTensors(TablePart(self.rank, rows, meshes, files).to_bytes(), files, phases)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ckptkit.catalog.entry import Digest
 from ckptkit.digests import hash_of, new_hasher
@@ -15,7 +15,7 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "compare", "read_pieces"]
+__all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "read_pieces"]
 
 T = TypeVar("T")
 
@@ -35,43 +35,27 @@ class SliceCheck:
     digest: Digest
 
 
-class Named(Protocol):
-    """What an error about a digest names."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def digest(self) -> Digest | None: ...
-
-
 class Running:
-    """A digest in the making; without one to compare with it does nothing."""
+    """A digest in the making; without one to compare with it does nothing. Errors name file and tensor."""
 
-    def __init__(self, digest: Digest | None) -> None:
+    def __init__(self, digest: Digest | None, path: str, name: str) -> None:
+        self._digest, self._path, self._name = digest, path, name
         self._hasher = None if digest is None else new_hasher(digest.algorithm)
 
     def update(self, piece: memoryview) -> None:
         if self._hasher is not None:
             self._hasher.update(piece)
 
-    def check(self, item: Named) -> None:
-        """Raises IntegrityError, naming file and tensor."""
-        if self._hasher is not None:
-            compare(item, self._hasher.intdigest())
+    def check(self) -> None:
+        """Raises IntegrityError."""
+        if self._digest is not None and self._hasher is not None:
+            _compare(self._digest, self._hasher.intdigest(), self._path, self._name)
 
 
 def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -> None:
     """Check bytes that a digest covers, if there is one. Raises IntegrityError, naming file and entry."""
     if digest is not None:
         _compare(digest, hash_of((data,), digest.algorithm), path, name)
-
-
-def compare(item: Named, found: int) -> None:
-    """Raise IntegrityError unless `found` is the digest that was recorded, if one was."""
-    if item.digest is not None:
-        _compare(item.digest, found, item.path, item.name)
 
 
 def _compare(digest: Digest, found: int, path: str, name: str) -> None:
@@ -159,10 +143,11 @@ def _check(store: Store, batch: Sequence[SliceCheck], size: int) -> int:
     nbytes = sum(item.nbytes for item in batch)
     buffer = memoryview(bytearray(min(size, nbytes)))
     if len(batch) == 1:
-        item, running = batch[0], Running(batch[0].digest)
+        item = batch[0]
+        running = Running(item.digest, item.path, item.name)
         for at in range(0, item.nbytes, size):
             read_pieces(store, item.path, item.start + at, buffer[: min(size, item.nbytes - at)], running.update)
-        running.check(item)
+        running.check()
         return nbytes
     reads, at = [], 0
     for item in batch:

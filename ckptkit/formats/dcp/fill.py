@@ -271,9 +271,9 @@ class Filler:
 
     def _direct(self, fill: _Fill, at: int) -> int:
         view = host_view(fill.target, writable=True)
-        state = Running(fill.digest if fill.whole and fill.checkable else None)
+        state = Running(fill.digest if fill.whole and fill.checkable else None, fill.path, fill.name)
         read_pieces(self.store, fill.path, at, view, state.update)
-        state.check(fill)
+        state.check()
         return len(view)
 
     # --- through a buffer: casts, devices, columns, strides, codecs
@@ -296,9 +296,9 @@ class Filler:
             buffer, read = self._decoded(fill)
         else:
             buffer, read = torch.empty(fill.nbytes, dtype=torch.uint8), fill.nbytes
-            state = Running(fill.digest if fill.checkable else None)
+            state = Running(fill.digest if fill.checkable else None, fill.path, fill.name)
             read_pieces(self.store, fill.path, fill.start, host_view(buffer, writable=True), state.update)
-            state.check(fill)
+            state.check()
         strides = fill.strides or row_major_strides(fill.shape)
         offset = sum(o * s for o, s in zip(fill.offsets, strides, strict=True))
         _copy(fill.target, buffer.view(fill.dtype).as_strided(fill.sizes, strides, offset))
@@ -324,7 +324,7 @@ class Filler:
 
     def _streamed(self, fill: _Fill) -> int:
         """A row-major slice, whole, tile by tile in order."""
-        state = Running(fill.digest if fill.checkable else None)
+        state = Running(fill.digest if fill.checkable else None, fill.path, fill.name)
         at = fill.start
         whole = Box.whole(fill.shape)
         for tile in whole.tiles(max(1, _TILE // fill.itemsize)):
@@ -333,7 +333,7 @@ class Filler:
             read_pieces(self.store, fill.path, at, view, state.update)
             at += len(view)
             _copy(_part(fill.target, tile.offsets, tile.sizes), buffer)
-        state.check(fill)
+        state.check()
         return fill.nbytes
 
     def _span(self, fill: _Fill, box: Box) -> int:

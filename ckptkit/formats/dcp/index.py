@@ -17,7 +17,8 @@ from ckptkit.catalog.tiles import are_rows
 from ckptkit.digests import DIGEST, hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.files import ROW
-from ckptkit.formats.dcp.records import RecordColumns, encode_metadata, payload_nbytes
+from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
+from ckptkit.formats.dcp.records import payload_nbytes
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.own.columns import Columns, unpack, unpack_texts
 from ckptkit.formats.own.manifest import MESHES, Manifest, Slices, Tensors
@@ -26,7 +27,7 @@ from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
 from ckptkit.storage.store import Store
 
-__all__ = ["METADATA_NAME", "Index", "Kind", "Part", "RankSlices", "WrittenFiles", "write_index"]
+__all__ = ["METADATA_NAME", "Index", "Kind", "Part", "PlannedKey", "RankSlices", "WrittenFiles", "write_index"]
 
 METADATA_NAME = ".metadata"
 Int64 = npt.NDArray[np.int64]
@@ -75,15 +76,23 @@ class Part:
         return cls(int(columns.header["rank"]), columns, *texts)
 
 
-@dataclass(slots=True)
-class _Key:
-    """One tensor as the first rank that has it sees it."""
+@dataclass(frozen=True, slots=True)
+class PlannedKey:
+    """One tensor of the state, as every rank that has it sees it.
+
+    Attributes:
+        placement: (mesh index, one text a mesh dimension); None for plain tensors.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     path: Path
     placement: tuple[int, tuple[str, ...]] | None
+
+    def fields(self) -> list[Any]:
+        """Return everything but the name, as JSON."""
+        return [self.dtype, self.shape, self.path, self.placement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,7 @@ class Index:
         self.files: dict[str, FileRecord] = {}
         self.meshes: list[dict[str, Any]] = []
         self.world_size = 1
-        self._keys: dict[str, _Key] = {}
+        self._keys: dict[str, PlannedKey] = {}
         self._tables: dict[str, tuple[Int64, list[int]]] = {}
         self._order: dict[str, int] = {}
         self._objects: dict[str, _Object] = {}
@@ -146,7 +155,7 @@ class Index:
         self.world_size, self.files, self._spares = world_size, dict(files), list(spares)
         self.paths = [path for path in files if path != METADATA_NAME]
         for name, dtype, shape, path in keys:
-            self._keys[name] = _Key(name, dtype, shape, path, None)
+            self._keys[name] = PlannedKey(name, dtype, shape, path, None)
         self._objects = {name: _Object(place, digest, path, -1) for name, (place, digest, path) in objects.items()}
         self._arrange([found])
         return self
@@ -222,7 +231,7 @@ class Index:
         known = self._keys.get(name)
         if known is None:
             placement = None if placed is None else (meshes[placed[0]], tuple(placed[1]))
-            self._keys[name] = _Key(name, dtype, tuple(shape), tuple(path), placement)
+            self._keys[name] = PlannedKey(name, dtype, tuple(shape), tuple(path), placement)
             self._order[name] = len(self._order)
         elif (known.dtype, known.shape) != (dtype, tuple(shape)):
             raise SaveError(
@@ -278,7 +287,7 @@ class Index:
         found = zip(*(column[rows].tolist() for column in columns), strict=True)
         return [(self.paths[file], start, size, digest) for file, start, size, digest in found if size >= LEAST]
 
-    def _warn_of_different(self, key: _Key, rows: slice, boxes: Int64) -> None:
+    def _warn_of_different(self, key: PlannedKey, rows: slice, boxes: Int64) -> None:
         digests: dict[tuple[int, ...], int] = {}
         for box, digest in zip(boxes.tolist(), self._rows["digest"][rows].tolist(), strict=True):
             if digests.setdefault(tuple(box), digest) != digest:
@@ -290,7 +299,7 @@ class Index:
 
     # --- what it holds
 
-    def entries(self) -> Iterator[tuple[_Key, slice, Int64, Int64]]:
+    def entries(self) -> Iterator[tuple[PlannedKey, slice, Int64, Int64]]:
         """Yield (key, rows, offsets, sizes) of each tensor."""
         start, element = 0, 0
         for key, stop in zip(self._keys.values(), self.stops.tolist(), strict=True):

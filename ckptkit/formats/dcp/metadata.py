@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MetadataWriter", "RecordColumns", "encode_metadata"]
+__all__ = ["RecordColumns", "encode_metadata"]
 
 Int64 = npt.NDArray[np.int64]
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -59,31 +59,23 @@ def encode_metadata(
         objects: (file, start, length) of each BYTE item, by name.
         planner_data: The path of each key in the nested state dict; None writes none.
     """
-    return MetadataWriter(tensors, paths, objects, planner_data, checkpoint_id, save_id).chunks()
+    return _Writer(tensors, paths, objects, planner_data, checkpoint_id, save_id).chunks()
 
 
-class MetadataWriter:
+@dataclass(slots=True)
+class _Writer:
     """One pickle in the making: an output buffer and the memo of what was written."""
 
-    def __init__(
-        self,
-        tensors: Sequence[RecordColumns],
-        paths: Sequence[str],
-        objects: Mapping[str, tuple[int, int, int]],
-        planner_data: Mapping[str, tuple[str | int, ...]] | None,
-        checkpoint_id: str,
-        save_id: str,
-    ) -> None:
-        self.tensors = tensors
-        self.paths = paths
-        self.objects = objects
-        self.planner_data = planner_data
-        self.checkpoint_id = checkpoint_id
-        self.save_id = save_id
-        self._out = bytearray()
-        self._memo: dict[Any, int] = {}
-        self._next = 0
-        self._rows: dict[tuple[int, bool] | None, _Row] = {}
+    tensors: Sequence[RecordColumns]
+    paths: Sequence[str]
+    objects: Mapping[str, tuple[int, int, int]]
+    planner_data: Mapping[str, tuple[str | int, ...]] | None
+    checkpoint_id: str
+    save_id: str
+    _out: bytearray = field(default_factory=bytearray)
+    _memo: dict[Any, int] = field(default_factory=dict)
+    _next: int = 0
+    _rows: dict[tuple[int, bool] | None, _Row] = field(default_factory=dict)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the pickle, about a megabyte at a time."""

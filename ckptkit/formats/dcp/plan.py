@@ -27,7 +27,7 @@ from ckptkit.digests import crc32, digest_of, signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.files import ROW, Written, write_records
 from ckptkit.formats.dcp.host_bytes import are_dense, is_dense, is_sparse_or_quantized, why_not_dense, without_subclass
-from ckptkit.formats.dcp.index import METADATA_NAME, write_index
+from ckptkit.formats.dcp.index import METADATA_NAME, Path, PlannedKey, write_index
 from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
 from ckptkit.formats.own.columns import Column, pack, pack_texts
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
@@ -46,7 +46,6 @@ __all__ = [
     "whole_record",
 ]
 
-Path = tuple[str | int, ...]
 Source = tuple[str, int]
 """A local piece of memory: the name of its tensor, and which of that one's shards it is."""
 _SPLIT = 1 << 20  # below, a replica is not worth cutting up
@@ -54,25 +53,6 @@ _DIGEST = 16
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, DTensor))
 _UNKNOWN: Any = object()
 _NO_PROTOCOL = _PLAIN | {dict}
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedKey:
-    """One tensor of the state, as every rank that has it sees it.
-
-    Attributes:
-        placement: (mesh index in the plan, one text a mesh dimension); None for plain tensors.
-    """
-
-    name: str
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    placement: tuple[int, tuple[str, ...]] | None
-
-    def fields(self) -> list[Any]:
-        """Return everything but the name, as JSON."""
-        return [self.dtype, self.shape, self.path, self.placement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +350,7 @@ def _laid_out(
                 raise SaveError(f"{name}: this rank holds {list(local.shape)}, its placement says {list(own_sizes)}.")
             slices.append(PlannedSlice(len(keys), own_offsets, own_sizes, (name, number), narrow))
             tensors.append(local)
-        keys.append(PlannedKey(name, path, cut.dtype_name, cut.shape, cut.placement))
+        keys.append(PlannedKey(name, cut.dtype_name, cut.shape, path, cut.placement))
         shared += name not in private
     mesh_fields = [_mesh_fields(mesh) for mesh in meshes]
     names = pack_texts([key.name for key in keys[:shared]], "names")

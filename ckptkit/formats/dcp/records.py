@@ -17,17 +17,13 @@ from typing import Any
 from ckptkit.catalog.box import row_major_strides
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import crc32
-from ckptkit.formats.dcp.metadata import MetadataWriter, RecordColumns, encode_metadata
 from ckptkit.formats.pickles.allowed import STORAGE_CLASSES
 from ckptkit.formats.pickles.zip import central_header, end_records, local_header
 
 __all__ = [
     "ALIGNMENT",
     "STREAMED",
-    "MetadataWriter",
-    "RecordColumns",
     "RecordFrame",
-    "encode_metadata",
     "frame_object",
     "frame_tensor",
     "is_plain",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Digest, MeshInfo, SliceArray, TensorEntry, TensorSlice
@@ -19,19 +19,19 @@ from ckptkit.storage.store import Store
 __all__ = ["SliceRow", "TablePart", "entries_of", "write_manifest"]
 
 
-@dataclass(frozen=True, slots=True)
-class SliceRow:
-    """One slice that a rank wrote: row-major bytes of `box`, and their digest."""
+class SliceRow(NamedTuple):
+    """One slice that a rank wrote: row-major bytes of a box, and their digest."""
 
     key: str
     dtype: str
-    shape: tuple[int, ...]
-    box: Box
+    shape: Sequence[int]
+    offsets: Sequence[int]
+    sizes: Sequence[int]
     path: str
     start: int
     nbytes: int
     digest: int
-    placement: tuple[int, tuple[str, ...]] | None = None
+    placement: Sequence[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -45,34 +45,15 @@ class TablePart:
 
     def to_bytes(self) -> bytes:
         """Return the part as JSON."""
-        rows = [
-            [r.key, r.dtype, r.shape, r.box.offsets, r.box.sizes, r.path, r.start, r.nbytes, r.digest, r.placement]
-            for r in self.rows
-        ]
         files = {path: [item.nbytes, item.checksum, item.outlined] for path, item in self.files.items()}
-        body = {"rank": self.rank, "rows": rows, "meshes": self.meshes, "files": files}
-        return json.dumps(body, separators=(",", ":")).encode()
+        return json.dumps([self.rank, self.rows, self.meshes, files], separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TablePart:
         """Return the part that another rank of this save sent."""
-        body = json.loads(data)
-        rows = [
-            SliceRow(
-                key,
-                dtype,
-                tuple(shape),
-                Box(tuple(offsets), tuple(sizes)),
-                path,
-                start,
-                nbytes,
-                digest,
-                None if placement is None else (placement[0], tuple(placement[1])),
-            )
-            for key, dtype, shape, offsets, sizes, path, start, nbytes, digest, placement in body["rows"]
-        ]
-        files = {path: FileRecord(*item) for path, item in body["files"].items()}
-        return cls(body["rank"], rows, body["meshes"], files)
+        rank, rows, meshes, files = json.loads(data)
+        found = {path: FileRecord(*item) for path, item in files.items()}
+        return cls(rank, [SliceRow(*row) for row in rows], meshes, found)
 
 
 def write_manifest(
@@ -97,14 +78,15 @@ def write_manifest(
         files.update(part.files)
         chosen = [_mesh_index(mesh, meshes) for mesh in part.meshes]
         for row in part.rows:
-            about = table.setdefault(row.key, (row.dtype, row.shape, []))
-            if about[:2] != (row.dtype, row.shape):
+            shape, box = tuple(row.shape), Box(tuple(row.offsets), tuple(row.sizes))
+            about = table.setdefault(row.key, (row.dtype, shape, []))
+            if about[:2] != (row.dtype, shape):
                 raise SaveError(
                     f"tensor {row.key!r} is {row.dtype} {list(row.shape)} on rank {part.rank}, but {about[0]} "
                     f"{list(about[1])} on another."
                 )
             digest = Digest(DIGEST, row.digest, row.start, row.nbytes)
-            about[2].append(TensorSlice(row.box, row.path, row.start, row.nbytes, digest=digest, rank=part.rank))
+            about[2].append(TensorSlice(box, row.path, row.start, row.nbytes, digest=digest, rank=part.rank))
             if row.placement is not None:
                 placements[row.key] = [chosen[row.placement[0]], row.placement[1]]
     entries = entries_of(table)

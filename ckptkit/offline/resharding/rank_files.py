@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.entry import Catalog
-from ckptkit.formats.dcp.records import RecordColumns, RecordFrame, encode_metadata, frame_tensor
+from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
+from ckptkit.formats.dcp.records import RecordFrame, frame_tensor
 from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, OutputTensor, Placement
 from ckptkit.offline.export.files import in_disk_order
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.formats.dcp.files import ROW
-from ckptkit.formats.dcp.index import Index, RankSlices, _Key
+from ckptkit.formats.dcp.index import Index, PlannedKey, RankSlices
 
 FIELDS = ("start", "length", "payload", "digest")
 
@@ -32,7 +32,7 @@ def ranks_of(tensors: int, count: int, seed: int) -> tuple[list[RankSlices], Any
 def arrange(ranks: list[RankSlices], widths: Any) -> Index:
     """The index of these ranks, of tensors of so many dimensions."""
     found = Index()
-    found._keys = {str(i): _Key(str(i), "uint8", (1,) * int(n), (), None) for i, n in enumerate(widths)}
+    found._keys = {str(i): PlannedKey(str(i), "uint8", (1,) * int(n), (), None) for i, n in enumerate(widths)}
     found._arrange(ranks)
     return found
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptkit.catalog.dtypes import DTYPES
-from ckptkit.formats.dcp.records import RecordColumns, encode_metadata, frame_object, frame_tensor, is_plain
+from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
+from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
 
 SHAPES = [(), (0,), (0, 3), (3, 5), (2, 3, 4, 5), (40, 50, 2), (300, 300)]
 FILES = ["__0_0.distcp", "__1_0.distcp"]
