@@ -108,3 +108,87 @@ def test_only_storage_asks_which_kind_of_store_it_has() -> None:
         ast.parse("isinstance(x, LocalStore)\nx.local_root\nfrom ckptkit.storage.objects import RemoteStore")
     )
     assert len(list(asked)) == 3
+
+
+# Private names of torch outside of formats/dcp. The table only shrinks: a name that is gone must leave it.
+PRIVATE = {
+    "ckptkit.checkpoint.save.staging": {"torch._foreach_copy_"},  # torch's own optimizers call the _foreach_ functions
+    "ckptkit.checkpoint.state.train_state": {"_load_from_state_dict", "_load_state_dict_pre_hooks"},
+    "ckptkit.formats.pickles.weights_only": {"torch._neg_view"},
+    "ckptkit.fsdp.blocks": {"torch.utils._pytree.tree_leaves"},
+    "ckptkit.fsdp.gradients": {"torch._foreach_mul_", "torch._foreach_norm"},
+    "ckptkit.fsdp.hf_model": {"_buffers", "_parameters"},
+    "ckptkit.fsdp.master_weights": {"torch._foreach_copy_", "torch._foreach_sub_"},
+    "ckptkit.fsdp.meta": {"_non_persistent_buffers_set", "_version"},
+    "ckptkit.fsdp.reset": {"_buffers", "_parameters", "_version"},
+    "ckptkit.fsdp.strategy": {"torch.distributed.tensor._random.manual_seed"},
+    "ckptkit.fsdp.wrap": {"_buffers", "_modules", "_parameters"},
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_attributes() -> set[str]:
+    """Return the private attributes of torch's tensors, modules, optimizers, schedulers and meshes."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    things = [torch.zeros(1), torch.nn.Linear(1, 1), optimizer, DTensor, DeviceMesh]
+    things.append(torch.optim.lr_scheduler.LambdaLR(optimizer, float))
+    names = {name for thing in things for name in dir(thing)}
+    return {name for name in names | set(DTensor.__annotations__) if is_private(name)}
+
+
+def private_names(tree: ast.Module, attributes: set[str]) -> Iterator[str]:
+    """Yield the private names of torch that a module imports or looks up."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (item.name for item in node.names if item.name.startswith("torch.") and "._" in item.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (full for full in (f"{node.module}.{item.name}" for item in node.names) if "._" in full)
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            if owner.split(".")[0] == "torch":
+                yield f"{owner}.{node.attr}"
+            elif node.attr in attributes and owner not in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            named = [part.value for part in node.args[1:2] if isinstance(part, ast.Constant)]
+            yield from (name for name in named if name in attributes)
+
+
+def test_private_names_of_torch_are_in_formats_dcp_alone() -> None:
+    attributes = private_attributes()
+    modules = {name: tree for name, tree in sources().items() if not name.startswith("ckptkit.formats.dcp.")}
+    found = {name: set(private_names(tree, attributes)) for name, tree in modules.items()}
+    assert {name: names for name, names in found.items() if names} == PRIVATE
+    tree = ast.parse("from torch.x import _y\nimport torch._z\ntorch._C.f()\na._local_tensor\ngetattr(b, '_spec')")
+    assert set(private_names(tree, attributes)) == {"torch.x._y", "torch._z", "torch._C", "_local_tensor", "_spec"}
+
+
+# Class names that are there more than once. The table only shrinks.
+TWICE = {
+    "Index": ["formats.dcp.index", "formats.pickles.inert"],
+    "Part": ["catalog.targets", "formats.dcp.index"],
+    "Place": ["checkpoint.run.attempt", "formats.dcp.torch_api"],
+    "WrittenFile": ["checkpoint.run.commit", "checkpoint.save.stream"],
+    "_Contents": ["offline.copy", "offline.copying.resume"],
+}
+
+
+def classes(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the classes of a module, those inside of others too."""
+    return (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def test_a_class_name_is_used_once() -> None:
+    places: dict[str, list[str]] = {}
+    for module, tree in sources().items():
+        for name in classes(tree):
+            places.setdefault(name, []).append(module.removeprefix("ckptkit."))
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == TWICE
+    assert list(classes(ast.parse("class A:\n    class B: pass"))) == ["A", "B"]

@@ -12,7 +12,7 @@ from ckptkit.errors import UsageError, command_line
 from ckptkit.units import format_count, format_size
 
 if TYPE_CHECKING:
-    from ckptkit.offline.inspect import InspectReport, Section, TensorInfo, TreeNode
+    from ckptkit.offline.inspect import InspectReport, RoleSummary, TensorInfo, TreeNode
 
 
 @click.command("inspect")
@@ -93,7 +93,7 @@ def _facts(report: InspectReport) -> list[str]:
     return facts
 
 
-def _section_lines(section: Section) -> list[str]:
+def _section_lines(section: RoleSummary) -> list[str]:
     kinds = ", ".join(f"{dtype} {format_size(n)}" for dtype, n in section.dtypes.items())
     lines = [
         f"  {section.role:<10} {section.tensors:>6} tensors  {format_count(section.numel):>9} elements  "

@@ -92,7 +92,7 @@ class _Commands(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-class _Place(click.types.StringParamType):
+class _PathArgument(click.types.StringParamType):
     """A path or URL argument; the shell completes it as a path."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -103,7 +103,7 @@ def _completing_places(command: click.Command) -> click.Command:
     for param in command.params:
         named = isinstance(param, click.Argument) or _PLACE.search(str(param.metavar or ""))
         if named and type(param.type) is click.types.StringParamType:
-            param.type = _Place()
+            param.type = _PathArgument()
     return command
 
 

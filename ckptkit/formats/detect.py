@@ -41,7 +41,7 @@ __all__ = [
     "TORCH_ENDINGS",
     "UNNAMED",
     "Format",
-    "Place",
+    "Candidate",
     "format_of",
     "open_torch",
     "reader",
@@ -61,7 +61,7 @@ TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # of files 
 _TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 
 
-class Place:
+class Candidate:
     """A directory that may be a checkpoint, with what lies in it."""
 
     def __init__(self, store: Store) -> None:
@@ -86,7 +86,7 @@ class Place:
 
 # What values of another type or shape than a format has cause in a reader. The cause stays attached.
 _MALFORMED = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError)
-Test = Callable[[Place], bool]
+Test = Callable[[Candidate], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def reader(module: str) -> Any:
     return importlib.import_module(f"ckptkit.formats.{module}")
 
 
-def _only_torch_file(place: Place) -> bool:
+def _only_torch_file(place: Candidate) -> bool:
     names = [name for name in place.files if name.endswith(TORCH_ENDINGS)]
     return any(name in MODEL_FILES for name in names) or (len(names) == 1 and parse_step(names[0]) is None)
 
@@ -180,7 +180,7 @@ UNNAMED: tuple[Format, ...] = (
 )
 
 
-def format_of(place: Place, formats: Sequence[Format] = ()) -> Format | None:
+def format_of(place: Candidate, formats: Sequence[Format] = ()) -> Format | None:
     return next((form for form in formats or FORMATS if form.test(place)), None)
 
 
@@ -237,13 +237,13 @@ class Source:
     note: str = ""
 
 
-_Found = tuple[Place, str, Format, str]
+_Found = tuple[Candidate, str, Format, str]
 
 
 def identify(store: Store) -> str | None:
     """Return the name of the format at the store's root; None if it is not a checkpoint. Reads names only,
     and a small marker file where names do not tell."""
-    place = Place(store)
+    place = Candidate(store)
     found = format_of(place) or format_of(place, UNNAMED)
     return found.name if found is not None else None
 
@@ -268,7 +268,7 @@ def open_source(
     if file is not None:
         source = _open_file(*file, url, options)
         return replace(source, catalog=_with_step(source.catalog, url))
-    place = Place(open_store(url, storage_options=storage_options))
+    place = Candidate(open_store(url, storage_options=storage_options))
     if not place.listing:
         _refuse_empty(place.store, url)
     found = _resolve(place, url, 0)
@@ -340,7 +340,7 @@ def _as_file(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store
 def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Source:
     if name in ("checkpoint.json", ".metadata", "meta.pt") or name.endswith((".distcp", ".index.json", ".metadata")):
         parent = url.rpartition("/")[0]
-        form = format_of(Place(store))
+        form = format_of(Candidate(store))
         if form is not None:
             return Source(store, form.open(store, options), parent, f"{name} is a part of the checkpoint in {parent}.")
     if name.endswith(".safetensors"):
@@ -368,7 +368,7 @@ def nearest(path: str) -> str:
     return "Its directory exists." if missing == path else f"Nor does {missing}; {parent} does."
 
 
-def _unknown(place: Place, url: str) -> CkptkitError:
+def _unknown(place: Candidate, url: str) -> CkptkitError:
     names = [f"{n}/" if item.kind == "directory" else n for n, item in place.listing.items()]
     shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     refuse_packed(place.files)
@@ -380,7 +380,7 @@ def _unknown(place: Place, url: str) -> CkptkitError:
 # --- what a directory is
 
 
-def _resolve(place: Place, url: str, depth: int) -> _Found | None:
+def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
     """What to open for a directory: itself, its newest step, the model in it, or what a pointer names."""
     form = format_of(place)
     if form is not None:
@@ -396,12 +396,12 @@ def _resolve(place: Place, url: str, depth: int) -> _Found | None:
     return (place, url, form, "") if form is not None else None
 
 
-def _enter(place: Place, url: str, name: str, depth: int) -> _Found | None:
+def _enter(place: Candidate, url: str, name: str, depth: int) -> _Found | None:
     """What to open for the child `name`."""
-    return _resolve(Place(place.store.child(name)), f"{url}/{name}", depth + 1)
+    return _resolve(Candidate(place.store.child(name)), f"{url}/{name}", depth + 1)
 
 
-def _newest_step(place: Place, url: str, depth: int) -> _Found | None:
+def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
     steps = [step.name for step in ordered(place.directories)]
     resolved: list[tuple[str, _Found]] = []
     skipped: list[str] = []
@@ -423,7 +423,7 @@ def _newest_step(place: Place, url: str, depth: int) -> _Found | None:
     return inner, inner_url, form, " ".join(notes)
 
 
-def _committed_elsewhere(place: Place, steps: Sequence[str], name: str) -> bool:
+def _committed_elsewhere(place: Candidate, steps: Sequence[str], name: str) -> bool:
     older = steps[steps.index(name) + 1 :][:_MAX_STEPS]
     return any(place.store.info(f"{step}/{RECORD}") is not None for step in older)
 
@@ -432,7 +432,7 @@ def _skipped(names: Sequence[str]) -> list[str]:
     return [f"Skipped as no finished checkpoint: {', '.join(names[:4])}."] if names else []
 
 
-def _disagreeing(place: Place, name: str) -> list[str]:
+def _disagreeing(place: Candidate, name: str) -> list[str]:
     """A pointer file that names another step: said, not followed."""
     for pointer, target in _pointers(place):
         step, chosen = parse_step(target), parse_step(name)
@@ -441,7 +441,7 @@ def _disagreeing(place: Place, name: str) -> list[str]:
     return []
 
 
-def _pointers(place: Place) -> list[tuple[str, str]]:
+def _pointers(place: Candidate) -> list[tuple[str, str]]:
     found = []
     for pointer in _POINTERS:
         if pointer in place.files and place.listing[pointer].kind == "file" and place.listing[pointer].size < 1024:
@@ -449,7 +449,7 @@ def _pointers(place: Place) -> list[tuple[str, str]]:
     return found
 
 
-def _member(place: Place, url: str, depth: int) -> _Found | None:
+def _member(place: Candidate, url: str, depth: int) -> _Found | None:
     """The model to take in a step that has several: actor before critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
@@ -461,7 +461,7 @@ def _member(place: Place, url: str, depth: int) -> _Found | None:
     return None
 
 
-def _pointed_at(place: Place, url: str, depth: int) -> _Found | None:
+def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
     """Where the names have no numbers, the directory that a pointer file names."""
     for pointer, target in _pointers(place):
         if target in place.directories:
@@ -471,7 +471,7 @@ def _pointed_at(place: Place, url: str, depth: int) -> _Found | None:
     return None
 
 
-def _only_child(place: Place, url: str, depth: int) -> _Found | None:
+def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
     """The one directory, or numbered file, that is a checkpoint."""
     files = _numbered_files(place)
     if files:
@@ -496,7 +496,7 @@ def _only_child(place: Place, url: str, depth: int) -> _Found | None:
     return inner, inner_url, form, f"{name}/ is the only checkpoint in {url}. {note}".strip()
 
 
-def _numbered_files(place: Place) -> list[str]:
+def _numbered_files(place: Candidate) -> list[str]:
     """Files that are a step each, newest first. Of other endings than .ckpt only where the newest step has one file:
     else model and optimizer may be two of them."""
     steps = ordered(n for n in place.files if n.endswith(".ckpt"))

@@ -38,7 +38,7 @@ _DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _WeightsFile:
     path: str
     targets: tuple[Target, ...]
 
@@ -110,7 +110,7 @@ def _nothing() -> None:
 
 def _plan(
     source: Exported, dtype: str, max_bytes: int, coordinator: Coordinator
-) -> tuple[dict[str, torch.Tensor], list[_File]]:
+) -> tuple[dict[str, torch.Tensor], list[_WeightsFile]]:
     """Return the files and the live tensors that go into them. Collective."""
     if dtype not in _DTYPES:
         raise UsageError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}.")
@@ -124,7 +124,9 @@ def _plan(
     return source.tensors, _files(targets, max_bytes)
 
 
-def _adapters(source: Exported, dtype: str, coordinator: Coordinator) -> tuple[dict[str, torch.Tensor], list[_File]]:
+def _adapters(
+    source: Exported, dtype: str, coordinator: Coordinator
+) -> tuple[dict[str, torch.Tensor], list[_WeightsFile]]:
     """Return the files of the adapters of a PEFT model. Collective."""
     tensors = dict(source.tensors)
     computed: dict[str, torch.Tensor] = {}
@@ -137,7 +139,7 @@ def _adapters(source: Exported, dtype: str, coordinator: Coordinator) -> tuple[d
     for made, (shape, stored) in shapes.items():
         tensors[made] = computed.get(made, torch.empty(shape, dtype=getattr(torch, stored)))
     return tensors, [
-        _File(
+        _WeightsFile(
             f"{folder}adapter_model.safetensors",
             tuple(_cast(replace(_whole(live, tensors[live]), name=name), dtype) for name, live in names.items()),
         )
@@ -160,7 +162,7 @@ def _nbytes(target: Target) -> int:
     return target.numel * dtype_of(target.dtype).itemsize
 
 
-def _files(targets: list[Target], max_bytes: int) -> list[_File]:
+def _files(targets: list[Target], max_bytes: int) -> list[_WeightsFile]:
     groups: list[list[Target]] = [[]]
     filled = 0
     for target in targets:
@@ -170,12 +172,14 @@ def _files(targets: list[Target], max_bytes: int) -> list[_File]:
         groups[-1].append(target)
         filled += _nbytes(target)
     if len(groups) == 1:
-        return [_File("model.safetensors", tuple(groups[0]))]
+        return [_WeightsFile("model.safetensors", tuple(groups[0]))]
     total = len(groups)
-    return [_File(f"model-{i:05d}-of-{total:05d}.safetensors", tuple(group)) for i, group in enumerate(groups, 1)]
+    return [
+        _WeightsFile(f"model-{i:05d}-of-{total:05d}.safetensors", tuple(group)) for i, group in enumerate(groups, 1)
+    ]
 
 
-def _write_file(store: Store | None, file: _File, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, torch.Tensor]) -> None:
     """Gather the file's tensors one by one on all ranks; rank 0 writes them."""
     error: Exception | None = None
     with contextlib.ExitStack() as stack:
@@ -238,7 +242,7 @@ def _bytes(value: torch.Tensor) -> memoryview:
     return value.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _small_files(model: nn.Module, files: list[_File], tokenizer: Any) -> dict[str, bytes]:
+def _small_files(model: nn.Module, files: list[_WeightsFile], tokenizer: Any) -> dict[str, bytes]:
     small = dict(_tokenizer_files(tokenizer))
     if adapters_of(model):
         return small | {f"{at}adapter_config.json": data for at, data in adapter_configs(model).items()}
@@ -258,7 +262,7 @@ def _write_small(store: Store, small: Mapping[str, bytes]) -> None:
         store.write(path, data)
 
 
-def _with_dtype(config: bytes, files: list[_File]) -> bytes:
+def _with_dtype(config: bytes, files: list[_WeightsFile]) -> bytes:
     """Return config.json with the dtype that was written."""
     found = [t.dtype for file in files for t in file.targets if dtype_of(t.dtype).kind == "float"]
     fields = json.loads(config)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UsageError
-from ckptkit.keymaps.rules import Rule, Work, check_rule, inverse_rules, run
+from ckptkit.keymaps.rules import Rule, RuleState, check_rule, inverse_rules, run
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 
 __all__ = ["NameMap", "Mapped", "strip_infixes", "strip_prefix"]
@@ -72,7 +72,7 @@ class NameMap:
                 tensors. Lists all of them.
             UsageError: A rule needs a missing config key.
         """
-        work = Work(dict(targets), config or {})
+        work = RuleState(dict(targets), config or {})
         unused: list[str] = []
         for number, rule in enumerate(self.rules, start=1):
             faults = len(work.faults)
@@ -96,7 +96,7 @@ class NameMap:
         """Return the composition of this map and then `other`, whose `rest` applies to the remaining tensors."""
         return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
 
-    def _settle_rest(self, work: Work) -> None:
+    def _settle_rest(self, work: RuleState) -> None:
         rest = [name for name in work.targets if name not in work.touched]
         if self.rest == "refuse":
             work.faults += [f"no rule matches {name!r} {list(work.targets[name].shape)}" for name in rest]

@@ -123,7 +123,7 @@ Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermut
 
 
 @dataclass(slots=True)
-class Work:
+class RuleState:
     """The state of applying rules: remaining tensors, dropped ones, and errors.
 
     `touched`: names that a rule has produced or intentionally kept.
@@ -154,7 +154,7 @@ class Work:
         self.targets = left
 
 
-def run(rule: Rule, work: Work) -> int:
+def run(rule: Rule, work: RuleState) -> int:
     """Apply one rule to all matching tensors; return their number. Errors are added to `work`."""
     return _RUNNERS[type(rule)](rule, work)
 
@@ -191,7 +191,7 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _one_by_one(
-    pattern: NamePattern, work: Work, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
+    pattern: NamePattern, work: RuleState, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
 ) -> int:
     """Replace each match by the result of `make`; a mismatch that it raises is recorded as an error."""
     taken: list[str] = []
@@ -210,11 +210,11 @@ def _one_by_one(
     return len(taken)
 
 
-def _rename(rule: Rename, work: Work) -> int:
+def _rename(rule: Rename, work: RuleState) -> int:
     return _one_by_one(rule.source, work, lambda target, bound: [(render(rule.to, bound), target)])
 
 
-def _drop(rule: Drop, work: Work) -> int:
+def _drop(rule: Drop, work: RuleState) -> int:
     match = rule.source.matcher()
     gone = [name for name in work.targets if match(name) is not None]
     for name in gone:
@@ -224,7 +224,7 @@ def _drop(rule: Drop, work: Work) -> int:
     return len(gone)
 
 
-def _split(rule: Split, work: Work) -> int:
+def _split(rule: Split, work: RuleState) -> int:
     def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
         dim = _dim(target, rule.dim, "split")
         n = len(rule.to)
@@ -241,7 +241,7 @@ def _split(rule: Split, work: Work) -> int:
     return _one_by_one(rule.source, work, make)
 
 
-def _concat(rule: Concat, work: Work) -> int:
+def _concat(rule: Concat, work: RuleState) -> int:
     found: dict[str, list[Target | None]] = {}
     for i, pattern in enumerate(rule.source):
         match = pattern.matcher()
@@ -265,7 +265,7 @@ def _concat(rule: Concat, work: Work) -> int:
     return len(taken)
 
 
-def _joined(to: str, pieces: list[Target], rule: Concat, work: Work) -> Target:
+def _joined(to: str, pieces: list[Target], rule: Concat, work: RuleState) -> Target:
     dim = _dim(pieces[0], rule.dim, "concat")
     _same_but(to, pieces, dim)
     found = [p.shape[dim] for p in pieces]
@@ -279,7 +279,7 @@ def _joined(to: str, pieces: list[Target], rule: Concat, work: Work) -> Target:
     return concatenated(to, pieces, dim)
 
 
-def _stack(rule: Stack, work: Work) -> int:
+def _stack(rule: Stack, work: RuleState) -> int:
     found: dict[str, dict[int, Target]] = {}
     match = rule.source.matcher()
     for name, target in work.targets.items():
@@ -306,7 +306,7 @@ def _stack(rule: Stack, work: Work) -> int:
     return len(taken)
 
 
-def _unstack(rule: Unstack, work: Work) -> int:
+def _unstack(rule: Unstack, work: RuleState) -> int:
     def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
         dim = _dim(target, rule.dim, "unstack")
         if target.shape[dim] == 0:
@@ -322,7 +322,7 @@ def _unstack(rule: Unstack, work: Work) -> int:
     return _one_by_one(rule.source, work, make)
 
 
-def _transpose(rule: Transpose, work: Work) -> int:
+def _transpose(rule: Transpose, work: RuleState) -> int:
     def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
         n = len(target.shape)
         dims = rule.dims or (*range(n - 2), *range(n - 1, max(n - 3, -1), -1))
@@ -335,7 +335,7 @@ def _transpose(rule: Transpose, work: Work) -> int:
     return _one_by_one(rule.source, work, make)
 
 
-def _rope_permute(rule: RopePermute, work: Work) -> int:
+def _rope_permute(rule: RopePermute, work: RuleState) -> int:
     def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
         heads = size_of(rule.heads, work.config, f"rope permutation of {target.name!r}")
         if not target.shape or heads < 1 or target.shape[0] % (2 * heads):
@@ -347,7 +347,7 @@ def _rope_permute(rule: RopePermute, work: Work) -> int:
     return _one_by_one(rule.source, work, make)
 
 
-def _cast(rule: Cast, work: Work) -> int:
+def _cast(rule: Cast, work: RuleState) -> int:
     def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
         wanted = dtype_of(rule.dtype)
         if wanted.kind != "float" or dtype_of(target.dtype).kind != "float":
@@ -409,7 +409,7 @@ def check_rule(rule: Rule) -> None:
         raise UsageError(f"unstack: {rule.to!r} lacks {{{rule.index}}}, the number of the piece.")
 
 
-_RUNNERS: dict[type, Callable[[Any, Work], int]] = {
+_RUNNERS: dict[type, Callable[[Any, RuleState], int]] = {
     Rename: _rename,
     Drop: _drop,
     Split: _split,

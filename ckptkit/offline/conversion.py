@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptkit.offline.resharding.seal import Seal
     from ckptkit.storage.store import Store
 
-__all__ = ["How", "Outcome", "carry_out", "ConvertReport", "peak_memory"]
+__all__ = ["How", "Converted", "carry_out", "ConvertReport", "peak_memory"]
 
 # The report of a conversion.
 
@@ -136,7 +136,7 @@ class How:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Converted:
     """The result of executing a plan.
 
     Attributes:
@@ -194,7 +194,7 @@ def carry_out(
     masters_of: Collection[str] | None = None,
     look: Callable[[Store], int] | None = None,
     sealing: Seal | None = None,
-) -> Outcome:
+) -> Converted:
     """Execute a plan and publish the result atomically. If there are several ranks, all must call it.
 
     Args:
@@ -236,4 +236,4 @@ def carry_out(
             digested = Digested.joined(copy.digested for copy in copies)
             sealed = partial(seal, plan, session.store, sealing, digested=digested, workers=how.workers)
             record = session.one(sealed)
-    return Outcome(done, masters, looked, verified, record)
+    return Converted(done, masters, looked, verified, record)

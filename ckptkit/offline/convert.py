@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from ckptkit.errors import UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.gc_pause import collector_paused
-from ckptkit.offline.conversion import ConvertReport, How, Outcome, carry_out
+from ckptkit.offline.conversion import Converted, ConvertReport, How, carry_out
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.coverage import check_plan
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor, Plan
@@ -311,7 +311,7 @@ def _groups(names: Sequence[str], reason: str) -> str:
     return ": " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""
 
 
-def _proved(outcome: Outcome, chosen: _Chosen) -> Iterator[str]:
+def _proved(outcome: Converted, chosen: _Chosen) -> Iterator[str]:
     """Yield the checks that passed: each phrase stands for a check that would have raised."""
     if chosen.compared:
         yield f"names and shapes match {chosen.compared}"

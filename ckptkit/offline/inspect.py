@@ -19,14 +19,14 @@ from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.gc_pause import collector_paused
 
-__all__ = ["InspectReport", "Section", "TensorInfo", "TreeNode", "inspect", "summarise"]
+__all__ = ["InspectReport", "RoleSummary", "TensorInfo", "TreeNode", "inspect", "summarise"]
 
 SCHEMA = "ckptkit.inspect/1"
 _Sized: TypeAlias = tuple[TensorEntry, int, int]  # with elements and bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class RoleSummary:
     """The tensors of one role: count, elements and bytes (each element once)."""
 
     role: str
@@ -85,7 +85,7 @@ class InspectReport:
     step: int | None
     world_size: int | None
     mesh: Mapping[str, int] | None
-    sections: tuple[Section, ...]
+    sections: tuple[RoleSummary, ...]
     largest: tuple[TensorInfo, ...]
     tensors: tuple[TensorInfo, ...]
     tree: TreeNode | None
@@ -168,7 +168,7 @@ def _matches(entry: TensorEntry, pattern: str) -> bool:
     return fnmatch.fnmatchcase(entry.name, pattern) or fnmatch.fnmatchcase(entry.fqn, pattern)
 
 
-def _sections(sized: Iterable[_Sized]) -> Iterable[Section]:
+def _sections(sized: Iterable[_Sized]) -> Iterable[RoleSummary]:
     by_role: dict[Role, list[_Sized]] = {}
     for item in sized:
         by_role.setdefault(item[0].role, []).append(item)
@@ -181,7 +181,7 @@ def _sections(sized: Iterable[_Sized]) -> Iterable[Section]:
             dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + nbytes
         placements = Counter(_cut(entry) for entry, _, _ in mine)
         numel, nbytes = (sum(map(itemgetter(i), mine)) for i in (1, 2))
-        yield Section(role.value, len(mine), numel, nbytes, dtypes, dict(placements))
+        yield RoleSummary(role.value, len(mine), numel, nbytes, dtypes, dict(placements))
 
 
 def _cut(entry: TensorEntry) -> str:

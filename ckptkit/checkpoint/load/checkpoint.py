@@ -69,7 +69,7 @@ def load_checkpoint(
     rank, world_size = coordinator.rank, coordinator.world_size
     with clock.phase("plan"):
         # The local part of a DTensor costs half as much where autograd need not know of it.
-        with _Part() as planned, _pinned(ready, sure=not options.atomic), torch.no_grad():
+        with _RankPart() as planned, _pinned(ready, sure=not options.atomic), torch.no_grad():
             catalog, store = opened()
             plan = plan_load(state, catalog, store, options, rank=rank, world_size=world_size)
             plan.mismatches.check(store.url, strict=options.strict)
@@ -98,7 +98,7 @@ def load_checkpoint(
         state._half = report.url
     with _said_if_half(state):
         # A single rank need not ask; with several, another rank may have found a missing file.
-        with _Part() as read, _pinned(ready, sure=world_size > 1), naming(reading.filler):
+        with _RankPart() as read, _pinned(ready, sure=world_size > 1), naming(reading.filler):
             started = time.perf_counter()
             reading.filler.run()
             report.nbytes = reading.filler.nbytes + reading.filler.check(shares[rank])
@@ -107,17 +107,17 @@ def load_checkpoint(
         coordinator.settle(read.answer, "loading", then=_raise_one)
         if any(len(ranks) > 1 for ranks in alike):  # all ranks have read successfully by now
             started = time.perf_counter()
-            with _Part() as sent:
+            with _RankPart() as sent:
                 report.received = exchange(coordinator, members, parts) if parts else 0
             coordinator.settle(sent.outcome, "sending each other what replicas share")
             clock.add("exchange", time.perf_counter() - started, report.received)
         with clock.phase("apply"):
             # Also with `atomic`: an object may refuse its state after others have accepted theirs.
             state._half = report.url
-            with _Part() as applied:
+            with _RankPart() as applied:
                 apply_objects(state, plan, decoded, report)
             coordinator.settle(applied.outcome, "restoring the state of schedulers, dataloaders and extras")
-            with _Part() as applied:
+            with _RankPart() as applied:
                 apply_tensors(plan, reading, decoded, report, rank)
             coordinator.settle(applied.outcome, "restoring models and optimizers")
     state.step = state.step if report.step is None else report.step
@@ -131,7 +131,7 @@ def load_checkpoint(
     return report
 
 
-class _Part:
+class _RankPart:
     """This rank's outcome of a step: the block sets `value`, or its error is kept.
 
     Attributes:
@@ -148,7 +148,7 @@ class _Part:
         known = isinstance(self.outcome.cause, CkptkitError)
         return Outcome(self.outcome.cause) if known else self.outcome
 
-    def __enter__(self) -> _Part:
+    def __enter__(self) -> _RankPart:
         return self
 
     def __exit__(

@@ -31,7 +31,7 @@ from ckptkit.errors import (
     UsageError,
     command_line,
 )
-from ckptkit.formats.detect import TORCH_ENDINGS, Place, Source, format_of, open_source
+from ckptkit.formats.detect import TORCH_ENDINGS, Candidate, Source, format_of, open_source
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.formats.own.record import CommitRecord
 from ckptkit.formats.trainers.steps import ordered, parse_step
@@ -341,12 +341,12 @@ def _places(url: str, inventory: Inventory) -> Iterator[str]:
 
 def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
     """Raise if `url` contains checkpoints, but it is unclear which is the run's newest."""
-    listed = Place(root)
+    listed = Candidate(root)
     found: list[str] = []
     for name in inventory.foreign[:_MAX_LOOKS]:
         place = f"{url.rstrip('/')}/{name}"
         if name in listed.directories:
-            inner = Place(root.child(name))
+            inner = Candidate(root.child(name))
             form = format_of(inner)
             if form is None and inner.any_file(_DCP_DATA):
                 open_source(place, storage_options=storage_options)  # raises: it is incomplete

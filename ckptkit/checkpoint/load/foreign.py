@@ -196,7 +196,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     numbers = {owner: _by_position(catalog, owner, groups[owner], key, state) for owner, key in sections.items()}
     tensors = _renamed(catalog, rename, sections, tied, numbers)
     known = {entry.fqn for entry in tensors.values() if entry.fqn}
-    names = _Names(rename, known, str(catalog.info.extra.get("module_prefix", "")), tied)
+    names = _LiveNames(rename, known, str(catalog.info.extra.get("module_prefix", "")), tied)
     for owner, key in sections.items():
         if numbers[owner]:
             notes.append(f"{key}: the checkpoint numbers its parameters; they were matched by order.")
@@ -259,7 +259,7 @@ def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _LiveNames:
     """Maps the names in a param group, which include wrapper prefixes, to live FQNs."""
 
     rename: Callable[[str], str]

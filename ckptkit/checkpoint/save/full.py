@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.checkpoint.save.stream import FileTensor, SafetensorsStream, open_stream, phases_of
-from ckptkit.checkpoint.state.local_part import Layout, PartView, boxes_of, check_safetensors, host_bytes, part_view
+from ckptkit.checkpoint.state.local_part import (
+    PartView,
+    ShardLayout,
+    boxes_of,
+    check_safetensors,
+    host_bytes,
+    part_view,
+)
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import hex_digest_of, signature_of
 from ckptkit.errors import SaveError
@@ -189,7 +196,7 @@ def _describe(views: Any, captured: Captured) -> bytes:
     """A JSON description of this rank's tensors for the other ranks, with layouts by index."""
     layouts: list[Any] = []
     rows = []
-    index: dict[Layout, int] = {}
+    index: dict[ShardLayout, int] = {}
     for view in views:
         layout = -1 if view.layout is None else index.setdefault(view.layout, len(index))
         if layout == len(layouts):
@@ -208,7 +215,7 @@ def _is_strided(view: PartView) -> bool:
 
 
 def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_bytes: int) -> list[_File]:
-    holders: dict[str, list[tuple[int, list[Any], Layout | None]]] = {}
+    holders: dict[str, list[tuple[int, list[Any], ShardLayout | None]]] = {}
     for rank, body in enumerate(described):
         layouts = [_layout(fields) for fields in body["layouts"]]
         for row in body["rows"]:
@@ -229,12 +236,12 @@ def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_byt
     return files
 
 
-def _layout(fields: Sequence[Any]) -> Layout:
+def _layout(fields: Sequence[Any]) -> ShardLayout:
     shape, names, ranks, placements = fields
-    return Layout(tuple(shape), tuple(names), tuple(ranks), tuple(PlacementRecord(*p) for p in placements))
+    return ShardLayout(tuple(shape), tuple(names), tuple(ranks), tuple(PlacementRecord(*p) for p in placements))
 
 
-def _pieces(key: str, held: Sequence[tuple[int, list[Any], Layout | None]]) -> tuple[_Piece, ...]:
+def _pieces(key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]]) -> tuple[_Piece, ...]:
     """Return each box once, from the first rank that holds it."""
     found: dict[Box, _Piece] = {}
     for rank, (_, dtype, shape, _, local_shape), layout in held:

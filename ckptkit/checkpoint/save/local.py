@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.checkpoint.save.stream import FileTensor, open_stream, phases_of
-from ckptkit.checkpoint.state.local_part import Layout, PartView, check_safetensors, host_bytes, part_view
+from ckptkit.checkpoint.state.local_part import PartView, ShardLayout, check_safetensors, host_bytes, part_view
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import crc32, signature_of
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
@@ -117,7 +117,7 @@ def _stored(view: PartView, meshes: list[dict[str, Any]]) -> list[LocalTensor]:
     ]
 
 
-def _index(layout: Layout, meshes: list[dict[str, Any]]) -> int:
+def _index(layout: ShardLayout, meshes: list[dict[str, Any]]) -> int:
     mesh = layout.mesh_json()
     if mesh not in meshes:
         meshes.append(mesh)

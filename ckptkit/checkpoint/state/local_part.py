@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptkit.catalog.entry import TensorEntry
 
 __all__ = [
-    "Layout",
+    "ShardLayout",
     "PartView",
     "boxes_of",
     "check_safetensors",
@@ -34,7 +34,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ShardLayout:
     """How a tensor is sharded over ranks.
 
     Attributes:
@@ -102,7 +102,7 @@ class PartView:
     dtype: str
     shape: tuple[int, ...]
     local: torch.Tensor
-    layout: Layout | None
+    layout: ShardLayout | None
     parts: tuple[LocalPart, ...]
 
     def claim(self, entry: TensorEntry) -> Claim:
@@ -145,14 +145,14 @@ def check_safetensors(views: Iterable[PartView]) -> None:
             )
 
 
-def layout_of(tensor: DTensor) -> Layout:
+def layout_of(tensor: DTensor) -> ShardLayout:
     """Return the layout of a DTensor."""
     return _layout(tensor.device_mesh, tuple(tensor.placements))
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(mesh: Any, placements: tuple[Any, ...]) -> Layout:
-    return Layout(
+def _layout(mesh: Any, placements: tuple[Any, ...]) -> ShardLayout:
+    return ShardLayout(
         tuple(mesh.shape),
         tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(mesh.ndim))),
         tuple(mesh.mesh.flatten().tolist()),
@@ -173,7 +173,7 @@ def _placement(placement: Any) -> PlacementRecord:
 
 @functools.lru_cache(maxsize=65536)
 def _parts(
-    shape: tuple[int, ...], layout: Layout, rank: int, local_shape: tuple[int, ...] | None
+    shape: tuple[int, ...], layout: ShardLayout, rank: int, local_shape: tuple[int, ...] | None
 ) -> tuple[LocalPart, ...]:
     coordinate = mesh_coordinate(rank, layout.mesh_shape, layout.mesh_ranks)
     if coordinate is None:
@@ -182,7 +182,7 @@ def _parts(
 
 
 def boxes_of(
-    shape: tuple[int, ...], layout: Layout | None, rank: int, local_shape: tuple[int, ...] | None
+    shape: tuple[int, ...], layout: ShardLayout | None, rank: int, local_shape: tuple[int, ...] | None
 ) -> tuple[Box, ...]:
     """Return the boxes that any rank holds of a tensor with this layout."""
     if layout is None:

@@ -21,7 +21,7 @@ from ckptkit.storage import Store
 __all__ = [
     "EXPERT_FILE",
     "EXPERT_OPTIMIZER",
-    "Part",
+    "Partition",
     "data_first",
     "group_order",
     "is_expert",
@@ -36,7 +36,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Partition:
     """The ranks over which a group of parameters is partitioned, in order, and the experts that theirs are.
 
     Attributes:
@@ -77,7 +77,7 @@ def parts_of(
     world_size: int,
     data_first: bool,
     counts: Mapping[str, int],
-) -> list[Part]:
+) -> list[Partition]:
     """Return the parts of a parameter group that is cut into `partitions`: one per rank of expert parallelism.
 
     Args:
@@ -88,7 +88,7 @@ def parts_of(
         CorruptCheckpointError: The ranks cannot hold as many experts.
     """
     if partitions == world_size:
-        return [Part(range(world_size))]
+        return [Partition(range(world_size))]
     if not all(map(is_expert, params)):
         raise UnsupportedFormatError(
             "the optimizer files have a group of parameters that are no experts' of deepspeed.moe, cut into "
@@ -107,7 +107,7 @@ def parts_of(
     for number in range(size):
         stop = (number + 1) * partitions
         ranks = range(number * partitions, stop) if data_first else range(number, world_size, size)
-        found.append(Part(ranks, number, experts))
+        found.append(Partition(ranks, number, experts))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.formats.deepspeed.experts import Part, counted, data_first, is_expert, parts_of
+from ckptkit.formats.deepspeed.experts import Partition, counted, data_first, is_expert, parts_of
 from ckptkit.formats.deepspeed.files import ModelStates, OptimStates
 from ckptkit.formats.deepspeed.layout import Shape, Zero3Group, Zero12Group, flat_states
 from ckptkit.formats.pickles.tensors import StoredTensor
@@ -52,7 +52,7 @@ def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable
     return found
 
 
-def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: Part) -> Zero12Group:
+def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: Partition) -> Zero12Group:
     vectors = {"": FlatVector.of_ranks((rank, optims.weights[rank][index]) for rank in part.ranks)}
     states = [optims.states[rank][index] if index < len(optims.states[rank]) else {} for rank in part.ranks]
     for name in flat_states(states):

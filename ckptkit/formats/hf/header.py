@@ -36,7 +36,7 @@ __all__ = [
     "read_header",
     "read_headers",
     "TensorToWrite",
-    "Layout",
+    "FileLayout",
     "encode_header",
     "encode_index",
     "lay_out",
@@ -375,7 +375,7 @@ class TensorToWrite:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """A file laid out.
 
     Attributes:
@@ -411,7 +411,7 @@ def encode_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> Layout:
+def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Lay a file out: widest elements first, so that each tensor is aligned to its own; else in the given order."""
     order = sorted(range(len(tensors)), key=lambda i: -_alignment(tensors[i].dtype))
     starts = [0] * len(tensors)
@@ -420,7 +420,7 @@ def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None
         starts[i] = at
         at += tensors[i].nbytes
     header = encode_header([tensors[i] for i in order], [starts[i] for i in order], metadata)
-    return Layout(header, tuple(len(header) + start for start in starts), len(header) + at)
+    return FileLayout(header, tuple(len(header) + start for start in starts), len(header) + at)
 
 
 def _alignment(name: str) -> int:

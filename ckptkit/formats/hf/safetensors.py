@@ -50,7 +50,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     notes = (*notes, *unread_optimizer(listed))
     if "modules.json" in listed:
         notes = (*notes, *_modules(store))
-    return Catalog(_Tensors(headers), info=_info(store, headers, find_side_files(store), notes))
+    return Catalog(_LazyTensors(headers), info=_info(store, headers, find_side_files(store), notes))
 
 
 def open_file(store: Store, path: str) -> Catalog:
@@ -62,10 +62,10 @@ def open_file(store: Store, path: str) -> Catalog:
             f"{path} is one of the shards that several ranks wrote. Give the directory that holds them all."
         )
     side = find_side_files(store) if path in ("model.safetensors", "adapter_model.safetensors") else SideFiles()
-    return Catalog(_Tensors(headers), info=_info(store, headers, side, ()))
+    return Catalog(_LazyTensors(headers), info=_info(store, headers, side, ()))
 
 
-class _Tensors(WholeTensors):
+class _LazyTensors(WholeTensors):
     """The tensors of some files; an entry is made when it is asked for, and kept."""
 
     def __init__(self, headers: Mapping[str, SafetensorsHeader]) -> None:

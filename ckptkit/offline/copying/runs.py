@@ -311,7 +311,7 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
         by_boxes: Only prepare the sources: the executor assembles box by box itself.
         digests: Boxes are to be digested.
     """
-    builder = _Builder(plan.catalog, check=check, digests=digests)
+    builder = _WorkBuilder(plan.catalog, check=check, digests=digests)
     placements: Sequence[Placement] = plan.placements
     if not by_boxes:
         copies, placements = whole_copies(plan.catalog, placements)
@@ -326,7 +326,7 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
 
 
 @dataclass(slots=True)
-class _Builder:
+class _WorkBuilder:
     catalog: Catalog
     check: bool
     digests: bool

@@ -37,7 +37,7 @@ Placed = tuple[int, tuple[str, ...]] | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RankRows:
     """Which boxes each rank has, as (tensor, row) pairs sorted by rank."""
 
     bounds: npt.NDArray[np.int64]
@@ -45,7 +45,7 @@ class _Rows:
     rows: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, boxes: Sequence[RankBoxes], world_size: int) -> _Rows:
+    def of(cls, boxes: Sequence[RankBoxes], world_size: int) -> _RankRows:
         empty = np.zeros(0, np.int64)
         ranks = np.concatenate([empty, *(item.ranks for item in boxes)])
         owners = np.repeat(np.arange(len(boxes)), [len(item.ranks) for item in boxes])
@@ -81,7 +81,7 @@ def lay_out_local(
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
     ordered = [boxes[i] for i in order]
     starts = [np.zeros(len(item.ranks), np.int64) for item in ordered]
-    table = _Rows.of(ordered, world_size)
+    table = _RankRows.of(ordered, world_size)
     files = []
     for rank in range(world_size):
         parts = []
