@@ -48,13 +48,13 @@ __all__ = [
     "refuse_packed",
 ]
 
-# The formats ckptkit reads, in the order in which they are looked for: the marks of each, and its reader.
+# The supported formats in detection order: the marks of each, and its reader.
 
 
 RECORD = "checkpoint.json"
 MANIFEST = "manifest.safetensors"
 _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
-# Names that a tool gives to weights; a safetensors file of any other name counts only where nothing else is there.
+# Names that tools give to weights; other safetensors files count only if nothing else is found.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # of files that torch.save wrote
@@ -62,7 +62,7 @@ _TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 
 
 class Candidate:
-    """A directory that may be a checkpoint, with what lies in it."""
+    """A directory that may be a checkpoint, with its contents."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -84,14 +84,14 @@ class Candidate:
         return any(re.fullmatch(pattern, name) for name in self.files)
 
 
-# What values of another type or shape than a format has cause in a reader. The cause stays attached.
+# Errors that values of unexpected types or shapes cause in a reader. The cause stays attached.
 _MALFORMED = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError)
 Test = Callable[[Candidate], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: how it is told, and the module that reads it; `path` where one file of a directory is meant."""
+    """A format: its marks, and the module that reads it; `path` if one file of a directory is meant."""
 
     name: str
     test: Test
@@ -122,8 +122,8 @@ def _only_torch_file(place: Candidate) -> bool:
     return any(name in MODEL_FILES for name in names) or (len(names) == 1 and parse_step(names[0]) is None)
 
 
-# Names are looked at before a reader is imported: most directories have nothing that most readers look for.
-# DeepSpeed and verl name their files so that nothing else does; what has a file beside a DCP comes before DCP.
+# Names are checked before a reader is imported, because most readers do not match.
+# DeepSpeed and verl have unique file names; formats with a file next to a DCP come before DCP.
 FORMATS: tuple[Format, ...] = (
     Format(
         "ckptkit",
@@ -170,7 +170,7 @@ FORMATS: tuple[Format, ...] = (
         "trainers.directories",
     ),
 )
-# Files of any name count only where no directory below is a checkpoint.
+# Files with arbitrary names count only if no subdirectory is a checkpoint.
 UNNAMED: tuple[Format, ...] = (
     Format(
         "rank-files", lambda p: reader("trainers.rank_directory").is_rank_directory(p.files), "trainers.rank_directory"
@@ -185,7 +185,7 @@ def format_of(place: Candidate, formats: Sequence[Format] = ()) -> Format | None
 
 
 def refuse_packed(names: Sequence[str]) -> None:
-    """Raise UnsupportedFormatError for an archive of NeMo, which holds a checkpoint that cannot be read in place."""
+    """Raise UnsupportedFormatError for a NeMo archive, whose checkpoint cannot be read in place."""
     packed = next((name for name in names if name.endswith(".nemo")), None)
     if packed is not None:
         raise UnsupportedFormatError(
@@ -195,7 +195,7 @@ def refuse_packed(names: Sequence[str]) -> None:
 
 
 def open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
-    """Open one file, or what lies at the root. Names of a LightningModule lose its attribute, as in a sharded one."""
+    """Open one file, or the root. LightningModule names lose their attribute prefix, as in sharded checkpoints."""
     refuse_packed([name] if name is not None else [])
     catalog: Catalog = reader("torch_save").open_catalog(store, path=name, options=options)
     if not catalog.info.producer.startswith("lightning") or options.strip_prefix is not None:
@@ -207,12 +207,12 @@ def open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
 
 
 _MAX_DEPTH = 3
-_MAX_CHILDREN = 32  # directories without a step in their name that are looked into
-_MAX_STEPS = 64  # newest step directories that are looked into
+_MAX_CHILDREN = 32  # directories without a step that are searched
+_MAX_STEPS = 64  # newest step directories that are searched
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
-# Directories of a step that hold a model of their own: verl and SkyRL.
+# Subdirectories of a step with separate models: verl and SkyRL.
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
-_ASIDE = ("optim", "rng", "dataloader")  # directories that lie beside a model
+_ASIDE = ("optim", "rng", "dataloader")  # directories next to a model
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
@@ -227,8 +227,8 @@ class Source:
 
     Attributes:
         store: Its root; the catalog's paths count from here.
-        url: What was really opened.
-        note: Why, where it is not what was asked for; "" otherwise.
+        url: The opened checkpoint.
+        note: Why this one, if it differs from the requested URL; otherwise "".
     """
 
     store: Store
@@ -241,8 +241,8 @@ _Found = tuple[Candidate, str, Format, str]
 
 
 def identify(store: Store) -> str | None:
-    """Return the name of the format at the store's root; None if it is not a checkpoint. Reads names only,
-    and a small marker file where names do not tell."""
+    """Return the name of the format at the store's root; None if it is not a checkpoint. Reads only names, and a small
+    marker file if names are ambiguous."""
     place = Candidate(store)
     found = format_of(place) or format_of(place, UNNAMED)
     return found.name if found is not None else None
@@ -252,14 +252,14 @@ def identify(store: Store) -> str | None:
 def open_source(
     url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
 ) -> Source:
-    """Open the checkpoint at `url`: a file, a directory, or a directory of steps, whose newest is taken.
+    """Open the checkpoint at `url`: a file, a directory, or the newest step of a run's directory.
 
-    Steps are compared as numbers (10 is newer than 9); `latest` files are hints that are only reported. Where
-    a directory has checkpoints that ckptkit committed, nothing else in it counts.
+    Steps are compared as numbers (10 is newer than 9); `latest` files are hints that are only reported. If a directory
+    has committed ckptkit checkpoints, everything else in it is ignored.
 
     Raises:
-        CheckpointNotFoundError: There is nothing, or nothing that is a checkpoint; it says what was found.
-        CkptkitError: What the reader of the format raises.
+        CheckpointNotFoundError: There is no checkpoint; lists what was found.
+        CkptkitError: Raised by the format's reader.
     """
     options = options or ReadOptions()
     refuse_credentials(url)
@@ -290,10 +290,10 @@ def open_source(
 
 
 def _check_weights(catalog: Catalog, url: str) -> None:
-    """Raise if all that a directory has is a file of an optimizer, a scheduler or the like.
+    """Raise if a directory contains only an optimizer, scheduler or similar file.
 
     Raises:
-        IncompleteCheckpointError: It names the file.
+        IncompleteCheckpointError: Names the file.
     """
     if catalog.by_role(Role.MODEL):
         return
@@ -305,7 +305,7 @@ def _check_weights(catalog: Catalog, url: str) -> None:
 
 
 def _with_step(catalog: Catalog, url: str) -> Catalog:
-    """The catalog with the step that the directory's name tells, where nothing else does."""
+    """The catalog with the step from the directory's name, if not recorded otherwise."""
     named = parse_step(url.rpartition("/")[2])
     if catalog.info.step is not None or named is None:
         return catalog
@@ -316,7 +316,7 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
 
 
 def _real(url: str) -> str:
-    """The URL without a slash at its end. A link that the user names is followed; links inside are not."""
+    """The URL without a trailing slash. A link given by the user is followed; links inside are not."""
     protocol, rest = split_url(url)
     if protocol in ("file", "local"):
         full = os.path.abspath(os.path.expanduser(rest))
@@ -325,7 +325,7 @@ def _real(url: str) -> str:
 
 
 def _as_file(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, str] | None:
-    """The store of the parent and the name, where the URL is a file."""
+    """The parent's store and the name, if the URL is a file."""
     parent, separator, name = url.rpartition("/")
     if not separator or not name or parent.endswith((":", ":/")):
         return None
@@ -357,7 +357,7 @@ def _refuse_empty(store: Store, url: str) -> None:
 
 
 def nearest(path: str) -> str:
-    """Return how far a path that does not exist does, and what was probably meant."""
+    """Describe which part of a missing path exists, and suggest a similar path."""
     missing, parent = path, os.path.dirname(path)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         missing, parent = parent, os.path.dirname(parent)
@@ -381,7 +381,7 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
 
 
 def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
-    """What to open for a directory: itself, its newest step, the model in it, or what a pointer names."""
+    """Choose what to open for a directory: itself, its newest step, the model in it, or a pointer's target."""
     form = format_of(place)
     if form is not None:
         return place, url, form, ""
@@ -433,7 +433,7 @@ def _skipped(names: Sequence[str]) -> list[str]:
 
 
 def _disagreeing(place: Candidate, name: str) -> list[str]:
-    """A pointer file that names another step: said, not followed."""
+    """A pointer file that names another step is reported, not followed."""
     for pointer, target in _pointers(place):
         step, chosen = parse_step(target), parse_step(name)
         if step is not None and chosen is not None and step.step != chosen.step:
@@ -450,7 +450,7 @@ def _pointers(place: Candidate) -> list[tuple[str, str]]:
 
 
 def _member(place: Candidate, url: str, depth: int) -> _Found | None:
-    """The model to take in a step that has several: actor before critic."""
+    """Choose the model of a step with several: actor before critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
         found = _enter(place, url, name, depth)
@@ -462,7 +462,7 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Where the names have no numbers, the directory that a pointer file names."""
+    """The directory named by a pointer file, if names have no numbers."""
     for pointer, target in _pointers(place):
         if target in place.directories:
             found = _enter(place, url, target, depth)
@@ -472,7 +472,7 @@ def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
-    """The one directory, or numbered file, that is a checkpoint."""
+    """The only directory, or numbered file, that is a checkpoint."""
     files = _numbered_files(place)
     if files:
         single = _single_file(files[0])

@@ -9,15 +9,15 @@ __all__ = ["ReadOptions"]
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options every reader takes; each reader uses the ones that mean something to its format.
+    """Options of all readers; each reader uses those relevant to its format.
 
     Attributes:
-        layout: URL of a JSON layout of flat parameters (FSDP1 LOCAL state); None where names are on disk.
+        layout: URL of a JSON layout of flat parameters (FSDP1 LOCAL state); None if names are on disk.
         shapes: URL of a JSON object of parameter names and shapes, for formats that record only sizes.
-        base: Hugging Face directory the model comes from: config, and the names one expects.
-        strip_prefix: Removed from the front of model names after the wrappers that are recognised.
-        allow_pickle: Accept torch.save files whose pickles ask for classes from outside the allow-list. Still nothing
-            is run: such values arrive as inert records, and are omitted of what is written.
+        base: The model's Hugging Face directory: config and expected names.
+        strip_prefix: Prefix to remove from model names, after known wrapper prefixes.
+        allow_pickle: Accept torch.save files whose pickles name classes outside the allow-list. No code is run: such
+            values become inert records and are omitted from the result.
     """
 
     layout: str | None = None

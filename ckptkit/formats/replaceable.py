@@ -40,13 +40,13 @@ _MARK = f"<!-- ckptkit: {DIGEST} of the text above: "
 
 
 def check_replaceable(store: Store, path: str = "", known: Collection[str] = ()) -> None:
-    """Return where what is at `path` is one checkpoint or one export, and nothing else; also where there is nothing.
+    """Return if `path` is exactly one checkpoint or one export, or does not exist.
 
     Args:
-        known: Names that an interrupted command of ours has stated that it writes: those belong to it.
+        known: Names recorded by an interrupted command, which belong to it.
 
     Raises:
-        CheckpointExistsError: It is more, or neither; it names the first three files that are in the way.
+        CheckpointExistsError: It contains anything else; names the first three files in the way.
     """
     found = store.info(path)
     if found is None:
@@ -87,7 +87,7 @@ def _is_weights_file(store: Store, found: FileInfo) -> bool:
 
 
 def _is_torch_zip(head: bytes) -> bool:
-    """Tell a zip archive of torch.save from a document or data of others, by its first member."""
+    """Return whether a zip archive is from torch.save, by its first member."""
     first = head[30 : 30 + int.from_bytes(head[26:28], "little")]  # APPNOTE.TXT 4.3.7
     return head.startswith(b"PK\x03\x04") and _OF_TORCH.fullmatch(first) is not None
 

@@ -1,7 +1,7 @@
 """Reads torch.save files (one .pt, .bin or .ckpt file, or shards with an index) as a catalog.
 
-The nesting of the saved value tells weights from optimizer state and the rest, by the rules that `dcp_roles` has
-for the paths of DCP. Tensor bytes are not read.
+The nesting of the saved value distinguishes weights, optimizer state and the rest, by the rules of `dcp_roles`. Reads
+no tensor bytes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def open_catalog(
     path: str | None = None,
     options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
 ) -> Catalog:
-    """Return what the torch.save file or files at the store's root hold.
+    """Open the torch.save file or files at the store's root.
 
     Args:
         path: The one file that is meant; by default the shards that an index names, all numbered ones, or the
@@ -136,7 +136,7 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
 
 
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Return what one torch.save file holds. Raises as `open_catalog` does."""
+    """Open one torch.save file. Raises as `open_catalog` does."""
     value = read_torch_file(store, path, allow_pickle=options.allow_pickle).value
     return _catalog(store, {path: plain(value, file=path)})
 
@@ -221,7 +221,7 @@ def _weight_map(store: Store, index: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A tensor, or the largest value without tensors, at one path of the saved value."""
+    """A tensor, or a maximal value without tensors, at one path of the saved value."""
 
     path: Path
     file: str

@@ -1,7 +1,7 @@
 """Reads safetensors shards of torch's DCP: `shard-R-model-i-of-n`, one set of files per rank, no `.metadata`.
 
-Each header says in `DCP_SHARDING_INFO` where its tensors start; the whole shape is nowhere, so it is the
-largest end that any shard reaches (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
+Each header has the tensors' offsets in `DCP_SHARDING_INFO`. The full shape is not recorded, so it is the largest end of
+any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def open_shards(store: Store, names: Sequence[str]) -> Catalog:
 
     Raises:
         IncompleteCheckpointError: Parts of a tensor, or the shards of a rank, are missing.
-        CorruptCheckpointError: Shards of two saves lie together, or contradict each other.
+        CorruptCheckpointError: Shards come from two saves, or contradict each other.
     """
     ranks = _ranks(names)
     headers = read_headers(store, names)
@@ -67,7 +67,7 @@ def open_shards(store: Store, names: Sequence[str]) -> Catalog:
 
 
 def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, ...]]:
-    """Return where each tensor of a shard starts in its whole tensor, as the header records it."""
+    """Return the offsets of each tensor of a shard in its full tensor, from the header."""
     text = header.metadata.get(_KEY)
     if text is None:
         return {}
@@ -136,8 +136,8 @@ def _check_coverage(entries: Mapping[str, TensorEntry], ranks: Mapping[str, int]
 
 
 def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, Any], world_size: int) -> bool:
-    """Check the embedding against config.json: nothing else shows that the last ranks' shards are missing. Returns
-    whether there was one to check."""
+    """Check the embedding's rows against config.json, which is the only way to detect missing shards of the last ranks.
+    Returns whether there was an embedding."""
     wanted, checked = config.get("vocab_size"), False
     if type(wanted) is not int:
         return False

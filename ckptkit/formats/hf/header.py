@@ -3,7 +3,7 @@
 Layout: 8 bytes little-endian header length n, n bytes of JSON, then the data. The rules are those of the
 reference implementation (huggingface/safetensors, tensor.rs): n is at most 100 MB and ends inside the
 file; the JSON is one object without duplicate keys; every tensor's byte range has exactly the length that
-its dtype and shape ask for; the ranges cover the data from its first to its last byte without a hole.
+its dtype and shape require; the ranges cover the data completely, without gaps.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ __all__ = [
 MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 64  # torch's own limit; keeps the product of a hostile shape small
 _MAX_EXTENT = 2**63 - 1
-_MOST_NUMEL = 2.0**50  # of a tensor; more, and no product of 64 bits is exact
+_MOST_NUMEL = 2.0**50  # elements of a tensor; beyond this, 64-bit products overflow
 _FIELDS = ("dtype", "shape", "data_offsets")
 _FIRST_READ = 64 << 10
 _HALF = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")  # as repr writes a lone surrogate
 _first, _second = itemgetter(0), itemgetter(1)
 UInt64 = npt.NDArray[np.uint64]  # what a header may state ends below 2^63 of the data, not of the file
-_THREADS = 8  # headers are small: on object storage the time goes into waiting
+_THREADS = 8  # headers are small: on object stores latency dominates
 
 
 class HeaderTensor(NamedTuple):
@@ -66,7 +66,7 @@ class HeaderTensor(NamedTuple):
 
 
 class HeaderTensors(Mapping[str, HeaderTensor]):
-    """The tensors of a header by name, kept as columns: there may be 300,000, of which a command asks for few.
+    """The tensors of a header by name, as columns: there may be 300,000, of which a command needs few.
 
     Attributes:
         dtypes, shapes: By row; torch's dtype names.
@@ -108,12 +108,12 @@ class HeaderTensors(Mapping[str, HeaderTensor]):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What a header says.
+    """A parsed header.
 
     Attributes:
         tensors: By name; byte ranges count from the start of the file.
         metadata: The `__metadata__` strings.
-        nbytes: Bytes of the whole file (or of the blob in it).
+        nbytes: Size of the file (or of the blob in it).
     """
 
     tensors: HeaderTensors
@@ -122,10 +122,10 @@ class SafetensorsHeader:
 
 
 def read_header(store: Store, path: str, *, start: int = 0, nbytes: int | None = None) -> SafetensorsHeader:
-    """Read and check the header of `path`; tensor bytes are not read.
+    """Read and check the header of `path`. Reads no tensor bytes.
 
     Args:
-        start: Where the safetensors blob begins in the file.
+        start: Offset of the safetensors blob in the file.
         nbytes: Length of the blob; by default it ends with the file.
 
     Raises:
@@ -161,7 +161,7 @@ def read_headers(store: Store, paths: Iterable[str]) -> dict[str, SafetensorsHea
 
 
 def parse_header(raw: bytes, path: str, *, start: int = 0) -> SafetensorsHeader:
-    """Return what the JSON bytes `raw` of a header say, with byte ranges counted for a blob at `start`.
+    """Parse the JSON bytes `raw` of a header; byte ranges are relative to a blob at `start`.
 
     Args:
         path: For messages.
@@ -189,7 +189,7 @@ def _header_length(raw: bytes, path: str) -> int:
 
 
 def _load_json(raw: bytes, path: str) -> dict[str, Any]:
-    # A nested object is kept as its pairs, so that a large header costs a tuple a tensor, not a dict.
+    # Nested objects are kept as pairs: a tuple per tensor is cheaper than a dict.
     pairs = parse(raw, file=f"{path}: the safetensors header", pairs=tuple)
     if b"\\u" in raw and _HALF.search(repr(pairs)):
         raise CorruptCheckpointError(f"{path}: the safetensors header has half a character, which no UTF-8 text has.")
@@ -216,7 +216,7 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | None:
-    """Return all tensors by a few passes over lists; None if anything is unusual: `_tensor` says what is wrong."""
+    """Parse all tensors with a few list passes; return None if anything is unusual (`_tensor` reports the error)."""
     entries = list(members.values())
     if not _all_of(entries, tuple) or set(map(len, entries)) - {len(_FIELDS)}:
         return None
@@ -256,7 +256,7 @@ def _all_of(values: Iterable[Any], kind: type[Any]) -> bool:
 
 
 def _numbers(lists: Sequence[list[Any]]) -> UInt64 | None:
-    """Return what these lists hold, end to end; None if something is no natural number of 63 bits."""
+    """Return the concatenated lists; None if an item is not a natural number below 2^63."""
     values = list(itertools.chain.from_iterable(lists))
     if not _all_of(values, int) or (values and (min(values) < 0 or max(values) > _MAX_EXTENT)):
         return None  # JSON true is another type
@@ -317,7 +317,7 @@ def _naturals(value: Any, what: str, name: str, path: str) -> tuple[int, ...]:
 
 
 def _check_contiguous(tensors: HeaderTensors, data_start: int, path: str) -> int:
-    """Check that the ranges follow each other without hole or overlap; return where the last one ends."""
+    """Check that the ranges have no gap or overlap; return the end of the last one."""
     order = np.lexsort((tensors.nbytes, tensors.starts))
     starts, nbytes = tensors.starts[order], tensors.nbytes[order]
     ends = np.concatenate([np.array([data_start], np.uint64), starts + nbytes])
@@ -351,7 +351,7 @@ def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:
         )
 
 
-# What comes before the data of a safetensors file, and how tensors fall into the shards of a Hugging Face model.
+# Writes safetensors headers, and distributes tensors over the shards of a Hugging Face model.
 
 
 INDEX = "model.safetensors.index.json"
@@ -376,7 +376,7 @@ class TensorToWrite:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A file laid out.
+    """The layout of a file.
 
     Attributes:
         header: The bytes before the data: length, JSON, padding to a multiple of 8.
@@ -395,7 +395,7 @@ def encode_header(
     """Return the header for tensors that start at these bytes of the data section.
 
     Raises:
-        UnsupportedFormatError: A dtype has no name in safetensors, or a name is not allowed or there twice.
+        UnsupportedFormatError: safetensors does not support a dtype, or a name is not allowed or duplicate.
     """
     fields: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for tensor, start in zip(tensors, starts, strict=True):
@@ -412,7 +412,7 @@ def encode_header(
 
 
 def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Lay a file out: widest elements first, so that each tensor is aligned to its own; else in the given order."""
+    """Lay out a file: widest elements first, so that each tensor is aligned; otherwise in the given order."""
     order = sorted(range(len(tensors)), key=lambda i: -_alignment(tensors[i].dtype))
     starts = [0] * len(tensors)
     at = 0
@@ -430,7 +430,7 @@ def _alignment(name: str) -> int:
 def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:
     """Return the tensors of each shard, in the given order: a shard is closed before it would be too large.
 
-    A tensor larger than a shard gets one of its own.
+    A tensor larger than a shard gets its own shard.
     """
     shards: list[list[int]] = [[]]
     size = 0

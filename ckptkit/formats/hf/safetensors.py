@@ -38,8 +38,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     Raises:
         CheckpointNotFoundError: There is no safetensors file.
         IncompleteCheckpointError: A shard is missing or truncated.
-        CorruptCheckpointError: A header, the index, or both together break their rules.
-        UnsafePathError: The index names a file outside of the directory.
+        CorruptCheckpointError: A header or the index is invalid, or they contradict each other.
+        UnsafePathError: The index names a file outside the directory.
     """
     listed = file_names(store.list())
     names = [name for name in listed if name.endswith((".safetensors", _INDEX))]
@@ -66,7 +66,7 @@ def open_file(store: Store, path: str) -> Catalog:
 
 
 class _LazyTensors(WholeTensors):
-    """The tensors of some files; an entry is made when it is asked for, and kept."""
+    """The tensors of some files; entries are created on demand and cached."""
 
     def __init__(self, headers: Mapping[str, SafetensorsHeader]) -> None:
         self._headers = headers
@@ -102,7 +102,7 @@ class _LazyTensors(WholeTensors):
         return self._all().items()
 
     def _all(self) -> dict[str, TensorEntry]:
-        """Make all entries: five times as fast as one by one."""
+        """Create all entries at once: five times as fast as one by one."""
         if len(self._made) < len(self._paths):
             columns = ((path, header.tensors.columns()) for path, header in self._headers.items())
             made = {row[0]: _entry(path, *row) for path, rows in columns for row in rows}
@@ -135,7 +135,7 @@ def _info(
 
 
 def _modules(store: Store) -> tuple[str, ...]:
-    """A note on the modules of sentence-transformers that have weights of their own, which are no part of the model."""
+    """A note about sentence-transformers modules with separate weights, which are not part of the model."""
     modules = read_json(store, "modules.json")
     places = [item.get("path") for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
     safe = [place for place in places[:64] if isinstance(place, str) and is_safe_name(place)]
@@ -152,7 +152,7 @@ def _modules(store: Store) -> tuple[str, ...]:
 
 
 def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader], tuple[str, ...]]:
-    """Return the headers of the checkpoint's files, chosen in the order of transformers, and notes."""
+    """Return the headers of the checkpoint's files, with transformers' order of preference, and notes."""
     indices = [name for name in names if name.endswith(_INDEX)]
     tensors = [name for name in names if name.endswith(".safetensors")]
     if indices and "model.safetensors" not in tensors:
@@ -194,7 +194,7 @@ def _unused(names: list[str], used: list[str]) -> tuple[str, ...]:
 
 
 def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, SafetensorsHeader]:
-    """Return the headers of the shards that the index names, which must agree with it in both directions."""
+    """Return the headers of the shards in the index; index and shards must match exactly."""
     weight_map = _weight_map(store, index)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if shard not in tensors]

@@ -40,7 +40,7 @@ _CARRIED = (
 _CODE = ("*.py",)
 _OPTIMIZER = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
 _MAX_JSON_BYTES = 32 << 20
-# What transformers' config says about the weights; enough to decide on tied heads and wanted shapes.
+# The weight-related entries of transformers' config, for tied heads and expected shapes.
 _CONFIG_KEYS = (
     "architectures",
     "model_type",
@@ -61,12 +61,12 @@ _CONFIG_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """Files to carry along.
+    """The side files of a checkpoint.
 
     Attributes:
         carried: config.json, tokenizer files and the like, relative to the store.
         code: Python files of the model's author; listed, never run.
-        config: What config.json says; {} where there is none that can be read.
+        config: The contents of config.json; {} if there is none that can be read.
         notes: What could not be read.
     """
 
@@ -92,7 +92,7 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
     templates = f"{directory}/additional_chat_templates" if directory else "additional_chat_templates"
     if any(entry.path == templates for entry in entries):
         entries += store.list(templates)
-    # A name that no system should be given is not carried on: it would fail, or fool somebody, where it is written.
+    # Unsafe names are not copied: they would fail or mislead elsewhere.
     found = [entry.path for entry in entries if entry.kind in ("file", "symlink")]
     files = [path for path in found if is_safe_name(path.rpartition("/")[2])]
     notes = _unsafe(found, files, directory)
@@ -108,7 +108,7 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
 
 
 def _unsafe(found: Sequence[str], safe: Sequence[str], directory: str) -> tuple[str, ...]:
-    """A note that names the side files whose names are those of no file everywhere."""
+    """A note about side files with unsafe names."""
     left = sorted(set(found) - set(safe))
     names = [path for path in left if _matches(path, directory, (*_CARRIED, *_CODE))]
     if not names:
@@ -120,24 +120,24 @@ def _unsafe(found: Sequence[str], safe: Sequence[str], directory: str) -> tuple[
 
 
 def is_side_file(path: str) -> bool:
-    """Return whether a file at the root of a checkpoint, by its name, is carried along."""
+    """Return whether a file at a checkpoint's root is a side file, by its name."""
     return _matches(path, "", _CARRIED)
 
 
 def is_code(path: str) -> bool:
-    """Return whether a file at the root of a checkpoint is Python code of the model's author, by its name."""
+    """Return whether a file at a checkpoint's root is the model author's Python code, by its name."""
     return _matches(path, "", _CODE)
 
 
 def unread_optimizer(names: Iterable[str]) -> tuple[str, ...]:
-    """A note where the Trainer or accelerate saved an optimizer beside whole weights: its state is keyed by numbers,
-    and no file has the order of the parameters."""
+    """A note if the Trainer or accelerate saved an optimizer next to full weights: its state is numbered, and no file
+    has the parameter order."""
     found = [name for name in names if _OPTIMIZER.fullmatch(name)]
     return (f"{found[0]} lies beside the weights; an optimizer of whole weights is not read.",) if found else ()
 
 
 def read_json(store: Store, path: str) -> Any:
-    """Return what the JSON file says; None if it is missing, too large or no JSON."""
+    """Return the parsed JSON file; None if it is missing, too large or invalid."""
     try:
         raw = store.read(path, 0, _MAX_JSON_BYTES + 1)
         check_density(raw, file=path)
@@ -147,7 +147,7 @@ def read_json(store: Store, path: str) -> Any:
 
 
 def file_names(entries: Iterable[FileInfo]) -> list[str]:
-    """Return the paths of what can be opened as a file: regular files, and links that the store may follow."""
+    """Return the paths of readable files: regular files, and links that the store may follow."""
     return [entry.path for entry in entries if entry.kind in ("file", "symlink")]
 
 

@@ -1,7 +1,7 @@
 """Reads and writes numpy columns and a JSON header as one safetensors block, strictly validated.
 
-Eight bytes of header length, a JSON header, the columns end to end: the safetensors format, limited to
-one-dimensional integer columns, so that neither a pickle nor a parser of anything else is involved.
+Layout: eight bytes of header length, a JSON header, and the columns: the safetensors format, restricted to
+    one-dimensional integer columns, so that no pickle or other parser is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What `unpack` found: the columns by name (views of the bytes), and the header's JSON."""
+    """The result of `unpack`: the columns by name (views of the bytes), and the header's JSON."""
 
     arrays: Mapping[str, Column]
     header: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Columns:
 
 
 def pack(arrays: Mapping[str, Column], header: Mapping[str, Any]) -> bytes:
-    """Return the bytes of these columns. `header` must be JSON. Wider columns come first: all stay aligned."""
+    """Pack columns and a JSON header into bytes. Wider columns come first, so that all are aligned."""
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     fields: dict[str, Any] = {"__metadata__": {_KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)}}
     at, parts = 0, []
@@ -78,7 +78,7 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
     """Return the columns in `data`, as views of it; `file` names it in errors.
 
     Raises:
-        CorruptCheckpointError: It is not what `pack` writes.
+        CorruptCheckpointError: It was not written by `pack`.
     """
     view = memoryview(data)
     if len(view) < 8:
@@ -95,7 +95,7 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
 
 
 def fields_of(text: bytes, file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the description of each column and what was packed beside them. Raises CorruptCheckpointError."""
+    """Return the description of each column, and the packed header. Raises CorruptCheckpointError."""
     fields = _json(text, file)
     metadata = fields.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):
@@ -124,7 +124,7 @@ def _column(name: str, spec: Any, body: memoryview, file: str) -> Column:
 
 
 def pack_texts(texts: Sequence[str], name: str) -> dict[str, Column]:
-    """Return the two columns of a table of texts: `name` (UTF-8, end to end) and `name.ends`."""
+    """Return the two columns of a table of texts: `name` (concatenated UTF-8) and `name.ends`."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), dtype=np.int64)
     return {name: np.frombuffer(b"".join(encoded), np.uint8), f"{name}.ends": ends}

@@ -11,22 +11,22 @@ from ckptkit.errors import CorruptCheckpointError
 
 __all__ = ["check_density", "parse"]
 
-# A list or an object costs 64 bytes of memory and two of file. Real files have one in every 17 bytes at most: the
-# header of a safetensors file whose tensors have no names to speak of.
+# A list or object needs 64 bytes of memory, but only two bytes in a file. Real files have at most one per 17 bytes (a
+# safetensors header with very short tensor names).
 _FREE = 1 << 20
 _BYTES_A_CONTAINER = 12
 _BYTES_A_VALUE = 2.5
 
 
 def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return what the JSON in `data` says: UTF-8, no key twice, no NaN, no number beyond a float's range.
+    """Parse the JSON in `data`: UTF-8, no duplicate keys, no NaN, no numbers beyond a float's range.
 
     Args:
-        file: What error messages name.
-        pairs: Makes what an object becomes, instead of a dict without double keys.
+        file: File name for errors.
+        pairs: Builds the value of an object, instead of a dict without duplicate keys.
 
     Raises:
-        CorruptCheckpointError: It is no such JSON, or would take very much more memory than it has bytes.
+        CorruptCheckpointError: It is not such JSON, or would need far more memory than its size.
     """
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     check_density(raw, file=file)
@@ -39,7 +39,7 @@ def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]
 
 def check_density(raw: bytes, *, file: str) -> None:
     """Raise CorruptCheckpointError if JSON text has more lists, objects or values than any real file of its size."""
-    if b"\0" in raw:  # before it is decoded: a hole in a file of any size reads as such
+    if b"\0" in raw:  # before decoding: a hole in a sparse file reads as NUL bytes
         raise CorruptCheckpointError(f"{file} is no JSON: it holds NUL bytes. It is truncated or damaged.")
     if len(raw) < _FREE:
         return

@@ -4,8 +4,8 @@
 
 The header's `__metadata__["ckptkit.local"]` is JSON: `{"version": 1, "rank", "world_size", "meshes", "tensors"}`.
 "meshes" are those of the manifest (`{"shape", "names", "ranks"}`). "tensors" has for each tensor of the file
-`[key, shape of the whole, offsets, [mesh, placements] or null]`. A part that is no single box (a strided shard)
-is one tensor a box; then the names are `<key>#<box>`.
+`[key, shape of the whole, offsets, [mesh, placements] or null]`. A part with several boxes (a strided shard) is stored
+as one tensor per box, named `<key>#<box>`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class LocalTensor:
         name: In the file.
         key: In the checkpoint.
         shape: Of the whole tensor.
-        box: What the file holds of it.
-        placement: (mesh index, one text a mesh dimension); None for a tensor that is not cut.
+        box: The part in this file.
+        placement: (mesh index, one text per mesh dimension); None for a tensor that is not sharded.
     """
 
     name: str
@@ -63,7 +63,7 @@ def file_name(rank: int) -> str:
 def file_metadata(
     rank: int, world_size: int, meshes: Sequence[Mapping[str, Any]], tensors: Sequence[LocalTensor]
 ) -> dict[str, str]:
-    """Return what goes into `__metadata__` of a rank's file."""
+    """Return the `__metadata__` of a rank's file."""
     table = {
         t.name: [t.key, t.shape, t.box.offsets, None if t.placement is None else [t.placement[0], t.placement[1]]]
         for t in tensors
@@ -73,7 +73,7 @@ def file_metadata(
 
 
 def is_local(store: Store) -> bool:
-    """Return whether rank files of this format lie at the store's root."""
+    """Return whether the store's root has rank files of this format."""
     return any(_FILE.fullmatch(item.path) for item in store.list())
 
 
@@ -83,7 +83,7 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
     Raises:
         CheckpointNotFoundError: There is no such file.
         IncompleteCheckpointError: A rank's file is missing.
-        CorruptCheckpointError: A header is not what this format says.
+        CorruptCheckpointError: A header violates this format.
     """
     found = {int(m[1]): item for item in store.list() if (m := _FILE.fullmatch(item.path))}
     if not found:

@@ -1,8 +1,8 @@
 """`manifest.safetensors`: the contents of a ckptkit checkpoint as columns: every slice, its location, its digest.
 
-There is no pickle in it, and nothing a row long in Python objects: a million slices are a few arrays, and the
-entries of its catalog are made when they are asked for. The columns (T tensors, N slices in the order of their
-tensors, E the sum of ndim over what precedes):
+It contains no pickle and needs no Python objects per row: a million slices are a few arrays, and catalog entries are
+created on demand. The columns (T tensors, N slices in the order of their tensors, E the sum of ndim over what
+precedes):
 
     names, paths                 tables of texts (UTF-8, and `.ends`)
     tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; dimensions
@@ -60,7 +60,7 @@ __all__ = [
     "format_in_header",
 ]
 
-# What must hold for a manifest before anything is read by it. Whole columns at a time.
+# Validates a manifest before it is used, whole columns at a time.
 
 
 _MAX_NDIM = 64  # torch's own limit
@@ -69,7 +69,7 @@ _BLOCK = 1 << 16
 
 
 def _check_tables(columns: Columns, version: int) -> None:
-    """Check everything that later steps index with, so that decoding cannot go wrong half-way.
+    """Check all indices used by later steps, so that decoding cannot fail in between.
 
     Raises:
         CorruptCheckpointError: A table or a pointer is impossible.
@@ -112,7 +112,7 @@ def _check_tables(columns: Columns, version: int) -> None:
 
 
 def _check_manifest(manifest: Manifest, columns: Columns) -> None:
-    """Check paths, names, and that each slice lies in its tensor and has the bytes of its box.
+    """Check paths and names, and that each slice is inside its tensor and has the bytes of its box.
 
     Raises:
         CorruptCheckpointError: A row is impossible.
@@ -139,7 +139,7 @@ def _check_manifest(manifest: Manifest, columns: Columns) -> None:
 
 
 class _Geometry:
-    """Where the numbers of each tensor's slices stand in the ragged columns."""
+    """The positions of each tensor's slices in the ragged columns."""
 
     def __init__(self, manifest: Manifest, columns: Columns, itemsizes: npt.NDArray[np.int64]) -> None:
         self.manifest = manifest
@@ -154,7 +154,7 @@ class _Geometry:
         self.first_shape = np.cumsum(self.ndims) - self.ndims
 
     def check(self, start: int, stop: int) -> None:
-        """Check the slices [start, stop). A block at a time: what is compared is larger than what is stored."""
+        """Check the slices [start, stop), in blocks because of large temporaries."""
         rows = np.arange(start, stop)
         owner = np.searchsorted(self.stops, rows, side="right")
         first = self.first_element[owner] + (rows - self.starts[owner]) * self.ndims[owner]
@@ -182,7 +182,7 @@ class _Geometry:
         return self.manifest.tensors.names[tensor]
 
     def check_strided(self) -> None:
-        """Check that the bytes of slices with strides are what the strides span."""
+        """Check that slices with strides have the bytes that the strides span."""
         slices = self.manifest.slices
         for row, strides in slices.strides.items():
             owner = int(np.searchsorted(self.stops, row, side="right"))
@@ -267,7 +267,7 @@ _ENCODINGS = ("torch_save", "json", "value")
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """One row a tensor. `slice_stop` is past its last row in `Slices`."""
+    """One row per tensor. `slice_stop` is the index after its last row in `Slices`."""
 
     names: list[str]
     dtypes: list[str]
@@ -282,7 +282,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """One row a slice, in the order of the tensors; `offsets` and `sizes` are ragged: ndim numbers a row."""
+    """One row per slice, in tensor order; `offsets` and `sizes` are ragged: ndim numbers per row."""
 
     files: Int32
     starts: Int64
@@ -339,7 +339,7 @@ class Manifest:
         return cls(list(paths), tensors, slices, dict(catalog.objects), catalog.info, placements)
 
     def catalog(self) -> Catalog:
-        """Return the catalog; its tensors are made when asked for."""
+        """Return the catalog; its tensors are created on demand."""
         placements = {PLACEMENTS: _Placements(self)} if self.placements else {}
         info = replace(self.info, extra={**self.info.extra, **placements})
         return Catalog(Entries(self), self.objects, info)
@@ -411,7 +411,7 @@ def _decode(columns: Columns) -> Manifest:
 
 
 def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
-    """Return a ragged column as one tuple a row."""
+    """Return a ragged column as one tuple per row."""
     values, at, rows = flat.tolist(), 0, []
     for width in widths.tolist():
         rows.append(tuple(values[at : at + width]))
@@ -420,7 +420,7 @@ def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
 
 
 def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[str | int, ...]]:
-    """The planner's paths: the name cut into parts, a part of -1 - i being the list index i."""
+    """The planner's paths: the name split into parts; a part of -1 - i is the list index i."""
     counts = columns.get(f"{prefix}.parts", "uint8", len(names))
     parts = columns.get(f"{prefix}.part", "int32", int(counts.sum(dtype=np.int64))).tolist()
     keys: list[tuple[str | int, ...]] = []
@@ -488,10 +488,11 @@ def _decode_info(columns: Columns) -> CatalogInfo:
 
 
 class Entries(Mapping[str, TensorEntry]):
-    """The tensors of a manifest, each made when it is asked for.
+    """The tensors of a manifest, created on demand.
 
     Attributes:
-        columns: Of each tensor, its first slice, past its last one, and where its boxes begin in the slices' elements.
+        columns: For each tensor: its first slice, the index after its last slice, and the start of its boxes in the
+            ragged columns.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -508,7 +509,7 @@ class Entries(Mapping[str, TensorEntry]):
         self._strided = sorted(manifest.slices.strides)
 
     def row(self, name: str) -> int | None:
-        """Return the tensor's row in the manifest, None if there is none of that name."""
+        """Return the tensor's row in the manifest, None if there is no such tensor."""
         return self._index.get(name)
 
     def __len__(self) -> int:
@@ -735,7 +736,7 @@ def _pack_objects(entries: Mapping[str, ObjectEntry], paths: list[str]) -> tuple
         "object.encoding": np.array([_ENCODING_CODES[e.encoding] for e in items], np.uint8),
         **_pack_keys("object", [e.name for e in items], [tuple(e.key) for e in items]),
     }
-    # What lies in a file of its own stays there: only values that are nowhere else are copied in.
+    # Objects in separate files stay there: only values stored nowhere else are included.
     return arrays, {e.name: e.value for e in items if e.encoding != "torch_save" and not e.path}
 
 

@@ -49,20 +49,20 @@ def open_catalog(
     options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
     record: CommitRecord | None = None,
 ) -> Catalog:
-    """Return what the committed checkpoint at the store's root holds, SHARDED, FULL or LOCAL.
+    """Open the committed checkpoint (SHARDED, FULL or LOCAL) at the store's root.
 
-    Reads the record, the manifest and `objects.json`, each checked against its digest; no tensor bytes. Paths are
-    relative to `store`, wherever the record says that the files lie.
+    Reads and verifies the record, the manifest and `objects.json`, but no tensor bytes. Paths are relative to `store`,
+    independent of the record's `data`.
 
     Args:
-        record: The commit record, where it was read just now.
+        record: The commit record, if it was just read.
 
     Raises:
-        CheckpointNotFoundError: There is no commit record: nothing was completed here.
+        CheckpointNotFoundError: There is no commit record, so no checkpoint.
         IncompleteCheckpointError: The manifest is missing, or the record is, beside the manifest of a save.
-        IntegrityError: A file is not the one that was committed.
-        CorruptCheckpointError: A file is not what it must be.
-        UnsafePathError: The directory's name is that of a step, and its record says that it is another checkpoint.
+        IntegrityError: A file is not the committed one.
+        CorruptCheckpointError: A file is malformed.
+        UnsafePathError: The directory's name and its record belong to different checkpoints.
     """
     if record is None:
         record = find_record(store)
@@ -94,7 +94,7 @@ def open_catalog(
 
 
 def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
-    """Return the manifest and, where there is one, `objects.json`; at once, where each is a request."""
+    """Return the manifest and `objects.json` (if any), in parallel on object stores."""
 
     def objects() -> bytes | None:
         found = record.files.get(OBJECTS_NAME)
@@ -196,7 +196,7 @@ def _digest(store: Store, path: str, size: int) -> str:
 
 
 def _check_places(manifest: Manifest, record: CommitRecord, place: str) -> None:
-    """Check that every slice lies in a committed file, before anybody asks for memory by its shape."""
+    """Check that every slice is inside a committed file, before memory is allocated by its shape."""
     sizes = []
     for path in manifest.paths:
         if path not in record.files:
@@ -216,7 +216,7 @@ def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int 
             f"{store.url}/{path}: the commit record says {expected.nbytes} bytes; no such file has more than {most}."
         )
     try:
-        data = store.read(path, 0, expected.nbytes + 1)  # a sparse file can claim any size: read what was committed
+        data = store.read(path, 0, expected.nbytes + 1)  # a sparse file can claim any size
     except FileNotFoundError as error:
         raise IncompleteCheckpointError(f"{store.url}/{path} is missing, though the commit record lists it.") from error
     if len(data) != expected.nbytes:
@@ -289,7 +289,7 @@ def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
     )
 
 
-# What a key of our own SHARDED, FULL and LOCAL layouts is: a parameter, a master, a moment, or anything else.
+# Interprets keys of ckptkit checkpoints: parameter, master, moment or other.
 
 
 def role_of(name: str, path: tuple[str | int, ...] = ()) -> tuple[Role, str, str]:

@@ -76,7 +76,7 @@ def step_of_name(name: str) -> int | None:
 
 
 def check_tag(tag: str, step: int | None = None) -> str:
-    """Return `tag` if a directory can be called so on every system and nothing else is.
+    """Return `tag` if it is a valid and unreserved directory name on every system.
 
     Raises:
         UsageError: It has other characters than letters, digits, ".", "_", "-" and "=", is too long, starts with
@@ -115,22 +115,22 @@ class FileRecord:
 
     @property
     def digest(self) -> str:
-        """The digest as one text, which says what it is of."""
+        """The digest as text, including its kind."""
         return f"{PREFIX}{self.checksum}" if self.outlined else self.checksum
 
     def to_json(self) -> dict[str, int | str]:
-        """Return what the commit record says of the file."""
+        """Return the file's entry in the commit record."""
         return {"nbytes": self.nbytes, "outline" if self.outlined else DIGEST: self.checksum}
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensors:
-    """What one rank wrote of a state.
+    """The files that one rank wrote.
 
     Attributes:
-        part: What rank 0 must know of it to write the index.
+        part: The description that rank 0 needs for the index.
         files: Size and digest of each file.
-        phases: (phase, seconds, bytes) of what took the time.
+        phases: (phase, seconds, bytes).
     """
 
     part: bytes
@@ -140,25 +140,25 @@ class WrittenTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:
-    """What `checkpoint.json` states. The checkpoint exists if, and only if, this record lies in its directory.
+    """The contents of `checkpoint.json`. A checkpoint exists if and only if its directory has this record.
 
     Attributes:
         step: The training step.
-        tag: The directory's name where it is not that of the step.
-        save_id: 16 hex digits, another for every attempt to save.
+        tag: The directory's name, unless derived from the step.
+        save_id: 16 hex digits, new for every attempt to save.
         sequence: Counts the saves of a root. It orders checkpoints (clocks do not): see `inventory`.
-        data: Where the files lie, relative to the record: "" beside it, or `save_id` on an object store.
+        data: Location of the files relative to the record: "" (same directory), or `save_id` on an object store.
         created: Seconds since the epoch, by the clock of rank 0. `keep_daily` counts days by it; else it is for people.
         state_dict_type: "sharded", "full" or "local".
         mesh: {"shape": [...], "names": [...]}, None if there was no mesh.
-        files: Every file below `data` but the record, by path. All of them are needed.
+        files: Every file below `data` except the record, by path. All are required.
         manifest: The path of the manifest in `files`; None if the format has none.
-        metrics: What the caller measured; `best` is found by them. May be NaN or infinite.
-        objective: (metric, "min" | "max") that the run's `best` means, None if it said nothing.
-        client_state: The caller's own JSON.
+        metrics: Values measured by the caller; they determine `best`. May be NaN or infinite.
+        objective: (metric, "min" | "max") that defines the run's `best`; None if not set.
+        client_state: JSON from the caller.
         writer: Who saved: {"host": ..., "pid": ...}.
         versions: Library versions, by name.
-        extra: Anything else that a writer adds, JSON.
+        extra: Additional JSON from the writer.
     """
 
     step: int
@@ -190,7 +190,7 @@ class CommitRecord:
         return self.tag if self.tag is not None else step_name(self.step)
 
     def without_files(self) -> CommitRecord:
-        """Return the record with an empty table of files: small, whatever the number of ranks."""
+        """Return the record without its table of files: small for any number of ranks."""
         return dataclasses.replace(self, files={})
 
     def to_json(self) -> bytes:
@@ -226,7 +226,7 @@ class CommitRecord:
                 f"the record of step {self.step} can't be written as JSON: {error}. Metrics must be numbers, and "
                 "client_state JSON: strings, finite numbers, lists, dicts with string keys, None."
             ) from error
-        # What is written is read back: a field of a wrong type must fail the save, not the load.
+        # Parse the result: a field with a wrong type must fail the save, not the load.
         data = (text + "\n").encode()
         CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")
         return data
@@ -237,9 +237,9 @@ class CommitRecord:
 
         Raises:
             UnsupportedFormatError: A newer ckptkit wrote it.
-            IntegrityError: It was changed after it was written.
-            UnsafePathError: A name points out of the checkpoint.
-            CorruptCheckpointError: Anything else that a commit record cannot be.
+            IntegrityError: It was modified after it was written.
+            UnsafePathError: A name points outside the checkpoint.
+            CorruptCheckpointError: Anything else is invalid.
         """
         if len(data) > MAX_RECORD_BYTES:
             raise CorruptCheckpointError(f"{file} has {len(data)} bytes; no commit record is larger than 256 MiB.")
@@ -381,13 +381,13 @@ def _files(table: Mapping[str, Any], file: str) -> Mapping[str, FileRecord]:
 
 
 def _self_digest(body: Mapping[str, Any]) -> str:
-    """Return the digest of `body` in its one canonical spelling: keys sorted, no spaces, ASCII."""
+    """Return the digest of `body` in canonical form: sorted keys, no spaces, ASCII."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return f"{DIGEST}:{hex_digest_of(canonical.encode())}"
 
 
 def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
-    """Check what the caller gives for a commit record, before anything is written.
+    """Check the caller's values for a commit record, before anything is written.
 
     Raises:
         UsageError: Names the metric that is not a number, or what in `client_state` is not JSON.
@@ -404,7 +404,7 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
 
 
 def _check_keys(value: Any, place: str) -> None:
-    """Raise if JSON would turn a key into a string without a word: {1: ...} would come back as {"1": ...}."""
+    """Raise if JSON would silently turn a key into a string: {1: ...} would be read as {"1": ...}."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -468,7 +468,7 @@ def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
 
 def _find_remote(store: Store, path: str, place: str) -> CommitRecord | None:
     try:
-        data = store.read(path, 0, _FIRST_READ)  # one request, where asking for the size first makes three
+        data = store.read(path, 0, _FIRST_READ)  # one request instead of three (the size first)
     except FileNotFoundError:
         return None
     if len(data) == _FIRST_READ:
@@ -500,5 +500,5 @@ def _run_of(store: Store, path: str) -> str:
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:
-    """Return the store of the files of the checkpoint whose record lies at the root of `store`."""
+    """Return the store with the files of the checkpoint whose record is at the root of `store`."""
     return store.child(record.data) if record.data else store

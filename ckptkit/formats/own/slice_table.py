@@ -36,7 +36,7 @@ class SliceRow(NamedTuple):
 
 @dataclass(slots=True)
 class TablePart:
-    """All that one rank wrote."""
+    """The slices that one rank wrote."""
 
     rank: int
     rows: list[SliceRow] = field(default_factory=list)
@@ -50,7 +50,7 @@ class TablePart:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TablePart:
-        """Return the part that another rank of this save sent."""
+        """Parse the part sent by another rank of this save."""
         rank, rows, meshes, files = json.loads(data)
         found = {path: FileRecord(*item) for path, item in files.items()}
         return cls(rank, [SliceRow(*row) for row in rows], meshes, found)
@@ -65,10 +65,10 @@ def write_manifest(
     extra: Mapping[str, Any],
     sync: bool = True,
 ) -> dict[str, FileRecord]:
-    """Write `manifest.safetensors` of what all ranks wrote; return every file of all ranks, the manifest included.
+    """Write `manifest.safetensors` for the slices of all ranks; return all ranks' files, including the manifest.
 
     Raises:
-        SaveError: Ranks disagree about a tensor, or its elements are not all there.
+        SaveError: Ranks disagree about a tensor, or its elements are incomplete.
     """
     meshes: list[dict[str, Any]] = []
     table: dict[str, tuple[str, tuple[int, ...], list[TensorSlice]]] = {}

@@ -1,6 +1,6 @@
 """Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, torchtitan's kind.
 
-Each is a table of places; what lies there is read by the reader of its own format.
+Each is a table of locations; their contents are read by the format's own reader.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["LAYOUTS", "DirectoryLayout", "layout_of", "open_catalog"]
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLayout:
-    """Where a system puts things.
+    """The directory layout of a system.
 
     Attributes:
-        models: Directories that hold the weights; the first that is there is read.
+        models: Directories of the weights; the first existing one is read.
         optimizers: The same for the optimizer.
-        objects: Files that are carried as objects, by name.
-        steps: A JSON file and its key that hold the step.
+        objects: Files included as objects, by name.
+        steps: A JSON file and the key of the step in it.
     """
 
     format: str
@@ -62,7 +62,7 @@ LAYOUTS: tuple[DirectoryLayout, ...] = (
 
 
 def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | None:
-    """Return the layout that the directories at a checkpoint's root follow; None if it is not one of them."""
+    """Return the layout of the directories at a checkpoint's root; None if unknown."""
     for layout in LAYOUTS:
         has_optimizer = not layout.optimizers or any(name in directories for name in layout.optimizers)
         if has_optimizer and _first(store, layout.models, directories) is not None:
@@ -99,7 +99,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tuple[str, Open] | None:
-    """The first directory of these that holds something readable, with its reader."""
+    """The first of these directories that is readable, with its reader."""
     for name in names:
         if name.partition("/")[0] in directories:
             files = {item.path[len(name) + 1 :]: item.size for item in store.list(name)}

@@ -42,7 +42,7 @@ class Piece:
 
 
 class FlatVector:
-    """A flat vector in pieces, in order of their start. Padding at the end is part of it."""
+    """A flat vector as pieces ordered by start, including padding at the end."""
 
     __slots__ = ("pieces",)
 
@@ -51,7 +51,7 @@ class FlatVector:
 
     @classmethod
     def of_ranks(cls, tensors: Iterable[tuple[int, StoredTensor]]) -> FlatVector:
-        """Return the vector of each rank's tensor, laid end to end."""
+        """Return the concatenation of all ranks' tensors."""
         pieces, position = [], 0
         for rank, tensor in tensors:
             pieces.append(Piece(position, tensor, rank))
@@ -104,7 +104,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class FlatParam:
-    """What lies in one flat parameter: (name, shape, first element) of each parameter."""
+    """The contents of one flat parameter: (name, shape, first element) of each parameter."""
 
     params: tuple[tuple[str, tuple[int, ...], int], ...]
 
@@ -132,11 +132,11 @@ def read(
 
     Args:
         names: The files, in rank order.
-        values: What they hold.
+        values: Their contents.
         optimizer: The optimizer's DCP, which has the shapes of the trained parameters.
 
     Raises:
-        UnsupportedFormatError: The shapes are nowhere; the message says what to give.
+        UnsupportedFormatError: The shapes are not recorded; the message says what to pass.
         CorruptCheckpointError: The shapes do not fit the flat parameters.
     """
     units = {name for name in values[0] if name.endswith(_SUFFIX)}

@@ -113,7 +113,7 @@ def _strip(entry: TensorEntry, prefix: str) -> TensorEntry:
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What meta.pt says. Classes of the user's own in it (hyper-parameters) stay inert records."""
+    """The contents of meta.pt. User classes in it (hyper-parameters) stay inert records."""
     try:
         value = read_archive(store, META, unknown="record").value
     except (CkptkitError, FileNotFoundError) as error:

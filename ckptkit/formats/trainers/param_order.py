@@ -53,7 +53,7 @@ def assign(
 def _match(
     params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool], fits: Fits | None
 ) -> list[list[str]] | None:
-    """The only assignment of the groups to a subsequence of `params`; None if there is none or more than one.
+    """The unique assignment of the groups to a subsequence of `params`; None if there is none or more than one.
 
     Walks the parameters with every partial assignment that is still possible: the position in each group, and
     how it came about (None once there were two ways, which a unique end cannot have).

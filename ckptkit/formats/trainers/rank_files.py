@@ -1,6 +1,6 @@
 """Reads checkpoints with one torch.save file per rank, and joins the parts of each tensor.
 
-What a rank saved under a name is a DTensor, a ShardedTensor, or a plain tensor that every rank holds whole.
+Each rank's value is a DTensor, a ShardedTensor, or a plain tensor that is complete on every rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor of several ranks. `notes` say where its replicas differ, `what` names the files its parts are in."""
+    """A tensor of several ranks. `notes`: where its replicas differ. `what`: the files of its parts."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Joined:
         """Return the catalog's entry, with every element covered.
 
         Raises:
-            IncompleteCheckpointError, CorruptCheckpointError: It is not.
+            IncompleteCheckpointError, CorruptCheckpointError: Elements are missing or overlap.
         """
         entry = TensorEntry(name, self.dtype, self.shape, self.slices, role, fqn, state, tuple(key))
         try:
@@ -155,7 +155,7 @@ def _dtensor_slices(part: DTensorRecord, rank: int) -> list[TensorSlice]:
 
 
 def _refuse_copies(parts: Mapping[int, DTensorRecord], what: str) -> None:
-    """Refuse two files that say they were written at one place of one mesh."""
+    """Raise if two files claim the same coordinate of one mesh."""
     places: dict[tuple[Any, ...], int] = {}
     for rank, part in parts.items():
         if part.mesh.coordinate is not None:
@@ -190,9 +190,9 @@ def _kind(part: Any) -> str:
 
 
 def refuse_bare_parts(joined: Mapping[Any, Joined], *, what: str) -> None:
-    """Refuse a model whose tensors are plain in all ranks and different in each: parts that do not say of what.
+    """Raise for a model whose tensors are plain and different on each rank: their full tensors are unknown.
 
-    Where some are the same, the model is a replica, and what differs are buffers of each rank.
+    If some are equal, the model is a replica with per-rank buffers.
     """
     large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
     if large and all(tensor.notes for tensor in large):
@@ -223,7 +223,7 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
         raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks {are} missing: {names}.")
 
 
-# Whether the files of all ranks are of one save: what each says of how far the run was, and no copies.
+# Checks that the files of all ranks belong to one save: equal progress, and no copies.
 
 
 _TELLING = 16  # elements that are the same in two ranks by no accident
@@ -268,8 +268,7 @@ def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> 
 
 
 def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) -> None:
-    """Check that no two ranks hold the same flat weights and moments, by their CRC-32: nothing else says whose part a
-    file is.
+    """Check by CRC-32 that no two ranks have the same flat weights and moments: nothing else identifies a file's rank.
 
     Raises:
         CorruptCheckpointError: It names the two files.

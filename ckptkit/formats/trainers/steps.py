@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"\d{1,18}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepName:
-    """A name that has a step in it. Orders by step, then epoch, then name."""
+    """A name that contains a step. Ordered by step, then epoch, then name."""
 
     step: int
     epoch: int
@@ -34,5 +34,5 @@ def parse_step(name: str) -> StepName | None:
 
 
 def ordered(names: Iterable[str]) -> list[StepName]:
-    """Return the names that have a step, newest first."""
+    """Return the names that contain a step, newest first."""
     return sorted((found for name in names if (found := parse_step(name))), reverse=True)
