@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate")
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+import transformers  # only that: what it has is loaded where it is used, and a Trainer takes seconds
 
 from ckptkit import CheckpointManager, RetentionPolicy, TrainState, open_checkpoint
 from ckptkit.errors import CheckpointMismatchError, UsageError
@@ -30,19 +28,19 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def trainer_of(work: Path, callback: Any, model: Any = None, **options: Any) -> Trainer:
+def trainer_of(work: Path, callback: Any, model: Any = None, **options: Any) -> transformers.Trainer:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, attention_dropout=0.3, max_position_embeddings=16,
     )  # fmt: skip
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         output_dir=str(work / "out"), per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=3,
         logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
         **{"max_steps": 8, "save_strategy": "no", **options},
     )  # fmt: skip
-    trainer = Trainer(
-        model or LlamaForCausalLM(config), arguments, train_dataset=Texts(), eval_dataset=Texts(),
+    trainer = transformers.Trainer(
+        model or transformers.LlamaForCausalLM(config), arguments, train_dataset=Texts(), eval_dataset=Texts(),
         callbacks=[callback] if callback else None,
     )  # fmt: skip
     if callback is not None:
@@ -78,7 +76,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(at, tmp_path, monkey
     assert resumed.lr_scheduler.state_dict() == straight.lr_scheduler.state_dict()
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (resumed, straight)]
     assert losses[0] == losses[1]
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "export")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "export")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), straight.model.parameters(), strict=True))
 
 
@@ -90,7 +88,7 @@ def test_rotation_keeps_what_the_policy_says(tmp_path):
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
-def evaluated(work: Path, callback: Any, **options: Any) -> Trainer:
+def evaluated(work: Path, callback: Any, **options: Any) -> transformers.Trainer:
     return trainer_of(work, callback, eval_strategy="steps", eval_steps=2, learning_rate=0.3, **options)
 
 
@@ -147,7 +145,7 @@ def test_a_callback_that_was_not_attached_or_has_another_trainer_says_so(tmp_pat
         trainer.train()
 
 
-def plain_trainer(work: Path, **options: Any) -> Trainer:
+def plain_trainer(work: Path, **options: Any) -> transformers.Trainer:
     """A Trainer without a callback: it saves its own files."""
     return trainer_of(work, None, save_strategy="steps", save_steps=4, weight_decay=0.1, **options)
 
