@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _GRACE_S = 3.0  # after the first failed rank, how long the others have to report
+_LEAVE_S = 1.0  # how long ranks have to end by themselves
 _context: Any = None
 
 
@@ -78,7 +79,8 @@ def _forget_meshes() -> None:
     """
     from torch.distributed.tensor import debug
 
-    debug._clear_sharding_prop_cache()
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
 
 
 def _once(
@@ -205,12 +207,13 @@ class Pool:
             Path(rendezvous).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End all ranks."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        """End all ranks: idle ones by themselves, so that their coverage is written, the others by force."""
         for conn in self._conns:
             with contextlib.suppress(OSError):
                 conn.close()
+        deadline = time.monotonic() + _LEAVE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
         self._processes, self._conns = [], []
