@@ -13,7 +13,7 @@ GPU_PYTHON ?= $(shell $(PYTHON) -c "import importlib.util as u; exit(not u.find_
 # `make gpu DEVICE=cpu` runs the same code on the host.
 DEVICE ?= cuda
 
-.PHONY: demo test test-night test-ci test-all gpu gpu-wheels lint docs clean
+.PHONY: demo test test-night test-ci test-all test-floor gpu gpu-wheels lint docs clean
 
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
@@ -32,6 +32,17 @@ test-ci: .venv/test.stamp
 # One run, not one after the other: what tests of both halves set up together is set up once.
 test-all: .venv/test.stamp
 	$(PYTEST)
+
+# The daily set with the lowest versions that pyproject.toml declares, in an environment of its own: Python 3.10 or 3.11,
+# as the lowest numpy has no wheel for later ones.
+test-floor: .venv-floor/stamp
+	.venv-floor/bin/python $(filter-out .venv/bin/python,$(PYTEST)) -m "not night"
+
+.venv-floor/stamp: pyproject.toml tests/floor.py
+	$(PYTHON) -m venv --clear .venv-floor
+	$(PYTHON) tests/floor.py > .venv-floor/constraints.txt
+	.venv-floor/bin/pip install --quiet --disable-pip-version-check -c .venv-floor/constraints.txt -e '.[test]'
+	touch $@
 
 # What needs a CUDA device: the tests of tests/gpu, then the tables of benchmarks/gpu.py. Fetches nothing.
 gpu: .venv-gpu/stamp
@@ -80,4 +91,4 @@ docs: .venv/docs.stamp
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu
+	rm -rf .venv .venv-gpu .venv-floor
