@@ -13,7 +13,7 @@ GPU_PYTHON ?= $(shell $(PYTHON) -c "import importlib.util as u; exit(not u.find_
 # `make gpu DEVICE=cpu` runs the same code on the host.
 DEVICE ?= cuda
 
-.PHONY: demo test test-night test-ci test-all test-floor gpu gpu-wheels lint docs clean
+.PHONY: demo test test-night test-ci test-all test-floor coverage gpu gpu-wheels lint docs clean
 
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
@@ -43,6 +43,13 @@ test-floor: .venv-floor/stamp
 	$(PYTHON) tests/floor.py > .venv-floor/constraints.txt
 	.venv-floor/bin/pip install --quiet --disable-pip-version-check -c .venv-floor/constraints.txt -e '.[test]'
 	touch $@
+
+# Lines and branches of the package that the daily set runs, in ranks and commands too. Takes about twice as long.
+coverage: .venv/dev.stamp
+	rm -rf build/coverage && mkdir -p build/coverage
+	.venv/bin/python -m coverage run $(filter-out .venv/bin/python,$(PYTEST)) -m "not night" || echo "some tests failed"
+	.venv/bin/python -m coverage combine --quiet
+	.venv/bin/python -m coverage report --sort cover > build/coverage/report.txt; tail -1 build/coverage/report.txt
 
 # What needs a CUDA device: the tests of tests/gpu, then the tables of benchmarks/gpu.py. Fetches nothing.
 gpu: .venv-gpu/stamp
