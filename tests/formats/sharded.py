@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog
-from ckptkit.formats.dcp.index import WrittenFiles, write_index
+from ckptkit.formats.dcp.index import write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 from ckptkit.formats.dcp.read import ReadReport, plan_read
+from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.store import Store
 
 Gather = Callable[[bytes], "list[bytes] | None"]
@@ -26,7 +27,7 @@ def write_sharded(
     sync: bool = True,
     workers: int = 0,
     save_id: str = "",
-) -> tuple[WrittenFiles | None, ShardedPlan]:
+) -> tuple[Mapping[str, FileRecord] | None, ShardedPlan]:
     """Plan, write and index a state. All ranks must call it. Returns the files on rank 0 only, and the plan."""
     plan = plan_sharded(state_dict, rank=rank, world_size=world_size, previous=previous)
     plan = plan.settle(all_gather(plan.signature), all_gather)

@@ -27,7 +27,7 @@ from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
 from ckptkit.storage.store import Store
 
-__all__ = ["METADATA_NAME", "Index", "Kind", "Part", "PlannedKey", "RankSlices", "WrittenFiles", "write_index"]
+__all__ = ["METADATA_NAME", "Index", "Kind", "Part", "PlannedKey", "RankSlices", "write_index"]
 
 METADATA_NAME = ".metadata"
 Int64 = npt.NDArray[np.int64]
@@ -423,22 +423,6 @@ class Index:
         return {name: (found.role, found.fqn, found.state) for name, found in told.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFiles:
-    """A complete sharded state on disk.
-
-    Attributes:
-        files: Every file of all ranks, `.metadata` and the manifest included.
-        tensors, slices: How many.
-        nbytes: Bytes of tensor data, each element once.
-    """
-
-    files: Mapping[str, FileRecord]
-    tensors: int
-    slices: int
-    nbytes: int
-
-
 def write_index(
     parts: Sequence[bytes],
     store: Store,
@@ -447,8 +431,8 @@ def write_index(
     sync: bool = True,
     extra: Mapping[str, Any] | None = None,
     kind: Kind = "ckptkit-sharded",
-) -> WrittenFiles:
-    """Write `manifest.safetensors` and `.metadata` of what all ranks wrote. Rank 0 alone calls it.
+) -> Mapping[str, FileRecord]:
+    """Write `manifest.safetensors` and `.metadata` of what all ranks wrote; return all files. Rank 0 alone calls it.
 
     Args:
         parts: what `ShardedPlan.write` told of each rank.
@@ -471,5 +455,4 @@ def write_index(
         manifest = index.manifest(files, save_id, extra or {}, kind).to_bytes()
         store.write(MANIFEST_NAME, manifest, sync=sync)
     files[MANIFEST_NAME] = FileRecord(len(manifest), hex_digest_of(manifest))
-    nbytes = sum(payload_nbytes(key.dtype, key.shape) for key, *_ in index.entries())
-    return WrittenFiles(files, len(index.stops), int(index.stops[-1]) if len(index.stops) else 0, nbytes)
+    return files

@@ -256,7 +256,7 @@ class ShardedPlan:
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
         """Write what describes the parts of all ranks, and return the files that this takes. Rank 0."""
-        files = write_index(parts, store, save_id=save_id, extra=extra, sync=sync).files
+        files = write_index(parts, store, save_id=save_id, extra=extra, sync=sync)
         return {name: files[name] for name in (METADATA_NAME, MANIFEST_NAME)}
 
 
