@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from ckptkit.errors import CheckpointMismatchError, SaveError
 from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 from ckptkit.formats.dcp.read import ReadPlan
 
-__all__ = ["CachedSavePlanner", "DCPLoadPlanner", "DCPSavePlanner", "PlansReads", "WriterMeta"]
+__all__ = ["CachedSavePlanner", "DCPLoadPlanner", "DCPSavePlanner", "WriterMeta"]
 
 _UNSETTLED = bytes(8)
 _MIXED = "Some ranks plan with DCPSavePlanner, others do not: all must have the same planner."
@@ -51,18 +51,6 @@ class WriterMeta(StorageMeta):
 
     rank: int = 0
     collective: bool = True
-
-
-@runtime_checkable
-class PlansReads(Protocol):
-    """The entries of a checkpoint whose reader plans by columns."""
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether torch wrote it, so that it may have the keys of its versions before 2.4."""
-
-    def plan(self, state_dict: dict[str, Any], *, strict: bool) -> ReadPlan:
-        """Return what fills this state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +208,7 @@ class DCPLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         self.reads = None
         source: Any = None if metadata is None else metadata.state_dict_metadata
-        self._source = source if isinstance(source, PlansReads) and _is_itself(self, _LOAD) else None
+        self._source = source if getattr(source, "is_plannable", False) and _is_itself(self, _LOAD) else None
         if self._source is None:
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
@@ -233,7 +221,7 @@ class DCPLoadPlanner(DefaultLoadPlanner):
         if self._source is None:
             return super().create_local_plan()
         try:
-            reads = self._source.plan(self.original_state_dict, strict=not self.allow_partial_load)
+            reads: ReadPlan = self._source.plan(self.original_state_dict, strict=not self.allow_partial_load)
         except CheckpointMismatchError as error:
             if not self._source.is_foreign:
                 raise

@@ -92,7 +92,6 @@ __all__ = [
     "write_finish",
     "CatalogMetadata",
     "CatalogPaths",
-    "PlannableMetadata",
 ]
 
 # The end of a `dcp.save` with our writer: `.metadata` and the manifest from torch's own Metadata and results.
@@ -202,10 +201,14 @@ class CatalogMetadata(Mapping[str, Any]):
     """`Metadata.state_dict_metadata` that makes chunk objects only for the tensors a planner asks about.
 
     Travels as an address: of a save, the other ranks open it when somebody asks.
+
+    Attributes:
+        is_plannable: `DCPLoadPlanner` may plan by it: the reader then reads what was planned.
     """
 
-    def __init__(self, reader: DCPReader) -> None:
+    def __init__(self, reader: DCPReader, *, is_plannable: bool = False) -> None:
         self._reader = reader
+        self.is_plannable = is_plannable
 
     @property
     def _catalog(self) -> Catalog:
@@ -230,15 +233,13 @@ class CatalogMetadata(Mapping[str, Any]):
         chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
         return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)
 
-
-class PlannableMetadata(CatalogMetadata):
-    """The same, of a reader that also reads what `DCPLoadPlanner` has planned."""
-
     @property
     def is_foreign(self) -> bool:
+        """Whether torch wrote it, so that it may have the keys of its versions before 2.4."""
         return not isinstance(self._catalog.tensors, Entries)
 
     def plan(self, state_dict: dict[str, Any], *, strict: bool) -> ReadPlan:
+        """Return what fills this state."""
         reader = self._reader
         return plan_read(
             reader.catalog,
@@ -589,8 +590,8 @@ class DCPReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         paths = CatalogPaths(self)
-        plannable = _is_itself(self, DCPReader, ("prepare_local_plan", "prepare_global_plan", "read_data"))
-        entries = PlannableMetadata(self) if plannable else CatalogMetadata(self)
+        is_plannable = _is_itself(self, DCPReader, ("prepare_local_plan", "prepare_global_plan", "read_data"))
+        entries = CatalogMetadata(self, is_plannable=is_plannable)
         return Metadata(
             state_dict_metadata=entries,  # type: ignore[arg-type]
             planner_data=paths if paths else None,
