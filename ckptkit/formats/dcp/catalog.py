@@ -26,12 +26,11 @@ from ckptkit.errors import (
     UnsafePathError,
     UnsupportedFormatError,
 )
-from ckptkit.formats.dcp.columns import TensorColumns, tensor_dtype
-from ckptkit.formats.dcp.locate import Items, LocatedSlices, find_opaque, item_batches
+from ckptkit.formats.dcp.locate import Items, LocatedSlices, TensorColumns, find_opaque, item_batches
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import step_of_name
-from ckptkit.formats.pickles.inert import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata
+from ckptkit.formats.pickles.inert import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata, TorchDType
 from ckptkit.formats.pickles.walk import loads
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage.store import FileInfo, Store, checked_path
@@ -297,7 +296,7 @@ class _Builder:
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> None:
         try:
-            dtype, shape, chunks = tensor_dtype(entry.properties), entry.size, entry.chunks
+            dtype, shape, chunks = _tensor_dtype(entry.properties), entry.size, entry.chunks
         except AttributeError:
             raise part.fault(f"the description of {name!r:.80} is incomplete") from None
         except UnsupportedFormatError as error:
@@ -527,3 +526,20 @@ def _is_zstd(info: StorageInfo, part: _Part, name: str) -> bool:
             f"{part.name}: {name!r:.80} was written through {str(transforms)[:80]}; only {_ZSTD!r} is known."
         )
     return True
+
+
+def _tensor_dtype(properties: Any) -> str:
+    """Return the dtype of TensorProperties, whose state is (dtype, layout, requires_grad, memory format, pinned).
+
+    Raises:
+        AttributeError: They have none.
+        UnsupportedFormatError: Their layout is not dense, or the dtype unknown.
+    """
+    state = properties.state if isinstance(properties, Record) else None
+    found = state[0] if isinstance(state, tuple) and state else (properties.fields.get("dtype") if state else None)
+    if not isinstance(found, TorchDType):
+        raise AttributeError("dtype")
+    layout = state[1] if isinstance(state, tuple) and len(state) > 1 else "strided"
+    if layout != "strided":
+        raise UnsupportedFormatError(f"its layout is {str(layout)[:40]}; only dense tensors are read.")
+    return dtype_of(found.name).name

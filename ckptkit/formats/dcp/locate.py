@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
 from ckptkit.digests import CRC
@@ -28,7 +29,6 @@ from ckptkit.errors import (
     UnsafePickleError,
     UnsupportedFormatError,
 )
-from ckptkit.formats.dcp.columns import TensorColumns
 from ckptkit.formats.dcp.host_bytes import flipped_crc, sign_codec
 from ckptkit.formats.hf.dcp_shards import saved_offsets
 from ckptkit.formats.hf.header import read_header
@@ -37,7 +37,7 @@ from ckptkit.formats.pickles.tensors import OpaqueTensorError, StoredTensor
 from ckptkit.formats.pickles.zip import Archive, Layout, memory_store, read_archive
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["ENDS", "Frame", "Items", "LocatedSlices", "find_opaque", "item_batches", "parse_item"]
+__all__ = ["ENDS", "Frame", "Items", "LocatedSlices", "TensorColumns", "find_opaque", "item_batches", "parse_item"]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -53,6 +53,66 @@ _ZIP = b"PK\x03\x04"
 _FEW = 2  # items that are worth a comparison
 _MAX_FRAMES = 8  # kinds of items, of one dtype, shape and length: the device is in the pickle
 _SLACK = 1 << 20  # what an item may be longer than its tensor, when it is decompressed
+
+
+@dataclass(frozen=True, slots=True)
+class TensorColumns:
+    """Tensors, and their slices as columns: rows [bounds[i], bounds[i + 1]) are those of tensor i.
+
+    Attributes:
+        ndims: [t]
+        files: [n] number of the data file.
+        starts, lengths: [n] bytes of the slice's item in its file.
+        zstd: [n] whether the item is compressed.
+        offsets, sizes: Of all slices, elements, end to end: as many numbers a slice as its tensor has dimensions.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    ndims: Int64
+    bounds: Int64
+    files: Int32
+    starts: Int64
+    lengths: Int64
+    zstd: npt.NDArray[np.bool_]
+    offsets: Int64
+    sizes: Int64
+
+    @property
+    def owners(self) -> Int64:
+        """[n] the tensor of each slice."""
+        return np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
+
+    def elements(self) -> Int64:
+        """Return where the numbers of each slice begin in `offsets` and `sizes`, and where the last end, [n + 1]."""
+        result: Int64 = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
+        return result
+
+    def numels(self) -> npt.NDArray[np.float64]:
+        """Return the elements of each slice, [n]: as floats, which no hostile size overflows."""
+        result = np.ones(len(self.files), np.float64)
+        for rows, at in _by_ndim(self.ndims[self.owners]):
+            result[rows] = np.prod(self.sizes[at].astype(np.float64), axis=1)
+        return result
+
+    def take(self, keep: npt.NDArray[np.bool_]) -> TensorColumns:
+        """Return the columns with some slices left out."""
+        wide = np.repeat(keep, self.ndims[self.owners])
+        counts = np.bincount(self.owners[keep], minlength=len(self.names))
+        return TensorColumns(
+            self.names, self.dtypes, self.shapes, self.ndims, np.concatenate([[0], np.cumsum(counts)]),
+            self.files[keep], self.starts[keep], self.lengths[keep], self.zstd[keep],
+            self.offsets[wide], self.sizes[wide],
+        )  # fmt: skip
+
+
+def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
+    """Yield (rows, places of their numbers [n, ndim]) for the slices of each number of dimensions."""
+    begins = np.cumsum(widths) - widths
+    for ndim in distinct(widths).tolist():
+        rows = np.flatnonzero(widths == ndim)
+        yield rows, begins[rows][:, None] + np.arange(ndim)
 
 
 class Items:
