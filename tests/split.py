@@ -23,6 +23,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_kill.py": 5,
     "tests/checkpoint/test_kill.py::test_a_kill_at_any_file_operation_loses_nothing": 0,
     "tests/checkpoint/test_kill_manager.py": 3,
+    "tests/checkpoint/test_kill_remote.py": 16,
     "tests/checkpoint/test_kill_manager.py"
     "::test_a_writing_process_killed_at_any_file_operation_fails_one_save_and_loses_nothing": 0,
     "tests/offline/test_kill_commands.py": 10,
@@ -110,6 +111,7 @@ NIGHT: dict[str, int] = {
     "tests/remote": 5,
     "tests/remote/test_end_to_end.py": 0,
     "tests/remote/test_docs.py": 0,
+    "tests/remote/test_two_writers.py": 6,
     "tests/remote/test_outages.py": 0,
     "tests/remote/test_overwrite.py": 0,
     "tests/remote/test_protocol.py::test_a_save_killed_at_any_moment_leaves_nothing_half_visible": 0,
