@@ -11,22 +11,19 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
-from ckptkit.errors import CheckpointExistsError, RankFailedError, UsageError
+from ckptkit.errors import RankFailedError, UsageError
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME
 from ckptkit.formats.replaceable import check_replaceable
 from ckptkit.offline.copying.plan import Plan, check_room, share_out
 from ckptkit.offline.copying.resume import clear_strays, left_beside
 from ckptkit.offline.export.checksums import SUMS_NAME
-from ckptkit.storage.journal import Journal, adopt, dead_statements, give_up, resumable
+from ckptkit.storage.journal import Journal, dead_statements
 from ckptkit.storage.ledger import Finished, Ledger
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import (
     check_target,
     check_writable,
-    clean_siblings,
-    close_staging,
-    open_staging,
     stage,
     sync_files,
     sync_tree,
@@ -35,9 +32,7 @@ from ckptkit.storage.staging import (
     Replaceable,
     is_interruption,
     leftover_of,
-    new_nonce,
     owner_path,
-    staging_name,
     write_owner,
 )
 from ckptkit.storage.store import Store, split_url
@@ -150,51 +145,19 @@ class OutputPlace:
             resume: It may hold what an interrupted process left, and is left so in turn.
             gone: Statements of earlier writers on other machines that are known to be dead.
         """
-        if self.is_file:
-            return self._stage_file(resume=resume, gone=gone)
         # A shard is never held back: stores keep what comes last in memory.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
-        options = self.storage_options
         names = {**dict.fromkeys((*plan.last, *_BESIDE), -1), **{file.path: file.nbytes for file in plan.files}}
         return stage(
-            self.url, replaceable=self.replaceable, last=small, storage_options=options, resume=resume, gone=gone,
+            self.url,
+            file=self.file_name if self.is_file else "",
+            replaceable=self.replaceable,
+            last=small,
+            storage_options=self.storage_options,
+            resume=resume,
+            gone=gone,
             names=names,
-        )  # fmt: skip
-
-    @contextlib.contextmanager
-    def _stage_file(self, *, resume: bool, gone: Collection[str]) -> Iterator[Store]:
-        store = open_store(self.url, storage_options=self.storage_options)
-        self._check_file(store)
-        if not is_directory(store):
-            from ckptkit.storage.publish_remote import stage_object
-
-            with stage_object(store, self.file_name, overwrite=self.overwrite) as one:
-                yield one  # its writer makes the file appear whole or not at all
-            return
-        nonce = new_nonce()
-        staging = staging_name(self.file_name, nonce)
-        left = resumable(store, self.file_name, gone=gone) if resume else None
-        if store.info("") is not None:
-            clean_siblings(store, self.file_name, but=left)
-        kept = False
-        try:
-            taken = adopt(store, left, self.file_name, nonce) if left is not None else None
-            inner = taken or open_staging(store, self.file_name, nonce)
-            yield inner
-            _sync_file(inner.path_of(self.file_name))
-            Journal.beside(inner).end()
-            if self.overwrite:
-                self._check_file(store)  # again: hours may have passed
-                os.replace(inner.path_of(self.file_name), store.path_of(self.file_name))
-            else:
-                store.rename(f"{staging}/{self.file_name}", self.file_name)
-            store.sync_directory("")
-        except BaseException as error:
-            kept = resume and is_interruption(error) and give_up(store, self.file_name, nonce)
-            raise
-        finally:
-            if not kept:
-                close_staging(store, self.file_name, nonce)
+        )
 
     def check(self, plan: Plan) -> None:
         """Raise what `open` would, of the place itself; nothing is written.
@@ -205,32 +168,19 @@ class OutputPlace:
             PermissionError: A local directory can't be written to.
         """
         store = open_store(self.url, storage_options=self.storage_options)
-        if self.is_file:
-            self._check_file(store)
-        elif not is_directory(store):
-            from ckptkit.storage.publish_remote import check_remote
-
-            check_remote(store, self.replaceable)
-        else:
-            head, name = os.path.split(store.url)
-            store = LocalStore(head)
-            check_target(store, name, replaceable=self.replaceable)
         if not is_directory(store):
-            return
-        check_writable(store)
-        left = left_beside(f"{self.url}/{self.file_name}" if self.is_file else self.url)
-        check_room(plan, store, held=left[1] if left is not None else 0)
+            from ckptkit.storage.publish_remote import check_object, check_remote
 
-    def _check_file(self, store: Store) -> None:
-        """Raise CheckpointExistsError where the single file may not be written."""
-        if store.info(self.file_name) is None:
+            if self.is_file:
+                check_object(store, self.file_name, self.replaceable)
+            else:
+                check_remote(store, self.replaceable)
             return
-        if not self.overwrite:
-            raise CheckpointExistsError(
-                f"{self.url}/{self.file_name} exists already; nothing was written. Choose another place, or use "
-                "overwrite=True (--overwrite)."
-            )
-        check_replaceable(store, self.file_name)
+        folder, name = self.local_name()
+        check_target(LocalStore(folder), name, replaceable=self.replaceable)
+        check_writable(LocalStore(folder))
+        left = left_beside(f"{folder}/{name}")
+        check_room(plan, LocalStore(folder), held=left[1] if left is not None else 0)
 
 
 def is_one_of_many() -> bool:

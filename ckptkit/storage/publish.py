@@ -221,6 +221,7 @@ def finish(parent: LocalStore, leftover: Leftover) -> bool:
 def stage(
     url: str,
     *,
+    file: str = "",
     replaceable: Replaceable | None = None,
     last: Iterable[str] = (),
     storage_options: Mapping[str, Any] | None = None,
@@ -234,36 +235,41 @@ def stage(
     what is replaced there stays until the new one is whole, and copies take its place one by one (`staging_remote`).
 
     Args:
-        replaceable: What is at `url` is replaced where this does not raise, in one step where the file system can, and
-            deleted after. None: nothing is replaced.
+        file: The result is the one file of this name, which then lies below `url` beside others.
+        replaceable: What is in its place is replaced where this does not raise, in one step where the file system can,
+            and deleted after. None: nothing is replaced.
         last: Names that must appear after all others where files appear one by one (object stores):
             a reader finds the directory by them.
         resume: What a dead writer left with steps in its journal is taken over: the store may hold files. What is
             interrupted, by Ctrl-C or because a rank died, is left with its steps for the next writer. On an object
-            store that is by the object (`Ledger`).
+            store that is by the object (`Ledger`); a single file begins anew there.
         names: All that may be written, with its size where that is known, else -1. For object stores, where a dead
             writer's objects are told from those of others by it.
         gone: Statements of writers on other machines that are known to be dead.
 
     Raises:
-        CheckpointExistsError: `url` is taken; nothing was written.
+        CheckpointExistsError: The place is taken; nothing was written.
     """
     store = open_store(url, storage_options=storage_options)
     if isinstance(store, LocalStore):
-        with _stage_local(store, replaceable=replaceable, resume=resume, gone=gone) as staging:
+        with _stage_local(store, file, replaceable=replaceable, resume=resume, gone=gone) as staging:
             yield staging
         return
-    from ckptkit.storage.publish_remote import stage_remote
+    from ckptkit.storage.publish_remote import stage_object, stage_remote
 
+    if file:
+        with stage_object(store, file, replaceable=replaceable) as remote:
+            yield remote  # its writer makes the file appear whole or not at all
+        return
     with stage_remote(store, replaceable=replaceable, last=frozenset(last), names=names, resume=resume) as remote:
         yield remote
 
 
 @contextlib.contextmanager
 def _stage_local(
-    target: LocalStore, *, replaceable: Replaceable | None, resume: bool, gone: Collection[str]
+    target: LocalStore, file: str, *, replaceable: Replaceable | None, resume: bool, gone: Collection[str]
 ) -> Iterator[LocalStore]:
-    head, name = os.path.split(target.url)
+    head, name = (target.url, file) if file else os.path.split(target.url)
     if not name:
         raise UsageError(f"{target.url} can't be replaced by a checkpoint; name a directory in it.")
     from ckptkit.storage.journal import Journal, adopt, give_up, resumable
@@ -284,7 +290,7 @@ def _stage_local(
             Journal.beside(staging).end()  # from here on it may hold what was replaced
         if replaceable is not None:  # again: hours may have passed
             check_target(parent, name, replaceable=replaceable)
-        put_in_place(parent, nonce, name, overwrite=replaceable is not None)
+        put_in_place(parent, nonce, name, file=file, overwrite=replaceable is not None)
     except BaseException as error:
         with contextlib.suppress(OSError):
             if not (resume and is_interruption(error) and give_up(parent, name, nonce)):
@@ -293,7 +299,7 @@ def _stage_local(
     try:
         close_staging(parent, name, nonce)
     except OSError as error:  # the new content is in place and durable: nothing is lost but space
-        logger.warning("what was at %s before could not be deleted: %s", target.url, error)
+        logger.warning("what was at %s before could not be deleted: %s", parent.path_of(name), error)
 
 
 def check_target(parent: LocalStore, name: str, *, replaceable: Replaceable | None) -> None:
@@ -351,20 +357,25 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
         parent.rename(old, staging)
 
 
-def put_in_place(parent: LocalStore, nonce: str, name: str, *, overwrite: bool) -> None:
-    """Publish a durable staging directory; what it replaces has the staging's name afterwards."""
+def put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
+    """Publish a durable staging directory, or the `file` in it; what it replaces has its name afterwards."""
     staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
         with contextlib.suppress(OSError):  # an empty directory gives way; any other stays
             os.rmdir(parent.path_of(name))
             found = None
+    source = f"{staging}/{file}" if file else staging
     if found is not None and overwrite:
-        if exchange(parent, staging, name):
+        if exchange(parent, source, name):
             return
-        _replace_in_two_steps(parent, nonce, name)
+        if not file:
+            _replace_in_two_steps(parent, nonce, name)
+            return
+        os.replace(parent.path_of(source), parent.path_of(name))
+        parent.sync_directory()
         return
     try:
-        publish(parent, staging, name)
+        publish(parent, source, name)
     except FileExistsError as error:
         raise CheckpointExistsError(
             f"{parent.path_of(name)} appeared while its replacement was written; it was left as it is."

@@ -28,7 +28,7 @@ from ckptkit.storage.retry import may_yet_happen
 from ckptkit.storage.staging import Replaceable, Writer, is_interruption, new_nonce, read_owner, write_owner
 from ckptkit.storage.store import BlobWriter, FileInfo, ReadInto, Store
 
-__all__ = ["OWNER_NAME", "check_remote", "stage_object", "stage_remote"]
+__all__ = ["OWNER_NAME", "check_object", "check_remote", "stage_object", "stage_remote"]
 
 logger = logging.getLogger(__name__)
 
@@ -131,15 +131,29 @@ def _copy(source: Store, path: str, target: Store, name: str) -> None:
     source.copy_to(path, target, name)
 
 
+def check_object(target: Store, name: str, replaceable: Replaceable | None) -> None:
+    """Raise CheckpointExistsError where a single object may not be written; nothing is."""
+    if target.info(name) is None:
+        return
+    if replaceable is None:
+        raise CheckpointExistsError(
+            f"{target.url}/{name} exists already; nothing was written. Choose another place, or replace it with "
+            "overwrite=True (--overwrite)."
+        )
+    replaceable(target, name, ())
+
+
 @contextlib.contextmanager
-def stage_object(target: Store, name: str, *, overwrite: bool) -> Iterator[Store]:
+def stage_object(target: Store, name: str, *, replaceable: Replaceable | None) -> Iterator[Store]:
     """Yield the store to write a single object to: what a dead writer had begun to send of it is ended.
 
-    What it replaces, with `overwrite`, stays until the block ends well: then a copy takes its place at once.
+    What it replaces, where it may, stays until the block ends well: then a copy takes its place at once.
 
     Raises:
-        CheckpointExistsError: Somebody else writes it, or may do so.
+        CheckpointExistsError: It is there, or somebody else writes it, or may do so.
     """
+    check_object(target, name, replaceable)
+    overwrite = replaceable is not None
     statement = f".{name}{OWNER_NAME}"
     stated = read_owner(target, statement)
     where = target.child(f".{name}{NEW}") if overwrite else target
