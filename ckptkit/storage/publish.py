@@ -49,6 +49,7 @@ __all__ = [
     "put_in_place",
     "remove_leftover",
     "stage",
+    "sync_directories",
     "sync_files",
     "sync_tree",
 ]
@@ -80,9 +81,15 @@ def close_staging(parent: LocalStore, name: str, nonce: str) -> None:
 
 def sync_tree(store: LocalStore) -> None:
     """Make every file and directory below `store` durable."""
-    files, folders = _tree(store)
-    sync_files(store, files)
-    for folder in reversed(folders):  # a directory after what is in it
+    sync_files(store, [item.path for item in store.list(recursive=True) if item.kind == "file"])
+    sync_directories(store)
+
+
+def sync_directories(store: LocalStore) -> None:
+    """Make every name below `store` durable."""
+    paths = [item.path for item in store.list(recursive=True)]
+    folders = {path[:at] for path in paths for at, c in enumerate(path) if c == "/"}
+    for folder in (*sorted(folders, reverse=True), ""):  # a directory after what is in it
         store.sync_directory(folder)
 
 
@@ -90,19 +97,6 @@ def sync_files(store: LocalStore, paths: Iterable[str]) -> None:
     """Make the content of files durable."""
     with ThreadPoolExecutor(4, thread_name_prefix="ckptkit-sync") as pool:
         list(pool.map(lambda path: _sync_file(store, path), paths))
-
-
-def _tree(store: LocalStore) -> tuple[list[str], list[str]]:
-    """Return the files and the directories below `store`, parents first."""
-    files: list[str] = []
-    folders = [""]
-    for folder in folders:  # grows while we go
-        for item in store.list(folder):
-            if item.kind == "directory":
-                folders.append(item.path)
-            elif item.kind == "file":
-                files.append(item.path)
-    return files, folders
 
 
 def _sync_file(store: LocalStore, path: str) -> None:
@@ -114,8 +108,14 @@ def _sync_file(store: LocalStore, path: str) -> None:
 
 
 def publish(parent: LocalStore, staging: str, name: str) -> None:
-    """Rename a durable staging directory to `name`, and make that durable. Raises FileExistsError."""
-    parent.rename(staging, name)
+    """Rename a durable staging directory, or a file, to `name`, and make that durable. Raises FileExistsError."""
+    staged = os.lstat(parent.path_of(staging))
+    try:
+        parent.rename(staging, name)
+    except (FileExistsError, FileNotFoundError):
+        # NFS repeats a request whose answer was lost: then it was us who did it.
+        if not (os.path.lexists(parent.path_of(name)) and os.path.samestat(staged, os.lstat(parent.path_of(name)))):
+            raise
     try:
         parent.sync_directory()
     except OSError:  # what can be lost must not be there as if it were done

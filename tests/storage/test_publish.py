@@ -22,6 +22,7 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import stage
 from ckptkit.storage.staging import owner_path, staging_name
 from ckptkit.storage.store import Store
+from tests.checkpoint.saving import check, save
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -281,6 +282,26 @@ def test_a_directory_that_appears_at_the_last_moment_is_not_replaced_where_renam
         with pytest.raises(FileExistsError):
             LocalStore(tmp_path).rename("new", "out")
     assert tree(tmp_path / "out") == {"theirs": b"1"}
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
+def test_a_rename_whose_answer_was_lost_is_done(
+    tmp_path: Path, error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = LocalStore.rename
+
+    def repeated(store: LocalStore, source: str, target: str) -> None:
+        rename(store, source, target)
+        if source.startswith(".tmp-"):
+            raise error(target)  # NFS tried again
+
+    monkeypatch.setattr(LocalStore, "rename", repeated)
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 1)
+    with stage(str(tmp_path / "out")) as store:
+        store.write("x", b"1")
+    monkeypatch.undo()
+    assert check(tmp_path / "run") == [1] and (tmp_path / "out" / "x").read_bytes() == b"1"
 
 
 def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:

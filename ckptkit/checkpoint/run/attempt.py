@@ -175,7 +175,7 @@ class LocalPlace:
         pass  # rank 0 looks at all of them
 
     def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
-        _check_files(self.store.url, files, self._sizes())
+        _check_files(self.store.url, files, {item.path: item.size for item in self.store.list(recursive=True)})
 
     def was_free(self, when: float) -> None:
         pass  # a rename tells
@@ -183,34 +183,25 @@ class LocalPlace:
     def look_free(self) -> None:
         pass
 
-    def _sizes(self) -> dict[str, int]:
-        return {item.path: item.size for item in self.store.list(recursive=True)}
-
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
         self.store.write(RECORD_NAME, record)
         replaces = self.root.info(self.name) is not None and (overwrite or self._is_deleted())
         if replaces:
             self._carry_over()
         # Invariant: from here the staging directory is complete, and discovery does not see it.
-        folders = {""} | {path.rpartition("/")[0] for path in self._sizes()}
-        for folder in sorted(folders, key=len, reverse=True):
-            self.store.sync_directory(folder)
+        publish.sync_directories(self.store)
         self.root.sync_directory()
         # Invariant: every byte and every name in it survives a power cut.
         if replaces:
             self._replace()
             return
         try:
-            self.root.rename(self.path, self.name)  # the commit point
+            publish.publish(self.root, self.path, self.name)  # the commit point
         except (FileExistsError, FileNotFoundError) as error:
-            # NFS repeats a request whose answer was lost: then it was us who did it.
-            found = find_record(self.root, record_path(self.name))
-            if found is None or found.save_id != self.save_id:
-                raise CheckpointExistsError(
-                    f"{self.root.path_of(self.name)} appeared while it was saved; it was left as it is, and nothing "
-                    "was published."
-                ) from error
-        self._sync_root(self.name, self.path)
+            raise CheckpointExistsError(
+                f"{self.root.path_of(self.name)} appeared while it was saved; it was left as it is, and nothing "
+                "was published."
+            ) from error
 
     def _is_deleted(self) -> bool:
         return find_record(self.root, record_path(self.name)) is None and bool(deleted_records(self.root, self.name))
@@ -225,22 +216,12 @@ class LocalPlace:
         if others:
             logger.info("kept in %s/%s what its commit record does not name: %s", self.root.url, self.name, others[:5])
 
-    def _sync_root(self, now: str, before: str) -> None:
-        """Make a rename durable, or take it back: what can be lost must not be reported as saved."""
-        try:
-            self.root.sync_directory()
-        except OSError:
-            with contextlib.suppress(OSError):
-                self.root.rename(now, before)
-            raise
-
     def _replace(self) -> None:
         """Publish over a checkpoint of the same name: at no instant is there neither."""
         if publish.exchange(self.root, self.path, self.name):  # the commit point; synced
             return
         # No atomic swap here (NFS). Discovery knows the new one by a second name until the old one is away.
-        self.root.rename(self.path, self._replacement)  # the commit point
-        self._sync_root(self._replacement, self.path)
+        publish.publish(self.root, self.path, self._replacement)  # the commit point
         _settle(self.root, self._replacement, self.name)
 
     def close(self) -> None:
