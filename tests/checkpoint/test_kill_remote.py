@@ -63,9 +63,11 @@ def strays(root: Store) -> set[str]:
     for item in list_checkpoints(root).committed:
         known |= {f"{item.name}/checkpoint.json", *(f"{item.name}/{item.record.data}/{p}" for p in item.record.files)}
     there = {item.path for item in root.list(recursive=True)} - known
-    return {path for path in there if ".ckptkit-deleted-" not in path and not path.startswith(".ckptkit/lease-")} | {
-        found.path for found in root.unfinished_uploads()
-    }
+    return {
+        path
+        for path in there
+        if ".ckptkit-deleted-" not in path and not path.startswith((".ckptkit/lease-", ".ckptkit/deleting/"))
+    } | {found.path for found in root.unfinished_uploads()}
 
 
 @pytest.mark.parametrize("nth", [*range(1, MOST + 1)])
