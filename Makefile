@@ -58,10 +58,11 @@ gpu: .venv-gpu/stamp
 
 # An environment over that of GPU_PYTHON, which may be one itself: `--system-site-packages` shows only the system's.
 .venv-gpu/stamp: tests/gpu/requirements.txt
-	$(GPU_PYTHON) -m venv --clear .venv-gpu
+	$(GPU_PYTHON) -m venv --clear --without-pip .venv-gpu
 	$(GPU_PYTHON) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
 	  > $$(.venv-gpu/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
-	.venv-gpu/bin/pip install --quiet --disable-pip-version-check --no-index --find-links $(WHEELS) -r $<
+	$(GPU_PYTHON) -m pip --python .venv-gpu/bin/python install --quiet --disable-pip-version-check \
+	  --no-index --find-links $(WHEELS) -r $<
 	touch $@
 
 gpu-wheels:
