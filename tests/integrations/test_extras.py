@@ -12,7 +12,7 @@ SCRIPT = """
 import importlib, json, sys
 
 BLOCKED = {"lightning", "lightning_fabric", "pytorch_lightning", "transformers", "accelerate", "torchtitan",
-           "torchdata", "s3fs", "gcsfs"}
+           "torchdata", "s3fs", "gcsfs", "adlfs"}
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -32,7 +32,7 @@ from ckptkit.storage import open_store
 
 found = {name: told(lambda: importlib.import_module(f"ckptkit.integrations.{name}"))
          for name in ("lightning", "transformers", "accelerate", "torchtitan", "hub")}
-found |= {url: told(lambda: open_store(url).list()) for url in ("s3://bucket/run", "gs://bucket/run")}
+found |= {url: told(lambda: open_store(url).list()) for url in ("s3://bucket/run", "gs://bucket/run", "abfs://box/run")}
 print(json.dumps(found))
 """
 
@@ -52,6 +52,7 @@ def told() -> dict[str, list[str]]:
         ("accelerate", "accelerate", "hf"),
         ("s3://bucket/run", "s3", "s3"),
         ("gs://bucket/run", "gs", "gcs"),
+        ("abfs://box/run", "abfs", "azure"),
     ],
 )
 def test_what_is_missing_is_named_with_the_extra_that_brings_it(
