@@ -113,7 +113,7 @@ def without_known_secrets(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without known secrets, and without values that stand after the names of secrets."""
+    """Return `text` without known secrets, and without values that follow the name of a secret."""
     text = without_known_secrets(text)
     if "=" in text or ":" in text:
         text = _QUOTED.sub(rf"\1{MASK}", _ASSIGNED.sub(rf"\1{MASK}", text))

@@ -50,7 +50,7 @@ class SignalWatch:
     """Records signals, and makes the ranks agree on them at a step boundary.
 
     The handlers only set a flag: a save inside a handler would run in the middle of a collective. A previously
-        installed handler also runs, unless it is the default one, which would end the process.
+    installed handler also runs, unless it is the default one, which would end the process.
 
     Forked processes (DataLoader workers, multiprocessing pools) get the original handlers back, so SIGTERM ends them.
     SIGUSR1 and SIGUSR2 are ignored there: a scheduler may send one to all processes of a job, and training needs its

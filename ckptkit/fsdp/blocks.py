@@ -38,7 +38,7 @@ def fill_unused_gradients(model: FSDPModule) -> None:
     """Allow ranks to skip different modules of the root unit in one step.
 
     FSDP2 reduces only existing gradients: if one rank lacks some, buffer sizes differ and the reduction hangs. Missing
-        gradients are replaced by zeros.
+    gradients are replaced by zeros.
     """
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)

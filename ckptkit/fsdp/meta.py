@@ -31,7 +31,7 @@ def parameters_on_meta() -> Iterator[None]:
     """Put parameters of modules built inside this on the meta device as they are registered.
 
     Buffers stay real: no checkpoint stores non-persistent buffers, so the values that the module computed are the only
-        copy. At most one parameter is allocated at a time, and never written.
+    copy. At most one parameter is allocated at a time, and never written.
     """
     register = nn.Module.register_parameter
 

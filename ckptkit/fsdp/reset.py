@@ -24,8 +24,8 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     A tied weight is drawn once per name and keeps the first result, as if it were tied after construction.
     Each module's full parameters are drawn on the host of every rank, from one random state (`seed`, or rank 0's),
     and each rank keeps its shards: no communication, and no more than one module's parameters at once. Children come
-        before their parents. Each module is initialized by transformers' `_init_weights` or its own `reset_parameters`;
-        a module with neither keeps its values. (Drawing directly into DTensors would give every rank the same numbers.)
+    before their parents. Each module is initialized by transformers' `_init_weights` or its own `reset_parameters`; a
+    module with neither keeps its values. (Drawing directly into DTensors would give every rank the same numbers.)
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     buffers = _empty_buffers(model)

@@ -58,8 +58,7 @@ def shard(
     unchanged.
 
     The steps, in order: broadcast rank 0's values, cast parameters to their storage dtype, apply tensor parallelism,
-        apply activation checkpointing and compilation to each block, call fully_shard from the innermost unit to the
-        root.
+    apply activation checkpointing and compilation to each block, call fully_shard from the innermost unit to the root.
 
     Args:
         config: How to shard; default `FSDPConfig()`.

@@ -165,8 +165,8 @@ def verify(
     """Check the checkpoint at `url` and return a report. Reads it once, never changes it.
 
     Complete means: every file exists with its full size, and every element of every tensor is in exactly one slice (or
-        in complete replicas of it). Undamaged means: the bytes match every recorded digest, which is one per slice and
-        file for ckptkit checkpoints, and the CRC-32 of zip records for others.
+    in complete replicas of it). Undamaged means: the bytes match every recorded digest, which is one per slice and file
+    for ckptkit checkpoints, and the CRC-32 of zip records for others.
 
     Args:
         quick: Read only metadata; skip the digests of files with tensors.

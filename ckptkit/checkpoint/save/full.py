@@ -1,7 +1,7 @@
 """FULL: gathers full tensors one at a time on the rank that writes them; other ranks hold only their part.
 
 Every rank knows the whole plan: files, tensors, writers, and senders of boxes. Files are distributed over the ranks and
-    written in parallel; a rank gathers one tensor while it writes the previous one.
+written in parallel; a rank gathers one tensor while it writes the previous one.
 """
 
 from __future__ import annotations

@@ -37,11 +37,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The ranks over which a group of parameters is partitioned, in order, and the experts that theirs are.
+    """The ranks over which a parameter group is partitioned, in order, and their experts.
 
     Attributes:
         number: The expert parallel rank; None if the parameters are the same on all ranks.
-        experts: Of each layer on one rank, by the beginning of its names.
+        experts: Number of experts per rank of each layer, by name prefix.
     """
 
     ranks: Sequence[int]
@@ -65,7 +65,7 @@ def is_expert(name: str) -> bool:
 
 
 def data_first(model: Mapping[str, Any]) -> bool:
-    """Return whether neighbouring ranks hold the same experts. `model`: what a model file says."""
+    """Return whether adjacent ranks have the same experts. `model`: the contents of a model file."""
     config = model.get("ds_config")
     return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
 
@@ -140,7 +140,7 @@ def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str
 
 
 def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """What tells the groups of a rank apart: their names, and into how many parts they are cut."""
+    """The identity of a rank's groups: their names and numbers of partitions."""
     counts = inner.get("partition_count")
     counts = counts if isinstance(counts, list) else []
     base = inner.get("base_optimizer_state")
@@ -155,7 +155,7 @@ def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -
     """Return the weights in the experts' files. `model`: what the model file says.
 
     Raises:
-        IncompleteCheckpointError: An expert's file is missing; it is named.
+        IncompleteCheckpointError: An expert's file is missing; names it.
         CorruptCheckpointError: A file holds another expert's weights.
     """
     found = {(int(match[1] or -1), int(match[2])): match[0] for file in files if (match := EXPERT_FILE.fullmatch(file))}
@@ -175,7 +175,7 @@ def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -
 
 
 def _complete(found: Mapping[tuple[int, int], str], model: Mapping[str, Any]) -> dict[tuple[int, int], str]:
-    """The files by layer and expert, in order, after a look that none is missing."""
+    """The files by layer and expert, in order, after checking that none is missing."""
     counts = model.get("num_experts")
     layers = sorted({layer for layer, _ in found})
     if isinstance(counts, list) and layers != [-1]:

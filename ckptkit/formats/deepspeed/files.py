@@ -39,14 +39,14 @@ _OURS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """What the model files say.
+    """The contents of the model files.
 
     Attributes:
         values: The files' contents; with ZeRO-3 one per rank, else one.
         file: The name of the first.
         param_shapes: Name -> shape of each parameter group, in the order of the flat layout.
         shared: Tied name -> the name it is stored under.
-        frozen: Name -> shape of the parameters that were not trained.
+        frozen: Name -> shape of frozen parameters.
     """
 
     values: Sequence[Mapping[str, Any]]
@@ -73,11 +73,11 @@ class ModelStates:
 
     @property
     def trained(self) -> frozenset[str]:
-        """The parameters that lie in the flat groups."""
+        """The parameters in the flat groups."""
         return frozenset(name for group in self.param_shapes for name in group)
 
     def objects(self) -> dict[str, ObjectEntry]:
-        """The scheduler and the user's client state, where they are plain values."""
+        """The scheduler and the user's client state, if they are plain values."""
         return {
             key: ObjectEntry(key, encoding="value", value=value, role=Role.OTHER, key=(key,))
             for key, value in self.values[0].items()
@@ -104,15 +104,15 @@ class ModelStates:
 
 @dataclass(frozen=True, slots=True)
 class OptimStates:
-    """What the optimizer files say, in rank order.
+    """The contents of the optimizer files, in rank order.
 
     Attributes:
-        weights: The flat fp32 tensors of each rank, one a group.
-        states: The base optimizer's states of each rank, one dict a group.
+        weights: The flat fp32 tensors of each rank, one per group.
+        states: The base optimizer's states of each rank, one dict per group.
         param_groups: Settings of the base optimizer's groups.
         paddings: Alignment padding after each parameter, by group; [] where none was recorded.
         fragments: For each rank, by group: name -> (numel, start); [] where none was recorded.
-        partitions: Into how many parts each group is cut: fewer than ranks where they are experts.
+        partitions: Number of partitions of each group: fewer than ranks for experts.
     """
 
     world_size: int
@@ -128,7 +128,7 @@ class OptimStates:
 def read_model_states(
     store: Store, files: Sequence[str], pattern: re.Pattern[str], *, without_module: bool = False
 ) -> ModelStates:
-    """Return what the model files at the root say. `without_module`: The weights lie in other files."""
+    """Read the model files at the root. `without_module`: the weights are in other files."""
     matches = [match for name in files if (match := pattern.fullmatch(name))]
     stage3 = all(match[1] is not None for match in matches)
     names = sorted((match[0] for match in matches if stage3 or match[1] is None), key=_numbers)
@@ -162,7 +162,7 @@ def read_model_states(
 def read_optim_states(
     store: Store, files: Sequence[str], pattern: re.Pattern[str], models: ModelStates
 ) -> OptimStates | None:
-    """Return what the optimizer files at the root say; None if there are none."""
+    """Read the optimizer files at the root; return None if there are none."""
     matches = sorted((m for name in files if (m := pattern.fullmatch(name))), key=lambda m: int(m[2]))
     if not matches:
         return None

@@ -1,7 +1,7 @@
 """Reads and writes numpy columns and a JSON header as one safetensors block, strictly validated.
 
 Layout: eight bytes of header length, a JSON header, and the columns: the safetensors format, restricted to
-    one-dimensional integer columns, so that no pickle or other parser is needed.
+one-dimensional integer columns, so that no pickle or other parser is needed.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from ckptkit.formats.pickles.inert import Function, Record, StateDict, StorageTy
 __all__ = ["ALLOWED", "STORAGE_CLASSES", "allowed_global", "checked_key"]
 
 _MAX_KEY_NODES = 64
-_INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash of an int: beyond it, colliding keys can be made at will
+_INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash modulus for int: larger keys can collide on purpose
 
 
 def checked_key(key: Any) -> Any:
-    """Return `key` if hashing it is cheap: nested tuples take exponential time, and can exhaust the C stack."""
+    """Return `key` if it is cheap to hash: nested tuples take exponential time and can exhaust the C stack."""
     pending, nodes = [key], 0
     while pending:
         item = pending.pop()
@@ -143,7 +143,7 @@ _STORAGES = {
     "QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
 STORAGE_CLASSES = {dtype: name for name, dtype in _STORAGES.items()}
-"""By dtype the storage class that torch.save names; every other dtype is an UntypedStorage and names its dtype."""
+"""The storage class in torch.save by dtype; other dtypes use UntypedStorage and record the dtype."""
 _OTHER_DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
@@ -174,7 +174,7 @@ _METADATA_HOMES = (
     f"{_SHARD}.sharded_tensor.metadata",
 )  # fmt: skip
 
-# Families of plain data classes: whatever class one of them names becomes a record.
+# Modules of plain data classes: any class in them becomes a record.
 _FAMILIES = re.compile(
     r"torch\.distributed\.(?:_shard|_tensor|tensor|device_mesh|_mesh_layout|_pycute|remote_device|_remote_device)"
     r"(?:\.[A-Za-z_][A-Za-z0-9_]*)*"
@@ -262,7 +262,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = {**_functions(), **_names(), **_classes
 
 
 def allowed_global(module: str, name: str) -> Any | None:
-    """Return what the global `module.name` becomes; None if it is not on the allow-list."""
+    """Return the replacement of the global `module.name`; None if it is not on the allow-list."""
     found = ALLOWED.get((module, name))
     if found is None and _FAMILIES.fullmatch(module) and _CLASS_NAME.fullmatch(name):
         return record_type(f"{module}.{name}")

@@ -33,22 +33,22 @@ _MAX_OBJECTS = 1 << 22
 
 
 def is_legacy(head: bytes) -> bool:
-    """Return whether a file begins as the legacy format does: a pickle of its magic number."""
+    """Return whether a file begins with the legacy format's pickled magic number."""
     return head[:1] == b"\x80" and _MAGIC.to_bytes(10, "little") in head[:32]
 
 
 def is_tar(head: bytes) -> bool:
-    """Return whether a file begins as the tar of an old torch.save does."""
+    """Return whether a file begins like the tar of an old torch.save."""
     return head[257:262] == b"ustar" or head[:100].rstrip(b"\0") in [name.encode() for name in _TAR_MEMBERS]
 
 
 def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> TorchArchive:
-    """Return what the legacy file at `path` holds, without reading tensors.
+    """Parse the legacy file at `path`, without reading tensors.
 
     Raises:
-        CorruptCheckpointError: It is no such file, or is truncated.
-        UnsafePickleError: Its pickle asks for a global that is not allowed.
-        UnsupportedFormatError: Big-endian, or holds tensors that are not dense.
+        CorruptCheckpointError: It is not a legacy file, or is truncated.
+        UnsafePickleError: Its pickle names a global that is not allowed.
+        UnsupportedFormatError: It is big-endian, or contains tensors that are not dense.
     """
     nbytes = file_size(store, path)
     window = 1 << 20
@@ -136,7 +136,7 @@ class _Legacy:
 
 
 def read_tar(store: Store, path: str, *, unknown: Unknown = "refuse") -> TorchArchive:
-    """Return what the tar file of an old torch.save holds, without reading tensors. Raises as `read_legacy`."""
+    """Parse the tar file of an old torch.save, without reading tensors. Raises as `read_legacy`."""
     members = _tar_members(store, path)
     return guarded(path, lambda: _Tar(store, path, members, unknown).archive())  # type: ignore[no-any-return]
 

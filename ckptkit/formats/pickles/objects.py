@@ -60,11 +60,11 @@ class TensorValue:
 
 @dataclass(frozen=True, slots=True)
 class Inert:
-    """What a pickle holds of a class that is not rebuilt: its name, and what it was given.
+    """A pickled instance of a class that is not rebuilt: its class name and arguments.
 
     Attributes:
         kind: "module.Class".
-        known: False where the class is on no list and was kept only because the caller asked for records.
+        known: False if the class is not on the allow-list and was kept only because the caller requested records.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Inert:
 def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False) -> Any:
     """Return the value of an entry as plain Python: tensors as numpy arrays, other classes as `Inert`.
 
-    Nothing of it is run, and torch is not imported.
+    Runs no code from it, and does not import torch.
 
     Args:
         allow_pickle: Keep classes that are not on the allow-list as `Inert` instead of refusing them.
@@ -148,7 +148,7 @@ def _decoded(store: Store, entry: ObjectEntry, codec: Codec) -> bytes:
 
 
 def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
-    """Return the decoded bytes; an error where they are more than `limit`, before they are held."""
+    """Return the decoded bytes; raise before they exceed `limit`."""
     return b"".join(zstd_chunks(packed, limit, file=file))
 
 
@@ -156,7 +156,7 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
     """Return a compressed record decoded, all of it in memory.
 
     Args:
-        limit: What it may be at most; by default 4 GiB, or 64 times what is stored where that is less.
+        limit: Maximum decoded size; default: 4 GiB, or 64 times the stored size if that is less.
     """
     if is_sign(codec.name):
         data = bytearray(store.read(path, codec.start, codec.start + codec.nbytes))
@@ -171,7 +171,7 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
 
 
 def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
-    """Yield the decoded bytes, a megabyte at a time; an error where they become more than `limit`."""
+    """Yield the decoded bytes, a megabyte at a time; raise if they exceed `limit`."""
     done = 0
     try:
         import zstandard
@@ -212,10 +212,10 @@ def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | Te
 
 
 def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None = None) -> Any:
-    """Return `value` with its stubs turned into plain Python values; what is shared stays shared.
+    """Return `value` with stubs converted to plain Python values; shared objects stay shared.
 
     Args:
-        read: Makes the value of a tensor; without it tensors stay records.
+        read: Returns the value of a tensor; without it tensors stay records.
 
     Raises:
         CorruptCheckpointError: It is nested too deeply, contains itself, or unfolds to more than a few million

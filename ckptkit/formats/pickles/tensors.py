@@ -40,7 +40,7 @@ _MAX_NUMEL = 1 << 62
 
 
 class OpaqueTensorError(UnsupportedFormatError):
-    """A record holds a tensor of a class that only the class itself can make again."""
+    """A record contains a tensor whose class alone can rebuild it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(f"holds a tensor of class {kind}, which can't be read without loss.")
@@ -49,12 +49,12 @@ class OpaqueTensorError(UnsupportedFormatError):
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """The bytes several tensors may share: [start, start + nbytes) of a file. Compared by identity.
+    """A storage, possibly shared by several tensors: bytes [start, start + nbytes) of a file. Compared by identity.
 
     Attributes:
         key: Its key in the pickle; the same for all tensors that alias it.
         dtype: The dtype its pickle gives, None where untyped.
-        location: The device it was saved from, such as "cuda:1"; it never matters.
+        location: The device it was saved from, such as "cuda:1"; unused.
         crc32: Of all its bytes, from the zip directory; None if the format has none.
     """
 
@@ -74,7 +74,7 @@ class StoredTensor(Stub):
     Attributes:
         offset: Elements from the start of the storage to the tensor's first one.
         strides: In elements.
-        marks: "conj" and "neg", where these are still to be done.
+        marks: Pending "conj" and "neg" operations.
     """
 
     storage: Storage
@@ -115,11 +115,11 @@ class StoredTensor(Stub):
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first element to past the last one."""
+        """Bytes from the first element to the end of the last one."""
         return _extent(self.shape, self.strides) * self.itemsize
 
     def slice(self, box: Box | None = None, *, rank: int = -1) -> TensorSlice:
-        """Return the catalog's slice that holds this tensor as `box`; as a whole tensor by default."""
+        """Return the catalog slice of this tensor as `box`; by default as a full tensor."""
         digest = None
         if self.storage.crc32 is not None:
             digest = Digest(CRC, self.storage.crc32, self.storage.start, self.storage.nbytes)
@@ -147,8 +147,8 @@ class PlacementRecord:
 
     Attributes:
         kind: "shard", "strided_shard", "replicate" or "partial".
-        dim: The tensor dimension that is cut; -1 for the last two.
-        split_factor: Of a strided shard: by how much later mesh dimensions cut it further.
+        dim: The sharded tensor dimension; -1 for the last two kinds.
+        split_factor: For a strided shard: the factor by which later mesh dimensions split it.
     """
 
     kind: str
@@ -178,7 +178,7 @@ class MeshRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensorRecord(Stub):
-    """One rank's part of a DTensor. `shape` is of the whole tensor."""
+    """One rank's part of a DTensor. `shape` is that of the full tensor."""
 
     local: StoredTensor
     shape: tuple[int, ...]
@@ -216,7 +216,7 @@ class ShardedTensorRecord(Stub):
 
 @dataclass(frozen=True, slots=True)
 class _Wrapper(Stub):
-    """What `_rebuild_wrapper_subclass` was given."""
+    """The arguments of `_rebuild_wrapper_subclass`."""
 
     shape: tuple[int, ...]
 
@@ -230,12 +230,12 @@ _PLAIN_KINDS = frozenset(
 
 
 class TensorRebuilder:
-    """The functions a torch pickle calls to make tensors, as makers of records.
+    """The tensor functions in a torch pickle, replaced by functions that build records.
 
-    Meshes keep their ranks in a small tensor, whose place in the file is known only once the whole pickle
-    is read: `finish(read)` fills them in.
+    The ranks of a mesh are in a small tensor, whose position is known only after the whole pickle is read:
+    `finish(read)` fills them in.
 
-    Views that are still to be conjugated or negated are refused, unless `lazy`.
+    Views with pending conj or neg are refused, unless `lazy`.
     """
 
     def __init__(self, *, lazy: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Reads pickles without running anything from them: the opcodes of protocols 0 to 5 over an allow-list of inert values.
 
-Not `pickle.Unpickler` with a `find_class`: that one sizes its memo by an index from the file, hashes nested tuples
-without a limit, and builds cheaply what is costly to hold. Here every opcode is ours and bounded.
+Not `pickle.Unpickler` with `find_class`: it sizes its memo by an index from the file, hashes nested tuples without
+limit, and lets small files build large objects. Here every opcode is implemented and bounded.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def loads(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> Any:
-    """Return what the pickle in `data` describes, made of plain Python values and inert stubs.
+    """Parse the pickle in `data` into plain Python values and inert stubs.
 
     Args:
-        file: What error messages name: a file, or an item of one.
-        functions: More globals that are allowed, and what they become; looked up first.
-        persistent_load: Makes a value of a persistent id (a torch storage); without it they are refused.
+        file: The file (or item) named in errors.
+        functions: Additional allowed globals and their replacements; looked up first.
+        persistent_load: Returns the value of a persistent id (a torch storage); without it they are refused.
         unknown: "record" turns globals that are not allowed into `UnknownGlobal` records instead of an error.
             Nothing is run either way.
-        max_bytes: The longest pickle that is read, `MAX_PICKLE_BYTES` by default.
+        max_bytes: Maximum size of a pickle; default `MAX_PICKLE_BYTES`.
 
     Raises:
         UnsafePickleError: It names a global that is not on the allow-list.
@@ -79,7 +79,7 @@ def load_prefix(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> tuple[Any, int]:
-    """Return the value of the pickle that begins at `start`, and where it ends. Raises as `loads` does."""
+    """Return the value of the pickle at `start`, and its end. Raises as `loads` does."""
     if len(data) - start > (max_bytes or MAX_PICKLE_BYTES):
         raise CorruptCheckpointError(
             f"{file}: a pickle of {len(data) - start} bytes is larger than any checkpoint needs."
@@ -105,7 +105,7 @@ def load_prefix(
 
 
 def guarded(file: str, run: Callable[[], Any]) -> Any:
-    """Return run(), with all that a malformed pickle can raise turned into our errors, which name `file`."""
+    """Return run(); errors caused by a malformed pickle become ours and name `file`."""
     try:
         return run()
     except CkptkitError as error:

@@ -48,7 +48,7 @@ _UNFOLDED = 16 << 20  # bytes of a view of less: an expanded tensor takes no mem
 
 
 def dump_object(value: Any, *, name: str, advice: str) -> bytes:
-    """Return what torch.save makes of the value, once it was read back with weights_only=True.
+    """Return the torch.save bytes of the value, after checking that weights_only=True reads them back.
 
     Raises:
         SaveError: It cannot be saved so that it loads without running code; `advice` says what to do.
@@ -59,7 +59,8 @@ def dump_object(value: Any, *, name: str, advice: str) -> bytes:
 
 
 def dump_plain(value: Any, *, name: str, advice: str) -> bytes:
-    """Return what torch.save makes of the value, once `parse_object` has read it back. Raises as `dump_object` does."""
+    """Return the torch.save bytes of the value, after checking that `parse_object` reads them back. Raises as
+    `dump_object` does."""
     return _dumped(value, lambda data: parse_object(data, file=name), name, advice)
 
 
@@ -79,7 +80,7 @@ def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) ->
 
 
 def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str = "") -> Any:
-    """Return the value in bytes of torch.save, on the CPU.
+    """Load the value of torch.save bytes, on the CPU.
 
     Raises:
         UnsafePickleError: It names a class that torch's weights_only loader refuses, and that is no plain data;
@@ -103,7 +104,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
         raise
     except (MemoryError, zipfile.BadZipFile) as error:
         raise CorruptCheckpointError(f"{label} is damaged: {str(error)[:200]}") from error
-    except Exception as error:  # whatever torch runs into on bytes that torch.save did not write
+    except Exception as error:  # any error of torch on bytes that torch.save did not write
         raise LoadError(f"{label}: torch can't load it: {' '.join(str(error).split())[:200]}") from error
     _check_views(value, label)
     return value
@@ -144,10 +145,10 @@ def _tensors(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _plain_object(archive: Archive) -> Any:
-    """Return the value of an archive that holds plain data and dense tensors.
+    """Return the value of an archive with plain data and dense tensors.
 
     Raises:
-        UnsafePickleError: It holds more; the message names what.
+        UnsafePickleError: It contains something else, which is named.
     """
     import torch
 
@@ -181,7 +182,7 @@ def _plain_object(archive: Archive) -> Any:
 
 
 class _Tensors:
-    """The dense tensors of an archive, each storage made once."""
+    """The dense tensors of an archive; each storage is created once."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive

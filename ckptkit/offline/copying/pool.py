@@ -52,7 +52,7 @@ class Pool:
 
     @patient()
     def run(self, do: Callable[[T, Worker], None], items: Sequence[T]) -> None:
-        """Call `do` with each item. Raises what the first failed call raised, once every thread has stopped."""
+        """Call `do` with each item. Raises the first failed call's error after all threads have stopped."""
         waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
         for item in items:
             waiting.put(item)

@@ -161,7 +161,7 @@ class PartPieces:
 
 
 def _shared(placement: Placement, box: Box) -> tuple[Int64, Int64, Int64]:
-    """The rows whose boxes share something with `box`, and what they share, as [lo, hi) in the target."""
+    """The rows whose boxes intersect `box`, and the intersections, as [lo, hi) in the target."""
     lo = np.maximum(placement.offsets, np.array(box.offsets, np.int64))
     hi = np.minimum(placement.offsets + placement.sizes, np.array(box.stops, np.int64))
     rows = np.flatnonzero((hi > lo).all(axis=1))

@@ -33,7 +33,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is cut: along which dimension by FSDP, and by tensor parallelism; None if it is not.
+    """How a tensor is sharded: the dimension for FSDP and for tensor parallelism; None if not sharded.
 
     Attributes:
         also: "shard" or "tp": where it is no cut, but the job holds a DTensor that is replicated there. It decides
