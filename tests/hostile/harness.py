@@ -101,6 +101,7 @@ COMMANDS: dict[str, Command] = {
     "ls": ("ls", "{src}", "--all"),
     "diff": ("diff", "{src}", "{control}"),
     "convert hf": ("convert", "{src}", "{work}/hf"),
+    "copy": ("copy", "{src}", "{work}/copy"),
     "convert local": ("convert", "{src}", "{work}/local", "--to", "local", "--world-size", "2"),
     "reshard": ("reshard", "{src}", "{work}/resharded", "--world-size", "3"),
     "open": _read_all,

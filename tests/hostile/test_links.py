@@ -26,7 +26,20 @@ from tests.hostile.harness import Place, run_commands, tree
 from tests.hostile.records import edit_record
 
 STEP = "step_00000002"
-COMMANDS = ("inspect", "verify", "ls", "diff", "convert hf", "convert local", "reshard", "open", "load", "pin", "prune")
+COMMANDS = (
+    "inspect",
+    "verify",
+    "ls",
+    "diff",
+    "copy",
+    "convert hf",
+    "convert local",
+    "reshard",
+    "open",
+    "load",
+    "pin",
+    "prune",
+)
 
 
 @pytest.fixture
