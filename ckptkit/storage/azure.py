@@ -85,7 +85,7 @@ class AzureUpload:
         return ""
 
     def _is_ours(self) -> bool:
-        """Tell whether the blob that is there is made of our blocks."""
+        """Return whether the existing blob consists of our blocks."""
         committed, _ = self._api.call(self._name, lambda blob: blob.get_block_list("committed"))
         return [item.id for item in committed] == [self._block(number) for number in sorted(self._nbytes)]
 

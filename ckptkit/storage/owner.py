@@ -67,7 +67,7 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """Return the owner that this process is."""
+    """Return this process as an owner."""
     return Owner(_host(), os.getpid(), _start_of(os.getpid()) or "", _machine())
 
 

@@ -124,7 +124,7 @@ class Upload(Protocol):
         """Begin the same upload once more, where this one is lost."""
 
     def abort(self) -> None:
-        """Throw away what was sent."""
+        """Discard the upload."""
 
 
 class ObjectApi(Protocol):
@@ -162,7 +162,7 @@ class ObjectApi(Protocol):
         object has in all) of each; None where each has to be asked for by a thread of its own."""
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
-        """Return the first bytes of an object, and how many it has in all."""
+        """Return the first bytes of an object, and its size."""
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
         """Write an object in one request, and return its tag, "" where that is not told.

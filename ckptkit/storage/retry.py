@@ -274,9 +274,9 @@ _TRANSIENT_NAMES = frozenset(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tell whether the same call may well succeed a moment later: throttling, resets, timeouts, 5xx.
+    """Return whether a retry may succeed: throttling, connection resets, timeouts, 5xx.
 
-    What is not found, denied, exists already or is malformed stays so.
+    Not for missing objects, denied access, existing names or malformed requests.
     """
     if isinstance(error, _FINAL) or _goes_in_circles(error):
         return False
@@ -420,7 +420,7 @@ _current: ContextVar[Patience | None] = ContextVar("ckptkit_patience", default=N
 
 @contextlib.contextmanager
 def patient() -> Iterator[Patience]:
-    """Let what happens inside be one operation, or go on with the one that it is part of. A decorator, too."""
+    """Group the calls inside into one operation, or join the enclosing operation. Also a decorator."""
     now = _current.get()
     with contextlib.nullcontext(now) if now is not None else Patience().entered() as patience:
         yield patience

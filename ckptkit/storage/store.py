@@ -111,7 +111,7 @@ class Store(Protocol):
         """
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of a regular file, fewer only where the file ends."""
+        """Return the bytes [start, stop) of a regular file; fewer only at the end of the file."""
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
         """Fill `view` from `start`. Raises IncompleteCheckpointError, naming the file, where it is too short."""
@@ -240,7 +240,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def require_bucket(url: str) -> None:
-    """Raise UsageError where `url` is of a kind that begins with a bucket, and names none: "s3://", "gs:///run"."""
+    """Raise UsageError if `url` needs a bucket and names none: "s3://", "gs:///run"."""
     protocol, rest = split_url(url)
     if protocol in SERVICES and not rest.partition("/")[0]:
         raise UsageError(f"{url} names no bucket. It is written {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")

@@ -365,14 +365,14 @@ class RemotePlace:
             return None
 
     def _read_back(self) -> None:
-        """Raise where another writer's record replaced ours: a store that ignores conditions does not say so."""
+        """Raise if another writer's record replaced ours, which a store without conditional writes does not report."""
         if self.root.has_conditional_writes is not True:
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
                 raise self._was_taken()
 
     def _try(self, again: Callable[[], None] | None, put: Callable[[], str]) -> str:
-        """Try to put the record. What one try has on its way may come whatever the next one is told."""
+        """Try to put the record. A put of an earlier try may still arrive later, whatever response a retry gets."""
         if self._tried and again is not None:
             again()
         self._tried = True

@@ -99,7 +99,7 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
 
 
 def others_in(root: LocalStore, path: str) -> list[str]:
-    """Return what others have put into the directory of a checkpoint, or of a deleted one, relative to it."""
+    """Return foreign files in the directory of a checkpoint, or of a deleted one, as relative paths."""
     try:
         record = find_record(root, record_path(path))
     except (CkptkitError, OSError):  # damaged: names tell what is of a checkpoint

@@ -105,10 +105,10 @@ class Filler:
         self._fills: list[_Fill] = []
 
     def add(self, entry: TensorEntry, row: int, offsets: tuple[int, ...], target: torch.Tensor) -> None:
-        """Take slice `row` of a tensor, from `offsets` (counted in the slice) on, as far as `target` is large.
+        """Schedule a read of slice `row` of a tensor into `target`, starting at `offsets` within the slice.
 
         Raises:
-            CheckpointMismatchError: The dtypes differ, and no cast was allowed.
+            CheckpointMismatchError: The dtypes differ, and casts are not allowed.
         """
         numel = target.numel()
         if not numel:
@@ -360,7 +360,7 @@ class Filler:
 
 
 def _is_direct(fill: _Fill) -> bool:
-    """Whether the bytes of the file may be read to where they belong."""
+    """Whether the file's bytes can be read straight into the target."""
     return fill.dtype is fill.target.dtype and lies_row_major(fill.target)
 
 

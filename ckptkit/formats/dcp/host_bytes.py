@@ -242,7 +242,7 @@ class HostBytes:
                 yield self._copy(part)
 
     def _copy(self, part: torch.Tensor) -> memoryview:
-        """Copy a part of a tensor to the tile: memory that is taken and given back for each would leave holes."""
+        """Copy a part of a tensor to a reused tile: allocating one per part would fragment memory."""
         import torch
 
         if self._tile is None:

@@ -432,13 +432,13 @@ def write_index(
     extra: Mapping[str, Any] | None = None,
     kind: Kind = "ckptkit-sharded",
 ) -> Mapping[str, FileRecord]:
-    """Write `manifest.safetensors` and `.metadata` of what all ranks wrote; return all files. Rank 0 alone calls it.
+    """Write `manifest.safetensors` and `.metadata` for all ranks' slices; return all files. Only rank 0 calls it.
 
     Args:
-        parts: what `ShardedPlan.write` told of each rank.
+        parts: The results of `ShardedPlan.write` of each rank.
         save_id: Recorded in both files.
         extra: JSON, into the manifest's `info.extra`.
-        kind: What the manifest says that this is.
+        kind: The format name recorded in the manifest.
 
     Raises:
         SaveError: The parts disagree about a tensor, overlap, or leave elements of one uncovered.

@@ -152,7 +152,7 @@ def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -> dict[str, Joined]:
-    """Return the weights in the experts' files. `model`: what the model file says.
+    """Return the weights in the experts' files. `model`: the contents of the model file.
 
     Raises:
         IncompleteCheckpointError: An expert's file is missing; names it.

@@ -39,9 +39,9 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
 
 
 class MasterSampler:
-    """Tells whether a master may be a parameter's: the first elements of a part, cast, are the weight's.
+    """Checks whether a master may belong to a parameter: the first elements of a part, cast, must equal the weight's.
 
-    For frozen parameters that leave more than one assignment by shapes. Reads a few kilobytes a question.
+    Used if shapes allow several assignments because of frozen parameters. Reads a few kilobytes per check.
     """
 
     def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:

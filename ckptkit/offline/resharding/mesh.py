@@ -50,7 +50,8 @@ class Cut:
         return self.fsdp is None and self.tp is None
 
     def on(self, kind: str) -> bool:
-        """Whether the tensor is a DTensor over this kind of mesh dimension; FSDP's replicas go with its shards."""
+        """Whether the tensor is a DTensor over this kind of mesh dimension; FSDP's replicate dimension counts as
+        "shard"."""
         kind = "tp" if kind == "tp" else "shard"
         return (self.tp if kind == "tp" else self.fsdp) is not None or kind in self.also
 
@@ -282,7 +283,7 @@ class TPPlan:
         return plan if any(name.endswith(".self_attn.q_proj.weight") for name in names) else None
 
     def without(self, names: Iterable[str]) -> TPPlan:
-        """Return the plan that leaves these parameters whole: split, tied weights would come apart."""
+        """Return the plan without these parameters: splitting tied weights would untie them."""
         return TPPlan({**self.rules, **dict.fromkeys(names)}, self.origin)
 
     def dim(self, fqn: str, shape: tuple[int, ...]) -> int | None:
