@@ -20,20 +20,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """How many checkpoints to keep, and which of them in any case.
+    """The limits and exemptions of rotation.
 
     `max_num` and `max_mem` are limits: without one, nothing is ever deleted. `keep_every`, `keep_daily` and
     `keep_best` exempt checkpoints from both. The newest, the pinned and the one that the run was resumed from are
     always exempt.
 
     Attributes:
-        max_num: Keep this many of the newest, and whatever older ones are exempt.
-        max_mem: Keep the total below this: "1TB" is 10^12 bytes, "1TiB" 2^40. Counts every committed
-            checkpoint, the exempt ones too, with the files of all ranks once. The oldest go first.
+        max_num: Keep this many of the newest, plus older exempt ones.
+        max_mem: Keep the total below this: "1TB" is 10^12 bytes, "1TiB" 2^40. Counts every committed checkpoint,
+            including exempt ones, with each rank's files once. The oldest are deleted first.
         keep_every: Keep each checkpoint whose step is a multiple of this.
-        keep_best: (metric, "min" | "max", count), the count 1 where it is omitted.
-        keep_daily: Keep the newest checkpoint of each day, for the last this many days that have one. Days are UTC,
-            by the time that the commit record states.
+        keep_best: (metric, "min" | "max", count); the default count is 1.
+        keep_daily: Keep the newest checkpoint of each of the last this many days that have one. Days are UTC, by the
+            commit record's time.
     """
 
     max_num: int | None = None
