@@ -22,11 +22,13 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
     Raises:
         UsageError: The URL itself holds a password, a token or a signature: process lists, histories and logs show it;
-            or it is of a kind that begins with a bucket, and names none.
+            or it is of a kind that begins with a bucket, and names none; or it is empty.
     """
     protocol, rest = split_url(url)
     refuse_credentials(url)
     require_bucket(url)
+    if not rest:
+        raise UsageError("The path is empty. Is a variable of the shell not set? The current directory is called '.'.")
     if protocol in ("file", "local"):
         from ckptkit.storage.local import LocalStore
 
