@@ -44,9 +44,12 @@ from ckptkit.offline.dry_run import refusals
 from ckptkit.offline.gaps import find_gaps
 from ckptkit.offline.publish import OutputPlace, is_one_of_many, open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, watch
-from ckptkit.offline.verify import Check, check_committed, compare_digests, file_problems, recorded
-from ckptkit.storage.lock import acquire_lease
+from ckptkit.offline.verify import Check, check_committed, compare_digests, file_problems, recorded, verify
+from ckptkit.storage.listing import snapshot
+from ckptkit.storage.local import is_directory
+from ckptkit.storage.lock import acquire_lease, check_state_directory
 from ckptkit.storage.open import open_store
+from ckptkit.storage.publish import check_writable
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store, split_url
 from ckptkit.units import format_duration, format_size, parse_size
@@ -138,8 +141,8 @@ class Copied:
                 state = "there already" if item.there else "would be copied" if self.dry_run else "copied"
                 lines.append(f"{state:<15}  {item.dst}  {_files(item.files)}, {format_size(item.nbytes)}")
         if self.dry_run:
-            lines += [f"does not fit: {fault}" for item in self.checkpoints for fault in item.faults]
-            lines += [f"does not fit: {fault}" for fault in self.faults]
+            faults = [*(fault for item in self.checkpoints for fault in item.faults), *self.faults]
+            lines += [f"does not fit: {fault}" for fault in dict.fromkeys(faults)]
             return [*lines, f"{self._counted()}; nothing was written"]
         rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
         facts = [self._counted(), format_duration(self.seconds), f"{rate}/s"]
@@ -160,6 +163,10 @@ class Copied:
             facts.append(f"{digests} source digest{'s' * (digests != 1)} checked")
         if new and all(item.verified for item in new):
             facts.append("the copy is equal to the source")
+        if len(new) < len(self.checkpoints):
+            old = [item for item in self.checkpoints if item.there]
+            how = "verified" if all(item.verified for item in old) else "files and sizes compared"
+            facts.append(f"{len(old)} there already, {how}")
         if unproved:
             facts.append(f"not proved: {format_size(unproved)} of which no digest was compared")
         return "proved: " + "; ".join(facts)
@@ -341,23 +348,31 @@ def _contents(source: Source, src: str, dst: str, wanted: _Wanted) -> _Contents:
         stated = CommitRecord.from_json(record, file=f"{source.url}/{RECORD_NAME}")
         others = unnamed_files(store, "", stated)
         sizes = {path: catalog.info.files[path] for path in named_paths(stated)}
-        if wanted.all_files:
-            sizes |= {path: file_size(store, path) for path in others}
-            others = []
         left = dict.fromkeys(others, "its commit record does not name them; --all-files copies them")
+        if wanted.all_files:
+            more, left = _readable(snapshot(store), others)
+            sizes |= more
         return _Contents(store, "", {**sizes, RECORD_NAME: len(record)}, left, record, stated.name)
     name = source.url.rpartition("/")[2]
     if list(catalog.info.files) == [name] and source.url != store.url:
         return _Contents(store, "", {name: file_size(store, name)}, {}, single=True)
     prefix = _below(source, resolve_url(src, storage_options=wanted.there), dst, wanted)
     base = open_store(source.url[: -len(prefix)], storage_options=wanted.there) if prefix else store
-    sizes, left = {}, {}
-    for item in base.list(recursive=True):
-        try:
-            sizes[item.path] = item.size if item.kind == "file" else file_size(base, item.path)
-        except (CkptkitError, OSError):
-            left[item.path] = f"it is a {item.kind} that can't be read as a file"
+    view = snapshot(base)
+    sizes, left = _readable(view, [item.path for item in view.list(recursive=True)])
     return _Contents(base, prefix, sizes, left)
+
+
+def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the sizes of files, and why the others can't be copied: links that lead nowhere or away, pipes."""
+    sizes: dict[str, int] = {}
+    left: dict[str, str] = {}
+    for path in paths:
+        try:
+            sizes[path] = file_size(store, path)
+        except (CkptkitError, OSError):
+            left[path] = "it can't be read as a file of this directory"
+    return sizes, left
 
 
 def _below(source: Source, src: str, dst: str, wanted: _Wanted) -> str:
@@ -479,48 +494,54 @@ def _copy_run(src: str, dst: str, inventory: Inventory, wanted: _Wanted) -> Copi
     """Copy the checkpoints of a run, the newest last. Those that are damaged are named once the others are whole."""
     if is_one_of_many():
         raise UsageError(f"{src} is a run; several processes copy one checkpoint together, not a run. Start one.")
-    open_target(dst, source=src, single_file=False, overwrite=False, storage_options=wanted.here)
+    place = open_target(dst, source=src, single_file=False, overwrite=wanted.overwrite, storage_options=wanted.here)
     root, here = open_store(src, storage_options=wanted.there), open_store(dst, storage_options=wanted.here)
-    known = {item.name: item for item in list_checkpoints(here).committed}
-    same = {i.name for i in inventory.committed if i.name in known and known[i.name].record.save_id == i.record.save_id}
-    todo = [item for item in inventory.committed if item.name not in same]
-    faults: list[CkptkitError] = [
-        *_taken(here, dst, [item for item in todo if item.name in known], overwrite=wanted.overwrite)
-    ]
+    view = snapshot(here)
+    known = {item.name: item for item in list_checkpoints(here, view=view).committed}
+    same = {
+        item.name: _damage(view, known[item.name]) for item in inventory.committed
+        if item.name in known and known[item.name].record.save_id == item.record.save_id
+    }  # fmt: skip
+    half = {name: why for name, why in same.items() if why}
+    todo = [item for item in inventory.committed if same.get(item.name) != ""]
+    faults: list[Exception] = [*_unfit(here)]
+    faults += _taken(here, dst, [item for item in todo if item.name in known], half, overwrite=wanted.overwrite)
     faults += _too_small(here, dst, todo)
     report = Copied(src, dst, True, (), notes=_others(inventory, known), dry_run=wanted.dry_run)
-    if faults and not wanted.dry_run:
-        raise faults[0]
+    if not wanted.dry_run:  # that asks each place itself
+        if faults:
+            raise faults[0]
+        _check_free(place, view, [item for item in todo if item.name not in known])
     copies: list[CopiedCheckpoint] = []
     left = _left_out(inventory)
     damaged: dict[str, CorruptCheckpointError] = {}
     pins = {pin.name: pin.why for pin in list_pins(root) if pin.owner is None}
     with ExitStack() as held:
-        pinned = {item.name: held.enter_context(ExitStack()) for item in todo}
+        pinned = {item.name: held.enter_context(ExitStack()) for item in inventory.committed}
         if not wanted.dry_run:
             held.callback(acquire_lease(here).release)
             for item in todo[:_PINNED]:
                 pin = pin_url(f"{src.rstrip('/')}/{item.path}", why="copy", storage_options=wanted.there)
                 with suppress(CheckpointNotFoundError):  # deleted since it was listed: said below
                     pinned[item.name].enter_context(pin)
-        total, done = sum(item.record.total_bytes for item in todo), 0
+        total, done = sum(item.record.total_bytes for item in inventory.committed), 0
         for item in inventory.committed:
             at, to = (f"{url.rstrip('/')}/{name}" for url, name in ((src, item.path), (dst, item.name)))
-            if item.name in same:
-                copies.append(_found(item, at, to))
-            else:
-                how = replace(wanted.how, progress=_part(wanted.how.progress, done, total))
-                try:
+            how = replace(wanted.how, progress=_part(wanted.how.progress, done, total))
+            try:
+                if same.get(item.name) == "":
+                    copies.append(_found(item, at, to, wanted))
+                else:
                     copies.append(copy_checkpoint(at, to, replace(wanted, how=how)))
-                except CheckpointNotFoundError:
-                    left[item.name] = "it was deleted while the others were copied"
-                    continue
-                except CorruptCheckpointError as error:
-                    damaged[item.name] = error
-                    continue
-                finally:
-                    pinned[item.name].close()
-                done += item.record.total_bytes
+            except CheckpointNotFoundError:
+                left[item.name] = "it was deleted while the others were copied"
+                continue
+            except CorruptCheckpointError as error:
+                damaged[item.name] = error
+                continue
+            finally:
+                pinned[item.name].close()
+            done += item.record.total_bytes
             if item.name in pins and not wanted.dry_run:
                 pin_forever(to, pins[item.name], storage_options=wanted.here)
         if copies and not wanted.dry_run:
@@ -546,9 +567,22 @@ def _part(progress: Progress | None, before: int, total: int) -> Progress | None
     return lambda done, _, what: progress(min(before + done, total), total, what)
 
 
-def _found(item: Committed, at: str, to: str) -> CopiedCheckpoint:
-    form = f"ckptkit-{item.record.state_dict_type}"
-    return CopiedCheckpoint(at, to, form, len(item.record.files) + 1, item.record.total_bytes, there=True)
+def _found(item: Committed, at: str, to: str, wanted: _Wanted) -> CopiedCheckpoint:
+    """Return what is known of a checkpoint that was there already. Raises IntegrityError where reading it was asked
+    for and finds damage."""
+    asked = wanted.how.verify and not wanted.dry_run
+    for problem in verify(to, storage_options=wanted.here).problems if asked else ():
+        raise IntegrityError(f"{to} is there already, and damaged: {problem.message}")
+    form, files = f"ckptkit-{item.record.state_dict_type}", len(item.record.files) + 1
+    return CopiedCheckpoint(at, to, form, files, item.record.total_bytes, verified=asked or None, there=True)
+
+
+def _check_free(place: OutputPlace, view: Store, todo: Sequence[Committed]) -> None:
+    """Raise where what is no checkpoint has the name of one that is to come, before the first is written."""
+    names = {item.path for item in view.list()}
+    for item in todo:
+        if item.name in names:
+            replace(place, url=f"{place.url.rstrip('/')}/{item.name}").check_free()
 
 
 def _left_out(inventory: Inventory) -> dict[str, str]:
@@ -566,9 +600,36 @@ def _others(inventory: Inventory, known: Mapping[str, Committed]) -> tuple[str, 
     return (f"DST also holds {', '.join(names[:5])}{', ...' * (len(names) > 5)}, which SRC does not; they stay",)
 
 
-def _taken(here: Store, dst: str, clashes: Sequence[Committed], *, overwrite: bool) -> Iterator[CheckpointExistsError]:
-    names = ", ".join(item.name for item in clashes[:5])
-    if clashes and not overwrite:
+def _damage(view: Store, item: Committed) -> str:
+    """Return which file of a committed checkpoint is missing, or truncated; "" where none is."""
+    for path, file in zip(named_paths(item.record), item.record.files.values(), strict=True):
+        found, size = view.info(f"{item.path}/{path}"), file.nbytes
+        if found is None:
+            return f"{path} is missing"
+        if found.kind == "file" and found.size != size:
+            return f"{path} has {found.size} bytes, expected {size}"
+    return ""
+
+
+def _unfit(here: Store) -> Iterator[OSError]:
+    """Yield why no run can be written to a directory, whatever is in it."""
+    try:
+        if is_directory(here):
+            check_writable(here)
+        check_state_directory(here)
+    except OSError as error:
+        yield error
+
+
+def _taken(
+    here: Store, dst: str, clashes: Sequence[Committed], half: Mapping[str, str], *, overwrite: bool
+) -> Iterator[CheckpointExistsError]:
+    names = ", ".join([item.name for item in clashes if item.name not in half][:5])
+    for name, why in half.items() if not overwrite else ():
+        yield CheckpointExistsError(
+            f"{dst}/{name} is there already, but not whole: {why}. Nothing was written. To copy it again: --overwrite."
+        )
+    if len(clashes) > len(half) and not overwrite:
         yield CheckpointExistsError(
             f"{dst} holds {names} of another save; nothing was written. Choose another place, or replace them with "
             "overwrite=True (--overwrite)."

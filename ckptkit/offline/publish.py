@@ -167,20 +167,27 @@ class OutputPlace:
             NoSpaceError: The plan does not fit on the disk.
             PermissionError: A local directory can't be written to.
         """
-        store = open_store(self.url, storage_options=self.storage_options)
-        if not is_directory(store):
-            from ckptkit.storage.publish_remote import check_object, check_remote
-
-            if self.is_file:
-                check_object(store, self.file_name, self.replaceable)
-            else:
-                check_remote(store, self.replaceable)
-            return
+        self.check_free()
         folder, name = self.local_name()
-        check_target(LocalStore(folder), name, replaceable=self.replaceable)
+        if not folder:
+            return
         check_writable(LocalStore(folder))
         left = left_beside(f"{folder}/{name}")
         check_room(plan, LocalStore(folder), held=left[1] if left is not None else 0)
+
+    def check_free(self) -> None:
+        """Raise CheckpointExistsError where the place is taken."""
+        store = open_store(self.url, storage_options=self.storage_options)
+        if is_directory(store):
+            folder, name = self.local_name()
+            check_target(LocalStore(folder), name, replaceable=self.replaceable)
+            return
+        from ckptkit.storage.publish_remote import check_object, check_remote
+
+        if self.is_file:
+            check_object(store, self.file_name, self.replaceable)
+        else:
+            check_remote(store, self.replaceable)
 
 
 def is_one_of_many() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ __all__ = [
     "STATE_DIRECTORY",
     "Lease",
     "acquire_lease",
+    "check_state_directory",
     "lease_holder",
     "open_attempts",
     "store_clock",
@@ -286,8 +288,10 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         state, since = _State(newest + 1, new_nonce(), this_process(), attempts=attempts), _now()
         try:
             if is_directory(root):
-                with contextlib.suppress(FileExistsError):  # the root's inode is a part of what is stated
+                try:  # the root's inode is a part of what is stated
                     root.make_directory(STATE_DIRECTORY)
+                except FileExistsError:
+                    check_state_directory(root)
             # Put-if-absent: one of many contenders wins.
             root.claim(state.path, state.to_json(root), looked=since - started < _FRESH_S)
         except FileExistsError:
@@ -299,6 +303,17 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
             lease.tidy()
         return lease
     raise LeaseHeldError(f"{root.url}: the lease changes hands all the time. Many jobs want to write here.")
+
+
+def check_state_directory(root: Store) -> None:
+    """Raise where somebody's file has the name of the directory that holds the lease."""
+    found = root.info(STATE_DIRECTORY) if is_directory(root) else None
+    if found is not None and found.kind == "file":
+        raise NotADirectoryError(
+            errno.ENOTDIR,
+            f"{root.url}/{STATE_DIRECTORY} is a file, not the directory in which ckptkit keeps the lease of a run. "
+            "Move it away, or choose another place.",
+        )
 
 
 def lease_holder(root: Store) -> Owner | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -302,6 +303,80 @@ def test_a_checkpoint_of_another_save_is_replaced_only_where_asked_and_not_pinne
     done = copy(str(run), str(new), overwrite=True)
     assert sorted(steps(new)) == [1, 2, 3, 9] and tree(new / "step_00000002") == tree(run / "step_00000002")
     assert any("step_00000009" in note for note in done.notes)
+
+
+def test_what_is_in_the_way_of_a_run_is_said_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    (new / "step_00000002").mkdir(parents=True)
+    (new / "step_00000002" / "thesis.txt").write_text("mine")
+    before = tree(new)
+    for overwrite, message in ((False, "exists already; nothing was written"), (True, "thesis.txt. Nothing was")):
+        with pytest.raises(CheckpointExistsError, match=message):
+            copy(str(run), str(new), overwrite=overwrite)
+        assert tree(new) == before and os.listdir(new) == ["step_00000002"]
+
+
+@pytest.mark.parametrize("what", ["file", "link", "state"])
+def test_a_destination_that_can_hold_no_run_is_named_once(run: Path, tmp_path: Path, what: str) -> None:
+    new = tmp_path / "new"
+    if what == "file":
+        new.write_text("mine")
+    elif what == "link":
+        new.symlink_to(tmp_path / "nowhere")
+    else:
+        new.mkdir()
+        (new / ".ckptkit").write_text("mine")
+    message = rf"{new}/\.ckptkit is a file" if what == "state" else rf"{new} is no directory"
+    with pytest.raises(NotADirectoryError, match=message):
+        copy(str(run), str(new))
+    said = "\n".join(copy(str(run), str(new), dry_run=True).lines())
+    assert re.search(message, said) and said.count("does not fit") == 1
+    if what == "state":
+        with pytest.raises(NotADirectoryError, match=message):
+            acquire_lease(open_store(str(new)))
+        assert (new / ".ckptkit").read_text() == "mine" and os.listdir(new) == [".ckptkit"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_half_a_checkpoint_is_not_taken_for_one_that_is_there_already(run: Path, tmp_path: Path, damage: str) -> None:
+    new = tmp_path / "new"
+    copy(str(run), str(new))
+    file = max((new / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file.unlink() if damage == "missing" else os.truncate(file, 10)
+    with pytest.raises(CheckpointExistsError, match=f"step_00000002 is there already, but not whole: {file.name}"):
+        copy(str(run), str(new))
+    assert "not whole" in str(copy(str(run), str(new), dry_run=True).faults)
+    done = copy(str(run), str(new), overwrite=True)
+    assert [item.there for item in done.checkpoints] == [True, False, True]
+    assert "2 there already, files and sizes compared" in done.proof()
+    assert tree(new / "step_00000002") == tree(run / "step_00000002")
+
+
+def test_verify_reads_also_what_is_there_already(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    copy(str(run), str(new))
+    assert "3 there already, verified" in copy(str(run), str(new), verify=True).proof()
+    flip(max((new / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    with pytest.raises(IntegrityError, match="step_00000002 is there already, and damaged"):
+        copy(str(run), str(new), verify=True)
+
+
+def test_what_can_not_be_read_as_a_file_is_named_and_left_out_with_all_files(run: Path, tmp_path: Path) -> None:
+    step = run / "step_00000003"
+    (step / "notes.txt").write_text("mine")
+    (step / "gone").symlink_to("nowhere")
+    (step / "away").symlink_to("/etc/hostname")
+    os.mkfifo(step / "pipe")
+    (item,) = copy(str(step), str(tmp_path / "out"), all_files=True).checkpoints
+    assert set(item.left_out) == {"gone", "away", "pipe"}
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine" and verify(str(tmp_path / "out")).ok
+
+
+def test_an_empty_path_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="path is empty"):
+        copy(str(run), "")
+    with pytest.raises(UsageError, match="path is empty"):
+        copy("", str(tmp_path / "out"))
 
 
 def test_a_run_that_a_job_saves_to_is_no_destination(run: Path, tmp_path: Path) -> None:
