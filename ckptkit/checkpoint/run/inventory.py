@@ -228,18 +228,23 @@ class _Look:
 def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed | Skipped | _Look | str]:
     if is_directory(root):
         return [_look(root, name) for name in names]
-    attempts = open_attempts(root) if any(_attempt_folders(view, name) for name in names) else Attempts()
     if view.sizes_are_free:
         view.fetch(record_path(name) for name in names)
-        return [look for name in names for look in _look_at(root, view, name, attempts)]
-    with WorkerPool(16, thread_name_prefix="ckptkit-ls") as pool:
-        return [look for looks in pool.map(lambda name: _look_at(root, view, name, attempts), names) for look in looks]
-
-
-def _look_at(root: Store, view: Store, name: str, attempts: Attempts) -> list[Committed | Skipped | _Look | str]:
-    look = _look(view, name)
-    known = look.record.data if isinstance(look, Committed) else ""
-    return [look, _look_inside(root, view, name, known, attempts)]
+        folders = [_attempt_folders(view, name) for name in names]
+        looks = [_look(view, name) for name in names]
+    else:
+        with WorkerPool(16, thread_name_prefix="ckptkit-ls") as pool:
+            folders = list(pool.map(lambda name: _attempt_folders(view, name), names))
+            looks = list(pool.map(lambda name: _look(view, name), names))
+    committed = [f"{look.path}/{look.record.data}" if isinstance(look, Committed) else "" for look in looks]
+    if all(set(found) <= {path} for found, path in zip(folders, committed, strict=True)):
+        return [*looks]
+    attempts = open_attempts(root)
+    insides = [
+        _look_inside(root, view, name, [path for path in found if path != known], attempts)
+        for name, found, known in zip(names, folders, committed, strict=True)
+    ]
+    return [*looks, *insides]
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
@@ -273,19 +278,17 @@ def _deleted(root: Store, path: str, records: Sequence[CommitRecord]) -> Skipped
     return Skipped(path, reason, kept_files=files, deleted=True)
 
 
-def _look_inside(root: Store, view: Store, name: str, known: str, attempts: Attempts) -> _Look:
+def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], attempts: Attempts) -> _Look:
     """Return the attempts whose files lie under `name` on an object store, without or beside the committed one.
 
     Args:
-        known: The folder that a record was seen to name: no more is asked about it.
+        folders: Those there, but for the one that a record was seen to name: no more is asked about that.
         attempts: Read after `view` was taken: the lease states an attempt before its first file is there.
     """
-    gone = {record.data: record for record in deleted_records(view, name)}
+    gone = {record.data: record for record in deleted_records(view, name)} if folders else {}
     found = _Look([], [], [])
-    for path in _attempt_folders(view, name):
+    for path in folders:
         folder = path.rpartition("/")[2]
-        if folder == known:
-            continue
         if folder in gone:  # or else only what was kept is left
             if any(view.info(f"{name}/{inner}") for inner in named_paths(gone[folder])):
                 found.abandoned.append(Attempt(path, name, None))
