@@ -60,7 +60,10 @@ def command(
 
 
 def _lines(listing: Listing, *, every: bool) -> list[str]:
-    shown = [row for row in listing.checkpoints if every or row.state != "skipped" or _STEP.fullmatch(row.name)]
+    shown = [
+        row for row in listing.checkpoints
+        if every or row.state != "skipped" or row.damaged or _STEP.fullmatch(row.name)
+    ]  # fmt: skip
     table = [["name", "step", "age", "size", "type", "ranks", "metrics", "rotation"]]
     table += [_cells(row) for row in shown]
     lines = _aligned(table, _columns())

@@ -37,6 +37,7 @@ class Listed:
         age_s: Seconds since the save, by the machines' clocks; None if unknown.
         absent_before: Number of checkpoints saved between the previous entry and this one that are gone (deleted by
             rotation, for example).
+        damaged: Of a skipped entry: it may have been saved, but its commit record can't be read, or is another's.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Listed:
     why: str = ""
     absent_before: int = 0
     kept_files: tuple[str, ...] = ()
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,10 @@ def list_run(
         ),
         *(_attempt(item, "in progress") for item in inventory.in_progress),
         *(_attempt(item, "abandoned") for item in inventory.abandoned),
-        *(Listed(item.path, "skipped", why=item.reason, kept_files=item.kept_files) for item in inventory.skipped),
+        *(
+            Listed(item.path, "skipped", why=item.reason, kept_files=item.kept_files, damaged=item.damaged)
+            for item in inventory.skipped
+        ),
     ]
     total = sum(item.record.total_bytes for item in inventory.committed)
     return Listing(url, tuple(rows), inventory.foreign, total, ahead.policy, sum(gaps.values()))
@@ -240,5 +245,10 @@ def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
     if root.info(RECORD_NAME) is not None:
         see = command_line("inspect", url)
         return f"{url} is one checkpoint; ls takes the directory above it. To see what is in it: {see}"
+    found_here = inventory.skipped + inventory.in_progress
+    if found_here:
+        first, more = found_here[0].path, f", and {len(found_here) - 1} more" * (len(found_here) > 1)
+        see = command_line("ls", "--all", url)
+        return f"{url} contains no checkpoint that can be used, but {first}{more}. To see what is wrong: {see}"
     others = f" It contains {', '.join(inventory.foreign[:5])}." if inventory.foreign else " It is empty."
     return f"{url} contains no checkpoint of ckptkit.{others} {look}"

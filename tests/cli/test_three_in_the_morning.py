@@ -96,6 +96,18 @@ def test_ls_shows_what_looks_like_a_step_and_is_none(root: Path) -> None:
     assert "copy" in run("ls", "--all", root).output
 
 
+def test_a_run_whose_records_are_damaged_is_not_called_empty(root: Path) -> None:
+    (root / "step_00000100").rename(root / "before-decay")
+    for record in root.glob("*/checkpoint.json"):
+        record.write_bytes(record.read_bytes()[:-20])
+    shown = run("ls", root).output  # a name of people's, too: its record is lost, not another's
+    assert all(name in shown for name in ("before-decay", "step_00000200", "step_00000300")), shown
+    refused = run("prune", root, "--max-num", "1")
+    assert refused.exit_code == 1 and "It is empty" not in refused.output
+    assert "contains no checkpoint that can be used, but before-decay, and" in refused.output
+    assert f"ckptkit ls --all {root}" in refused.output
+
+
 @pytest.mark.parametrize(
     ("place", "words"),
     [
