@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from ckptkit.errors import (
     IncompleteCheckpointError,
     IntegrityError,
     LeaseHeldError,
+    NoSpaceError,
     UsageError,
 )
 from ckptkit.offline import copy as copy_module
@@ -221,6 +223,21 @@ def test_what_lies_at_dst_is_replaced_by_the_rule_of_convert_alone(run: Path, tm
         copy(f"{run}/1", str(out), overwrite=True)
     with pytest.raises(UsageError, match="that is read"):
         copy(f"{run}/1", str(run / "step_00000001"), overwrite=True)
+
+
+def _limited(say: Callable[[bytes], None], src: str, dst: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, 1 << 10))
+    try:
+        copy(src, dst)
+    except NoSpaceError as error:
+        say(str(error).encode())
+
+
+def test_a_file_system_that_takes_no_such_file_is_named_with_the_file(run: Path, tmp_path: Path) -> None:
+    code, said = fork(_limited, f"{run}/step_00000003", str(tmp_path / "out"))
+    assert code == 0 and re.search(rf"{tmp_path}/\S+/\S+: File too large", said.decode()), said
+    assert not (tmp_path / "out").exists() and leftovers(tmp_path) == []
 
 
 # --- a run

@@ -48,6 +48,8 @@ class LocalSink:
                 # Not posix_fallocate: tmpfs would fill every page with zeros first, half as slow again as the copy,
                 # and `execute` has compared the free space with all that is to be written.
                 os.ftruncate(descriptor, file.nbytes)
+            except OSError as error:
+                raise self._failure(file.path, error) from error
             finally:
                 os.close(descriptor)
         with self._descriptors.using(file.path) as descriptor:
