@@ -146,6 +146,11 @@ NIGHT: dict[str, int] = {
 
 
 LONG = (
+    # These fork the test process, which must have no threads of servers and pools yet.
+    "tests/hostile/test_hostile.py",
+    "tests/hostile/test_attacks.py",
+    "tests/hostile/test_links.py",
+    "tests/hostile/test_secrets.py",
     "tests/test_examples.py",
     "tests/integrations/test_lightning_shapes.py",
     "tests/integrations/test_lightning_scripts.py",
@@ -164,7 +169,7 @@ LONG = (
     "tests/fsdp/test_cross_loads.py",
     "tests/integrations/test_hub.py",
 )
-"""Files of few tests that take long, in the order in which they begin: the last ones of a run should be short ones."""
+"""The files that begin first, in this order. Most have few tests that take long: the last ones should be short."""
 
 
 class Test(Protocol):

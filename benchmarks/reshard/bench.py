@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.convert.bench import environment, make_model
 from ckptkit.units import parse_size
 
-RUN = "from ckptkit.offline.reshard import reshard; reshard({src!r}, {dst!r}, {options})"
+RUN = "from ckptkit import reshard; reshard({src!r}, {dst!r}, {options})"
 PLAN = '"*.q_proj.weight": 0, "*.k_proj.weight": 0, "*.up_proj.weight": 1'
 
 
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--where", default="/dev/shm")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", metavar="NAME", action="append", help="of these commands")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make:  # in a process of its own: what this one holds would count as its children's peak
@@ -70,7 +71,8 @@ def main() -> None:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def measure(root: Path, options: argparse.Namespace) -> None:
+def measure(root: Path, options: argparse.Namespace) -> dict[str, tuple[float, float, int]]:
+    """Return the best wall seconds, processor seconds and peak memory of each command."""
     model, source, out = root / "hf", root / "run" / "step_00000001", root / "new" / "step_00000001"
     subprocess.run(
         [sys.executable, "-m", "benchmarks.reshard.bench", "--size", options.size, "--make", str(model)], check=True
@@ -81,9 +83,13 @@ def measure(root: Path, options: argparse.Namespace) -> None:
     out.parent.mkdir()
     total = sum(file.stat().st_size for file in source.iterdir())
     best: dict[str, tuple[float, float, int]] = {}
-    for _ in range(options.repeat):  # turn by turn, so that a noisy machine is noisy to all
+    for turn in range(-1, options.repeat):  # turn by turn, so that a noisy machine is noisy to all
         for name, command in commands(source, out, options.ranks).items():
+            if options.only and name not in options.only:
+                continue
             found = timed(command, out)
+            if turn < 0:  # Python has compiled the modules that a command imports
+                continue
             before = best.get(name, (float("inf"), float("inf"), 0))
             best[name] = (min(before[0], found[0]), min(before[1], found[1]), max(before[2], found[2]))
     cp = best["cp -r"]
@@ -91,6 +97,7 @@ def measure(root: Path, options: argparse.Namespace) -> None:
     for name, (wall, cpu, peak) in best.items():
         ratio = f"{wall / cp[0]:5.2f} x cp  cpu {cpu:5.2f} s = {cpu / cp[1]:5.2f} x"
         print(f"  {name:32s} {wall:6.2f} s  {ratio}  peak {peak / 1e6:6.0f} MB", flush=True)
+    return best
 
 
 if __name__ == "__main__":

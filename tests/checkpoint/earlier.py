@@ -1,4 +1,4 @@
-"""A small training state, and the checkpoints of it that tests/zoo/ckptkit_0.1 keeps. Each is bit-exact to resume.
+"""A small training state, and the checkpoints of it that tests/checkpoint/kept_0.1 keeps. Each is bit-exact to resume.
 
 `python -m tests.checkpoint.earlier DIRECTORY` wrote them, with the code of the day.
 """

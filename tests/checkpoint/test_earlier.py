@@ -14,6 +14,7 @@ from ckptkit.errors import CheckpointMismatchError
 from tests.checkpoint import earlier
 from tests.ranks import Pool
 
+KEPT = Path(__file__).parent / "kept_0.1"
 CASES = [(case, size) for case, written in earlier.SIZES.items() for size in sorted({1, 2, written})]
 
 
@@ -28,9 +29,9 @@ def _loaded(url: str, case: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("case", "size"), CASES)
 def test_a_checkpoint_of_an_earlier_version_is_loaded_bit_for_bit(
-    case: str, size: int, ranks: Pool, zoo: Path, tmp_path: Path
+    case: str, size: int, ranks: Pool, tmp_path: Path
 ) -> None:
-    kept = zoo / "ckptkit_0.1" / case
+    kept = KEPT / case
     run = tmp_path / "run"
     shutil.copytree(kept / "run", run)
     if case == "local" and size != earlier.SIZES[case]:

@@ -33,7 +33,7 @@ THEIRS = {
 @pytest.fixture(scope="module")
 def options() -> Iterator[Options]:
     with moto() as found:
-        open_store("s3://bucket", storage_options=found).fs.mkdir("bucket")  # type: ignore[attr-defined]
+        open_store("s3://killed", storage_options=found).fs.mkdir("killed")  # type: ignore[attr-defined]
         yield dict(found)
 
 
@@ -74,7 +74,7 @@ def strays(root: Store) -> set[str]:
 def test_a_kill_at_any_request_loses_nothing_and_leaves_nothing(
     options: Options, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"s3://bucket/{nth}"
+    url = f"s3://killed/{nth}"
     root = open_store(url, storage_options=options)
     with CheckpointManager(url, storage_options=options) as manager:
         save(manager, 1, 1)

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,9 @@ def lone_load_error(url: str) -> Any:
         try:
             manager.load(other.state())
         except CkptkitError as error:
-            return f"{type(error).__name__}: {error}", jobs.everything(other) == before
+            text = f"{type(error).__name__}: {error}"
+            print(f"rank {dist.get_rank()}: {text}", file=sys.stderr, flush=True)  # where what follows hangs
+            return text, jobs.everything(other) == before
     return "", False
 
 

@@ -336,16 +336,16 @@ def test_a_warning_of_the_library_reads_like_one(root: Path) -> None:
 
 def test_what_an_interrupted_conversion_left_is_named(tmp_path: Path) -> None:
     dst = str(tmp_path / "out")
-    assert "start over" in outcome._interrupted(dst, overwrite=False)
+    assert "start over" in outcome.interrupted_words(dst, overwrite=False)
     staging = open_staging(LocalStore(tmp_path), "out", new_nonce())
     staging.write("part.safetensors", b"x" * 5000)
-    words = outcome._interrupted(dst, overwrite=False)
+    words = outcome.interrupted_words(dst, overwrite=False)
     assert f"is kept in {staging.url}" in words
     assert "same command again" in words
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
-    assert "is unchanged" in outcome._interrupted(dst, overwrite=True)
-    assert "is unchanged, or the complete new one is in" in outcome._interrupted("s3://bucket/out", overwrite=True)
+    assert "is unchanged" in outcome.interrupted_words(dst, overwrite=True)
+    assert "is unchanged, or the complete new one is in" in outcome.interrupted_words("s3://bucket/out", overwrite=True)
 
 
 def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,8 +156,8 @@ def test_a_folder_that_is_no_checkpoint_is_not_saved_over(found):  # P6
 
 
 def test_a_model_of_another_shape_is_refused_with_every_shape(found):
-    assert "[3, 8] in the checkpoint, [5, 8] wanted" in found["wide"]
-    assert "[3] in the checkpoint, [5] wanted" in found["wide"]
+    assert "[3, 8] in the checkpoint, expected [5, 8]" in found["wide"]
+    assert "[3] in the checkpoint, expected [5]" in found["wide"]
 
 
 def test_a_run_that_crashed_in_the_middle_goes_on_bit_equal(found):

@@ -85,7 +85,7 @@ def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks: Any, z
     source = open_source(str(zoo / "lightrft_mp_optim_w2"))
     made = str(tmp_path / "new")
     report = reshard(source.url, made, world_size=3)
-    assert "14 weights equal to their fp32 masters, cast" in report.proof()
+    assert "14 weights equal to the fp32 master, cast" in report.proof()
     for _, states, _, _ in ranks.run(reshard_jobs.go_on, 3, made, *_model(source), _groups(source.url, tmp_path), True):
         masters, moments = _by_fqn(source, Role.MASTER), _by_fqn(source, Role.OPTIMIZER)
         assert {fqn for fqn in masters if not _equal(source, masters[fqn], states[f"{fqn}.master"])} == set()

@@ -402,13 +402,15 @@ class Coordinator:
                 self._board().wait([self._key()], timedelta(seconds=_BOARD_S))
                 value, self._broken = pickle.loads(self._board().get(self._key()))
             except RuntimeError:
+                # The frames of a traceback hold what was waited for, and that holds the connections open.
+                del header, work
                 self._give_up()
                 raise RankFailedError(
                     f"rank 0 died or hung ({_reason(error)}). Whether it had published, only the storage can "
                     "tell: resume from the latest checkpoint.",
                     {0: _reason(error)},
                     interrupted=True,
-                ) from error
+                ) from error.with_traceback(None)
             return value
 
     def _board(self) -> Any:
