@@ -215,7 +215,10 @@ class CheckpointManager:
         self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
         self._watch = SignalWatch(self._control, signals=signals) if self._control and signals else None
         objective = retention.objective if retention is not None else None
-        carried = {} if side_files is None or self._coordinator.rank else read_side_files(str(side_files))
+        carried: Mapping[str, bytes] = {}
+        if side_files is not None:
+            given = partial(read_side_files, str(side_files)) if self._coordinator.is_main else dict
+            carried = (self._coordinator.all_ok(given, "reading side_files") or [{}])[0]
         # `ckptkit ls` and `prune` go by it.
         extra = {} if retention is None else {"retention": dataclasses.asdict(retention)}
         self._saver = Saver(

@@ -118,7 +118,7 @@ class TrainState:
         """Yield the objects that a load fills, of some or all kinds: modules, their tensors, optimizers, schedulers,
         ..."""
         for kind in kinds or ("model", "optimizer", "scheduler", "grad_scaler", "dataloader", "extra"):
-            for item in self.parts(kind).values():
+            for item in self._named(kind).values():  # any name: if one rank raised here, the others would wait
                 if kind == "model" and hasattr(item, "modules"):
                     yield from (*item.modules(), *item.parameters(), *item.buffers())
                 else:
@@ -130,14 +130,17 @@ class TrainState:
         Raises:
             UsageError: A name contains characters other than letters, digits, "_" and "-".
         """
+        found = self._named(kind)
+        if isinstance(getattr(self, kind), Mapping):
+            for name in found:
+                _check_name(name, kind)
+        return found
+
+    def _named(self, kind: str) -> dict[Any, Any]:
         value = getattr(self, kind)
         if value is None:
             return {}
-        if not isinstance(value, Mapping):
-            return {"": value}
-        for name in value:
-            _check_name(name, kind)
-        return dict(value)
+        return dict(value) if isinstance(value, Mapping) else {"": value}
 
 
 def _check_name(name: Any, kind: str) -> None:
