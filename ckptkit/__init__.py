@@ -6,8 +6,8 @@ The house, from the ground up (imports go downhill only):
 - `catalog`: what tensors exist and where their parts lie. `storage`: bytes at a URL.
 - `formats`: one module a format; each ends in a `Catalog`.
 - `checkpoint`: saving, keeping and loading the checkpoints of one run (`CheckpointManager`).
-- `fsdp`: the FSDP2 runtime of a training job. `offline`: convert, reshard, copy, verify, diff,
-  inspect, prune.
+- `fsdp`: the FSDP2 runtime of a training job. `offline`: convert, merge, reshard, copy, verify,
+  diff, inspect, prune.
 - `integrations`, `cli`: the same for other frameworks, and for the shell.
 
 Public names are imported when they are first used, so `import ckptkit` does not import torch.
@@ -36,6 +36,7 @@ _WHERE = {
     "DCPSavePlanner": "ckptkit.formats.dcp.planners",
     "DCPLoadPlanner": "ckptkit.formats.dcp.planners",
     "convert": "ckptkit.offline.convert",
+    "merge": "ckptkit.offline.merge",
     "reshard": "ckptkit.offline.reshard",
     "copy": "ckptkit.offline.copy",
     "verify": "ckptkit.offline.verify",
@@ -57,6 +58,7 @@ __all__ = [
     "DCPSavePlanner",
     "DCPLoadPlanner",
     "convert",
+    "merge",
     "reshard",
     "copy",
     "verify",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from ckptkit.offline.diff import diff
     from ckptkit.offline.inspect import inspect
     from ckptkit.offline.listing import list_run
+    from ckptkit.offline.merge import merge
     from ckptkit.offline.reshard import reshard
     from ckptkit.offline.verify import verify
 

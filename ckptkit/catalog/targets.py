@@ -142,6 +142,12 @@ class Target:
         """Return the target under another name."""
         return self if name == self.name else Target(name, self.dtype, self.shape, self.parts, self.source_dtype)
 
+    def rows(self, start: int, stop: int) -> Target:
+        """Return the target of the rows [start, stop) alone."""
+        box = Box((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:]))
+        parts = tuple(p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box))
+        return replace(self, shape=box.sizes, parts=parts)
+
     def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
         """Split the target along `dim`; the parts keep its name. Sizes must add up."""
         pieces: list[Target] = []

@@ -217,8 +217,9 @@ class CheckpointManager:
         objective = retention.objective if retention is not None else None
         carried: Mapping[str, bytes] = {}
         if side_files is not None:
-            given = partial(read_side_files, str(side_files)) if self._coordinator.is_main else dict
-            carried = (self._coordinator.all_ok(given, "reading side_files") or [{}])[0]
+            is_main, place = self._coordinator.is_main, str(side_files)
+            read = self._coordinator.all_ok(lambda: read_side_files(place) if is_main else {}, "reading side_files")
+            carried = read[0] if read else {}
         # `ckptkit ls` and `prune` go by it.
         extra = {} if retention is None else {"retention": dataclasses.asdict(retention)}
         self._saver = Saver(

@@ -18,7 +18,17 @@ from ckptkit.storage.store import split_url
 _what, _names, _model, _files = grouped("What"), grouped("Names"), grouped("Model"), grouped("Files")
 _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")
 
-_OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", "pt": "torch", "pth": "torch"}
+__all__ = ["OTHER_NAMES", "command", "dtype_option"]
+
+OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", "pt": "torch", "pth": "torch"}
+dtype_option = _what(
+    "--dtype",
+    type=OneOf(["keep", "bf16", "fp16", "fp32", "fp64"], hidden=_FULL_NAMES),
+    default="keep",
+    show_default=True,
+    metavar="DTYPE",
+    help="keep, bf16, fp16, fp32 or fp64; only floats are cast.",
+)
 
 
 @click.command("convert", cls=GroupedCommand)
@@ -26,7 +36,7 @@ _OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", 
 @click.argument("dst")
 @_what(
     "--to",
-    type=OneOf(["hf", "dcp", "torch", "local"], meant=_OTHER_NAMES),
+    type=OneOf(["hf", "dcp", "torch", "local"], meant=OTHER_NAMES),
     default="hf",
     show_default=True,
     metavar="FORMAT",
@@ -36,14 +46,7 @@ _OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", 
         "the optimizer."
     ),
 )
-@_what(
-    "--dtype",
-    type=OneOf(["keep", "bf16", "fp16", "fp32", "fp64"], hidden=_FULL_NAMES),
-    default="keep",
-    show_default=True,
-    metavar="DTYPE",
-    help="keep, bf16, fp16, fp32 or fp64; only floats are cast.",
-)
+@dtype_option
 @_what(
     "--weights",
     type=OneOf(["auto", "model", "master"]),

@@ -18,6 +18,7 @@ __all__ = ["cli", "main"]
 # name -> one-line description. The module is ckptkit.cli.<name>, its command is called `command`.
 _COMMANDS = {
     "convert": "Convert any checkpoint to Hugging Face, DCP, torch or LOCAL files.",
+    "merge": "Average several checkpoints, or the last ones of a run.",
     "reshard": "Rewrite a checkpoint for another cluster size.",
     "copy": "Copy a checkpoint or a whole run to another place, verified.",
     "inspect": "Show the contents of a checkpoint and which rank holds which slice.",
@@ -35,6 +36,11 @@ _EXAMPLES = {
         "convert RUN OUT --verify  # the newest checkpoint, for transformers and vLLM",
         "convert RUN/best s3://bucket/out --dtype bf16",
         "how-to-vllm.md",
+    ),
+    "merge": (
+        "merge RUN OUT --last 8  # the average of the newest eight",
+        "merge A B C OUT --weights 0.2,0.3,0.5 --dtype bf16",
+        "how-to-merge.md",
     ),
     "reshard": (
         "reshard RUN NEW --world-size 24",

@@ -229,12 +229,19 @@ class Source:
         store: Its root; the catalog's paths count from here.
         url: The opened checkpoint.
         note: Why this one, if it differs from the requested URL; otherwise "".
+        joined: The checkpoints whose tensors this one takes; () if it was opened as it is.
     """
 
     store: Store
     catalog: Catalog
     url: str
     note: str = ""
+    joined: tuple[Source, ...] = ()
+
+    @property
+    def checkpoints(self) -> tuple[Source, ...]:
+        """The checkpoints that are read: this one, or those that it joins."""
+        return self.joined or (self,)
 
 
 _Found = tuple[Candidate, str, Format, str]

@@ -211,7 +211,8 @@ def carry_out(
                 progress=how.progress, only=session.only, journal=session.journal, ledger=session.ledger,
                 digests=sealing is not None,
             )  # fmt: skip
-            check_read_as_seen(source)
+            for item in source.checkpoints:
+                check_read_as_seen(item)
             return report
 
         def proved() -> int:
@@ -221,9 +222,10 @@ def carry_out(
                 plan, source.store, session.store, max_memory=how.max_memory, workers=how.workers, progress=how.progress
             )
 
-        if how.check:
-            session.one(partial(check_committed, source))
-        masters = session.one(lambda: prove_masters(source, masters_of)) if how.check else 0
+        masters = 0
+        for item in source.checkpoints if how.check else ():
+            session.one(partial(check_committed, item))
+            masters += session.one(partial(prove_masters, item, masters_of if item is source else None))
         copies = session.everyone(copied)
         done = CopyReport.joined(copies)
         if look is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptkit.offline.resharding.rank_files import Laid
     from ckptkit.storage.store import Store
 
-__all__ = ["ConvertReport", "Format", "convert"]
+__all__ = ["TensorChoice", "Chosen", "ConvertReport", "Format", "Output", "Weights", "choose", "convert", "write"]
 
 Format: TypeAlias = Literal["hf", "dcp", "torch", "local"]
 Weights: TypeAlias = Literal["auto", "model", "master"]
@@ -38,7 +38,7 @@ _MIN_MEMORY = 16_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class Chosen:
     """The content of the result: tensors under their new names, and small files."""
 
     tensors: tuple[OutputTensor, ...]
@@ -113,43 +113,85 @@ def convert(  # noqa: PLR0913 - one argument an option
         CorruptCheckpointError: The source is damaged or incomplete; nothing was published.
     """
     started = time.perf_counter()
-    if to not in _FORMATS:
-        raise UsageError(f"to={to!r} is unknown. Known: {', '.join(_FORMATS)}.")
-    memory = parse_size(max_memory)
-    if memory < _MIN_MEMORY:
-        raise UsageError(f"--max-memory {max_memory} is too small: expected at least 16MB.")
-    shard_size = _shard_size(max_shard_size)
-    if sha256 and to != "hf":
-        raise UsageError(f"--sha256 is for Hugging Face exports; it cannot be combined with --to {to}.")
+    output = Output(
+        dst, to, max_shard_size, world_size, overwrite, sha256, dry_run, How(workers, 0, check, verify, progress)
+    ).checked(max_memory)
     options = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     source = open_pinned(src, storage_options=there, options=options, together=not dry_run)
-    choice = _Choice(
+    choice = TensorChoice(
         to, dtype, weights, base, key_map, strip_prefix, tuple(include), tuple(exclude), merge_adapter, untie,
         adapter_config, not dry_run,
     )  # fmt: skip
-    chosen = _choose(source, choice, storage_options)
-    target = open_target(dst, source=source.url, single_file=to == "torch", overwrite=overwrite, storage_options=here)
+    chosen = choose(source, choice, storage_options)
+    return write(src, source, chosen, choice, output, storage_options=here, started=started)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where and how the result is written: see `convert`."""
+
+    dst: str
+    to: Format
+    max_shard_size: str | int
+    world_size: int | None
+    overwrite: bool
+    sha256: bool
+    dry_run: bool
+    how: How
+
+    def checked(self, max_memory: str | int) -> Output:
+        """Return the output with a memory limit. Raises UsageError if options conflict."""
+        if self.to not in _FORMATS:
+            raise UsageError(f"to={self.to!r} is unknown. Known: {', '.join(_FORMATS)}.")
+        memory = parse_size(max_memory)
+        if memory < _MIN_MEMORY:
+            raise UsageError(f"--max-memory {max_memory} is too small: expected at least 16MB.")
+        if self.sha256 and self.to != "hf":
+            raise UsageError(f"--sha256 is for Hugging Face exports; it cannot be combined with --to {self.to}.")
+        _shard_size(self.max_shard_size)
+        return replace(self, how=replace(self.how, max_memory=memory))
+
+
+def write(
+    src: str,
+    source: Source,
+    chosen: Chosen,
+    choice: TensorChoice,
+    output: Output,
+    *,
+    storage_options: Mapping[str, Any] | None,
+    started: float,
+) -> ConvertReport:
+    """Write the chosen tensors of a source and publish the result, or only plan it."""
+    to = output.to
+    for item in source.checkpoints:
+        target = open_target(
+            output.dst, source=item.url, single_file=to == "torch", overwrite=output.overwrite,
+            storage_options=storage_options,
+        )  # fmt: skip
     sealing = None
     if to == "local":
         from ckptkit.offline.resharding.local_target import local_target
 
-        laid, sealing = local_target(source, chosen.tensors, dst, world_size=world_size or 1, storage_options=here)
+        laid, sealing = local_target(
+            source, chosen.tensors, output.dst, world_size=output.world_size or 1, storage_options=storage_options
+        )
         plan = _planned(source, chosen, laid)
     else:
-        plan = _plan(source, chosen, to, target.file_name, shard_size, world_size)
+        plan = _plan(source, chosen, to, target.file_name, _shard_size(output.max_shard_size), output.world_size)
     report = ConvertReport(
-        src, dst, source.url, source.catalog.info.format, to, plan,
-        tensors=len(chosen.tensors), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=dry_run,
+        src, output.dst, source.url, source.catalog.info.format, to, plan,
+        tensors=len(chosen.tensors), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=output.dry_run,
         faults=chosen.faults, serving=_serving(chosen, choice),
     )  # fmt: skip
-    if dry_run:
+    if output.dry_run:
         check_plan(plan)
-        return replace(report, faults=(*report.faults, *refusals(plan, source, target, check=check)))
+        return replace(report, faults=(*report.faults, *refusals(plan, source, target, check=output.how.check)))
     outcome = carry_out(
-        plan, source, target, How(workers, memory, check, verify, progress),
+        plan, source, target, output.how,
         masters_of={name for tensor in chosen.tensors for name in tensor.sources},
-        look=partial(_look, plan, sha256) if to == "hf" else None, sealing=sealing,
+        look=partial(_look, plan, output.sha256) if to == "hf" else None, sealing=sealing,
     )  # fmt: skip
     return outcome.told(report, proved=tuple(_proved(outcome, chosen)), started=started)
 
@@ -165,7 +207,7 @@ def _look(plan: Plan, sha256: bool, store: Store) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class TensorChoice:
     """The user's choice of tensors from the source."""
 
     to: Format
@@ -180,9 +222,10 @@ class _Choice:
     untie: bool
     adapter_config: Mapping[str, Any] | None
     strict: bool
+    notes: tuple[str, ...] = ()
 
 
-def _serving(chosen: _Chosen, choice: _Choice) -> Serving:
+def _serving(chosen: Chosen, choice: TensorChoice) -> Serving:
     """Names that the user changed or filtered count as a model's only if they were compared with one."""
     if choice.to != "hf":
         return ""
@@ -209,7 +252,7 @@ def _key_map(named: NameMap | str | None) -> NameMap | None:
 
 
 @collector_paused()
-def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] | None) -> _Chosen:
+def choose(source: Source, choice: TensorChoice, storage_options: Mapping[str, Any] | None) -> Chosen:
     from ckptkit.offline.export.hf import ExportOptions, export_tensors, plan_export
 
     options = ExportOptions(
@@ -223,6 +266,7 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
         merge_adapter=choice.merge_adapter,
         adapter_config=choice.adapter_config,
         strict=choice.strict,
+        notes=choice.notes,
     )
     known = None
     if choice.base is not None:
@@ -231,7 +275,7 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
         known = open_base(choice.base, storage_options=storage_options)
     if choice.to == "hf":
         export = plan_export(source.store, source.catalog, base=known, options=options)
-        return _Chosen(
+        return Chosen(
             export.tensors, export.files, export.leftovers, export.missing, export.notes, export.kind, export.checked,
             export.faults,
         )  # fmt: skip
@@ -252,12 +296,12 @@ def _choose(source: Source, choice: _Choice, storage_options: Mapping[str, Any] 
         own = beside_source(source.store, source.catalog)
         small = (known.over(own) if known is not None else own).contents()
         files = tuple(OutputFile.of_bytes(name, data) for name, data in small.items())
-    return _Chosen(tuple(tensors.values()), files, tuple(leftovers), (), notes)
+    return Chosen(tuple(tensors.values()), files, tuple(leftovers), (), notes)
 
 
 @collector_paused()
 def _plan(
-    source: Source, chosen: _Chosen, to: Format, file_name: str, max_shard_size: int, world_size: int | None
+    source: Source, chosen: Chosen, to: Format, file_name: str, max_shard_size: int, world_size: int | None
 ) -> Plan:
     """Lay out the chosen tensors in the files of the target format."""
     catalog, tensors = source.catalog, chosen.tensors
@@ -281,7 +325,7 @@ def _plan(
     return _planned(source, chosen, (files, placements, last))
 
 
-def _planned(source: Source, chosen: _Chosen, laid: Laid) -> Plan:
+def _planned(source: Source, chosen: Chosen, laid: Laid) -> Plan:
     files, placements, last = laid
     return Plan(
         source.catalog,
@@ -295,7 +339,9 @@ def _planned(source: Source, chosen: _Chosen, laid: Laid) -> Plan:
 
 
 def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
-    notes = [*([source.note] if source.note else []), *source.catalog.info.notes, *plan.notes]
+    notes = [item.note for item in source.checkpoints if item.note]
+    notes += [note for item in source.checkpoints for note in item.catalog.info.notes]
+    notes += plan.notes
     if plan.leftovers:
         reasons: dict[str, list[str]] = {}
         for name, reason in plan.leftovers:
@@ -311,7 +357,7 @@ def _groups(names: Sequence[str], reason: str) -> str:
     return ": " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""
 
 
-def _proved(outcome: Converted, chosen: _Chosen) -> Iterator[str]:
+def _proved(outcome: Converted, chosen: Chosen) -> Iterator[str]:
     """Yield the checks that passed: each phrase stands for a check that would have raised."""
     if chosen.compared:
         yield f"names and shapes match {chosen.compared}"

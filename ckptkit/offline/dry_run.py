@@ -23,7 +23,7 @@ def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> 
     used = [plan.catalog.tensors[key] for key in used_sources(plan)]
     checks: list[Callable[[], None]] = [partial(check_source_files, source.store, used), partial(place.check, plan)]
     if check:
-        checks.insert(1, partial(check_committed, source))
+        checks[1:1] = [partial(check_committed, item) for item in source.checkpoints]
     for refuse in checks:
         try:
             refuse()

@@ -141,7 +141,7 @@ def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | N
     tag = None if name in (step_name(step), "", ".", "..") else check_tag(name, step)
     record: dict[str, Any] = {}
     ours = source.catalog.info.format.startswith("ckptkit-")
-    origin = find_record(source.store) if ours else None
+    origin = find_record(source.store) if ours and not source.joined else None
     if origin is not None:
         record = {
             "metrics": dict(origin.metrics),

@@ -28,7 +28,8 @@ def run(*args: str | Path) -> Result:
 
 
 @pytest.mark.parametrize(
-    "command", ["convert", "reshard", "copy", "inspect", "ls", "verify", "diff", "prune", "pin", "unpin", "push"]
+    "command",
+    ["convert", "merge", "reshard", "copy", "inspect", "ls", "verify", "diff", "prune", "pin", "unpin", "push"],
 )
 def test_every_command_explains_itself(command: str) -> None:
     result = run(command, "--help")

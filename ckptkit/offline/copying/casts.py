@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ckptkit.errors import UnsupportedFormatError
 
-__all__ = ["cast_into", "is_cast"]
+__all__ = ["cast_into", "float_values", "is_cast"]
 
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
@@ -47,6 +47,13 @@ def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for start in range(0, len(into), _BLOCK):
             _cast_block(into[start : start + _BLOCK], out[start : start + _BLOCK], source_dtype, target_dtype)
+
+
+def float_values(data: Bytes, dtype: str) -> Array:
+    """Return elements as an array of float32, or of float64 if that is their dtype."""
+    if dtype == "float64":
+        return data.view(np.float64)
+    return _to_float32(data.view(np.uint16 if dtype == "bfloat16" else _NUMPY[dtype]), dtype)
 
 
 def _cast_block(source: Array, out: Array, source_dtype: str, target_dtype: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -31,6 +33,7 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 _BLOCK = 64  # rows
 _TILE = 4 << 20
 _READ = 64 << 10  # of a slice, at least, where a tile takes a part of each
+_ALIGNED = 64  # bytes, for any dtype and for vector instructions
 _SMALL_SPAN = 1 << 20  # bytes that are read at once whatever part of them is wanted
 
 
@@ -67,6 +70,7 @@ class Gatherer:
         self._verifier = verifier
         self._max_bytes = max_bytes
         self._computing = threading.Lock()
+        self._local = threading.local()
         self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # small inputs, which tile after tile wants
 
     def read_box(self, key: str, box: Box, out: Bytes) -> None:
@@ -122,7 +126,7 @@ class Gatherer:
         """Return how many elements of a target to assemble at once: few, unless each tile reads from many places of the
         source."""
         if isinstance(tensor, ComputedTensor):
-            rows = self.rows_at_once(tensor, 2 * self._big)
+            rows = self.rows_at_once(tensor, self._small if tensor.by_element else 2 * self._big)
             return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
         entries = [self._maps[key].entry for key in tensor.sources]
         widest = max([dtype_of(tensor.dtype).itemsize, *(dtype_of(entry.dtype).itemsize for entry in entries)])
@@ -183,14 +187,31 @@ class Gatherer:
                 f"tensor {tensor.name!r} ({tensor.label}) needs {format_size(_taken(tensor))} at once, but "
                 f"the memory limit is {format_size(self._max_bytes)}. Pass a larger --max-memory."
             )
-        with self._computing:  # one at a time: together they could exceed the limit
-            made = tensor.compute([self._input(target) for target in tensor.inputs])
+        # Large ones one at a time: together they could exceed the limit.
+        with self._computing if _taken(tensor) > self._big else contextlib.nullcontext():
+            made = tensor.compute(self._inputs(tensor))
         itemsize = dtype_of(tensor.dtype).itemsize
         whole: Array = np.frombuffer(made, np.uint8).view(_UNITS[itemsize]).reshape(tensor.shape)
         offsets = (box.offsets[0] - first, *box.offsets[1:]) if box.offsets else ()
         part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.sizes, strict=True))]
         data: Bytes = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         return data
+
+    def _inputs(self, tensor: ComputedTensor) -> list[Bytes]:
+        """Return the bytes of all inputs of a computed tensor."""
+        if not tensor.by_element:
+            return [self._input(target) for target in tensor.inputs]
+        # All in one buffer of this thread: touching new memory for each tile would cost more than reading into it.
+        ends = list(itertools.accumulate(-(-_nbytes(target) // _ALIGNED) * _ALIGNED for target in tensor.inputs))
+        buffer: Bytes | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < ends[-1]:
+            buffer = self._local.buffer = np.empty(ends[-1], np.uint8)
+        found = []
+        for target, start in zip(tensor.inputs, (0, *ends), strict=False):
+            data = buffer[start : start + _nbytes(target)]
+            self.make_box(target, Box.whole(target.shape), data)
+            found.append(data)
+        return found
 
     def _input(self, target: Target) -> Bytes:
         """Return a whole tensor that something is computed from; of what is kept for later, a copy."""

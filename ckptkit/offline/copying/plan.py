@@ -47,6 +47,8 @@ class ComputedTensor:
         label: The formula, shown in the plan: "W + 2.0 * B @ A".
         scratch: Additional bytes that `compute` needs, beyond inputs and result.
         cut: Returns the tensor for only the rows [start, stop); None if rows cannot be computed separately.
+        by_element: Whether each element depends only on the elements at its position, so that few rows at once are
+            as fast as many.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ComputedTensor:
     label: str
     scratch: int = 0
     cut: Callable[[int, int], ComputedTensor] | None = None
+    by_element: bool = False
 
     @property
     def numel(self) -> int:

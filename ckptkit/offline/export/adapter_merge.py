@@ -121,9 +121,7 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
         return out.reshape(-1).view(np.uint8)
 
     def cut(start: int, stop: int) -> ComputedTensor:
-        box = Box((start, *(0,) * (len(target.shape) - 1)), (stop - start, *target.shape[1:]))
-        parts = tuple(p.moved(p.target_box.relative_to(box)) for part in target.parts for p in part.cut(box))
-        return changed(replace(target, shape=box.sizes, parts=parts), changes, whole)
+        return changed(target.rows(start, stop), changes, whole)
 
     by_rows = bool(target.shape) and all(step.change is None or step.change.by_rows for step in steps)
     label = "; ".join(dict.fromkeys(step.change.label for step in steps if step.change is not None))

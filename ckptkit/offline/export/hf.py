@@ -101,7 +101,7 @@ def plan_export(
     """
     own = beside_source(store, catalog)
     draft = _draft(catalog, base.over(own) if base is not None else own, options or ExportOptions())
-    draft.notes += draft.base.notes
+    draft.notes += (*draft.options.notes, *draft.base.notes)
     split = _split_adapter(draft.targets, mapped=draft.options.key_map is not None)
     if split is None and draft.options.merge_adapter:
         raise UsageError("--merge-adapter: the checkpoint contains no adapter (no lora_A or lora_B).")

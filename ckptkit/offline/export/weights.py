@@ -36,6 +36,7 @@ class ExportOptions:
         merge_adapter: Merge the adapter into the base weights.
         card: Write README.md.
         strict: Raise for mismatches with the base; otherwise list them in `HFExport.faults`.
+        notes: Further notes for README.md.
     """
 
     dtype: str = "keep"
@@ -49,6 +50,7 @@ class ExportOptions:
     merge_adapter: bool = False
     card: bool = True
     strict: bool = True
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

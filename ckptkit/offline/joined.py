@@ -1,0 +1,107 @@
+"""Joins several checkpoints into one source, so that one plan can take tensors from all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar, cast
+
+from ckptkit.catalog.entry import Catalog, TensorEntry
+from ckptkit.catalog.targets import Target
+from ckptkit.formats.detect import Source
+from ckptkit.storage.local import LocalStore, is_directory
+from ckptkit.storage.store import FileInfo, ReadInto, Store
+
+T = TypeVar("T")
+
+__all__ = ["join", "key_in", "taken_from"]
+
+
+def key_in(index: int, key: str) -> str:
+    """Return the key that a tensor of source `index` has in the joined catalog."""
+    return f"{index + 1}:{key}"
+
+
+def taken_from(target: Target, index: int) -> Target:
+    """Return a target of source `index` as one of the joined catalog."""
+    return replace(target, parts=tuple(replace(part, source=key_in(index, part.source)) for part in target.parts))
+
+
+def join(sources: Sequence[Source], used: Sequence[Collection[str]]) -> Source:
+    """Return one source with the `used` tensors of each of `sources`, under the keys of `key_in`.
+
+    Its catalog's info is that of the last one. It can only be read.
+    """
+    store, prefixes = _place(sources)
+    tensors: dict[str, TensorEntry] = {}
+    for index, (source, keys) in enumerate(zip(sources, used, strict=True)):
+        moved: dict[int, tuple[Sequence[str], Sequence[str]]] = {}  # tables of paths, which most tensors share
+        for key in keys:
+            entry = source.catalog.tensors[key]
+            paths = entry.slices.paths
+            if id(paths) not in moved:
+                moved[id(paths)] = paths, [f"{prefixes[index]}{path}" for path in paths]
+            name = key_in(index, key)
+            tensors[name] = replace(entry, name=name, slices=entry.slices.under(moved[id(paths)][1]))
+    catalog = Catalog(tensors, {}, sources[-1].catalog.info)
+    return Source(store, catalog, " + ".join(source.url for source in sources), joined=tuple(sources))
+
+
+def _place(sources: Sequence[Source]) -> tuple[Store, list[str]]:
+    """Return a store that holds the files of all sources, and what precedes their paths in it."""
+    folders = [os.path.realpath(source.store.url) for source in sources if is_directory(source.store)]
+    if len(folders) < len(sources):
+        return cast(Store, _SeveralStores([source.store for source in sources])), [f"{i}/" for i in range(len(sources))]
+    top = os.path.commonpath(folders)
+    return LocalStore(top), [f"{os.path.relpath(folder, top)}/".removeprefix("./") for folder in folders]
+
+
+class _SeveralStores:
+    """Reads from several stores: the first part of a path is the index of its store."""
+
+    sizes_are_free = False
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self._stores = stores
+        self.url = " + ".join(store.url for store in stores)
+        self.asking_costs = any(store.asking_costs for store in stores)
+
+    def info(self, path: str) -> FileInfo | None:
+        index, rest = _split(path)
+        found = self._stores[index].info(rest)
+        return None if found is None else replace(found, path=path)
+
+    def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
+        index, rest = _split(path)
+        found = self._stores[index].list(rest, recursive=recursive)
+        return [replace(item, path=f"{index}/{item.path}") for item in found]
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        index, rest = _split(path)
+        return self._stores[index].read(rest, start, stop)
+
+    def read_into(self, path: str, start: int, view: memoryview) -> None:
+        index, rest = _split(path)
+        self._stores[index].read_into(rest, start, view)
+
+    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
+        moved = ((index, replace(item, path=rest)) for item in reads for index, rest in [_split(item.path)])
+        for index, batch in _grouped(moved).items():
+            self._stores[index].read_many(batch, workers=workers)
+
+    def fetch(self, paths: Iterable[str]) -> None:
+        for index, batch in _grouped(map(_split, paths)).items():
+            self._stores[index].fetch(batch)
+
+
+def _grouped(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
+    found: dict[int, list[T]] = {}
+    for index, item in pairs:
+        found.setdefault(index, []).append(item)
+    return found
+
+
+def _split(path: str) -> tuple[int, str]:
+    index, _, rest = path.partition("/")
+    return int(index), rest

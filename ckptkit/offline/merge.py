@@ -1,0 +1,321 @@
+"""Averages several checkpoints into one: weighted sums of their model weights, on the engine of `convert`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.dtypes import export_dtype
+from ckptkit.catalog.targets import Target
+from ckptkit.digests import crc32
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.formats.options import ReadOptions
+from ckptkit.offline.conversion import ConvertReport, How
+from ckptkit.offline.convert import Chosen, Format, Output, TensorChoice, Weights, choose, write
+from ckptkit.offline.copying.casts import cast_into, float_values
+from ckptkit.offline.copying.copier import Progress
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+from ckptkit.offline.joined import join, taken_from
+from ckptkit.offline.publish import options_of_both
+from ckptkit.offline.reading import open_pinned, reads_checkpoints
+from ckptkit.storage.retry import patient
+
+if TYPE_CHECKING:
+    from ckptkit.formats.detect import Source
+    from ckptkit.keymaps.keymap import NameMap
+
+__all__ = ["merge", "weights_of"]
+
+Bytes = npt.NDArray[np.uint8]
+Sums: TypeAlias = Literal["fp32", "fp64"]
+_BLOCK = 1 << 16  # elements summed at a time, so that they stay in the cache
+_NAMED = 5
+
+
+@reads_checkpoints
+@patient()
+def merge(  # noqa: PLR0913 - one argument an option
+    sources: Sequence[str],
+    dst: str,
+    *,
+    weights: str | Sequence[float] = "uniform",
+    last: int | None = None,
+    steps: str | None = None,
+    sum_dtype: Sums = "fp32",
+    to: Format = "hf",
+    dtype: str = "keep",
+    take: Weights = "auto",
+    base: str | None = None,
+    key_map: NameMap | str | None = None,
+    strip_prefix: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    max_shard_size: str | int = "5GB",
+    world_size: int | None = None,
+    workers: int = 0,
+    max_memory: str | int = "512MB",
+    check: bool = True,
+    verify: bool = False,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    src_storage_options: Mapping[str, Any] | None = None,
+    dst_storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    sha256: bool = False,
+) -> ConvertReport:
+    """Write the weighted sum of the model weights of several checkpoints to `dst`, published atomically.
+
+    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + ..., with every operation rounded to `sum_dtype` and
+    the result cast once: the same bits for any number of workers and any memory. Other tensors (integers, booleans) are
+    copied from the last source. The sources may have different formats, layouts and world sizes; names, shapes and
+    dtypes must agree. Optimizer states are not merged. Config and tokenizer come from the last source.
+
+    Args:
+        sources: Checkpoints in order, oldest first; or one run, with `last` or `steps`.
+        weights: "uniform"; "minus-sqrt" (the merge that equals a 1 - sqrt learning rate decay over the sources, as in
+            Megatron-LM); "ema:DECAY" (the exponential moving average that starts at the first source); or numbers,
+            as a sequence or "0.2,0.3,0.5". They must add up to 1.
+        last: Merge the last N committed checkpoints of the run.
+        steps: Merge the committed checkpoints of the run with these steps: "FIRST:LAST", both included.
+        sum_dtype: "fp32" or "fp64".
+        take: As `weights` of `convert`: the "model" weights, or the fp32 "master" copies.
+        to, dtype, base, key_map, ...: As for `convert`.
+
+    Raises:
+        UsageError: Options conflict; the run has too few checkpoints; weights do not add up to 1.
+        CheckpointMismatchError: Names, shapes or dtypes of the sources differ.
+        UnsupportedFormatError: A tensor is quantized, so that its values cannot be summed.
+    """
+    started = time.perf_counter()
+    if sum_dtype not in ("fp32", "fp64"):
+        raise UsageError(f"sum_dtype={sum_dtype!r}: expected 'fp32' or 'fp64'.")
+    output = Output(
+        dst, to, max_shard_size, world_size, overwrite, sha256, dry_run, How(workers, 0, check, verify, progress)
+    ).checked(max_memory)
+    there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
+    urls = _of_run(sources, last, steps, there)
+    factors = weights_of(weights, len(urls))
+    options = ReadOptions(base=base, strip_prefix=strip_prefix)
+    opened = [open_pinned(url, storage_options=there, options=options, together=not dry_run) for url in urls]
+    choice = TensorChoice(
+        to, dtype, take, base, key_map, strip_prefix, tuple(include), tuple(exclude), False, False, None, not dry_run
+    )
+    said = "merged from " + ", ".join(
+        f"{f:.6g} * {s.url.rpartition('/')[2]}" for f, s in zip(factors, opened, strict=True)
+    )
+    choices = [choice] * (len(opened) - 1) + [replace(choice, notes=(said,))]
+    parts = [choose(source, chosen, storage_options) for source, chosen in zip(opened, choices, strict=True)]
+    chosen = _combined(opened, parts, factors, dtype, sum_dtype, said)
+    joined = join(opened, [{name for tensor in part.tensors for name in tensor.sources} for part in parts])
+    return write(", ".join(sources), joined, chosen, choice, output, storage_options=here, started=started)
+
+
+# --- which checkpoints, and their weights
+
+
+def weights_of(weights: str | Sequence[float], count: int) -> tuple[float, ...]:
+    """Return the weight of each of `count` checkpoints, oldest first.
+
+    "minus-sqrt": as a decay of the learning rate by d(x) = 1 - sqrt(x), where source i is at x = i / count; a source's
+    weight is what the decay loses until the next one (Megatron-LM, `tools/checkpoint/weighted_merge.py`).
+
+    Raises:
+        UsageError: The weights are malformed, of another number, or do not add up to 1.
+    """
+    if isinstance(weights, str):
+        if weights == "uniform":
+            return (1 / count,) * count
+        if weights == "minus-sqrt":
+            decayed = [1 - math.sqrt(i / count) for i in range(count)] + [0.0]
+            found = [decayed[i] - decayed[i + 1] for i in range(1, count)]
+            return (1 - sum(found), *found)
+        if weights.startswith("ema:"):
+            decay = _number(weights[4:], weights)
+            if not 0 < decay < 1:
+                raise UsageError(f"--weights {weights}: the decay must be between 0 and 1, such as ema:0.9.")
+            return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count)))
+        weights = [_number(text, weights) for text in weights.split(",")]
+    given = tuple(float(value) for value in weights)
+    if len(given) != count:
+        raise UsageError(f"{len(given)} weights were given for {count} checkpoints; expected one for each.")
+    if not math.isclose(math.fsum(given), 1, abs_tol=1e-6):
+        raise UsageError(
+            f"the weights add up to {math.fsum(given):g}; expected 1. "
+            f"Scaled, they are {','.join(f'{value / math.fsum(given):.6g}' for value in given)}."
+            if math.isfinite(math.fsum(given)) and math.fsum(given)
+            else f"the weights add up to {math.fsum(given):g}; expected 1."
+        )
+    return given
+
+
+def _number(text: str, given: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(
+            f"--weights {given}: expected uniform, minus-sqrt, ema:DECAY, or numbers such as 0.2,0.3,0.5."
+        ) from None
+
+
+def _of_run(
+    sources: Sequence[str], last: int | None, steps: str | None, storage_options: Mapping[str, Any] | None
+) -> list[str]:
+    """Return the URLs of the checkpoints to merge, oldest first."""
+    if isinstance(sources, str):
+        raise UsageError("sources: expected a sequence of URLs, not one string.")
+    if last is None and steps is None:
+        if len(sources) < 2:
+            raise UsageError("one checkpoint cannot be merged. Name several, or a run with --last N or --steps A:B.")
+        return list(sources)
+    if len(sources) != 1 or (last is not None and steps is not None):
+        raise UsageError("--last and --steps each choose checkpoints of one run: name one run, and use one of them.")
+    from ckptkit.checkpoint.run.inventory import list_checkpoints
+    from ckptkit.formats.own.record import step_of_name
+    from ckptkit.storage.open import open_store
+
+    run = sources[0].rstrip("/")
+    inventory = list_checkpoints(open_store(run, storage_options=storage_options))
+    committed = inventory.committed
+    if last is not None:
+        if not 1 < last <= len(committed):
+            raise UsageError(f"--last {last}: {run} has {len(committed)} committed checkpoints.")
+        chosen = list(committed[-last:])
+        begin, end = chosen[0].step, math.inf
+    else:
+        first, _, final = (steps or "").partition(":")
+        if not (first.isdecimal() and final.isdecimal()):
+            raise UsageError(f"--steps {steps}: expected FIRST:LAST, such as 8000:10000.")
+        begin, end = int(first), int(final)
+        chosen = [item for item in committed if begin <= item.step <= end and not item.superseded]
+        if len(chosen) < 2:
+            shown = ", ".join(str(item.step) for item in committed[-10:]) or "none"
+            raise UsageError(f"--steps {steps}: {run} has {len(chosen)} committed checkpoints there. Steps: {shown}.")
+    for skipped in inventory.skipped:
+        step = step_of_name(skipped.path)
+        if skipped.damaged and step is not None and begin <= step <= end:
+            raise CorruptCheckpointError(
+                f"{run}/{skipped.path} can't be opened: {skipped.reason} To merge without it, name the checkpoints."
+            )
+    return [f"{run}/{item.path}" for item in chosen]
+
+
+# --- the sums
+
+
+def _combined(
+    opened: Sequence[Source], parts: Sequence[Chosen], factors: Sequence[float], dtype: str, sum_dtype: Sums, said: str
+) -> Chosen:
+    """Return the tensors of the result; its other properties are those of the last source."""
+    named = [{tensor.name: tensor for tensor in part.tensors} for part in parts]
+    _check_names(opened, named)
+    result: list[OutputTensor] = []
+    copied: list[str] = []
+    for name in named[-1]:
+        targets = [
+            _target(source, of[name], index) for index, (source, of) in enumerate(zip(opened, named, strict=True))
+        ]
+        _check_alike(opened, targets)
+        if dtype_of(targets[-1].dtype).kind == "float":
+            result.append(_sum(targets, factors, export_dtype(targets[-1].dtype, dtype), dtype_of(sum_dtype).name))
+        else:
+            copied.append(name)
+            result.append(targets[-1])
+    notes = [said, *(note for part in parts for note in part.notes)]
+    if copied:
+        shown = ", ".join(copied[:_NAMED]) + (", ..." if len(copied) > _NAMED else "")
+        many = "tensors are" if len(copied) > 1 else "tensor is"
+        notes.append(f"{len(copied)} {many} not of floats, and copied from the last source: {shown}")
+    newest = parts[-1]
+    leftovers = tuple(dict.fromkeys(item for part in parts for item in part.leftovers))
+    faults = tuple(dict.fromkeys(fault for part in parts for fault in part.faults))
+    return replace(
+        newest,
+        tensors=tuple(result),
+        leftovers=leftovers,
+        faults=faults,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTensor]]) -> None:
+    for source, names in zip(opened, named, strict=True):
+        for of, others in ((opened[-1], named[-1].keys() - names.keys()), (source, names.keys() - named[-1].keys())):
+            if others:
+                shown = ", ".join(sorted(others)[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+                without = source if of is opened[-1] else opened[-1]
+                raise CheckpointMismatchError(
+                    f"{len(others)} tensors of {of.url} are not in {without.url}: {shown}. Only checkpoints with the "
+                    "same tensors can be merged; --exclude skips some, --key-map and --strip-prefix rename them."
+                )
+
+
+def _target(source: Source, tensor: OutputTensor, index: int) -> Target:
+    """Return a tensor of source `index` in its own dtype."""
+    if isinstance(tensor, ComputedTensor):
+        raise UsageError(f"{source.url}: {tensor.name!r} is computed ({tensor.label}). Convert that checkpoint first.")
+    if dtype_of(tensor.source_dtype).kind not in ("float", "int", "bool"):
+        raise UnsupportedFormatError(
+            f"{source.url}: {tensor.name!r} is {tensor.source_dtype}, which cannot be averaged. Skip it with "
+            "--exclude, or convert the checkpoint to bf16 or fp32 first."
+        )
+    return taken_from(replace(tensor, dtype=tensor.source_dtype), index)
+
+
+def _check_alike(opened: Sequence[Source], targets: Sequence[Target]) -> None:
+    for source, target in zip(opened, targets, strict=True):
+        newest = targets[-1]
+        if (target.shape, target.dtype) != (newest.shape, newest.dtype):
+            raise CheckpointMismatchError(
+                f"{target.name!r} is {target.dtype} {list(target.shape)} in {source.url}, but {newest.dtype} "
+                f"{list(newest.shape)} in {opened[-1].url}. Convert them to one dtype first, or --exclude it."
+            )
+
+
+def _sum(targets: Sequence[Target], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:
+    """Return the weighted sum of tensors of one shape and dtype, computed by blocks of rows."""
+    first = targets[0]
+    # Exact: an interrupted run is continued only if the labels of its plan are the same.
+    label = " + ".join(f"{factor!r} * W{i + 1}" for i, factor in enumerate(factors))
+    if len(targets) > _NAMED:
+        label = f"weighted sum of {len(targets)} [{crc32(repr(factors).encode()):08x}]"
+    cut: Callable[[int, int], ComputedTensor] | None = None
+    if first.shape:
+
+        def cut(start: int, stop: int) -> ComputedTensor:
+            return _sum([target.rows(start, stop) for target in targets], factors, dtype, sum_dtype)
+
+    compute = partial(_weighted_sum, factors=tuple(factors), dtypes=(first.dtype, sum_dtype, dtype))
+    return ComputedTensor(
+        targets[-1].name, dtype, first.shape, tuple(targets), compute, f"{label} in {sum_dtype}", 0, cut, True
+    )
+
+
+def _weighted_sum(data: Sequence[Bytes], *, factors: tuple[float, ...], dtypes: tuple[str, str, str]) -> Bytes:
+    """Return ((w1 * x1 + w2 * x2) + ...) element by element, each operation rounded to the dtype of sums."""
+    source, sums, target = dtypes
+    kind = np.dtype(sums).type
+    sizes = [dtype_of(name).itemsize for name in dtypes]
+    numel = len(data[0]) // sizes[0]
+    out = np.empty(numel * sizes[2], np.uint8)
+    total, wide = (np.empty(min(numel, _BLOCK), kind) for _ in range(2))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for start in range(0, numel, _BLOCK):
+            n = min(_BLOCK, numel - start)
+            for i, (factor, raw) in enumerate(zip(factors, data, strict=True)):
+                values = float_values(raw[start * sizes[0] : (start + n) * sizes[0]], source)
+                if i == 0:
+                    np.multiply(values, kind(factor), out=total[:n], dtype=kind)
+                else:
+                    np.multiply(values, kind(factor), out=wide[:n], dtype=kind)
+                    total[:n] += wide[:n]
+            cast_into(total[:n].view(np.uint8), out[start * sizes[2] : (start + n) * sizes[2]], sums, target)
+    return out

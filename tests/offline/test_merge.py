@@ -1,0 +1,297 @@
+"""merge: the bits of the sums, which checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from ckptkit import CheckpointManager, TrainState
+from ckptkit.cli.merge import command
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, CorruptCheckpointError, UsageError
+from ckptkit.offline.convert import convert
+from ckptkit.offline.merge import merge, weights_of
+
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "matrix": ((300, 257), torch.bfloat16),
+    "cube": ((40, 7, 3), torch.float32),
+    "scalar": ((), torch.float32),
+    "empty": ((0, 4), torch.float32),
+    "long": ((70_001,), torch.float16),
+    "double": ((9,), torch.float64),
+    "count": ((2,), torch.int64),
+}
+WEIGHTS = (0.2, 0.3, 0.5)
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, (shape, dtype) in SHAPES.items():
+        if dtype == torch.int64:
+            made[name] = torch.full(shape, seed)
+        else:
+            made[name] = (torch.randn(shape, generator=generator) * 10 ** (seed - 1)).to(dtype)
+    return made
+
+
+def export(path: Path, state: dict[str, torch.Tensor]) -> str:
+    path.mkdir()
+    save_file(state, path / "model.safetensors")
+    return str(path)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[str]:
+    return [export(tmp_path / f"m{i}", tensors(i)) for i in range(3)]
+
+
+def summed(states: Sequence[dict[str, torch.Tensor]], weights: Sequence[float], dtype: torch.dtype) -> dict[str, Any]:
+    found = {}
+    for name, newest in states[-1].items():
+        if not newest.is_floating_point():
+            found[name] = newest
+            continue
+        parts = [state[name].to(dtype) * torch.tensor(w, dtype=dtype) for w, state in zip(weights, states, strict=True)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        found[name] = total.to(newest.dtype)
+    return found
+
+
+def assert_holds(path: str, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(Path(path, "model.safetensors"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 1, "max_memory": "16MB"}, {"workers": 5, "max_shard_size": "1GB"}])
+def test_a_sum_has_the_bits_of_torch_whatever_the_workers_and_the_memory(
+    sources: list[str], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    report = merge(sources, str(tmp_path / "out"), weights=WEIGHTS, verify=True, **options)
+    assert report.verified == len(SHAPES)
+    assert_holds(str(tmp_path / "out"), summed([tensors(i) for i in range(3)], WEIGHTS, torch.float32))
+
+
+def test_sums_in_double_precision_are_rounded_once(sources: list[str], tmp_path: Path) -> None:
+    merge(sources, str(tmp_path / "out"), weights=WEIGHTS, sum_dtype="fp64", include=["cube", "double"])
+    expected = summed([tensors(i) for i in range(3)], WEIGHTS, torch.float64)
+    assert_holds(str(tmp_path / "out"), {name: expected[name] for name in ("cube", "double")})
+
+
+def test_the_cast_is_of_the_sum(sources: list[str], tmp_path: Path) -> None:
+    merge(sources, str(tmp_path / "out"), weights=WEIGHTS, dtype="bf16", include=["cube"])
+    found = load_file(tmp_path / "out" / "model.safetensors")["cube"]
+    assert torch.equal(found, summed([tensors(i) for i in range(3)], WEIGHTS, torch.float32)["cube"].bfloat16())
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])
+def test_sources_of_several_formats_and_world_sizes_give_the_same_sum(
+    sources: list[str], tmp_path: Path, to: str
+) -> None:
+    convert(sources[1], str(tmp_path / "dcp"), to="dcp", world_size=3)
+    convert(sources[2], str(tmp_path / "weights.pt"), to="torch")
+    mixed = [sources[0], str(tmp_path / "dcp"), str(tmp_path / "weights.pt")]
+    merge(mixed, str(tmp_path / "out"), to=to, weights=WEIGHTS, world_size=2 if to in ("dcp", "local") else None)  # type: ignore[arg-type]
+    convert(str(tmp_path / "out"), str(tmp_path / "flat"))
+    assert_holds(str(tmp_path / "flat"), summed([tensors(i) for i in range(3)], WEIGHTS, torch.float32))
+
+
+def test_local_and_remote_sources_are_merged(sources: list[str], tmp_path: Path) -> None:
+    remote = "memory://merge/m1"
+    convert(sources[1], remote)
+    merge([sources[0], remote, sources[2]], str(tmp_path / "out"), weights=WEIGHTS, verify=True)
+    assert_holds(str(tmp_path / "out"), summed([tensors(i) for i in range(3)], WEIGHTS, torch.float32))
+
+
+# --- a run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    url = str(tmp_path / "run")
+    with CheckpointManager(url) as manager:
+        for step in range(1, 5):
+            torch.manual_seed(step)
+            manager.save(10 * step, TrainState(model=torch.nn.Linear(4, 3)))
+    return url
+
+
+def weights_at(step: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(step)
+    return {name: tensor.detach() for name, tensor in torch.nn.Linear(4, 3).state_dict().items()}
+
+
+@pytest.mark.parametrize(("which", "steps"), [({"last": 2}, (3, 4)), ({"steps": "10:30"}, (1, 2, 3))])
+def test_the_checkpoints_of_a_run_are_chosen_by_number_or_by_step(
+    run: str, tmp_path: Path, which: dict[str, Any], steps: tuple[int, ...]
+) -> None:
+    merge([run], str(tmp_path / "out"), **which)
+    expected = summed([weights_at(step) for step in steps], [1 / len(steps)] * len(steps), torch.float32)
+    assert_holds(str(tmp_path / "out"), expected)
+
+
+def test_a_damaged_checkpoint_among_them_is_not_passed_over(run: str, tmp_path: Path) -> None:
+    Path(run, "step_00000030", "checkpoint.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError, match="step_00000030"):
+        merge([run], str(tmp_path / "out"), last=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_metrics_of_a_source_are_not_those_of_the_sum(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    with CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, TrainState(model=torch.nn.Linear(2, 2)), metrics={"loss": 1.0})
+    merge([run], str(tmp_path / "sum"), last=2, to="local")
+    assert json.loads((tmp_path / "sum" / "checkpoint.json").read_text())["metrics"] == {}
+
+
+# --- weights
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("uniform", (0.25, 0.25, 0.25, 0.25)),
+        ("0.1,0.2,0.3,0.4", (0.1, 0.2, 0.3, 0.4)),
+        ((1.5, -0.5, 0, 0), (1.5, -0.5, 0, 0)),
+        # Megatron-LM, tools/checkpoint/weighted_merge.py: coefficients of "minus-sqrt" for four checkpoints.
+        ("minus-sqrt", (0.5, 0.20710678118654757, 0.1589186225978911, 0.1339745962155614)),
+        ("ema:0.5", (0.125, 0.125, 0.25, 0.5)),
+    ],
+)
+def test_weights_by_name_and_by_number(given: Any, expected: tuple[float, ...]) -> None:
+    assert weights_of(given, 4) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("0.5,0.5", "2 weights were given for 4"),
+        ("1,1,1,1", "add up to 4; expected 1. Scaled, they are 0.25,0.25,0.25,0.25"),
+        ("nan,0,0,0", "add up to nan"),
+        ("1,-1,1,-1", "add up to 0"),
+        ("mean", "expected uniform, minus-sqrt, ema:DECAY, or numbers"),
+        ("ema:1", "between 0 and 1"),
+    ],
+)
+def test_wrong_weights_are_refused(given: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        weights_of(given, 4)
+
+
+# --- what is refused
+
+
+def _changed(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    state = tensors(7)
+    state.pop(name, None)
+    return state if tensor is None else {**state, name: tensor}
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (_changed("cube", None), "1 tensors of .*m2 are not in .*other: cube"),
+        (_changed("more", torch.ones(2)), "1 tensors of .*other are not in .*m2: more"),
+        (
+            _changed("cube", torch.ones(40, 7, 4)),
+            r"'cube' is float32 \[40, 7, 4\] in .*other, but float32 \[40, 7, 3\]",
+        ),
+        (_changed("cube", torch.ones(40, 7, 3).half()), "'cube' is float16 .* in .*other, but float32"),
+        (_changed("cube", torch.ones(40, 7, 3).to(torch.float8_e4m3fn)), "'cube' is float8_e4m3fn, which cannot be av"),
+    ],
+)
+def test_checkpoints_that_differ_are_refused(
+    sources: list[str], tmp_path: Path, state: dict[str, torch.Tensor], said: str
+) -> None:
+    other = export(tmp_path / "other", state)
+    with pytest.raises(CkptkitError, match=said):
+        merge([other, sources[2]], str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ({}, "one checkpoint cannot be merged"),
+        ({"last": 9}, "has 4 committed checkpoints"),
+        ({"steps": "90:99"}, "has 0 committed checkpoints there. Steps: 10, 20, 30, 40"),
+        ({"steps": "90"}, "expected FIRST:LAST"),
+        ({"last": 2, "steps": "1:2"}, "use one of them"),
+    ],
+)
+def test_a_choice_of_too_few_is_refused(run: str, tmp_path: Path, which: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        merge([run], str(tmp_path / "out"), **which)
+
+
+def test_the_result_never_replaces_a_source(sources: list[str]) -> None:
+    with pytest.raises(UsageError, match="the checkpoint that is read"):
+        merge(sources, sources[0], overwrite=True)
+
+
+def test_an_interrupted_merge_is_not_continued_with_other_weights(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptkit.offline import conversion
+
+    many = [sources[i % 3] for i in range(6)]
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def merged(weights: Any) -> str:  # DCP: it has no file in which the weights are named
+        report = merge(many, str(tmp_path / "out"), to="dcp", weights=weights)
+        return " ".join(report.notes)
+
+    weights = (0.5, 0.1, 0.1, 0.1, 0.1, 0.1)
+    for then in (weights, "uniform"):
+        with monkeypatch.context() as patched:
+            patched.setattr(conversion, "check_read_as_seen", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                merged("uniform")
+        assert ("continued an interrupted run" in merged(then)) is (then == "uniform")
+        convert(str(tmp_path / "out"), str(tmp_path / "flat"), overwrite=True)
+        factors = (1 / 6,) * 6 if then == "uniform" else weights
+        assert_holds(str(tmp_path / "flat"), summed([tensors(i % 3) for i in range(6)], factors, torch.float32))
+        shutil.rmtree(tmp_path / "out")
+
+
+# --- the command
+
+
+def test_the_command_merges_and_says_from_what(sources: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, [*sources, str(tmp_path / "out"), "--weights", "0.2,0.3,0.5"])
+    assert done.exit_code == 0, done.output
+    assert "merged from 0.2 * m0, 0.3 * m1, 0.5 * m2" in done.output
+    assert "1 tensor is not of floats, and copied from the last source: count" in done.output
+    assert "merged from" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_dry_run_writes_nothing_and_finds_what_the_run_refuses(sources: list[str], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("")
+    done = CliRunner().invoke(command, [*sources, str(tmp_path / "out"), "--dry-run"])
+    assert done.exit_code == 1
+    assert "exists already" in done.output
+    assert "W1 + " in done.output
+    assert [item.name for item in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_mismatches_with_the_base_are_refused(sources: list[str], tmp_path: Path) -> None:
+    base = export(tmp_path / "base", {**tensors(0), "absent": torch.ones(1)})
+    with pytest.raises(CheckpointMismatchError, match="missing: absent"):
+        merge(sources, str(tmp_path / "out"), base=base)
