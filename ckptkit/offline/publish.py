@@ -17,7 +17,7 @@ from ckptkit.formats.replaceable import check_replaceable
 from ckptkit.offline.copying.plan import Plan, check_room, share_out
 from ckptkit.offline.copying.resume import clear_strays, left_beside
 from ckptkit.offline.export.checksums import SUMS_NAME
-from ckptkit.storage.journal import Journal, dead_statements
+from ckptkit.storage.journal import Journal, dead_owner_files
 from ckptkit.storage.ledger import Finished, Ledger
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.open import open_store
@@ -82,7 +82,7 @@ class _Alone:
         self.store = store
         self.only: Callable[[int], bool] | None = None
         staged = is_directory(store) and leftover_of(os.path.basename(store.url)) is not None
-        self.journal = Journal.beside(store) if staged and is_directory(store) else None
+        self.journal = Journal(store.url) if staged and is_directory(store) else None
         self.ledger: Ledger | None = getattr(store, "ledger", None)
 
     def everyone(self, fn: Callable[[], T]) -> list[T]:
@@ -137,13 +137,13 @@ class OutputPlace:
         return (whole, self.file_name) if self.is_file else os.path.split(whole)
 
     def open(
-        self, plan: Plan, *, resume: bool = False, gone: Collection[str] = ()
+        self, plan: Plan, *, resume: bool = False, dead: Collection[str] = ()
     ) -> contextlib.AbstractContextManager[Store]:
         """Return the staging store of this place, as a context that publishes; for one process.
 
         Args:
             resume: It may hold what an interrupted process left, and is left so in turn.
-            gone: Statements of earlier writers on other machines that are known to be dead.
+            dead: Owner files of earlier writers on other machines that are known to be dead.
         """
         # A shard is never held back: stores keep what comes last in memory.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
@@ -155,7 +155,7 @@ class OutputPlace:
             last=small,
             storage_options=self.storage_options,
             resume=resume,
-            gone=gone,
+            dead=dead,
             names=names,
         )
 
@@ -303,11 +303,11 @@ class _Together:
 def _journal_of(store: Store, coordinator: Coordinator) -> Journal | None:
     if not is_directory(store) or leftover_of(os.path.basename(store.url)) is None:
         return None
-    return Journal.beside(store, world_size=coordinator.world_size, rank=coordinator.rank)
+    return Journal(store.url, world_size=coordinator.world_size, rank=coordinator.rank)
 
 
 def _join(store: Store, coordinator: Coordinator) -> None:
-    """Look whether this rank sees the staging directory, and state beside it that it writes there."""
+    """Look whether this rank sees the staging directory, and write its owner file beside it."""
     if coordinator.is_main or not is_directory(store):
         return
     head, name = os.path.split(store.url)
@@ -322,7 +322,7 @@ def _join(store: Store, coordinator: Coordinator) -> None:
 
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
-    """Return, on rank 0, the statements of earlier writers that some rank's machine knows to be dead."""
+    """Return, on rank 0, the owner files of earlier writers that some rank's machine knows to be dead."""
     found = coordinator.all_ok(lambda: _dead_here(place, coordinator), "looking for what an earlier run left")
     return [path for paths in found or () for path in paths]
 
@@ -331,7 +331,7 @@ def _dead_here(place: OutputPlace, coordinator: Coordinator) -> list[str]:
     folder, name = place.local_name()
     if not name:
         return []
-    dead = dead_statements(LocalStore(folder), name)
+    dead = dead_owner_files(LocalStore(folder), name)
     if dead and not coordinator.is_main and os.environ.get("LOCAL_RANK", "0") == "0":
         # What the dead wrote may be in the memory of this machine alone.
         for staging in set(dead.values()):
@@ -351,10 +351,10 @@ def staged_together(place: OutputPlace, plan: Plan) -> Iterator[Session]:
     """
     with process_group(), contextlib.closing(Coordinator()) as coordinator, contextlib.ExitStack() as stack:
         staged: list[Store] = []
-        gone = _known_dead(place, coordinator)
+        dead = _known_dead(place, coordinator)
 
         def open_staging() -> tuple[str, dict[str, Finished] | None]:
-            staged.append(stack.enter_context(place.open(plan, resume=True, gone=gone)))
+            staged.append(stack.enter_context(place.open(plan, resume=True, dead=dead)))
             clear_strays(staged[0], plan)
             made = getattr(staged[0], "ledger", None)
             return staged[0].url, None if made is None else dict(made.earlier)

@@ -1,9 +1,8 @@
-"""The journal next to a staging directory: finished steps, so that the same command can continue.
+"""Journals next to a staging directory: finished steps, so that the same command can continue after an interruption.
 
-The file that states a writer is one line of JSON. A journal is what follows: a line that says what is being written,
-as which share of how many, and a line for each step of it that is done. Where several ranks write, each has such a
-file. Nothing of it is synced: what a killed process wrote is still there, and what a machine wrote before it went down
-is never taken over.
+The first line of an owner file is JSON. The journal follows it: a head line (plan, world size, rank) and one line per
+finished step. Every rank has its own file. Nothing is synced: the file survives a killed process, and work from
+before a reboot is never continued.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.owner import own_statement, this_process
-from ckptkit.storage.staging import Leftover, leftover_of, owner_path, read_owner, staging_name, statements
+from ckptkit.storage.owner import owner_json, this_process
+from ckptkit.storage.staging import Leftover, leftovers, owner_files, owner_path, read_owner, staging_name
 
-__all__ = ["Journal", "Section", "adopt", "dead_statements", "give_up", "resumable"]
+__all__ = ["Journal", "Section", "adopt", "dead_owner_files", "give_up", "resumable"]
 
 logger = logging.getLogger(__name__)
 
-_HEAD = re.compile(r"([0-9a-f]{32})(?: (\d{1,6}) (\d{1,6}))?")  # journals of one process had no numbers once
-_EARLIER = "#"  # what is above is of earlier runs
+_HEAD = re.compile(r"([0-9a-f]{32}) (\d{1,6}) (\d{1,6})")
+_EARLIER = "#"  # sections above this line are from earlier runs
 _VOID = "x "
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one rank of one run has said.
+    """The progress of one rank of one run.
 
     Attributes:
-        plan: What it wrote: other bytes at other places, or of another source, have another name.
-        world_size, rank: Which share of it.
-        steps: What is done of that.
-        void: Files that were begun anew later, by paths: nothing of them is done.
+        plan: Fingerprint of the source and of all bytes to write.
+        world_size, rank: Which share of the plan.
+        steps: The finished steps of that share.
+        void: Paths of files that a later run began again: nothing of them is finished.
     """
 
     plan: str
@@ -54,36 +53,26 @@ class Section:
 
 
 class Journal:
-    """The journal of one rank of an attempt. Safe for several threads.
+    """The journal of one rank of an attempt. Safe for several threads."""
 
-    Attributes:
-        world_size, rank: The share of the work whose steps are stated.
-    """
-
-    def __init__(self, path: str, *, world_size: int = 1, rank: int = 0, first: str = "") -> None:
-        """`path`: of the file that states the writer. `first`: that of rank 0, which has what earlier runs said."""
-        self._path = path
-        self._first = first or path
+    def __init__(self, staging: str, *, world_size: int = 1, rank: int = 0) -> None:
+        """`staging`: the absolute path of the staging directory; the owner file of `rank` must exist beside it."""
+        self._staging = staging
+        self._path = owner_path(staging, rank)
         self.world_size, self.rank = world_size, rank
         self._fd = -1
         self._lock = threading.Lock()
 
-    @classmethod
-    def beside(cls, staging: LocalStore, *, world_size: int = 1, rank: int = 0) -> Journal:
-        """Return the journal of a staging directory."""
-        first = owner_path(staging.url)
-        return cls(owner_path(staging.url, rank), world_size=world_size, rank=rank, first=first)
-
     def earlier(self) -> list[Section]:
-        """Return what earlier runs have said."""
-        return _parse(_read(self._first))[0]
+        """Return the progress of earlier runs."""
+        return _parse(_read(owner_path(self._staging)))[0]
 
     def begin(self, plan: str, *, steps: Collection[int] = (), anew: Iterable[str] = ()) -> None:
-        """State what is written from now on.
+        """Begin this run's section.
 
         Args:
-            steps: Those that are done already.
-            anew: Files that are begun anew: what earlier runs have said of them is void.
+            steps: Those that are finished already.
+            anew: Files that are begun again: what earlier runs recorded for them is void.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())
@@ -94,46 +83,41 @@ class Journal:
             text = text[os.write(self._fd, text) :]
 
     def done(self, step: int) -> None:
-        """State that a step is done: its bytes are written and will not be written again."""
+        """Record a finished step: its bytes are written and will not be written again."""
         line = b"%d\n" % step
         with self._lock:
             written = os.write(self._fd, line)
-            if written < len(
-                line
-            ):  # the beginning of another number, if more came behind it: done again, it is no harm
-                end = os.lseek(self._fd, -written, os.SEEK_CUR)
-                os.ftruncate(self._fd, end)
+            if written < len(line):  # a torn number would merge with the next one; losing a step is harmless
+                os.ftruncate(self._fd, os.lseek(self._fd, -written, os.SEEK_CUR))
 
     def end(self) -> None:
-        """Forget all that any rank has said: what lies in the staging directory from now on is to be published, or to
-        be deleted. For rank 0, once all are done."""
+        """Delete the journals of all ranks: the result is about to be published. For rank 0, once all are done."""
         self.close()
-        folder, staging = os.path.split(self._path.removesuffix(".owner"))
+        folder, staging = os.path.split(self._staging)
         parent = LocalStore(folder)
-        first = owner_path(staging)
-        parent.delete([path for path in statements(parent, staging) if path != first])
+        parent.delete([path for path in owner_files(parent, staging) if path != owner_path(staging)])
         with contextlib.suppress(FileNotFoundError):
             os.truncate(self._path, len(_read(self._path).partition(b"\n")[0]))
 
     def leave(self) -> None:
-        """Leave what is done to whoever writes the same next. This process may live on: it says that it is gone.
+        """Leave the finished steps to the next writer, by marking this process as dead: it may live on.
 
-        In place, by one byte of its statement: where that was deleted it stays so.
+        Overwrites one byte in place, so that a deleted owner file stays deleted.
         """
         self.close()
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 mark = b'"started": "'
-                statement = os.pread(fd, 4096, 0).partition(b"\n")[0]
-                at = statement.find(mark) + len(mark)
-                if at >= len(mark) and statement[at : at + 1] != b'"':
+                body = os.pread(fd, 4096, 0).partition(b"\n")[0]
+                at = body.find(mark) + len(mark)
+                if at >= len(mark) and body[at : at + 1] != b'"':
                     os.pwrite(fd, b"-", at)
             finally:
                 os.close(fd)
 
     def close(self) -> None:
-        """Close the file, and keep what it says."""
+        """Close the file and keep its content."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -149,8 +133,8 @@ def _text(lines: Iterable[str]) -> bytes:
 
 
 def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
-    """Return what earlier runs have said, and what this one; nothing where what follows the statement is no journal."""
-    lines = content.split(b"\n")[1:-1]  # behind the last end of line there is nothing, or a torn line
+    """Return the sections of earlier runs and of this one; none if the text after the first line is no journal."""
+    lines = content.split(b"\n")[1:-1]  # after the last newline there is nothing, or a torn line
     earlier: list[Section] = []
     found: list[Section] = []
     steps: set[int] = set()
@@ -167,7 +151,7 @@ def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
             head = _HEAD.fullmatch(line)
             if head is not None:
                 close_section()
-                found.append(Section(head[1], int(head[2] or 1), int(head[3] or 0)))
+                found.append(Section(head[1], int(head[2]), int(head[3])))
             elif line == _EARLIER:
                 close_section()
                 earlier, found = [*earlier, *found], []
@@ -181,14 +165,14 @@ def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
     return earlier, found
 
 
-def _together(contents: Sequence[bytes]) -> list[Section]:
-    """Return what all runs up to now have said, from the files of all ranks: whatever of it still holds."""
-    parsed = [_parse(content) for content in contents]
-    said = [section for _, found in parsed for section in found]
-    void = frozenset(path for section in said for path in section.void)
+def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
+    """Return the progress of all runs so far that still holds, from the owner files of all ranks."""
+    parsed = [_parse(parent.read(path)) for path in paths]
+    current = [section for _, found in parsed for section in found]
+    void = frozenset(path for section in current for path in section.void)
     earlier = [replace(section, void=section.void | void) for older, _ in parsed for section in older]
     merged: dict[Section, frozenset[int]] = {}
-    for section in [*earlier, *(replace(section, void=frozenset()) for section in said)]:
+    for section in [*earlier, *(replace(section, void=frozenset()) for section in current)]:
         key = replace(section, steps=frozenset())
         merged[key] = merged.get(key, frozenset()) | section.steps
     return [replace(key, steps=steps) for key, steps in merged.items() if steps]
@@ -197,73 +181,68 @@ def _together(contents: Sequence[bytes]) -> list[Section]:
 # --- from one attempt to the next
 
 
-def resumable(parent: LocalStore, name: str, *, gone: Collection[str] = ()) -> Leftover | None:
-    """Return the staging directory that dead writers of `name`, on this machine since it was started, left with
-    steps done; the newest of several.
+def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
+    """Return the newest staging directory of `name` with finished steps whose writers are all dead.
 
     Args:
-        gone: Statements of writers on other machines that are known to be dead (`dead_statements`).
+        dead: Owner files of writers on other machines that are known to be dead (`dead_owner_files`).
     """
     found = []
-    for left in _left(parent, name):
-        paths = statements(parent, left.path)
-        if all(path in gone or _is_dead(parent, path) for path in paths):
-            contents = [parent.read(path) for path in paths]
+    for left in _staging_directories(parent, name):
+        paths = owner_files(parent, left.path)
+        if all(path in dead or _is_dead(parent, path) for path in paths):
             info = parent.info(owner_path(left.path))
-            if info is not None and _together(contents):
+            if info is not None and _merged(parent, paths):
                 found.append((info.mtime, left))
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def dead_statements(parent: LocalStore, name: str) -> dict[str, str]:
-    """Return the statements of writers of `name` that are dead, as this machine knows, each with its staging directory:
-    they ran on it since it was started."""
-    found = [(path, left.path) for left in _left(parent, name) for path in statements(parent, left.path)]
+def dead_owner_files(parent: LocalStore, name: str) -> dict[str, str]:
+    """Return the owner files of dead writers of `name` that ran on this machine since it booted.
+
+    Each is mapped to its staging directory.
+    """
+    found = [
+        (path, left.path) for left in _staging_directories(parent, name) for path in owner_files(parent, left.path)
+    ]
     return {path: staging for path, staging in found if _is_dead(parent, path)}
 
 
-def _left(parent: LocalStore, name: str) -> Iterator[Leftover]:
-    expected = staging_name(name, "0" * 16)
-    for item in parent.list():
-        kept = leftover_of(item.path)
-        if kept is None or kept.kind != "tmp" or item.kind != "directory":
-            continue
-        if staging_name(kept.name, "0" * 16) == expected and parent.info(owner_path(kept.path)) is not None:
-            yield kept
+def _staging_directories(parent: LocalStore, name: str) -> Iterator[Leftover]:
+    for left in leftovers(parent, name):
+        found = parent.info(left.path) if left.kind == "tmp" else None
+        if found is not None and found.kind == "directory" and parent.info(owner_path(left.path)) is not None:
+            yield left
 
 
 def _is_dead(parent: LocalStore, path: str) -> bool:
-    stated = read_owner(parent, path)
-    if stated is None or stated.whole or stated.leased or stated.owner.machine != this_process().machine:
+    writer = read_owner(parent, path)
+    if writer is None or writer.replaces or writer.leased or writer.owner.machine != this_process().machine:
         return False
-    return stated.owner.alive() is False
+    return writer.owner.alive() is False
 
 
 def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalStore | None:
-    """Make a dead writer's staging directory this process's own; None where somebody else was quicker."""
+    """Take over a dead writer's staging directory; None if another process was faster."""
     path = staging_name(name, nonce)
-    stated = statements(parent, left.path)
+    old = owner_files(parent, left.path)
     try:
-        said = _together([parent.read(item) for item in stated])
-        _state(parent, owner_path(path), {"nonce": nonce, "leased": False, **own_statement(parent)}, said)
+        body = json.dumps({"nonce": nonce, "leased": False, **owner_json(parent)})
+        lines = [body, *(line for section in _merged(parent, old) for line in section.lines()), _EARLIER]
+        parent.write(owner_path(path), _text(lines), overwrite=True, sync=False)
         parent.rename(left.path, path)
     except FileNotFoundError:
         parent.delete([owner_path(path)])
         return None
-    parent.delete(stated)
+    parent.delete(old)
     return parent.child(path)
 
 
 def give_up(parent: LocalStore, name: str, nonce: str) -> bool:
-    """Leave a staging directory to whoever writes the same next, where there is something to go on from."""
+    """Leave a staging directory with finished steps to the next writer; False if no step is finished."""
     staging = staging_name(name, nonce)
-    if not _together([parent.read(path) for path in statements(parent, staging)]):
+    if not _merged(parent, owner_files(parent, staging)):
         return False
-    Journal(parent.path_of(owner_path(staging))).leave()
-    logger.info("%s is kept: the same command goes on from it", parent.path_of(staging))
+    Journal(parent.path_of(staging)).leave()
+    logger.info("%s is kept: run the same command again to continue", parent.path_of(staging))
     return True
-
-
-def _state(parent: LocalStore, path: str, body: dict[str, object], said: Sequence[Section]) -> None:
-    lines = [json.dumps(body), *(line for section in said for line in section.lines()), _EARLIER]
-    parent.write(path, _text(lines), overwrite=True, sync=False)

@@ -14,13 +14,40 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot", "snapshot", "View"]
 
-# What views of a store have in common: whatever is written goes to the store itself, at once.
-
 
 class View:
-    """The writing half of a Store that shows another one."""
+    """A Store that passes everything on to another one; subclasses override what they show differently."""
 
-    _store: Store
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.url, self.asking_costs, self.sizes_are_free = store.url, store.asking_costs, store.sizes_are_free
+
+    def child(self, path: str) -> Store:
+        return self._store.child(path)
+
+    def info(self, path: str) -> FileInfo | None:
+        return self._store.info(path)
+
+    def exists(self, path: str) -> bool:
+        return self._store.exists(path)
+
+    def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
+        return self._store.list(path, recursive=recursive)
+
+    def free_bytes(self) -> int | None:
+        return self._store.free_bytes()
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._store.read(path, start, stop)
+
+    def read_into(self, path: str, start: int, view: memoryview) -> None:
+        self._store.read_into(path, start, view)
+
+    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
+        self._store.read_many(reads, workers=workers)
+
+    def fetch(self, paths: Iterable[str]) -> None:
+        self._store.fetch(paths)
 
     def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
         return self._store.writer(path, sync=sync)
@@ -36,6 +63,9 @@ class View:
 
     def existing(self) -> Store:
         return self._store.existing()
+
+    def with_free_names(self) -> Store:
+        return self._store.with_free_names()
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
         return self._store.with_each_put(around)
@@ -62,18 +92,15 @@ class View:
     def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
         self._store.end_uploads(found)
 
-    def with_free_names(self) -> Store:
-        return self._store.with_free_names()
-
     def sync_directory(self, path: str = "") -> None:
         self._store.sync_directory(path)
 
 
 def snapshot(store: Store, below: str = "") -> Store:
-    """Return a view of `store` in which all that lies below `below` is as it was at this moment.
+    """Return a view of `store` that shows everything below `below` as it is now.
 
-    It costs one request for a thousand objects. Where that can't be had, and on a file system, where looking costs
-    nothing, it is the store itself.
+    Costs one request per thousand objects. Returns the store itself on a file system, where lookups are free, and if
+    a listing would take too many requests.
     """
     from ckptkit.storage.objects import RemoteStore
 
@@ -84,33 +111,21 @@ def snapshot(store: Store, below: str = "") -> Store:
 
 
 class Snapshot(View):
-    """A Store whose `info` and `list` tell what was there, and whose small files are fetched once for each content.
+    """A Store whose `info` and `list` answer from a listing. A small file is downloaded once per content.
 
-    What it does not cover, and all that is written, goes to the store at once; the view does not change.
+    Paths that the listing does not cover, and all writes, go to the store; the snapshot does not change.
 
     Args:
         found: All files below `below`, sorted by path, paths relative to the store.
     """
 
     def __init__(self, store: RemoteStore, below: str, found: Sequence[FileInfo]) -> None:
-        self._store: RemoteStore = store
+        super().__init__(store)
+        self._remote = store
         self._below = f"{below}/" if below else ""
         self._names = [item.path for item in found]
         self._found = found
-        self.url = store.url
-        self.asking_costs, self.sizes_are_free = store.asking_costs, True
-
-    def child(self, path: str) -> Store:
-        return self._store.child(path)
-
-    def free_bytes(self) -> int | None:
-        return None
-
-    # --- looking
-
-    def exists(self, path: str) -> bool:
-        found = self.info(path)
-        return found is not None and found.kind == "file"
+        self.sizes_are_free = True
 
     def _file(self, path: str) -> FileInfo | None:
         at = bisect_left(self._names, path)
@@ -119,9 +134,12 @@ class Snapshot(View):
     def _inside(self, path: str) -> Sequence[FileInfo]:
         if not path:
             return self._found
-        return self._found[
-            bisect_left(self._names, f"{path}/") : bisect_left(self._names, f"{path}0")
-        ]  # "0" is "/" + 1
+        names = self._names
+        return self._found[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # "0" is "/" + 1
+
+    def exists(self, path: str) -> bool:
+        found = self.info(path)
+        return found is not None and found.kind == "file"
 
     def info(self, path: str) -> FileInfo | None:
         if not path.startswith(self._below):
@@ -135,7 +153,7 @@ class Snapshot(View):
             return self._store.list(path, recursive=recursive)
         checked_path(path, root_allowed=True)
         start = len(path) + 1 if path else 0
-        found: dict[tuple[str, bool], FileInfo] = {}  # there may be an object and a folder of one name
+        found: dict[tuple[str, bool], FileInfo] = {}  # an object and a folder may have the same name
         for item in self._inside(path):
             head, separator, _ = item.path[start:].partition("/")
             if recursive or not separator:
@@ -145,8 +163,6 @@ class Snapshot(View):
                 found.setdefault((folder, True), FileInfo(folder, "directory", 0, 0.0))
         return [item for _, item in sorted(found.items())]
 
-    # --- reading
-
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         if not path.startswith(self._below):
             return self._store.read(path, start, stop)
@@ -154,15 +170,9 @@ class Snapshot(View):
         found = self._file(path)
         if found is None:
             raise FileNotFoundError(f"{self.url}/{path} does not exist")
-        return self._store.read_listed(found, start, stop)
+        return self._remote.read_listed(found, start, stop)
 
     def fetch(self, paths: Iterable[str]) -> None:
-        """Fetch small files that are about to be read, all at once, where they are not known."""
+        """Download small files that are about to be read, concurrently, unless they are cached."""
         found = [self._file(path) for path in paths]
-        self._store.fetch_listed([item for item in found if item is not None])
-
-    def read_into(self, path: str, start: int, view: memoryview) -> None:
-        self._store.read_into(path, start, view)
-
-    def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        self._store.read_many(reads, workers=workers)
+        self._remote.fetch_listed([item for item in found if item is not None])

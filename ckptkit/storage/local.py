@@ -17,51 +17,25 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import IncompleteCheckpointError, NoSpaceError, StorageError, UnsafePathError
 from ckptkit.storage.coalesce import Span, coalesce
-from ckptkit.storage.store import FileInfo, ReadInto, Store, UnfinishedUpload, Uploads, checked_path
+from ckptkit.storage.store import FileInfo, ReadInto, Store, UnfinishedUpload, Uploads, checked_path, is_path
 
-__all__ = ["LocalStore", "OpenDirectory", "is_directory", "start_writing"]
+__all__ = ["LocalStore", "OpenDirectory", "is_directory", "renameat2", "start_writing"]
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-# Having the disk begin to write what is in memory of a file, so that the sync at the end has less to do.
-
-
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-
-
-def start_writing(descriptor: int) -> None:
-    """Have the disk begin to write what is in memory of a file, and don't wait.
-
-    Nothing is durable by it, and where the system can't, nothing is lost by that.
-    """
-    begin = _sync_file_range()
-    if begin is not None:
-        begin(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
-
-
-@functools.lru_cache(maxsize=1)
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    try:
-        call = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):
-        return None
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    result: Callable[[int, int, int, int], int] = call
-    return result
-
-
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
 _PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
-_MAX_GAP = 64 << 10  # below this, reading on is cheaper than another system call
+_MAX_GAP = 64 << 10  # reading a smaller gap is cheaper than another system call
 _MAX_SPAN = 8 << 20
-_SHORT = 256 << 10  # bytes that are read from memory sooner than a thread begins
-_WAIT_S = 100e-6  # a read that takes longer waits for a disk
-_MAX_WAITS = 8  # of such reads, some may be the machine's other work
-_DIRTY = 16 << 20  # written to memory only, from which on the disk is told to begin
+_SHORT = 256 << 10  # bytes: from the page cache, a shorter read is faster than starting a thread
+_WAIT_S = 100e-6  # a read that takes longer comes from a disk
+_MAX_WAITS = 8  # slow reads before threads are used: other load makes some reads slow
+_DIRTY = 16 << 20  # bytes in the page cache at which writeback begins
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _Names = list[str]
 _Infos = list[FileInfo]  # the class has a method called list
@@ -69,9 +43,25 @@ _Jobs = list[tuple[int, str, Span, list[ReadInto]]]
 _Reads = list[ReadInto]
 
 
+def start_writing(descriptor: int) -> None:
+    """Start writeback of a file without waiting, so that a later fsync is faster. Does nothing where unsupported."""
+    begin = _sync_file_range()
+    if begin is not None:
+        begin(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    with contextlib.suppress(OSError, AttributeError):
+        function = ctypes.CDLL(None).sync_file_range
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+        return function
+    return None
+
+
 @contextlib.contextmanager
 def _errors(path: str) -> Iterator[None]:
-    """Turn what the system reports into the errors of a Store, with the path in the message."""
+    """Translate system errors into the errors of a Store, with the path in the message."""
     try:
         yield
     except _PASSED_ON:
@@ -88,11 +78,11 @@ def _errors(path: str) -> Iterator[None]:
 
 
 class LocalStore:
-    """Files below a directory of this machine, or of a shared file system mounted on it.
+    """Files below a local directory, or below a mounted shared file system.
 
-    Symbolic links inside are followed only to targets below the root, or from a snapshot of a Hugging Face
-    cache to its blobs; anything else raises UnsafePathError. Nothing is written or deleted through a link that leads
-    out of the store that was opened first: a child of it is bound as it is.
+    Symbolic links are followed only to targets below the root, or from a snapshot of a Hugging Face cache to its blobs;
+    other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the store that was
+    opened first; this also holds for its children.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -114,29 +104,29 @@ class LocalStore:
     def child(self, path: str) -> LocalStore:
         return self._below(self.path_of(path))
 
-    def _below(self, url: str) -> LocalStore:
+    def _below(self, url: str) -> LocalStore:  # the root that was opened first is still the limit
         store = LocalStore(url)
         store._top = self._top
         return store
 
     def existing(self) -> LocalStore:
-        """Return the same directory, to be written to only while it is there.
+        """Return the same directory, for writing only while it exists.
 
-        Writing makes what is missing below it, never the directory itself: where its mount was lost, or it was
-        removed, another one of its name would be somewhere else. It raises FileNotFoundError then.
+        A write creates missing directories below it, but never the directory itself: after a lost mount, that would be
+        a directory on another disk. It raises FileNotFoundError instead.
         """
         store = self._below(self.url)
         store._must_exist = True
         return store
 
     def with_free_names(self) -> LocalStore:
-        return self  # to ask costs nothing
+        return self  # a lookup is free
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> LocalStore:
         return self
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        pass  # a rename never replaces
+        pass  # `rename` never replaces
 
     def fetch(self, paths: Iterable[str]) -> None:
         pass
@@ -175,32 +165,22 @@ class LocalStore:
         full = self.path_of(path)
         if full != self._top:
             self._check_inside(full)
-        try:
-            with _errors(full), os.scandir(full) as entries:
-                for entry in entries:
-                    name = f"{path}/{entry.name}" if path else entry.name
-                    try:
-                        item = _file_info(name, entry.stat(follow_symlinks=False))
-                    except FileNotFoundError:
-                        continue  # deleted while we looked
-                    if recursive and item.kind == "directory":
-                        self._scan_child(name, found)
-                    else:
-                        found.append(item)
-        except FileNotFoundError:
-            return
-
-    def _scan_child(self, path: str, found: _Infos) -> None:
-        # A name that this store would refuse (control characters, a backslash) is listed, never entered.
-        try:
-            checked_path(path)
-        except UnsafePathError:
-            found.append(FileInfo(path, "other", 0, 0.0))
-            return
-        self._scan(path, found, recursive=True)
+        with contextlib.suppress(FileNotFoundError), _errors(full), os.scandir(full) as entries:
+            for entry in entries:
+                name = f"{path}/{entry.name}" if path else entry.name
+                try:
+                    item = _file_info(name, entry.stat(follow_symlinks=False))
+                except FileNotFoundError:
+                    continue  # deleted meanwhile
+                if not recursive or item.kind != "directory":
+                    found.append(item)
+                elif is_path(name):
+                    self._scan(name, found, recursive=True)
+                else:  # control characters or a backslash: listed, but never entered
+                    found.append(FileInfo(name, "other", 0, 0.0))
 
     def stat_file(self, path: str) -> os.stat_result:
-        """Return what the system knows of a file; where a link leads to one in the same place, of that."""
+        """Return the stat result of a file; of its target if it is a link that `read` would follow."""
         full = self.path_of(path)
         with _errors(full):
             return os.stat(self._resolved(full))
@@ -216,14 +196,16 @@ class LocalStore:
     # --- reading
 
     def open_file(self, path: str) -> int:
-        """Return a read-only file descriptor of a regular file, which the caller closes."""
+        """Return a read-only descriptor of a regular file. The caller closes it."""
         full = self.path_of(path)
         with _errors(full):
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO must not wait
             fd = os.open(self._resolved(full), flags)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
-                raise UnsafePathError(f"{full} is no regular file (a FIFO, a device or a directory); it is not read.")
+                raise UnsafePathError(
+                    f"{full} is not a regular file (but a FIFO, a device or a directory); it is not read."
+                )
         return fd
 
     def _resolved(self, full: str) -> str:
@@ -244,7 +226,7 @@ class LocalStore:
             with _errors(path):
                 size = os.fstat(fd).st_size
                 length = max(0, min(size if stop is None else stop, size) - start)
-                parts = [os.pread(fd, length, start)]  # one call and no copy, but for more than 2 GiB
+                parts = [os.pread(fd, length, start)]  # one call and no copy up to 2 GiB
                 done = len(parts[0])
                 while done < length and parts[-1]:
                     parts.append(os.pread(fd, length - done, start + done))
@@ -295,10 +277,10 @@ class LocalStore:
                     future.result()
 
     def _read_quick(self, jobs: _Jobs) -> int:
-        """Do short reads for as long as they come from memory, and return how many were done.
+        """Do short reads in this thread while they come from the page cache; return how many were done.
 
-        Those threads make five times slower: what they wait for is Python's lock, from each other. Where a disk has to
-        be waited for, threads wait side by side.
+        In several threads they take five times as long, because the threads wait for Python's lock. Reads from a disk
+        are faster in threads.
         """
         waits = 0
         for done, (fd, path, span, items) in enumerate(jobs):
@@ -322,13 +304,13 @@ class LocalStore:
             target[:] = buffer[item.start - span.start : item.start - span.start + len(target)]
 
     def _check_inside(self, folder: str) -> None:
-        """Raise UnsafePathError where a symbolic link leads from this directory out of the store opened first."""
+        """Raise UnsafePathError if `folder` leads, by a symbolic link, out of the store that was opened first."""
         real, top = os.path.realpath(folder), os.path.realpath(self._top)
         if real != top and not real.startswith(top.rstrip("/") + "/"):
             raise UnsafePathError(f"{folder} leads to {real} by a symbolic link, outside of {top}; it is not followed.")
 
     def _to_change(self, path: str) -> str:
-        """Return the absolute path of what is to be written, renamed or deleted; its folder is in the store."""
+        """Return the absolute path of what is written, renamed or deleted; its folder must be inside the store."""
         full = self.path_of(path)
         if full != self._top:
             self._check_inside(os.path.dirname(full))
@@ -337,12 +319,20 @@ class LocalStore:
     # --- writing
 
     def create(self, path: str, nbytes: int = 0) -> int:
-        """Create a file of `nbytes` exclusively and return a read-write descriptor; the space is reserved
-        where the file system can. Missing directories are made. The umask decides the mode."""
+        """Create a file exclusively and return a read-write descriptor. Creates missing directories.
+
+        Reserves `nbytes` if the file system can. The umask decides the mode.
+        """
         full = self._to_change(path)
         with _errors(full):
-            self._make_parents(full)
-            fd = os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            for tries_left in (2, 1, 0):
+                try:
+                    self._make_parents(full)
+                    fd = os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+                    break
+                except FileNotFoundError:  # another process has just removed the empty directory
+                    if not tries_left:
+                        raise
             try:
                 if nbytes:
                     _allocate(fd, nbytes)
@@ -354,31 +344,16 @@ class LocalStore:
 
     @contextlib.contextmanager
     def writer(self, path: str, *, sync: bool = True) -> Iterator[_LocalWriter]:
-        full = self.path_of(path)
-        if os.path.lexists(full):
-            raise FileExistsError(errno.EEXIST, f"{full} exists already")
-        folder, _, name = path.rpartition("/")
-        part = f"{folder}/.{name[:200]}.{os.urandom(6).hex()}.part".lstrip("/")
-        fd = self.create(part)
-        try:
-            with _errors(full):
-                yield _LocalWriter(fd, begins=sync)
-                if sync:
-                    os.fsync(fd)
-        except BaseException:
-            os.close(fd)
-            self.delete([part])
-            raise
-        os.close(fd)
-        try:
-            self._publish(part, path, overwrite=False)
-        except BaseException:
-            self.delete([part])
-            raise
-        if sync:
-            self.sync_directory(folder)
+        with self._new_file(path, overwrite=False, sync=sync) as fd:
+            yield _LocalWriter(fd, writeback=sync)
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
+        with self._new_file(path, overwrite=overwrite, sync=sync) as fd:
+            _LocalWriter(fd).write(data)
+
+    @contextlib.contextmanager
+    def _new_file(self, path: str, *, overwrite: bool, sync: bool) -> Iterator[int]:
+        """Yield the descriptor of a temporary file, which gets its name when the block succeeds."""
         full = self.path_of(path)
         if not overwrite and os.path.lexists(full):
             raise FileExistsError(errno.EEXIST, f"{full} exists already")
@@ -386,34 +361,26 @@ class LocalStore:
         part = f"{folder}/.{name[:200]}.{os.urandom(6).hex()}.part".lstrip("/")
         fd = self.create(part)
         try:
-            with _errors(full):
-                _LocalWriter(fd).write(data)
-                if sync:
-                    os.fsync(fd)
-            self._publish(part, path, overwrite=overwrite)
+            try:
+                with _errors(full):
+                    yield fd
+                    if sync:
+                        os.fsync(fd)
+            finally:
+                os.close(fd)
+            if overwrite:
+                with _errors(path):
+                    os.replace(self.path_of(part), full)
+            else:
+                self.rename(part, path)
         except BaseException:
             self.delete([part])
             raise
-        finally:
-            os.close(fd)
         if sync:
             self.sync_directory(folder)
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        for left in (2, 1, 0):
-            try:
-                self.write(path, data, sync=False)
-                return
-            except FileNotFoundError:  # a reader that leaves removes the directory if it is empty
-                if not left:
-                    raise
-
-    def _publish(self, part: str, path: str, *, overwrite: bool) -> None:
-        if overwrite:
-            with _errors(path):
-                os.replace(self.path_of(part), self.path_of(path))
-        else:
-            self.rename(part, path)
+        self.write(path, data, sync=False)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or a directory; never replaces. Raises FileExistsError."""
@@ -422,11 +389,9 @@ class LocalStore:
             _rename_noreplace(old, new)
 
     def link(self, source: str, target: str) -> None:
-        """Give what was listed a second name, a directory with all that is in it; where the file system has no links,
-        make a durable copy. The last part of both paths may be any name that the file system has.
+        """Hard-link a file, or a directory with its content; copy it durably if the file system has no links.
 
-        Raises:
-            FileExistsError: The second name is taken.
+        The last part of both paths may be any name that the file system allows. Raises FileExistsError.
         """
         old, new = self._entry(source), self._entry(target)
         with _errors(new):
@@ -436,14 +401,14 @@ class LocalStore:
     def _entry(self, path: str) -> str:
         folder, _, name = path.rpartition("/")
         if name in ("", ".", "..") or "\0" in name:
-            raise UnsafePathError(f"{self.url}/{path} is no name of a file.")
+            raise UnsafePathError(f"{self.url}/{path} is not a file name.")
         place = self.path_of(folder)
         self._check_inside(place if os.path.lexists(place) else self.url)
         return f"{place}/{name}"
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenDirectory]:
-        """Yield a directory by its descriptor: one that takes its name meanwhile is another, and is not touched."""
+        """Open a directory by its descriptor: another directory that takes its name meanwhile is not touched."""
         full = self._to_change(path)
         with _errors(full):
             fd = os.open(full, _DIRECTORY)
@@ -453,7 +418,7 @@ class LocalStore:
                 os.close(fd)
 
     def make_directory(self, path: str) -> None:
-        """Make a directory and its parents; its parent must not hold that name. Raises FileExistsError."""
+        """Create a directory and its parents. Raises FileExistsError."""
         full = self._to_change(path)
         with _errors(full):
             self._make_parents(full)
@@ -491,7 +456,7 @@ class LocalStore:
                 os.unlink(full)
 
     def delete_tree(self, path: str, *, last: str = "") -> None:
-        """Delete a directory and all in it, what is called `last` after all else."""
+        """Delete a directory and its content; the entry called `last` after all others."""
         full = self._to_change(path)
         found = self.info(path)
         if found is None:
@@ -505,10 +470,10 @@ class LocalStore:
                     shutil.rmtree(entry.path)
                 elif entry.name != last:
                     os.unlink(entry.path)
-            shutil.rmtree(full)  # works on directory descriptors: a symlink put in its way is not followed
+            shutil.rmtree(full)  # uses directory descriptors: never follows a symlink
 
     def remove_empty_directories(self) -> None:
-        """Remove the directory itself and those below it, as far as nothing is in them."""
+        """Remove the directories below this one, and itself, if they are empty."""
         with _errors(self.url):
             for folder, _, _ in os.walk(self.url, topdown=False):  # symlinks are not followed
                 with contextlib.suppress(OSError):
@@ -516,19 +481,21 @@ class LocalStore:
 
 
 def is_directory(store: Store) -> TypeIs[LocalStore]:
-    """Tell whether a store is a directory: it can be renamed, locked, linked and opened by a descriptor, and its `url`
-    is its path. Of any other the names are keys, and a file appears under its own once it is whole."""
+    """Tell whether a store is a directory, which can be renamed, locked, linked and opened; its `url` is its path.
+
+    In any other store names are keys, and a file appears under its key once it is complete.
+    """
     return isinstance(store, LocalStore)
 
 
 class OpenDirectory:
-    """A directory by its descriptor, and what is below it, without following a symbolic link."""
+    """An open directory, for work below it that follows no symbolic link."""
 
     def __init__(self, url: str, fd: int) -> None:
         self.url, self._fd = url, fd
 
     def read(self, name: str) -> bytes | None:
-        """Return what a file right in it holds, None where there is none."""
+        """Return the content of a file directly in it, None if there is none."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
         except FileNotFoundError:
@@ -537,13 +504,12 @@ class OpenDirectory:
             return file.read()
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file right in it, durably; it may replace one."""
+        """Rename a file directly in it, durably; it may replace another."""
         os.rename(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         _sync(self._fd)
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files below it, where they are there, and then the directories that held them, where nothing else
-        is in them."""
+        """Delete files below it that exist, then the directories that became empty."""
         names: dict[str, _Names] = {}
         for path in paths:
             folder, _, name = path.rpartition("/")
@@ -564,7 +530,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def _below(self, folder: str) -> Iterator[int | None]:
-        """Yield the descriptor of a directory below, None where there is none, or a link leads to it."""
+        """Yield the descriptor of a directory below; None if it does not exist or is a link."""
         with contextlib.ExitStack() as stack:
             fd: int | None = self._fd
             for name in folder.split("/") if folder else ():
@@ -583,12 +549,12 @@ def _sync(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts can't: nothing to gain
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by some network mounts
             raise
 
 
 def _link(old: str, new: str) -> None:
-    """Give `old` a second name, or copy it where it can have none."""
+    """Hard-link `old`, or copy it if it can't be linked."""
     try:
         os.link(old, new, follow_symlinks=False)
         return
@@ -617,15 +583,11 @@ def _link(old: str, new: str) -> None:
 
 
 class _LocalWriter:
-    """Appends to a descriptor, all or an error.
+    """Appends to a descriptor. `writeback`: start writeback early, before the sync at the end."""
 
-    Args:
-        begins: The disk begins to write before the sync at the end.
-    """
-
-    def __init__(self, fd: int, *, begins: bool = False) -> None:
+    def __init__(self, fd: int, *, writeback: bool = False) -> None:
         self.fd = fd
-        self._begins = begins
+        self._writeback = writeback
         self._dirty = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -633,7 +595,7 @@ class _LocalWriter:
         self._dirty += len(view)
         while len(view):
             view = view[os.write(self.fd, view) :]
-        if self._begins and self._dirty >= _DIRTY:
+        if self._writeback and self._dirty >= _DIRTY:
             self._dirty = 0
             start_writing(self.fd)
 
@@ -653,7 +615,7 @@ def _allocate(fd: int, nbytes: int) -> None:
 
 
 @functools.cache
-def _libc() -> Any:
+def _libc_renameat2() -> Any:
     with contextlib.suppress(OSError, AttributeError):
         function = ctypes.CDLL(None, use_errno=True).renameat2
         function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
@@ -661,15 +623,22 @@ def _libc() -> Any:
     return None
 
 
+def renameat2(source: str, target: str, flags: int) -> bool:
+    """Call renameat2(2); False if the system or the file system does not support the flags."""
+    function = _libc_renameat2()
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), source, None, target)
+
+
 def _rename_noreplace(source: str, target: str) -> None:
-    function = _libc()
-    if function is not None:
-        done = function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
-        if done == 0:
-            return
-        code = ctypes.get_errno()
-        if code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise OSError(code, os.strerror(code), source, None, target)
+    if renameat2(source, target, _RENAME_NOREPLACE):
+        return
     if os.path.isdir(source):
         # Without renameat2 (NFS): rename(2) fails on a target that is a file or a directory with content.
         if os.path.lexists(target):
@@ -677,7 +646,7 @@ def _rename_noreplace(source: str, target: str) -> None:
         try:
             os.rename(source, target)
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # it has just appeared
+            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # the target has just appeared
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
             raise
         return

@@ -1,4 +1,4 @@
-"""One writer at a time: a system lock on a directory, or a lease that needs no clock and ends with its owner."""
+"""One writer at a time: a lease on a run, renewed by a heartbeat, or a system lock on a directory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 from ckptkit.errors import LeaseHeldError, SaveError
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
-from ckptkit.storage.owner import Owner, own_statement, owner_in, this_process
+from ckptkit.storage.owner import Owner, owner_in, owner_json, this_process
 from ckptkit.storage.pool import start_or_do_without
 from ckptkit.storage.retry import BRIEF_S, Patience, patient, timeout_s
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
 
-if sys.platform != "win32":  # which has nothing to lock by
+if sys.platform != "win32":
     import fcntl
 
 __all__ = [
@@ -39,24 +39,23 @@ __all__ = [
     "lease_holder",
     "open_attempts",
     "store_clock",
-    "write_state",
 ]
 
 logger = logging.getLogger(__name__)
 
-STATE_DIRECTORY = ".ckptkit"  # below the root of a run: lease, pins, deletions that are under way
+STATE_DIRECTORY = ".ckptkit"  # below the root of a run: lease, pins, pending deletions
 BEAT_S = 10.0
-TTL_S = 45.0  # a lease from another machine that was not renewed for so long is dead
+TTL_S = 45.0  # a lease of another machine expires after this long without a heartbeat
 _POLL_S = 1.0
 _FRESH_S = 5.0
-_MOST_ATTEMPTS = 64  # of those that failed: what a slow server puts there late is still known to be theirs
+_MOST_ATTEMPTS = 64  # failed attempts that are remembered: a slow server may still store a file of theirs
 _GENERATION = re.compile(r"[0-9]{1,18}")
-_here: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
+_held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()  # of this process, by nonce
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """One generation of the lease, as its file states it. A new owner adds a generation, never edits one."""
+    """The content of one lease file. A new owner adds a file with the next generation and never edits another's."""
 
     generation: int
     nonce: str
@@ -71,34 +70,34 @@ class _State:
 
     def to_json(self, root: Store) -> bytes:
         body = {"nonce": self.nonce, "beat": self.beat, "released": self.released, "attempts": self.attempts}
-        return json.dumps({**own_statement(root), **self.owner.to_json(), **body}).encode()
+        return json.dumps({**owner_json(root), **self.owner.to_json(), **body}).encode()
 
 
 class Lease:
-    """The right to write below a root. Renewed by a thread; given back by `release`, or by dying."""
+    """The exclusive right to write below a root. A thread renews it; it ends with `release` or with the process."""
 
     def __init__(self, root: Store, state: _State, *, since: float, old: Sequence[str] = ()) -> None:
-        """`since`: when it began to be written, by `_now`. `old`: files of generations before, for `tidy`."""
+        """`since`: when its file was about to be written, by `_now`. `old`: earlier generations, for `tidy`."""
         self.root = root
         self.nonce = state.nonce
-        self.inventory: Any = None  # the Inventory that the last save saw; that module imports this one
-        """What the last save under this lease left on an object store, where none but its holder saves; others may
-        have deleted some of it since. None: look."""
+        self.inventory: Any = None  # an Inventory; that module imports this one
+        """What existed on an object store after the last save under this lease, since only its holder saves. Others
+        may have deleted some of it. None: list the root."""
         self.wrote_hint = False
-        """Whether the last save under this lease wrote `latest`, on an object store: then it need not be looked at."""
+        """Whether the last save under this lease wrote `latest`, on an object store: then it need not be read."""
         self.sequence = 0
-        """Of the last save under this lease."""
+        """The sequence number of the last save under this lease."""
         self._state = state
         self._renewed = since
-        self._seen = since - TTL_S  # when it was looked at and was ours
+        self._seen = since - TTL_S  # when its file was last read and was ours
         self._old = list(old)
-        self._spare = True  # whether the last of the attempts that the file states has not begun
-        self._ground = _ground(root)
-        self.turn = threading.Lock()  # of the saves of this process: one at a time
+        self._spare = True  # whether the last attempt in the file has not begun
+        self._identity = _identity(root)
+        self.turn = threading.Lock()  # the saves of this process take turns
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._patience = Patience(min(TTL_S, timeout_s()))  # of each renewal: there is another beat
-        _here[state.nonce] = self
+        self._patience = Patience(min(TTL_S, timeout_s()))  # for each renewal: another one follows
+        _held_leases[state.nonce] = self
         thread = threading.Thread(
             target=_beat, args=(weakref.ref(self), self._stop, BEAT_S), name="ckptkit-lease", daemon=True
         )
@@ -107,100 +106,107 @@ class Lease:
 
     @property
     def path(self) -> str:
-        """Of the file that states it, below the root."""
+        """Its file, below the root."""
         return self._state.path
 
     def is_surely_ours(self) -> bool:
-        """Tell whether nobody can have taken it: it was renewed a moment ago, and who wants it must see it silent for
-        three times as long. Never where one of two that write it at once is not refused."""
+        """Tell without a request whether nobody can have taken it over: it was renewed less than TTL_S / 3 ago.
+
+        Always False on a store without conditional writes, where two jobs can take it at once.
+        """
         root = self.root
-        one_of_two = root.asking_costs and root.has_conditional_writes is True
-        return one_of_two and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
+        one_owner = root.asking_costs and root.has_conditional_writes is True
+        return one_owner and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
 
     def make_sure(self) -> None:
-        """Raise as `check` does where it is not surely ours."""
+        """Raise as `check` does, unless it is surely ours."""
         if not self.is_surely_ours():
             self.check()
 
     def try_conditional(self) -> None:
-        """Find out by its file whether the store has conditional writes."""
+        """Find out, with its file, whether the store has conditional writes."""
         with self._lock:
             if not self._stop.is_set():
                 self.root.try_conditional(self._state.path, self._state.to_json(self.root))
 
     def new_attempt(self) -> str:
-        """Return the id of an attempt to save that the lease's file states: before anything of it is written."""
+        """Return the id of a save attempt. The lease's file lists it before anything of the attempt is written."""
         if not self._spare:
-            self._state_spare("")
+            self._add_spare("")
         self._spare = False
         return self._state.attempts[-1]
 
     def end_attempt(self, save_id: str, *, committed: bool) -> None:
-        """State the next attempt, so that it need not wait for that; of this one nothing may be left once it was
-        committed. Never raises."""
+        """List the id of the next attempt, so that the next save need not wait for that. Never raises.
+
+        Args:
+            committed: Nothing of this attempt can be left over; it is no longer listed.
+        """
         try:
             with self._patience.entered():
-                self._state_spare(save_id if committed else "")
+                self._add_spare(save_id if committed else "")
         except OSError as error:
-            logger.debug("the next attempt in %s is not stated yet: %s", self.root.url, error)
+            logger.debug("the lease of %s does not list the next attempt yet: %s", self.root.url, error)
 
-    def _state_spare(self, done: str) -> None:
+    def _add_spare(self, committed: str) -> None:
         with self._lock:
-            kept = [name for name in self._state.attempts if name != done][-_MOST_ATTEMPTS:]
-            self._state = replace(self._state, attempts=(*kept, new_nonce()))
+            attempts = [name for name in self._state.attempts if name != committed][-_MOST_ATTEMPTS:]
+            self._state = replace(self._state, attempts=(*attempts, new_nonce()))
             if not self._stop.is_set():
                 self._write(self._state)
                 self._spare = True
 
     def tidy(self) -> None:
-        """Delete what older generations left, and files that a kill left half-written."""
+        """Delete the files of earlier generations, and files that a kill left half-written."""
         old, self._old = self._old, []
         with contextlib.suppress(OSError):
             self.root.delete(old)
 
     def check(self, *, view: Store | None = None) -> None:
-        """Raise SaveError unless the lease is still ours: the root may be gone, or another job took over.
+        """Raise SaveError if the lease is lost: the root is gone, or another job took over.
 
         Args:
             view: A snapshot of the root, taken just now.
         """
         started = _now()
-        top = _top(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
-        if top is None:
+        newest = _newest(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
+        if newest is None:
             raise SaveError(
-                f"{self.root.url} is no longer what it was when this job began to write: its lease is gone. Was the "
-                "directory removed, or its mount lost? Nothing was written elsewhere."
+                f"The lease of {self.root.url} is gone, so this may not be the directory in which the job began to "
+                "write. Was the directory removed, or its mount lost? Nothing was written elsewhere."
             )
-        if top.nonce != self.nonce:
-            raise LeaseHeldError(f"{self.root.url} is written by {top.owner} now: {self._why_lost(top)}")
+        if newest.nonce != self.nonce:
+            raise LeaseHeldError(f"{self.root.url} is written by {newest.owner} now: {self._why_lost(newest)}")
         self._seen = started if view is None else self._seen
 
-    def _why_lost(self, top: _State) -> str:
-        """Return how another came to have the lease, as far as this process can know."""
+    def _why_lost(self, newest: _State) -> str:
+        """Return the most likely reason why another job has the lease."""
         silent = _now() - self._renewed
-        if top.generation == self._state.generation:
+        if newest.generation == self._state.generation:
             return (
                 "both jobs took the lease at once, and this store does not refuse the second of two such writes "
                 "(docs/remote.md: stores without conditional writes). This job may not write any more; end one of them."
             )
         if silent > TTL_S:
             return f"this job did not renew its lease for {silent:.0f} s (was it stopped?) and may not write any more."
-        return "that job took the lease over, though this one renewed it. This job may not write any more."
+        return "that job took the lease over, although this one renewed it. This job may not write any more."
 
     def _put_back(self) -> _State | None:
-        """Write the lease again where its file alone is gone, deleted by hand: the root is still the same. Another
-        job that came meanwhile has put its own there; then that one is returned."""
+        """Write the lease again if only its file was deleted and the root is still the same directory.
+
+        Returns another job's lease, if that job was faster.
+        """
         with self._lock:
-            if self._stop.is_set() or self._ground is None or _ground(self.root) != self._ground:
+            if self._stop.is_set() or self._identity is None or _identity(self.root) != self._identity:
                 return None
             logger.warning("the lease of %s was deleted; it is written again", self.root.url)
             root = self.root.existing()
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 root.write(self._state.path, self._state.to_json(root), sync=False)
-        return _top(self.root)
+        return _newest(self.root)
 
     def renew(self) -> None:
-        """Show that the owner lives."""
+        """Write a heartbeat."""
         with self._lock:
             if not self._stop.is_set():
                 self._state = replace(self._state, beat=self._state.beat + 1)
@@ -209,86 +215,84 @@ class Lease:
                 self._renewed = started
 
     def release(self) -> None:
-        """Give the lease back, so that the next writer need not ask whether we live. Never raises."""
-        self._patience.hurry()  # a renewal that waits for a storage out of reach
+        """Release the lease, so that the next writer need not wait for it to expire. Never raises."""
+        self._patience.hurry()  # a renewal may be waiting for an unreachable store
         with Patience(min(BRIEF_S, timeout_s())).entered(), self._lock:
             if self._stop.is_set():
                 return
             seen = self.root.asking_costs and _now() - self._seen < TTL_S / 3
             sure = seen or self.is_surely_ours()
             self._stop.set()
-            _here.pop(self.nonce, None)
+            _held_leases.pop(self.nonce, None)
             state = replace(self._state, released=True)
             try:
-                if state.owner == this_process() and (sure or self._is_top()):  # not in a fork
+                if state.owner == this_process() and (sure or self._is_newest()):  # not in a fork
                     self._write(state)
             except OSError as error:
-                logger.warning("the lease of %s could not be given back: %s", self.root.url, error)
+                logger.warning("the lease of %s could not be released: %s", self.root.url, error)
 
-    def _is_top(self) -> bool:
-        top = _top(snapshot(self.root, STATE_DIRECTORY))
-        return top is not None and top.nonce == self.nonce
+    def _is_newest(self) -> bool:
+        newest = _newest(snapshot(self.root, STATE_DIRECTORY))
+        return newest is not None and newest.nonce == self.nonce
 
     def _write(self, state: _State) -> None:
-        # Invariant: a root that is gone stays gone, or the next `check` would take another disk for ours.
+        # Invariant: a root that is gone is not recreated, or the next `check` would accept another disk.
         folder, _, name = state.path.rpartition("/")
         store = self.root.child(folder).existing()
         store.write(name, state.to_json(self.root), overwrite=True, sync=False)
 
 
-def _ground(root: Store) -> tuple[int, int] | None:
-    """Return what tells a directory from another of its name; None where there is no such thing."""
-    if not is_directory(root):
-        return None
-    with contextlib.suppress(OSError):
-        found = os.stat(root.url)
-        return found.st_dev, found.st_ino
+def _identity(root: Store) -> tuple[int, int] | None:
+    """Return device and inode of a directory; None on an object store, or if it is gone."""
+    if is_directory(root):
+        with contextlib.suppress(OSError):
+            found = os.stat(root.url)
+            return found.st_dev, found.st_ino
     return None
 
 
-def _beat(lease: weakref.ref[Lease], stop: threading.Event, seconds: float) -> None:
+def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) -> None:
     while not stop.wait(seconds):
-        held = lease()
-        if held is None:
+        lease = reference()
+        if lease is None:
             return
         try:
-            with held._patience.entered():
-                held.renew()
+            with lease._patience.entered():
+                lease.renew()
         except OSError as error:  # the store may be back at the next beat
-            logger.warning("the lease of %s could not be renewed: %s", held.root.url, error)
-        del held
+            logger.warning("the lease of %s could not be renewed: %s", lease.root.url, error)
+        del lease
 
 
 @patient()
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
-    """Return the lease of `root`, at once where nobody has it or its owner is known to be dead.
+    """Return the lease of `root`, at once if nobody has it or its owner is known to be dead.
 
-    Where the owner is on another machine it is watched, at most for `patience_s` (default 45 s): one sign
-    of life and it keeps the lease.
+    An owner on another machine is watched for up to `patience_s` (default 45 s): one heartbeat and it keeps the lease.
 
     Args:
-        look: Gives a snapshot of `root`, taken when it is called. Then `try_conditional` and `tidy` are left to the
-            caller, who has something else to do meanwhile.
+        look: Returns a snapshot of `root`, taken when it is called. The caller then calls `try_conditional` and `tidy`
+            itself, while it does something else.
 
     Raises:
-        LeaseHeldError: Its owner lives; the message names it.
+        LeaseHeldError: The owner is alive; the message names it.
     """
     for _ in range(100):
         started = _now()
         view = snapshot(root, STATE_DIRECTORY) if look is None else look()
-        top = _top(view)
-        if top is not None and not top.released:
-            _refuse_if_alive(root, top, TTL_S if patience_s is None else patience_s)
-        # A file that can't be read (a power cut: leases are not synced) is no lease, but its number is taken.
-        newest = max((generation for generation, _ in _generations(view)), default=0)
-        if newest > (top.generation if top else 0) and _top(root) != top:
+        newest = _newest(view)
+        if newest is not None and not newest.released:
+            _refuse_if_alive(root, newest, TTL_S if patience_s is None else patience_s)
+        # A damaged file (leases are not synced before a power cut) is no lease, but its generation is taken.
+        generation = max((generation for generation, _ in _generations(view)), default=0)
+        if generation > (newest.generation if newest else 0) and _newest(root) != newest:
             continue  # another contender was faster
-        left = top.attempts if top is not None and top.owner.copied is False else ()
+        left = newest.attempts if newest is not None and newest.owner.copied is False else ()
         attempts = (*left[-_MOST_ATTEMPTS:], new_nonce())
-        state, since = _State(newest + 1, new_nonce(), this_process(), attempts=attempts), _now()
+        state, since = _State(generation + 1, new_nonce(), this_process(), attempts=attempts), _now()
         try:
             if is_directory(root):
-                try:  # the root's inode is a part of what is stated
+                try:  # the file contains the root's inode, so the root must exist
                     root.make_directory(STATE_DIRECTORY)
                 except FileExistsError:
                     check_state_directory(root)
@@ -297,37 +301,37 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         except FileExistsError:
             continue
         logger.debug("took the lease of %s, generation %d", root.url, state.generation)
-        lease = Lease(root, state, since=since, old=_left(view, state))
+        lease = Lease(root, state, since=since, old=_old_files(view, state))
         if look is None:
             lease.try_conditional()
             lease.tidy()
         return lease
-    raise LeaseHeldError(f"{root.url}: the lease changes hands all the time. Many jobs want to write here.")
+    raise LeaseHeldError(f"{root.url}: the lease keeps changing hands. Too many jobs want to write here.")
 
 
 def check_state_directory(root: Store) -> None:
-    """Raise where somebody's file has the name of the directory that holds the lease."""
+    """Raise if a file has the name of the directory that holds the lease."""
     found = root.info(STATE_DIRECTORY) if is_directory(root) else None
     if found is not None and found.kind == "file":
         raise NotADirectoryError(
             errno.ENOTDIR,
             f"{root.url}/{STATE_DIRECTORY} is a file, not the directory in which ckptkit keeps the lease of a run. "
-            "Move it away, or choose another place.",
+            "Move it away, or choose another directory.",
         )
 
 
 def lease_holder(root: Store) -> Owner | None:
-    """Return who holds the lease by its file, alive or not; None where it is free."""
-    top = _top(root)
-    return None if top is None or top.released else top.owner
+    """Return the owner in the lease's file, alive or not; None if the lease is free."""
+    newest = _newest(root)
+    return None if newest is None or newest.released else newest.owner
 
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The attempts to save that were begun and are not known to be committed, by what the lease states.
+    """Save attempts that began and are not known to be committed, from the lease's file.
 
     Attributes:
-        owner: Whose they are while they are under way; None where the lease was given back.
+        owner: Who is running them; None if the lease was released.
     """
 
     ids: frozenset[str] = frozenset()
@@ -335,31 +339,31 @@ class Attempts:
 
 
 def open_attempts(root: Store) -> Attempts:
-    """Return the attempts that were begun below `root` itself, not below a directory that it is a copy of."""
-    top = _top(snapshot(root, STATE_DIRECTORY))
-    if top is None or top.owner.copied is not False:
+    """Return the attempts that began below `root` itself, not below a directory that it was copied from."""
+    newest = _newest(snapshot(root, STATE_DIRECTORY))
+    if newest is None or newest.owner.copied is not False:
         return Attempts()
-    return Attempts(frozenset(top.attempts), None if top.released else top.owner)
+    return Attempts(frozenset(newest.attempts), None if newest.released else newest.owner)
 
 
 def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
     owner, alive = state.owner, state.owner.alive()
     if owner == this_process():
-        alive = state.nonce in _here  # else: left by a manager of this process that is gone
+        alive = state.nonce in _held_leases  # else it is left from a manager of this process that is gone
     if alive is None:
-        alive = _shows_life(root, state, patience_s)
+        alive = _has_heartbeat(root, state, patience_s)
     if alive:
         where = " (this process: another manager has it open; close that one)" if owner == this_process() else ""
         raise LeaseHeldError(
             f"{root.url} is being written by {owner}{where}; nothing was written. Two jobs can't save to one root: "
             "end the other one, or choose another directory."
         )
-    why = "is dead" if not owner.copied else "writes to the directory that this one is a copy of"
+    why = "is dead" if not owner.copied else "writes to the directory that this one was copied from"
     logger.info("%s: took over from %s, which %s", root.url, owner, why)
 
 
-def _shows_life(root: Store, state: _State, patience_s: float) -> bool:
-    """Watch an owner on another machine. Compares times of the store's clock only, and our own stop-watch."""
+def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
+    """Watch an owner on another machine. Compares times of the store's clock, and measures with a monotonic one."""
     found = root.info(state.path)
     if found is not None and found.mtime:
         age = store_clock(root) - found.mtime
@@ -369,27 +373,19 @@ def _shows_life(root: Store, state: _State, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        top = _top(root)
-        if top is None or top.released or top.nonce != state.nonce:
-            return False  # over, or another contender has it: the caller looks again
-        if top.beat != state.beat:
+        newest = _newest(root)
+        if newest is None or newest.released or newest.nonce != state.nonce:
+            return False  # released, or another contender has it: the caller looks again
+        if newest.beat != state.beat:
             return True
     return False
 
 
-def write_state(root: Store, path: str, data: bytes, *, overwrite: bool = False) -> None:
-    """Write a file of the state directory, not synced: the machine that goes down takes its owner with it."""
-    for _ in range(3):
-        with contextlib.suppress(FileNotFoundError):  # a reader that leaves removes the directory if it is empty
-            return root.write(path, data, overwrite=overwrite, sync=False)
-    return root.write(path, data, overwrite=overwrite, sync=False)
-
-
 def store_clock(root: Store) -> float:
-    """Return the time as the store stamps files, in seconds since the epoch; ours where it stamps none."""
+    """Return the time at which the store stamps files, in seconds since the epoch; our own time if it stamps none."""
     for _ in range(3):
         path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
-        write_state(root, path, b"?")
+        root.write(path, b"?", sync=False)
         found = root.info(path)
         root.delete([path])
         if found is not None:  # else a new owner of the lease has tidied up
@@ -397,15 +393,15 @@ def store_clock(root: Store) -> float:
     return found.mtime if found is not None and found.mtime else time.time()
 
 
-def _top(root: Store) -> _State | None:
+def _newest(root: Store) -> _State | None:
     """Return the newest generation that can be read."""
     for generation, path in sorted(_generations(root), reverse=True):
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body: Any = json.loads(root.read(path, 0, 4096))
             owner = owner_in(root, body)
             if owner is not None and isinstance(body.get("nonce"), str) and type(body.get("beat")) is int:
-                begun = body.get("attempts")
-                attempts = tuple(str(name) for name in begun) if isinstance(begun, list) else ()
+                listed = body.get("attempts")
+                attempts = tuple(str(name) for name in listed) if isinstance(listed, list) else ()
                 return _State(generation, body["nonce"], owner, body["beat"], body.get("released") is True, attempts)
     return None
 
@@ -419,34 +415,34 @@ def _generations(root: Store) -> list[tuple[int, str]]:
     return found
 
 
-def _left(view: Store, state: _State) -> list[str]:
-    """Return what older generations left, and files that a kill left half-written."""
+def _old_files(view: Store, state: _State) -> list[str]:
+    """Return the files of earlier generations, and files that a kill left half-written."""
     old = [path for generation, path in _generations(view) if generation < state.generation]
     parts = [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
     return old + parts
 
 
 def _now() -> float:
-    """Return seconds of a clock that nobody sets and that counts while the machine sleeps."""
+    """Return seconds of a clock that nobody sets and that also runs while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-# --- a lock of the system, which it gives back when its process ends: for writers without a run
+# --- a system lock, which ends with its process: for writers without a run
 
 
-_held: dict[tuple[int, int], Callable[[], object]] = {}  # what gives each back
+_held: dict[tuple[int, int], Callable[[], object]] = {}  # by device and inode: what releases each lock
 _held_lock = threading.Lock()
 
 
 class HeldDirectory:
-    """A directory that this process writes to, until `release`, or until nobody has this object any more.
+    """A locked directory, until `release` or until this object is garbage-collected.
 
-    The process itself may take it again: its save before may have failed on another rank. Where the file system has no
-    such locks, nothing is held.
+    The same process may lock it again: its previous save may have failed on another rank. Does nothing on file systems
+    without locks.
     """
 
     def __init__(self, path: str) -> None:
-        """Take it, making it where it is not there.
+        """Lock the directory, creating it if it does not exist.
 
         Raises:
             LeaseHeldError: Another process is writing to it.
@@ -458,37 +454,37 @@ class HeldDirectory:
         with _held_lock:
             _held.pop(key, bool)()
             try:
-                _take(fd)
+                _flock(fd)
             except BlockingIOError:
                 os.close(fd)
                 raise LeaseHeldError(
                     f"{path}: another process is saving to it; nothing was touched. Save to another directory."
                 ) from None
-            self._release = _held[key] = weakref.finalize(self, _give_back, fd, os.getpid())
+            self._release = _held[key] = weakref.finalize(self, _unlock, fd, os.getpid())
             self._release.atexit = False  # the system does it
 
     def release(self) -> None:
-        """Give it back; does nothing the second time."""
+        """Unlock the directory; does nothing the second time."""
         self._release()
 
 
 def hold(store: Store) -> HeldDirectory | None:
-    """Take the directory of a store; None where it is no directory that could be locked."""
+    """Lock the directory of a store; None on an object store."""
     return HeldDirectory(store.url) if is_directory(store) else None
 
 
-def _take(fd: int) -> None:
+def _flock(fd: int) -> None:
     if sys.platform != "win32":
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise
-        except OSError:  # a network file system that can't
+        except OSError:  # a network file system without locks
             return
 
 
-def _give_back(fd: int, owner: int) -> None:
+def _unlock(fd: int, owner: int) -> None:
     with contextlib.suppress(OSError):
         if sys.platform != "win32" and os.getpid() == owner:  # not in a child, which shares the lock
-            fcntl.flock(fd, fcntl.LOCK_UN)  # children hold the descriptor, too
+            fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly, because children hold the descriptor too
         os.close(fd)

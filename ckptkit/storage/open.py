@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import UsageError
 from ckptkit.redact import carries_credentials, without_secrets
-from ckptkit.storage.store import Store, require_bucket, split_url
+from ckptkit.storage.store import require_bucket, split_url
+
+if TYPE_CHECKING:
+    from ckptkit.storage.local import LocalStore
+    from ckptkit.storage.objects import RemoteStore
 
 __all__ = ["open_store", "refuse_credentials"]
 
 
-def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Store:
+def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) -> LocalStore | RemoteStore:
     """Return the store at `url`: a path, "file://...", or anything fsspec opens ("s3://", "gs://", ...).
 
     Nothing is created or contacted until the store is used.
 
     Args:
-        storage_options: Passed to the fsspec file system, as its users give them.
+        storage_options: Passed to the fsspec file system.
 
     Raises:
-        UsageError: The URL itself holds a password, a token or a signature: process lists, histories and logs show it;
-            or it is of a kind that begins with a bucket, and names none; or it is empty.
+        UsageError: The URL is empty, lacks its bucket, or contains a password, a token or a signature, which process
+            lists, shell histories and logs would show.
     """
     protocol, rest = split_url(url)
     refuse_credentials(url)
     require_bucket(url)
     if not rest:
-        raise UsageError("The path is empty. Is a variable of the shell not set? The current directory is called '.'.")
+        raise UsageError("The path is empty. Is a shell variable not set? The current directory is '.'.")
     if protocol in ("file", "local"):
         from ckptkit.storage.local import LocalStore
 
@@ -39,9 +43,9 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def refuse_credentials(url: str) -> None:
-    """Raise UsageError where a URL itself holds a login, a token or a signature. Ask before a URL is taken apart."""
+    """Raise UsageError if a URL contains a login, a token or a signature. Call it before parsing a URL."""
     if carries_credentials(url):
         raise UsageError(
             f"{without_secrets(url)} has a login or a signature in it, which process lists and shell histories show to "
-            "others; it is not used. Give the plain URL, and the login in the environment or in storage options."
+            "others. Give the plain URL, and the login in the environment or in storage options."
         )

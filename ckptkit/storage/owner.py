@@ -14,7 +14,7 @@ from ckptkit.storage.local import is_directory
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
 
-__all__ = ["Owner", "own_statement", "owner_in", "this_process"]
+__all__ = ["Owner", "owner_in", "owner_json", "this_process"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Owner:
     """A process of some machine.
 
     Attributes:
-        started: When the kernel started it, in its own ticks: a pid alone is given out again.
-        machine: The boot and the pid namespace in which the pid means something: two containers of one
-            name, or a machine before and after a reboot, differ.
-        copied: It writes to another directory, and its statement came here with a copy of that one; None: perhaps.
+        started: When the kernel started it, in clock ticks: a pid alone is reused.
+        machine: Boot id, pid namespace and machine id. They tell containers of one name apart, and a machine before
+            and after a reboot.
+        copied: Its file came here with a copy of the directory that it writes to; None if that is not known.
     """
 
     host: str
@@ -43,7 +43,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, body: Any) -> Owner | None:
-        """Return the owner that `body` states, None where it states none. Never raises."""
+        """Return the owner that `body` describes, None if it is damaged. Never raises."""
         if not isinstance(body, Mapping):
             return None
         host, pid, started, machine = (body.get(name) for name in ("host", "pid", "started", "machine"))
@@ -52,11 +52,11 @@ class Owner:
         return cls(host[:256], pid, started, machine)
 
     def alive(self) -> bool | None:
-        """Tell whether the process lives and writes here; None where this process can't see: it is, or was, on another
-        machine, or may write to the directory that this one was copied from.
+        """Tell whether the process is alive and writes here; None if this process can't know.
 
-        After a reboot of the same machine it is dead, though its boot is not ours. A machine without an id, as in most
-        containers, may be another one of that name.
+        It can't for another machine, nor if the directory may be a copy. After a reboot of this machine the process is
+        dead, although its boot id is not ours. A machine without an id, as most containers, may be another one of the
+        same name.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
@@ -71,29 +71,29 @@ def this_process() -> Owner:
     return Owner(_host(), os.getpid(), _start_of(os.getpid()) or "", _machine())
 
 
-def own_statement(store: Store) -> dict[str, Any]:
-    """Return, as JSON, that this process writes to `store`."""
+def owner_json(store: Store) -> dict[str, Any]:
+    """Return this process and the directory of `store`, as JSON for a file below it."""
     return {**this_process().to_json(), "place": _place(store)}
 
 
 def owner_in(store: Store, body: Any) -> Owner | None:
-    """Return the owner that `body`, read below `store`, states; None where it states none. Never raises."""
+    """Return the owner that `body`, read below `store`, describes; None if it is damaged. Never raises."""
     owner = Owner.from_json(body)
     if owner is None:
         return None
-    stated, here = body.get("place"), _place(store)
-    if here is None or not isinstance(stated, list) or len(stated) != len(here):
+    written, here = body.get("place"), _place(store)
+    if here is None or not isinstance(written, list) or len(written) != len(here):
         return owner
-    path, ground = stated[0] != here[0], stated[1:] != here[1:]
+    path_differs, inode_differs = written[0] != here[0], written[1:] != here[1:]
     if not is_directory(store):
-        # One bucket can have several names: only time tells, since a living owner renews what it states.
-        return replace(owner, copied=None) if path else owner
-    # A moved directory, and one that is mounted twice, has another path. Some FUSE file systems change inode numbers.
-    return replace(owner, copied=True if path else None) if ground else owner
+        # One bucket can have several names. Only the heartbeat tells whether it is the same.
+        return replace(owner, copied=None) if path_differs else owner
+    # A directory that was moved or mounted twice changes its path; some FUSE file systems change inode numbers.
+    return replace(owner, copied=True if path_differs else None) if inode_differs else owner
 
 
 def _place(store: Store) -> list[Any] | None:
-    """Return what tells a directory from a copy of it: path, device, inode; on an object store bucket and key."""
+    """Return what tells a directory from its copy: path, device, inode; on an object store the bucket and key."""
     if not is_directory(store):
         return [store.url.partition("://")[2].strip("/")]
     try:
@@ -110,31 +110,27 @@ def _host() -> str:
 
 @functools.cache
 def _machine() -> str:
-    """Return "boot id / pid namespace / machine id"; on systems without /proc the host's name."""
+    """Return "boot id / pid namespace / machine id"; the host name on systems without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-        return f"{boot}/{namespace}/{_machine_id()}"
     except OSError:
         return f"{_host()}/-/-"
-
-
-def _machine_id() -> str:
     try:
-        return Path("/etc/machine-id").read_text().strip()
+        return f"{boot}/{namespace}/{Path('/etc/machine-id').read_text().strip()}"
     except OSError:
-        return ""
+        return f"{boot}/{namespace}/"
 
 
 def _start_of(pid: int) -> str | None:
-    """Return the start time of a process in ticks, None where there is no such process or it is a zombie."""
+    """Return the start time of a process in ticks, None if it does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return None if Path("/proc/self/stat").exists() else _start_without_proc(pid)
     except (ProcessLookupError, PermissionError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the command's name may hold spaces and parentheses
+    fields = text[text.rindex(")") + 2 :].split()  # the command name may contain spaces and parentheses
     return None if fields[0] in "ZX" else fields[19]
 
 
@@ -144,5 +140,5 @@ def _start_without_proc(pid: int) -> str | None:
     except ProcessLookupError:
         return None
     except PermissionError:
-        return ""
+        pass
     return ""

@@ -1,11 +1,9 @@
-"""Publishes a directory atomically: staging and trash siblings, one rename, cleanup of leftovers."""
+"""Publishes a directory atomically: staged beside its target, made durable, renamed; cleans up after dead writers."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import functools
 import json
 import logging
 import os
@@ -15,21 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CheckpointExistsError, UsageError
-from ckptkit.storage.local import LocalStore
+from ckptkit.storage.journal import Journal, adopt, give_up, resumable
+from ckptkit.storage.local import LocalStore, renameat2
 from ckptkit.storage.open import open_store
-from ckptkit.storage.owner import own_statement
+from ckptkit.storage.owner import owner_json
 from ckptkit.storage.staging import (
     Leftover,
     Replaceable,
-    _short,
     is_abandoned,
     is_interruption,
     leftover_of,
+    leftovers,
     new_nonce,
+    owner_files,
     owner_path,
     read_owner,
     staging_name,
-    statements,
     trash_name,
     write_owner,
 )
@@ -41,13 +40,10 @@ __all__ = [
     "clean_siblings",
     "close_staging",
     "drop",
-    "empty_trash",
     "exchange",
-    "finish",
+    "finish_replacement",
     "open_staging",
     "publish",
-    "put_in_place",
-    "remove_leftover",
     "stage",
     "sync_directories",
     "sync_files",
@@ -56,14 +52,13 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 _RENAME_EXCHANGE = 2  # linux/fs.h
-_AT_FDCWD = -100
 
 
-# --- a staging directory, from its birth to its end
+# --- the life of a staging directory
 
 
 def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = False) -> LocalStore:
-    """Make the staging directory of `name` below `parent`, and beside it the statement who writes."""
+    """Create the staging directory of `name` below `parent`, and its owner file beside it."""
     path = staging_name(name, nonce)
     write_owner(parent, owner_path(path), nonce, leased=leased)
     parent.make_directory(path)
@@ -71,12 +66,12 @@ def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = Fa
 
 
 def close_staging(parent: LocalStore, name: str, nonce: str) -> None:
-    """Delete what is left of a staging directory, published or not, and the statement of its writer."""
+    """Delete what is left of a staging directory, published or not, and its owner files."""
     path = staging_name(name, nonce)
     trash = drop(parent, path)
     if trash is not None:
-        empty_trash(parent, trash)
-    parent.delete(reversed(statements(parent, path)))
+        parent.delete_tree(trash)
+    parent.delete(reversed(owner_files(parent, path)))
 
 
 def sync_tree(store: LocalStore) -> None:
@@ -89,43 +84,43 @@ def sync_directories(store: LocalStore) -> None:
     """Make every name below `store` durable."""
     paths = [item.path for item in store.list(recursive=True)]
     folders = {path[:at] for path in paths for at, c in enumerate(path) if c == "/"}
-    for folder in (*sorted(folders, reverse=True), ""):  # a directory after what is in it
+    for folder in (*sorted(folders, reverse=True), ""):  # children before their parent
         store.sync_directory(folder)
 
 
 def sync_files(store: LocalStore, paths: Iterable[str]) -> None:
     """Make the content of files durable."""
+
+    def sync(path: str) -> None:
+        fd = store.open_file(path)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
     with ThreadPoolExecutor(4, thread_name_prefix="ckptkit-sync") as pool:
-        list(pool.map(lambda path: _sync_file(store, path), paths))
-
-
-def _sync_file(store: LocalStore, path: str) -> None:
-    fd = store.open_file(path)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        list(pool.map(sync, paths))
 
 
 def publish(parent: LocalStore, staging: str, name: str) -> None:
-    """Rename a durable staging directory, or a file, to `name`, and make that durable. Raises FileExistsError."""
+    """Rename a durable staging directory, or a file, to `name`, durably. Raises FileExistsError."""
     staged = os.lstat(parent.path_of(staging))
     try:
         parent.rename(staging, name)
     except (FileExistsError, FileNotFoundError):
-        # NFS repeats a request whose answer was lost: then it was us who did it.
+        # NFS repeats a request whose answer was lost: then the first try was ours and succeeded.
         if not (os.path.lexists(parent.path_of(name)) and os.path.samestat(staged, os.lstat(parent.path_of(name)))):
             raise
     try:
         parent.sync_directory()
-    except OSError:  # what can be lost must not be there as if it were done
+    except OSError:  # a name that a power cut may undo must not look published
         with contextlib.suppress(OSError):
             parent.rename(name, staging)
         raise
 
 
 def exchange(parent: LocalStore, first: str, second: str) -> bool:
-    """Swap two names below `parent` in one atomic, durable step; False where the file system can't (NFS)."""
+    """Swap two names below `parent` atomically and durably; False if the file system can't (NFS)."""
     done = _exchange(parent.path_of(first), parent.path_of(second))
     if done:
         try:
@@ -137,33 +132,16 @@ def exchange(parent: LocalStore, first: str, second: str) -> bool:
 
 
 def _exchange(first: str, second: str) -> bool:
-    function = _renameat2()
-    if function is None:
-        return False
-    if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), first, None, second)
-
-
-@functools.cache
-def _renameat2() -> Any:
-    with contextlib.suppress(OSError, AttributeError):
-        function = ctypes.CDLL(None, use_errno=True).renameat2
-        function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-        return function
-    return None
+    return renameat2(first, second, _RENAME_EXCHANGE)
 
 
 def drop(parent: LocalStore, name: str) -> str | None:
-    """Move `name` to the trash in one durable step and return its new name; None where it is gone already.
+    """Move `name` to the trash in one durable step and return its new name; None if it does not exist.
 
-    Whatever is killed now, `name` is no longer there, and never half there.
+    A kill at any moment leaves `name` complete or absent, never half deleted.
     """
-    kept = leftover_of(name)
-    target = trash_name(kept.name if kept else name, new_nonce())
+    leftover = leftover_of(name)
+    target = trash_name(leftover.name if leftover else name, new_nonce())
     try:
         parent.rename(name, target)
     except FileNotFoundError:
@@ -172,49 +150,34 @@ def drop(parent: LocalStore, name: str) -> str | None:
     return target
 
 
-def empty_trash(parent: LocalStore, trash: str, *, first: str | None = None) -> None:
-    """Delete a trash directory, and in it `first` before all else. Can be repeated after a kill."""
-    if first is not None:
-        with contextlib.suppress(FileNotFoundError):
-            parent.delete([f"{trash}/{first}"])
-    parent.delete_tree(trash)
-
-
-def clean_siblings(parent: LocalStore, name: str, *, but: Leftover | None = None) -> None:
-    """Delete what dead writers of `name` left below `parent`, but for one of them; a living one keeps its own."""
-    for item in parent.list():
-        kept = leftover_of(item.path)
-        if kept is None or kept.name != _short(name) or (but is not None and kept.nonce == but.nonce):
+def clean_siblings(parent: LocalStore, name: str, *, keep: Leftover | None = None) -> None:
+    """Delete what dead writers of `name` left below `parent`, except `keep`."""
+    for leftover in leftovers(parent, name):
+        if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
             continue
-        if is_abandoned(parent, kept):
-            remove_leftover(parent, kept)
+        if finish_replacement(parent, leftover):
+            continue
+        logger.info("removing %s/%s, left by a dead process", parent.url, leftover.path)
+        trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
+        if trash is not None:
+            parent.delete_tree(trash)
+        if leftover.kind == "tmp":
+            parent.delete([owner_path(leftover.path)])
 
 
-def remove_leftover(parent: LocalStore, leftover: Leftover) -> None:
-    """Delete an abandoned staging or trash directory, or the statement of an owner."""
-    if finish(parent, leftover):
-        return
-    logger.info("removing %s/%s, which a dead process left", parent.url, leftover.path)
-    trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
-    if trash is not None:
-        parent.delete_tree(trash)
-    if leftover.kind == "tmp":
-        parent.delete([owner_path(leftover.path)])
-
-
-def finish(parent: LocalStore, leftover: Leftover) -> bool:
-    """Put a staging directory in place that was whole when its writer died, and whose target was away by then."""
-    stated = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
-    name = stated.whole if stated is not None else ""
-    if not name or "/" in name or _short(name) != leftover.name or parent.info(name) is not None:
+def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
+    """Publish a complete staging directory whose writer died after it had moved the target away; False otherwise."""
+    writer = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
+    name = writer.replaces if writer is not None else ""
+    if not name or "/" in name or staging_name(name, leftover.nonce) != leftover.path or parent.info(name) is not None:
         return False
-    logger.warning("%s/%s was being replaced by a process that died; it is finished now", parent.url, name)
+    logger.warning("finishing the replacement of %s/%s: the process that began it died", parent.url, name)
     publish(parent, leftover.path, name)
     parent.delete([owner_path(leftover.path)])
     return True
 
 
-# --- one directory as a whole: what convert and reshard write
+# --- a whole directory or a single file, as convert and reshard write it
 
 
 @contextlib.contextmanager
@@ -226,40 +189,37 @@ def stage(
     last: Iterable[str] = (),
     storage_options: Mapping[str, Any] | None = None,
     resume: bool = False,
-    gone: Collection[str] = (),
+    dead: Collection[str] = (),
     names: Mapping[str, int] | None = None,
 ) -> Iterator[Store]:
-    """Yield a store to write a whole directory into; when the block ends well it is at `url`, durable.
+    """Yield a store to write a directory into. If the block succeeds, the directory is at `url`, durable.
 
-    After any exception nothing of it remains, and what was at `url` before is untouched. An object store has no rename:
-    what is replaced there stays until the new one is whole, and copies take its place one by one (`staging_remote`).
+    After an exception nothing of it remains, and what was at `url` before is untouched. Object stores have no rename:
+    see `publish_remote`.
 
     Args:
-        file: The result is the one file of this name, which then lies below `url` beside others.
-        replaceable: What is in its place is replaced where this does not raise, in one step where the file system can,
-            and deleted after. None: nothing is replaced.
-        last: Names that must appear after all others where files appear one by one (object stores):
-            a reader finds the directory by them.
-        resume: What a dead writer left with steps in its journal is taken over: the store may hold files. What is
-            interrupted, by Ctrl-C or because a rank died, is left with its steps for the next writer. On an object
-            store that is by the object (`Ledger`); a single file begins anew there.
-        names: All that may be written, with its size where that is known, else -1. For object stores, where a dead
-            writer's objects are told from those of others by it.
-        gone: Statements of writers on other machines that are known to be dead.
+        file: The result is this single file below `url`; other files may be beside it.
+        replaceable: Raises if what is at the target may not be replaced. None: nothing is replaced.
+        last: Names by which readers find the directory. An object store gets them after all others.
+        resume: Continue from what a dead writer's journal or ledger says is finished: the store may hold files. If this
+            writer is interrupted (Ctrl-C, a dead rank), its work is kept for the next one. Not for a single object.
+        dead: Owner files of writers on other machines that are known to be dead.
+        names: Every path that may be written, with its size, or -1 if unknown. On an object store it tells a dead
+            writer's objects from those of others.
 
     Raises:
-        CheckpointExistsError: The place is taken; nothing was written.
+        CheckpointExistsError: The target is taken; nothing was written.
     """
     store = open_store(url, storage_options=storage_options)
     if isinstance(store, LocalStore):
-        with _stage_local(store, file, replaceable=replaceable, resume=resume, gone=gone) as staging:
+        with _stage_local(store, file, replaceable=replaceable, resume=resume, dead=dead) as staging:
             yield staging
         return
     from ckptkit.storage.publish_remote import stage_object, stage_remote
 
     if file:
         with stage_object(store, file, replaceable=replaceable) as remote:
-            yield remote  # its writer makes the file appear whole or not at all
+            yield remote
         return
     with stage_remote(store, replaceable=replaceable, last=frozenset(last), names=names, resume=resume) as remote:
         yield remote
@@ -267,30 +227,28 @@ def stage(
 
 @contextlib.contextmanager
 def _stage_local(
-    target: LocalStore, file: str, *, replaceable: Replaceable | None, resume: bool, gone: Collection[str]
+    target: LocalStore, file: str, *, replaceable: Replaceable | None, resume: bool, dead: Collection[str]
 ) -> Iterator[LocalStore]:
     head, name = (target.url, file) if file else os.path.split(target.url)
     if not name:
-        raise UsageError(f"{target.url} can't be replaced by a checkpoint; name a directory in it.")
-    from ckptkit.storage.journal import Journal, adopt, give_up, resumable
-
+        raise UsageError(f"{target.url} can't be replaced by a checkpoint. Name a directory below it.")
     parent = LocalStore(head)
-    left = resumable(parent, name, gone=gone) if resume else None
-    clean_siblings(parent, name, but=left)  # first: it may finish what a dead writer had all but done
+    left = resumable(parent, name, dead=dead) if resume else None
+    clean_siblings(parent, name, keep=left)  # first: it may finish a dead writer's replacement
     check_target(parent, name, replaceable=replaceable)
     nonce = new_nonce()
-    taken = adopt(parent, left, name, nonce) if left is not None else None
-    staging = taken or open_staging(parent, name, nonce)
+    adopted = adopt(parent, left, name, nonce) if left is not None else None
+    staging = adopted or open_staging(parent, name, nonce)
     try:
         yield staging
         sync_tree(staging)
         parent.sync_directory()
-        # Invariant: every byte and every name of it survives a power cut, before it gets the name that is looked for.
+        # Invariant: all of it survives a power cut before it gets the name that readers look for.
         if resume:
-            Journal.beside(staging).end()  # from here on it may hold what was replaced
+            Journal(staging.url).end()  # from here on the staging directory may hold what was replaced
         if replaceable is not None:  # again: hours may have passed
             check_target(parent, name, replaceable=replaceable)
-        put_in_place(parent, nonce, name, file=file, overwrite=replaceable is not None)
+        _put_in_place(parent, nonce, name, file=file, overwrite=replaceable is not None)
     except BaseException as error:
         with contextlib.suppress(OSError):
             if not (resume and is_interruption(error) and give_up(parent, name, nonce)):
@@ -298,53 +256,54 @@ def _stage_local(
         raise
     try:
         close_staging(parent, name, nonce)
-    except OSError as error:  # the new content is in place and durable: nothing is lost but space
-        logger.warning("what was at %s before could not be deleted: %s", parent.path_of(name), error)
+    except OSError as error:  # the new content is published and durable; only space is wasted
+        logger.warning("%s was replaced, but its old content could not be deleted: %s", parent.path_of(name), error)
 
 
 def check_target(parent: LocalStore, name: str, *, replaceable: Replaceable | None) -> None:
-    """Raise CheckpointExistsError where `name` may not be written."""
+    """Raise CheckpointExistsError if `name` may not be written."""
     found, place = parent.info(name), parent.path_of(name)
     if found is None:
         return
     if found.kind == "symlink":
         raise CheckpointExistsError(
-            f"{place} is a symbolic link to {os.readlink(place)}; it is not replaced. Name its target, or remove it."
+            f"{place} is a symbolic link to {os.readlink(place)}, and links are not replaced. Name its target, or "
+            "remove the link."
         )
     if found.kind == "directory" and not parent.list(name):
         return
     if replaceable is None:
         raise CheckpointExistsError(
-            f"{place} exists already; nothing was written. Choose another place, or replace it with overwrite=True "
+            f"{place} exists already; nothing was written. Choose another path, or replace it with overwrite=True "
             "(--overwrite)."
         )
     if Path(place) in (Path.cwd(), *Path.cwd().parents):
         raise CheckpointExistsError(
-            f"{place} is not overwritten: the current directory is in it. Choose another place."
+            f"{place} is not overwritten: it contains the current directory. Choose another path."
         )
     replaceable(parent, name, ())
 
 
 def check_writable(store: LocalStore) -> None:
-    """Raise where a directory, or the one above it that is to hold it, can't be written to. Nothing is written."""
+    """Raise if a directory, or the parent in which it would be created, is not writable. Writes nothing."""
     place = store.url
     while not os.path.lexists(place):
         place = os.path.dirname(place)
     if not os.path.isdir(place):
-        raise NotADirectoryError(errno.ENOTDIR, f"{place} is no directory; nothing can be written below it.")
+        raise NotADirectoryError(errno.ENOTDIR, f"{place} is not a directory; nothing can be written below it.")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, f"{place} can't be written to: permission denied, or mounted read-only.")
+        raise PermissionError(errno.EACCES, f"{place} is not writable: permission denied, or mounted read-only.")
 
 
 def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
-    """Replace `name` where there is no atomic swap (NFS). For a moment there is neither, and at no moment nothing.
+    """Replace `name` without an atomic swap (NFS). For a moment the name does not exist; the content always does.
 
-    Whoever cleans up after a kill in that moment learns from the statement of its writer that the staging directory
-    is whole, and puts it in place (`finish`). An error puts the old one back.
+    After a kill in that moment, the owner file tells the next writer that the staging directory is complete, and it
+    publishes it (`finish_replacement`). An error puts the old content back.
     """
     staging = staging_name(name, nonce)
-    body = json.dumps({"nonce": nonce, "whole": name, **own_statement(parent)})
-    Path(parent.path_of(owner_path(staging))).write_text(body)  # killed in it: the old one is still in place
+    body = json.dumps({"nonce": nonce, "whole": name, **owner_json(parent)})
+    Path(parent.path_of(owner_path(staging))).write_text(body)  # not atomic, but the old content is still in place
     old = drop(parent, name)
     try:
         publish(parent, staging, name)
@@ -357,11 +316,11 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
         parent.rename(old, staging)
 
 
-def put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
-    """Publish a durable staging directory, or the `file` in it; what it replaces has its name afterwards."""
+def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
+    """Publish a durable staging directory, or the `file` in it. What it replaces gets the staging name."""
     staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
-        with contextlib.suppress(OSError):  # an empty directory gives way; any other stays
+        with contextlib.suppress(OSError):  # an empty directory is removed; any other stays
             os.rmdir(parent.path_of(name))
             found = None
     source = f"{staging}/{file}" if file else staging

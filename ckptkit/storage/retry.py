@@ -1,4 +1,4 @@
-"""Decides which failures of a remote store are retried, how often, and with which waits."""
+"""Retries failed requests to a remote store: which failures, how long, and what the error says in the end."""
 
 from __future__ import annotations
 
@@ -43,32 +43,29 @@ __all__ = [
     "words_of",
 ]
 
-# How long one request waits: a slow server is no failure, one that says nothing for good is one in bounded time.
-
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SOON_S = (
-    15.0  # for an answer to what carries little: the lease has to be renewed within 45 s, if need be by a second try
-)
-BODY_S = 60.0  # without a byte that goes up, and for the answer to the last one: it may wait for a disk, or other parts
-WHOLE_S = 300.0  # for what an object is put together in, which some stores do before they answer
+# Timeouts of one try: a slow server is tolerated; a silent one fails after a bounded time.
+SOON_S = 15.0  # for the answer to a small request: a lease must be renewed within 45 s, if necessary by a second try
+BODY_S = 60.0  # without progress of an upload, and for the answer after its last byte: it may wait for a disk
+WHOLE_S = 300.0  # for the completion of an upload: some stores assemble the object before they answer
 BACKSTOP_S = 300.0  # of the HTTP client, which does not know what it waits for
 
 silences: ContextVar[int] = ContextVar("ckptkit_silences", default=0)
-"""How many tries of the call that is under way had no answer in time: each waits longer than the one before.
+"""How many tries of the current call have timed out. Each try waits longer than the one before.
 
-A context variable: fsspec hands requests to a thread of its own, and contexts go with them.
+A context variable, because fsspec runs requests in its own thread and copies the context there.
 """
 
 
 class SilenceError(OSError):
-    """Nothing was heard for as long as a try waits. No TimeoutError: fsspec makes one of its own of that, that says
-    nothing."""
+    """A try timed out. Not a TimeoutError: fsspec replaces those by one without a message."""
 
 
 class Progress(Protocol):
-    """A body that is read as it goes up."""
+    """A body that is being transferred."""
 
     def tell(self) -> int: ...
 
@@ -80,17 +77,16 @@ async def patiently(
     body: Progress | None = None,
     given_s: float | None = None,
 ) -> T:
-    """Return what `request` returns, waited for as long as it gets on.
+    """Await `request` for as long as it makes progress.
 
     Args:
-        least_s: How long the first try waits; later ones do so up to four times as long.
-        body: What goes up with it: while more of it is taken, nobody is late. HTTP clients bound the wait for an
-            answer only, not that for a server that stops to read.
-        given_s: How long the user wants to wait, in place of all that.
+        least_s: Timeout of the first try; later tries wait up to four times as long.
+        body: The body that is transferred: as long as its position advances, the request does not time out. HTTP
+            clients limit only the wait for an answer, not an upload to a server that stops reading.
+        given_s: The user's own timeout, which replaces all others.
 
     Raises:
-        SilenceError: Nothing came, and nothing went, for that long. The request was given up; the server may still
-            carry it out.
+        SilenceError: Neither an answer nor progress came in time. The server may still carry out the request.
     """
     limit = given_s or min(WHOLE_S, min(4, 2 ** silences.get()) * least_s)
     task = asyncio.ensure_future(request)
@@ -103,71 +99,71 @@ async def patiently(
             if body is None or body.tell() == before:
                 break
     finally:
-        task.cancel()  # nothing, where it is done
+        task.cancel()  # does nothing if it is done
     await asyncio.wait({task}, timeout=1)
-    raise SilenceError(errno.ETIMEDOUT, f"the server did not get on for {limit:g} s")
+    raise SilenceError(errno.ETIMEDOUT, f"the server made no progress for {limit:g} s")
 
 
-# What a store that refuses means by it, and what to do about that, in words.
+# --- what to do about a refusal
 
-
-_EXPIRED = frozenset(["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"])
-_UNKNOWN = frozenset(["InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "401"])
-_CLOCK = frozenset(["RequestTimeTooSkewed", "RequestInTheFuture"])
-_UNKNOWN_REQUEST = frozenset(["MethodNotAllowed", "405"])
-_FULL = frozenset(["QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"])
-_ELSEWHERE = frozenset(
-    [
-        "PermanentRedirect",
-        "TemporaryRedirect",
-        "AuthorizationHeaderMalformed",
-        "IllegalLocationConstraintException",
-        "301",
-        "302",
-        "307",
-        "308",
-    ]
+_ADVICE = (
+    (
+        ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"),
+        ". The token has expired. Provide a new one with {given}",
+    ),
+    (
+        ("RequestTimeTooSkewed", "RequestInTheFuture"),
+        ". The clock of this machine differs from the store's: set it right",
+    ),
+    (
+        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "401"),
+        ". Provide credentials that the store accepts with {given}",
+    ),
+    (("MethodNotAllowed", "405"), ". The server does not accept this request: is the endpoint the right one?"),
+    (
+        ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"),
+        ". The store is full, or a quota is used up: free some space there (prune runs), or ask for more",
+    ),
+)
+_ELSEWHERE = (
+    *("PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+    *("301", "302", "307", "308"),
 )
 
 
 def advice_on(error: BaseException, protocol: str) -> str:
-    """Return a sentence on an error of a store, to be appended to its own words; "" where there is nothing to add."""
+    """Return a sentence to append to the store's own words; "" if there is nothing to add."""
     answer = _answer(error)
     code = str(answer.get("Error", {}).get("Code", "") or getattr(error.__cause__, "code", ""))
     credentials = SERVICES[protocol].credentials if protocol in SERVICES else "storage_options={...}"
     given = f"{credentials}, or --storage-option NAME=VALUE"
-    if code in _EXPIRED:
-        return f". The token has expired. Give a new one by {given}"
-    if code in _CLOCK:
-        return ". The clock of this machine is not the store's: set it right"
-    if code in _UNKNOWN or "Credential" in type(error).__name__:
-        return f". Give credentials that the store knows by {given}"
-    if code in _ELSEWHERE or _goes_in_circles(error):
+    if code == "" and "Credential" in type(error).__name__:
+        code = "401"
+    for codes, text in _ADVICE:
+        if code in codes:
+            return text.replace("{given}", given)
+    if code in _ELSEWHERE or _is_redirect_loop(error):
         return _elsewhere(answer)
-    if code in _UNKNOWN_REQUEST:
-        return ". The server does not take such a request: is the endpoint the right one?"
-    if code in _FULL:
-        return ". The store is full, or a quota is used up: free some space there (prune runs), or ask for more"
     if code.startswith("KMS."):
-        return ". The key that encrypts the objects can't be used: ask whoever manages it (KMS)"
+        return ". The key that encrypts the objects can't be used: ask its administrator (KMS)"
     if "SSL" in type(error).__name__:
         return (
-            ". Does the endpoint speak TLS (https://, not http://), and is its certificate trusted here "
+            ". Does the endpoint use TLS (https://, not http://), and is its certificate trusted here "
             "(AWS_CA_BUNDLE, SSL_CERT_FILE)?"
         )
     if isinstance(error, PermissionError):
         what = getattr(error.__cause__, "operation_name", "") or "This"
         return (
-            f". {what} is not allowed here. Give credentials that may list, read, write and delete below this "
-            f"URL by {given}"
+            f". {what} is not allowed here. Provide credentials that may list, read, write and delete below this "
+            f"URL with {given}"
         )
-    if code == "400" and answer:  # what answers HEAD has no body
-        return ". The store gives no reason; an expired token, or a bucket in another region, look like this"
+    if code == "400" and answer:  # an answer to HEAD has no body
+        return ". The store gives no reason. Possible causes: an expired token, or a bucket in another region"
     return ""
 
 
-def _goes_in_circles(error: BaseException) -> bool:
-    """Tell whether botocore followed redirects that lead nowhere, until its HTTP client or itself had no stack left."""
+def _is_redirect_loop(error: BaseException) -> bool:
+    """Tell whether botocore followed redirects in a loop until the stack overflowed."""
     inner = getattr(error, "kwargs", None)
     return isinstance(error, RecursionError) or (
         isinstance(inner, dict) and isinstance(inner.get("error"), RecursionError)
@@ -175,9 +171,9 @@ def _goes_in_circles(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    """Return what a store, or the way to it, said: never nothing, and nothing secret."""
-    if _goes_in_circles(error):
-        return "each answer is a redirect, and none says where to"
+    """Return the words of a store's error, or of a connection error: never empty, and without secrets."""
+    if _is_redirect_loop(error):
+        return "a redirect loop"
     text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
     answer = _answer(error)
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -188,7 +184,7 @@ def words_of(error: BaseException) -> str:
         message = "the server gives no reason" if message in ("", "None") else message
         text = f"{code}: {message} (HTTP {status})" if code else f"{message} (HTTP {status})"
     elif text in ("", "None"):
-        text = f"{type(error).__name__}, without a reason"
+        text = f"{type(error).__name__} without a message"
     elif not isinstance(error, OSError) or isinstance(error, (ConnectionError, TimeoutError)):
         text = f"{type(error).__name__}: {text}"
     return without_secrets(text)
@@ -213,18 +209,17 @@ def _answer(error: BaseException) -> Any:
     return {}
 
 
-logger = logging.getLogger(__name__)
+# --- retries
 
-
-TIMEOUT_S = 120.0  # no try starts later, but for the first ones of a slow server: `patience` says how long one waits
-BACKGROUND_S = 600.0  # of a save that training does not wait for
-BRIEF_S = 5.0  # of what is given back at the end: others do without it after a while
-_LEAST = 3  # one that sends much, or waits for an answer, may take all that time
+TIMEOUT_S = 120.0  # no try starts later, except the first _LEAST
+BACKGROUND_S = 600.0  # for a save in the background
+BRIEF_S = 5.0  # for releasing leases and pins at the end: they expire anyway
+_LEAST = 3  # tries, however long they take: one large upload can take all of TIMEOUT_S
 WAIT_S = 0.1  # before the second try; then twice as long each time
 WAIT_MAX_S = 8.0
-_HURRIED_WAIT_S = 0.1  # before the one more try of an operation that is to end
-_QUIET_S = 2.0  # a failure that is over by then is not worth a warning
-_SAY_EVERY_S = 30.0
+_HURRIED_WAIT_S = 0.1  # before the last try of an operation that should end
+_QUIET_S = 2.0  # shorter failures are not logged as warnings
+_WARN_EVERY_S = 30.0
 TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
 
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -240,12 +235,12 @@ _TRANSIENT_ERRNO = frozenset(
         errno.ECONNABORTED,
         errno.ENETUNREACH,
         errno.EHOSTUNREACH,
-        getattr(errno, "EREMOTEIO", errno.EIO),  # what s3fs gives for 500
+        getattr(errno, "EREMOTEIO", errno.EIO),  # s3fs, for 500
     ]
 )
 _TRANSIENT_STATUS = frozenset([408, 425, 429, 500, 502, 503, 504])
 _FINAL_STATUS = range(400, 500)
-# By name: aiohttp, botocore, urllib3 and gcsfs are not imported here, and may not be installed.
+# By name: aiohttp, botocore, urllib3 and gcsfs may not be installed.
 _TRANSIENT_NAMES = frozenset(
     [
         "ClientConnectionError",
@@ -259,26 +254,26 @@ _TRANSIENT_NAMES = frozenset(
         "HTTPClientError",
         "IncompleteRead",
         "IncompleteReadError",
-        "ProxyError",  # what gcsfs gives for 502
+        "ProxyError",  # gcsfs, for 502
         "ReadTimeoutError",
-        "ResponseParserError",  # a body cut in mid-XML
+        "ResponseParserError",  # XML that was cut off
         "ResponseStreamingError",
         "ServerDisconnectedError",
         "ServerTimeoutError",
         "ChecksumError",
-        "TimeoutError",  # that of asyncio in Python 3.10
+        "TimeoutError",  # of asyncio in Python 3.10
         "TransportError",  # httpx and google-auth
-        *(name for service in SERVICES.values() for name in service.passing),
+        *(name for service in SERVICES.values() for name in service.transient),
     ]
 )
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry may succeed: throttling, connection resets, timeouts, 5xx.
+    """Tell whether a retry may succeed (throttling, connection resets, timeouts, 5xx).
 
-    Not for missing objects, denied access, existing names or malformed requests.
+    False for missing objects, denied access, existing names and malformed requests.
     """
-    if isinstance(error, _FINAL) or _goes_in_circles(error):
+    if isinstance(error, _FINAL) or _is_redirect_loop(error):
         return False
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True
@@ -291,15 +286,17 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Tell whether a store failed, though it was asked again and again: that says nothing of what it holds."""
+    """Tell whether a store was unreachable despite retries, so that nothing is known about its content."""
     cause = error.__cause__ if isinstance(error, StorageError) else None
     return cause is not None and is_transient(cause)
 
 
 def may_yet_happen(error: BaseException) -> bool:
-    """Tell whether what failed so may yet be carried out, or has been: nobody said that it was refused for good. A
-    gateway that answers 5xx may have passed it on, and so may an HTTP client that sends a request again by itself; who
-    is interrupted was waiting for the answer."""
+    """Tell whether a failed request may still be, or have been, carried out: it was not refused for good.
+
+    A gateway that answers 5xx may have passed it on, and an HTTP client may have repeated it by itself. After an
+    interrupt the answer is unknown.
+    """
     if not isinstance(error, Exception):
         return True
     cause = error.__cause__ if isinstance(error, StorageError) else error
@@ -307,14 +304,14 @@ def may_yet_happen(error: BaseException) -> bool:
 
 
 def _is_silence(error: BaseException) -> bool:
-    """Tell whether nothing was heard for as long as a try waits; not that nobody could be reached."""
+    """Tell whether a try timed out after it had reached the server."""
     names = {base.__name__ for base in type(error).__mro__}
     timed_out = isinstance(error, (SilenceError, TimeoutError)) and not isinstance(error, ConnectionError)
     return timed_out or not names.isdisjoint(("FSTimeoutError", "ReadTimeoutError", "ServerTimeoutError"))
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error of gcsfs, aiohttp or, as the cause, of botocore states."""
+    """Return the HTTP status of an error of gcsfs or aiohttp, or of botocore as its cause."""
     for candidate in (getattr(error, "code", None), getattr(error, "status", None)):
         if isinstance(candidate, (int, str)) and str(candidate).isdigit():
             return int(candidate)
@@ -327,7 +324,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _code(error: BaseException) -> str:
-    """Return S3's own word for an error, "" where it has none."""
+    """Return S3's error code, "" if there is none."""
     answer = getattr(error.__cause__, "response", None)
     return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else ""
 
@@ -340,14 +337,14 @@ def timeout_s(default: float | None = None) -> float:
     try:
         return parse_duration(text)
     except (UsageError, ValueError) as error:
-        raise UsageError(f"{TIMEOUT_VARIABLE}={text!r} is no duration; write 90s or 5m.") from error
+        raise UsageError(f"{TIMEOUT_VARIABLE}={text!r} is not a duration; write 90s or 5m.") from error
 
 
 class Patience:
     """How long the storage calls of one operation (a save, a load, a command) are retried.
 
-    The calls of an operation share it, in whichever threads they are made: once one of them has given up, the others
-    do so soon, and so does what cleans up. The next operation starts afresh.
+    All calls of an operation share it, in all threads: once one of them has given up, the others, cleanup included,
+    give up soon. The next operation starts anew.
 
     Args:
         limit_s: No try of a call starts later than this; default `timeout_s()`.
@@ -355,29 +352,29 @@ class Patience:
 
     def __init__(self, limit_s: float | None = None) -> None:
         self.limit_s = timeout_s() if limit_s is None else limit_s
-        self.gave_up = False  # a call failed for good, and none has had an answer since
+        self.gave_up = False  # a call failed for good, and none has been answered since
         self._hurried = threading.Event()
-        self._said_at: float | None = None
+        self._warned_at: float | None = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Patience]:
-        """Let the calls inside of the block, and in pools that get work from there, share this patience."""
+        """Apply to the calls inside the block, and in pools that get work from there."""
         token = _current.set(self)
         try:
             yield self
         finally:
-            with contextlib.suppress(ValueError):  # a block that is left in another context than it was entered in
+            with contextlib.suppress(ValueError):  # the block may be left in another context
                 _current.reset(token)
 
     def hurry(self) -> None:
-        """Wait no longer: who waits tries once more now, and every later call is tried twice at most."""
+        """Stop waiting: a waiting call tries once more now, and later calls are tried twice at most."""
         self._hurried.set()
 
     def wait_before(self, failures: int, waited_s: float, error: Exception) -> float | None:
         """Return how long to wait before the next try, None to give up.
 
         Args:
-            failures: Of the call, one after the other, the last one with `error`.
+            failures: How many tries of the call have failed, the last one with `error`.
             waited_s: Since its first try.
         """
         silent = _is_silence(error)
@@ -392,22 +389,22 @@ class Patience:
         return min(wait, left) if left > 0 else None
 
     def sleep(self, seconds: float) -> None:
-        """Wait before the next try; `hurry`, also one that came just before, cuts it short."""
+        """Wait before the next try. `hurry` ends the wait, also if it was called just before."""
         if self._hurried.is_set():
             time.sleep(min(seconds, _HURRIED_WAIT_S))
         else:
             self._hurried.wait(seconds)
 
-    def say(self, place: str, error: Exception, waited_s: float, wait: float) -> None:
-        """Log that a call is retried: once it takes long, and then now and again."""
+    def log(self, place: str, error: Exception, waited_s: float, wait: float) -> None:
+        """Log a retry; as a warning if it takes long, every 30 s."""
         now, left = time.monotonic(), max(wait, self.limit_s - waited_s)
-        late = waited_s + wait > _QUIET_S and (self._said_at is None or now - self._said_at > _SAY_EVERY_S)
+        late = waited_s + wait > _QUIET_S and (self._warned_at is None or now - self._warned_at > _WARN_EVERY_S)
         if late:
-            self._said_at = now
+            self._warned_at = now
         logger.log(
             logging.WARNING if late else logging.DEBUG,
             "%s does not answer (%s): retrying, next try in %.1f s, giving up in %.0f s (at %s)",
-            place or "the storage",
+            place or "the store",
             words_of(error)[:200],
             wait,
             left,
@@ -420,30 +417,30 @@ _current: ContextVar[Patience | None] = ContextVar("ckptkit_patience", default=N
 
 @contextlib.contextmanager
 def patient() -> Iterator[Patience]:
-    """Group the calls inside into one operation, or join the enclosing operation. Also a decorator."""
+    """Make the calls inside the block one operation, or join the enclosing one. Also a decorator."""
     now = _current.get()
     with contextlib.nullcontext(now) if now is not None else Patience().entered() as patience:
         yield patience
 
 
 def current_limit_s() -> float:
-    """Return how long a call is retried here."""
+    """Return how long a call is retried in the current operation."""
     patience = _current.get()
     return timeout_s() if patience is None else patience.limit_s
 
 
 def hurry() -> None:
-    """Let the operation that is under way here wait no longer: somebody wants it to end."""
+    """Let the current operation stop waiting, because it should end."""
     patience = _current.get()
     if patience is not None:
         patience.hurry()
 
 
 def call_with_retries(function: Callable[[], T], *, place: str = "") -> T:
-    """Return what `function` returns, called again after transient errors with growing, jittered waits.
+    """Call `function`, again after transient errors with growing, jittered waits, and return its result.
 
     Args:
-        place: Who does not answer then, for the log.
+        place: The server, for the log.
     """
     patience = _current.get() or Patience()
     started, failures, before = time.monotonic(), 0, silences.set(0)
@@ -453,15 +450,15 @@ def call_with_retries(function: Callable[[], T], *, place: str = "") -> T:
                 result = function()
             except Exception as error:
                 if not is_transient(error):
-                    patience.gave_up = False  # the storage answers
+                    patience.gave_up = False  # the store answers
                     raise
                 failures, waited = failures + 1, time.monotonic() - started
                 wait = patience.wait_before(failures, waited, error)
                 if wait is None:
                     patience.gave_up = True
                     raise
-                patience.say(place, error, waited, wait)
-            except BaseException:  # Ctrl-C: what cleans up does not wait for a storage that is out of reach
+                patience.log(place, error, waited, wait)
+            except BaseException:  # Ctrl-C: cleanup must not wait for an unreachable store
                 patience.hurry()
                 raise
             else:

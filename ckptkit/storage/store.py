@@ -198,14 +198,14 @@ class Service:
         extra: The extra of this package that installs its client.
         credentials: Where its client finds them, in words.
         environment: How the variables begin that its client reads when it connects.
-        passing: Errors of its client that the next try may not meet, by name: it may not be installed.
+        transient: Class names of client errors that are worth a retry. Names, because the client may not be installed.
     """
 
     api: str
     extra: str
     credentials: str
     environment: tuple[str, ...]
-    passing: tuple[str, ...] = ()
+    transient: tuple[str, ...] = ()
 
 
 _S3 = Service(

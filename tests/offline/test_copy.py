@@ -343,7 +343,7 @@ def test_a_destination_that_can_hold_no_run_is_named_once(run: Path, tmp_path: P
     else:
         new.mkdir()
         (new / ".ckptkit").write_text("mine")
-    message = rf"{new}/\.ckptkit is a file" if what == "state" else rf"{new} is no directory"
+    message = rf"{new}/\.ckptkit is a file" if what == "state" else rf"{new} is not a directory"
     with pytest.raises(NotADirectoryError, match=message):
         copy(str(run), str(new))
     said = "\n".join(copy(str(run), str(new), dry_run=True).lines())

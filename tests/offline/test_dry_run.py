@@ -83,13 +83,13 @@ def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, name: str, monke
 @pytest.mark.parametrize("name", RUNS)
 def test_a_place_below_a_file(source: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_bytes(b"1")
-    refused(name, source, tmp_path / "file" / "out", "is no directory")
+    refused(name, source, tmp_path / "file" / "out", "is not a directory")
 
 
 def test_a_place_that_can_not_be_written_to(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write anywhere
     found = convert(str(source), str(tmp_path / "deep" / "out"), dry_run=True)
-    assert f"{tmp_path} can't be written to" in found.faults[0] and not (tmp_path / "deep").exists()
+    assert f"{tmp_path} is not writable" in found.faults[0] and not (tmp_path / "deep").exists()
 
 
 def test_the_command_prints_the_plan_and_why_and_ends_with_1(source: Path, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_dry_prune_of_a_run_that_can_not_be_written_to_says_so(
     assert not prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True).failed
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     found = prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True)
-    assert "can't be written to" in found.failed["step_00000001"]
+    assert "is not writable" in found.failed["step_00000001"]
     done = CliRunner().invoke(cli, ["prune", str(tmp_path), "--max-num", "1", "--dry-run"])
     assert done.exit_code == 1 and "would FAIL to delete" in done.output
 

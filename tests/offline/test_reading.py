@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.run import pins
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.errors import CheckpointNotFoundError, IncompleteCheckpointError
@@ -85,7 +84,13 @@ def test_a_foreign_source_is_read_without_a_trace(
     shutil.copytree(zoo / "verl_fsdp2_w2", source)
     before = sorted(str(path) for path in source.parent.rglob("*"))
     written: list[str] = []
-    monkeypatch.setattr(pins, "write_state", lambda root, path, *a, **k: written.append(path))
+    real = LocalStore.write
+
+    def write(self: LocalStore, path: str, *args: Any, **kwargs: Any) -> None:
+        written.extend([path] if self.url == str(source.parent) else [])
+        real(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(LocalStore, "write", write)
     COMMANDS[command](str(source), str(tmp_path / "out"))
     assert written == []
     assert sorted(str(path) for path in source.parent.rglob("*")) == before

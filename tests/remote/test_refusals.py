@@ -57,8 +57,8 @@ REFUSALS = [
     (Answer(400, "AuthorizationHeaderMalformed"), "another region"),
     (Answer(400, "ExpiredToken"), "token has expired"),
     (Answer(403, "RequestTimeTooSkewed"), "clock of this machine"),
-    (Answer(403, "InvalidAccessKeyId"), "that the store knows by AWS_ACCESS_KEY_ID"),
-    (Answer(403, "SignatureDoesNotMatch"), "that the store knows by AWS_ACCESS_KEY_ID"),
+    (Answer(403, "InvalidAccessKeyId"), "that the store accepts with AWS_ACCESS_KEY_ID"),
+    (Answer(403, "SignatureDoesNotMatch"), "that the store accepts with AWS_ACCESS_KEY_ID"),
     (Answer(403, "AccessDenied"), "ListObjectsV2 is not allowed here"),
 ]
 

@@ -254,15 +254,15 @@ def test_ctrl_c_leaves_what_is_whole_and_an_error_nothing(
 
 
 def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> None:
-    """Let `other` happen once, after the next writer has looked, and before it states that it writes there."""
-    state = _Place._state
+    """Let `other` happen once, after the next writer has looked and before it writes its owner file."""
+    write_owner = _Place._write_owner
 
     def late(self: _Place, *args: Any) -> None:
-        monkeypatch.setattr(_Place, "_state", state)
+        monkeypatch.setattr(_Place, "_write_owner", write_owner)
         other()
-        state(self, *args)
+        write_owner(self, *args)
 
-    monkeypatch.setattr(_Place, "_state", late)
+    monkeypatch.setattr(_Place, "_write_owner", late)
 
 
 @pytest.mark.parametrize("before", ["nothing", "what a dead one left"])

@@ -1,4 +1,4 @@
-"""`stage`: a directory appears whole and durable, or nothing of it does."""
+"""`stage` publishes a directory completely and durably, or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tree(root: Path) -> dict[str, bytes]:
 
 
 def anything(store: Store, path: str, known: Collection[str]) -> None:
-    """Let whatever is there be replaced: which things may be is a question of formats."""
+    """Allow any replacement: which one is allowed is a question of formats."""
 
 
 def put(path: Path, *, content: bytes = b"new", overwrite: bool = False) -> None:
@@ -43,12 +43,12 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
-def test_a_staged_directory_is_there_with_exactly_what_was_written(tmp_path: Path) -> None:
+def test_stage_publishes_exactly_what_was_written(tmp_path: Path) -> None:
     put(tmp_path / "out")
     assert tree(tmp_path) == {"out/a/model.bin": b"new", "out/index.json": b"{}new"}
 
 
-def test_nothing_is_visible_before_the_block_ends(tmp_path: Path) -> None:
+def test_nothing_is_visible_inside_the_block(tmp_path: Path) -> None:
     with stage(str(tmp_path / "out")) as store:
         store.write("x", b"1")
         assert not (tmp_path / "out").exists()
@@ -61,21 +61,21 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_an_existing_target_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_existing_target_is_refused_before_writing(tmp_path: Path) -> None:
     put(tmp_path / "out", content=b"old")
     with pytest.raises(CheckpointExistsError, match="overwrite"):
         put(tmp_path / "out")
     assert tree(tmp_path)["out/a/model.bin"] == b"old" and names(tmp_path) == ["out"]
 
 
-def test_an_empty_directory_may_be_written_to(tmp_path: Path) -> None:
+def test_an_empty_directory_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     put(tmp_path / "out")
     assert tree(tmp_path)["out/a/model.bin"] == b"new"
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_overwrite_replaces_all_of_the_old(tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_replaces_the_whole_directory(tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "out", content=b"old")
     (tmp_path / "out" / "stray").write_bytes(b"x")
     if not swap:
@@ -94,7 +94,7 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_single_file_is_replaced_by_a_directory_only_when_asked(tmp_path: Path) -> None:
+def test_a_directory_replaces_a_file_only_with_overwrite(tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"file")
     with pytest.raises(CheckpointExistsError):
         put(tmp_path / "out")
@@ -114,14 +114,12 @@ def test_a_symlink_is_never_replaced(tmp_path: Path) -> None:
 def test_overwrite_refuses_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "out", content=b"old")
     monkeypatch.chdir(tmp_path / "out" / "a")
-    with pytest.raises(CheckpointExistsError, match="the current directory is in it"):
+    with pytest.raises(CheckpointExistsError, match="contains the current directory"):
         put(tmp_path / "out", overwrite=True)
     assert tree(tmp_path)["out/a/model.bin"] == b"old"
 
 
-def test_what_may_not_be_replaced_is_refused_before_anything_is_written_and_again_before_the_swap(
-    tmp_path: Path,
-) -> None:
+def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path: Path) -> None:
     def refuse(store: Store, path: str, known: Collection[str]) -> None:
         if store.info(f"{path}/notes.txt") is not None:
             raise CheckpointExistsError("notes.txt")
@@ -135,7 +133,7 @@ def test_what_may_not_be_replaced_is_refused_before_anything_is_written_and_agai
         raise AssertionError("the block must not run")
 
 
-def test_a_target_that_appears_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError, match="appeared"), stage(str(tmp_path / "out")) as store:
         store.write("x", b"1")
         (tmp_path / "out").mkdir()
@@ -143,7 +141,7 @@ def test_a_target_that_appears_meanwhile_is_left_as_it_is(tmp_path: Path) -> Non
     assert tree(tmp_path) == {"out/theirs": b"2"} and names(tmp_path) == ["out"]
 
 
-def test_what_a_living_writer_stages_is_left_alone(tmp_path: Path) -> None:
+def test_the_staging_directory_of_a_living_writer_is_kept(tmp_path: Path) -> None:
     with stage(str(tmp_path / "out")) as first:
         first.write("x", b"1")
         put(tmp_path / "out")
@@ -152,7 +150,7 @@ def test_what_a_living_writer_stages_is_left_alone(tmp_path: Path) -> None:
     assert tree(tmp_path / "out") == {"x": b"1"}
 
 
-def test_what_a_dead_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_writer_are_removed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\nfrom ckptkit.storage.publish import stage\n"
         "with stage(sys.argv[1]) as store:\n    store.write('x', b'1' * 9)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -163,7 +161,7 @@ def test_what_a_dead_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"]
 
 
-def test_a_writer_on_another_machine_is_not_judged(tmp_path: Path) -> None:
+def test_leftovers_of_a_writer_on_another_machine_are_kept(tmp_path: Path) -> None:
     path = staging_name("out", "0123456789abcdef")
     (tmp_path / path).mkdir()
     owner = {"nonce": "0123456789abcdef", "host": "far", "pid": 1, "started": "1", "machine": "m/n/o"}
@@ -172,20 +170,20 @@ def test_a_writer_on_another_machine_is_not_judged(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([path, owner_path(path), "out"])
 
 
-def test_where_writes_are_short_a_writer_is_stated_whole_and_a_step_whole_or_not_at_all(
+def test_short_writes_complete_the_owner_file_and_leave_no_torn_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, path = os.write, str(tmp_path / "x.owner")
+    real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:1]))
     publish.write_owner(LocalStore(tmp_path), "x.owner", "0" * 16)
-    journal = Journal(path)
+    journal = Journal(str(tmp_path / "x"))
     journal.begin("a" * 32)
-    journal.done(12)  # half of it is on the disk
+    journal.done(12)  # half of the line is written
     monkeypatch.undo()
     journal.done(34)
     journal.close()
-    stated = staging.read_owner(LocalStore(tmp_path), "x.owner")
-    assert stated is not None and stated.owner.pid == os.getpid()
+    writer = staging.read_owner(LocalStore(tmp_path), "x.owner")
+    assert writer is not None and writer.owner.pid == os.getpid()
     assert _parse((tmp_path / "x.owner").read_bytes())[1] == [Section("a" * 32, steps=frozenset({34}))]
 
 
@@ -217,7 +215,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
         process.start()
         process.join()
         there = tree(root / "out") if (root / "out").exists() else {}
-        # Without an atomic swap (NFS) there may be neither for a moment, never a mixture; and neither is lost.
+        # Without an atomic swap (NFS) the target may be absent for a moment, but is never a mixture or lost.
         assert there in ([old, new] if swap else [old, new, {}]), f"operation {nth}"
         gaps += not there
         publish.clean_siblings(LocalStore(root), "out")
@@ -232,7 +230,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
 
 
 @pytest.mark.parametrize("fails", ["rename", "sync"])
-def test_an_error_between_the_steps_of_a_replacement_puts_the_old_one_back(
+def test_a_failed_two_step_replacement_restores_the_old_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     put(tmp_path / "out", content=b"old")
@@ -263,11 +261,11 @@ def test_an_error_between_the_steps_of_a_replacement_puts_the_old_one_back(
     assert tree(tmp_path) == before
 
 
-def test_a_directory_that_appears_at_the_last_moment_is_not_replaced_where_rename_can_not_refuse(
+def test_rename_without_renameat2_does_not_replace_a_directory_that_just_appeared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS has no renameat2; rename(2) itself fails on a directory with content."""
-    monkeypatch.setattr(local, "_libc", lambda: None)
+    """NFS has no renameat2; rename(2) itself fails on a non-empty directory."""
+    monkeypatch.setattr(local, "_libc_renameat2", lambda: None)
     (tmp_path / "new").mkdir()
     real = os.path.lexists
 
@@ -285,7 +283,7 @@ def test_a_directory_that_appears_at_the_last_moment_is_not_replaced_where_renam
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
-def test_a_rename_whose_answer_was_lost_is_done(
+def test_a_repeated_rename_whose_answer_was_lost_succeeds(
     tmp_path: Path, error: type[OSError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename = LocalStore.rename
@@ -293,7 +291,7 @@ def test_a_rename_whose_answer_was_lost_is_done(
     def repeated(store: LocalStore, source: str, target: str) -> None:
         rename(store, source, target)
         if source.startswith(".tmp-"):
-            raise error(target)  # NFS tried again
+            raise error(target)  # the retry of NFS
 
     monkeypatch.setattr(LocalStore, "rename", repeated)
     (tmp_path / "run").mkdir()
@@ -304,7 +302,7 @@ def test_a_rename_whose_answer_was_lost_is_done(
     assert check(tmp_path / "run") == [1] and (tmp_path / "out" / "x").read_bytes() == b"1"
 
 
-def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+def test_the_published_directory_has_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         put(tmp_path / "out")

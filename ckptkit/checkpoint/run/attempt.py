@@ -227,7 +227,7 @@ class LocalPlace:
     def close(self) -> None:
         # Published or not: after a swap the old checkpoint lies here.
         give_up(self.root, self.path, self.name)
-        self.root.delete(reversed(staging.statements(self.root, self.path)))
+        self.root.delete(reversed(staging.owner_files(self.root, self.path)))
 
 
 def check_names(root: Store, name: str, file_names: str) -> None:

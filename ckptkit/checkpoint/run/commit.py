@@ -62,7 +62,7 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.lock import Lease, acquire_lease, store_clock
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.pool import WorkerPool
-from ckptkit.storage.publish import finish
+from ckptkit.storage.publish import finish_replacement
 from ckptkit.storage.staging import is_abandoned, leftover_of, new_nonce, owner_path
 from ckptkit.storage.store import FileInfo, Store
 from ckptkit.units import format_size
@@ -189,9 +189,9 @@ def _remove(root: Store, path: str) -> list[str]:
     if not is_attempt and (kept is None or kept.kind == "owner"):
         root.delete([path])
         return []
-    if is_directory(root) and kept is not None and finish(root, kept):
+    if is_directory(root) and kept is not None and finish_replacement(root, kept):
         return []
-    logger.info("removing %s/%s, which a dead process left", root.url, path)
+    logger.info("removing %s/%s, left by a dead process", root.url, path)
     gone = [record for record in deleted_records(root, name) if record.data == folder] if is_attempt else []
     if gone:  # a deletion that was killed
         delete_marked(root, snapshot(root, name), name, gone[0])

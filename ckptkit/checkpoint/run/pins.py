@@ -17,9 +17,9 @@ from ckptkit.errors import CheckpointNotFoundError, CkptkitError, NoSpaceError, 
 from ckptkit.formats.own.record import CommitRecord, find_record, read_record, record_path
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import LocalStore, is_directory
-from ckptkit.storage.lock import STATE_DIRECTORY, store_clock, write_state
+from ckptkit.storage.lock import STATE_DIRECTORY, store_clock
 from ckptkit.storage.open import open_store
-from ckptkit.storage.owner import Owner, own_statement, owner_in
+from ckptkit.storage.owner import Owner, owner_in, owner_json
 from ckptkit.storage.retry import BRIEF_S, Patience, timeout_s
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import FileInfo, Store
@@ -126,11 +126,11 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
     CheckpointNotFoundError.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
-    body = json.dumps({"name": name, "why": why, "owner": own_statement(root)}).encode()
+    body = json.dumps({"name": name, "why": why, "owner": owner_json(root)}).encode()
     fresh = is_directory(root) and root.info(STATE_DIRECTORY) is None
     try:
         # Nobody else has this name: on an object store no request has to ask whether it is free.
-        write_state(root, path, body, overwrite=root.asking_costs)
+        root.write(path, body, overwrite=root.asking_costs, sync=False)
     except (OSError, UnsafePathError) as error:  # a link out of the root where pins are: not written through
         why_not = getattr(error, "strerror", None) or error  # not the name of the file, which nobody knows
         text = "%s: %s is read without a pin (%s): a job that rotates may delete it meanwhile"
@@ -232,7 +232,7 @@ def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
     """Announce the deletion of `name`, and yield the pins that forbid it: [] means go on."""
     path = f"{_DELETING}/{name}.json"
     try:
-        write_state(root, path, json.dumps(own_statement(root)).encode(), overwrite=True)
+        root.write(path, json.dumps(owner_json(root)).encode(), overwrite=True, sync=False)
     except NoSpaceError as error:
         # To delete is what makes room. No reader can pin now either: there is no space for its pin.
         logger.warning("%s: the deletion of %s is not announced: %s", root.url, name, error)
@@ -244,7 +244,7 @@ def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
         except OSError:
             # Who may write and not delete takes it back like this: else readers would wait as long as we live.
             with contextlib.suppress(OSError):
-                write_state(root, path, b"{}", overwrite=True)
+                root.write(path, b"{}", overwrite=True, sync=False)
             raise
 
 

@@ -23,7 +23,7 @@ from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement
 from ckptkit.offline.copying.runs import EntryMap, RunStep, Step, Work, prepare
 from ckptkit.offline.copying.sources import Origin
 from ckptkit.storage.local import LocalStore, is_directory
-from ckptkit.storage.staging import leftover_of, staging_name
+from ckptkit.storage.staging import leftover_of, leftovers
 from ckptkit.storage.store import Store, split_url
 from ckptkit.version import __version__
 
@@ -251,12 +251,11 @@ def left_beside(url: str) -> tuple[str, int] | None:
         return None
     head, name = os.path.split(os.path.abspath(os.path.expanduser(rest)))
     parent = LocalStore(head)
-    for item in parent.list():
-        kept = leftover_of(item.path)
-        if kept is not None and item.kind == "directory" and item.path == staging_name(name, kept.nonce):
-            store = parent.child(item.path)
+    for left in leftovers(parent, name):
+        if left.kind == "tmp" and os.path.isdir(parent.path_of(left.path)):
+            store = parent.child(left.path)
             held = sum(store.stat_file(inner.path).st_blocks * 512 for inner in store.list(recursive=True))
-            return f"{head}/{item.path}", held
+            return f"{head}/{left.path}", held
     return None
 
 
